@@ -1,7 +1,7 @@
 """An environment that a test moves by hand: no threads, a scripted clock, scripted clients.
 
-Runs in: tests. Deliberately absent: any behaviour of Kafka; a client answers what the test wrote down (those of the
-simulation, in ``kit``, behave). Whatever would wait runs the next line of :attr:`ManualEnvironment.script` instead.
+Runs in: tests. Deliberately absent: any behaviour of Kafka; a client returns what the test specified (the fakes in
+``kit`` behave like Kafka). Whatever would wait runs the next line of :attr:`ManualEnvironment.script` instead.
 """
 
 import queue
@@ -17,7 +17,7 @@ from spark_group_source.kafka import Environment
 from spark_group_source.model import TopicPartition
 
 WALL_MS = 7
-"""What the hosts of these processes show: one moment."""
+"""The wall clock of these processes, which stands still."""
 A0, A1 = TopicPartition("a", 0), TopicPartition("a", 1)
 
 
@@ -26,7 +26,7 @@ def refusal(code: int, *, retriable: bool = False, abort: bool = False, fatal: b
 
 
 def metadata(generation: int, member: str = "m") -> bytes:
-    """A consumer's group metadata, as the library writes it."""
+    """A consumer's group metadata, as the library serialises it."""
     return b"CGMDv2:" + struct.pack("=i", generation) + b"g\0" + member.encode() + b"\0" + b"\1"
 
 
@@ -34,12 +34,12 @@ NOBODY = metadata(-1, "")
 
 
 def sent(member: bytes) -> int:
-    """The generation in it."""
+    """Return the generation of a member's metadata."""
     return int(struct.unpack_from("=i", member, 7)[0])
 
 
 class ManualEnvironment(Environment):
-    """What is spawned waits in :attr:`spawned` until the test calls it."""
+    """A spawned thread waits in :attr:`spawned` until the test runs it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class ManualEnvironment(Environment):
         self.answers: dict[str, deque[Any]] = {}
         """By method of a client: what its next calls return, or raise."""
         self.calls: list[tuple[str, Any]] = []
-        """Every call of a producer, an admin client, and of a consumer that a test may want to see."""
+        """Every call of a producer and an admin client, and the calls of a consumer that a test may check."""
 
     def will(self, call: str, *answers: Any) -> None:
         self.answers.setdefault(call, deque()).extend(answers)
@@ -73,7 +73,7 @@ class ManualEnvironment(Environment):
         self.script.popleft()()
 
     def run(self, *script: Callable[[], object]) -> None:
-        """Run the thread that was spawned last to its end; each line is run where it would wait."""
+        """Run the last spawned thread to its end; each line is run where the thread would wait."""
         self.script.extend(script)
         self.spawned.pop()[1]()
         assert not self.script, "the thread ended early"
@@ -134,7 +134,7 @@ class _Future(Future[Any]):
 
 
 class HandConsumer:
-    """Its callbacks (``assign``, ``revoke``, ``lose``) are called by lines of the script, inside ``poll``."""
+    """The callbacks are called by lines of the script (``assign_callback`` and others), inside ``poll``."""
 
     def __init__(self, environment: ManualEnvironment) -> None:
         self.environment = environment
@@ -203,7 +203,7 @@ class HandConsumer:
 
 
 class HandProducer:
-    """Notes each call. Of offsets: the generation of the member, and what is committed."""
+    """Records each call. Of offsets: the generation of the member, and what is committed."""
 
     def __init__(self, environment: ManualEnvironment) -> None:
         self.environment = environment
@@ -226,12 +226,12 @@ class HandProducer:
 
 
 class HandAdmin:
-    """Answers with futures that are done, or with the test's own."""
+    """Answers with completed futures, or with those of the test."""
 
     def __init__(self, environment: ManualEnvironment) -> None:
         self.environment = environment
         self.bounds_s: list[float] = []
-        """Of each question about offsets."""
+        """Of each request for offsets."""
         self.topic_bounds_s: list[float] = []
 
     def poll(self, timeout: float) -> None:
@@ -263,7 +263,7 @@ class HandAdmin:
         return self._done({0: self.environment.answer("list_consumer_groups")})[0]
 
     def list_topics(self, **bounds: float) -> Any:
-        """Learns where the leaders are."""
+        """The client learns the leaders."""
         return self.environment.answer("list_topics")
 
     @staticmethod

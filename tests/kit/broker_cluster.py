@@ -1,7 +1,7 @@
-"""A real Kafka of one node or three whose nodes are killed, stopped, paused and started again, with more listeners.
+"""A real Kafka cluster of one or three nodes that can be killed, stopped, paused and restarted, with more listeners.
 
-Runs in: tests. Deliberately absent: what stands between nodes and clients (``faulty_cluster``), and the start of one
-node, its storage and its end, which ship (``spark_group_source.local.broker``).
+Runs in: tests. Deliberately absent: proxies between nodes and clients (``faulty_cluster``), and starting a single node
+(``spark_group_source.local.broker``).
 """
 
 import contextlib
@@ -22,11 +22,12 @@ class BrokerCluster(Broker):
 
     Args:
         nodes: 1 or 3; numbered from 1.
-        advertised: the port of 127.0.0.1 that each node names to its clients instead of its own: where a proxy stands
-            between them. Nodes talk to each other past it, through a listener of their own.
-        sasl: user -> password: opens a second listener, ``sasl_bootstrap_servers``, that demands SASL/PLAIN.
-        listeners: name -> security protocol of more listeners, for :meth:`servers`; ``settings`` has what they need.
-        more: as :class:`Broker` takes it.
+        advertised: the port of 127.0.0.1 that each node advertises to clients instead of its own: the port of a
+            proxy. Nodes connect to each other through a listener of their own, without the proxies.
+        sasl: passwords by user: opens a second listener, ``sasl_bootstrap_servers``, that requires SASL/PLAIN.
+        listeners: security protocol by name of further listeners, for :meth:`servers`; their settings are in
+            ``settings``.
+        more: other arguments of :class:`Broker`.
     """
 
     def __init__(
@@ -49,11 +50,11 @@ class BrokerCluster(Broker):
         self._listeners = ({"SASL": "SASL_PLAINTEXT"} if self._sasl else {}) | dict(listeners or {})
         self._at: dict[str, dict[int, int]] = {}  # the port of each node, by listener
 
-    # --- where it is ------------------------------------------------------------------------------------------------
+    # --- addresses --------------------------------------------------------------------------------------------------
 
     @property
     def direct_servers(self) -> str:
-        """``host:port`` of every node past the proxies: clients that begin here learn of no other addresses."""
+        """``host:port`` of every node, bypassing the proxies: clients that start here learn no other addresses."""
         return self.servers(self._between)
 
     @property
@@ -61,37 +62,37 @@ class BrokerCluster(Broker):
         return self.servers("SASL")
 
     def servers(self, listener: str) -> str:
-        """``host:port`` of every node at one listener, also of those that are down."""
+        """``host:port`` of every node at one listener, including nodes that are down."""
         _ = self._home
         return ",".join(f"127.0.0.1:{port}" for port in self._at[listener].values())
 
     @property
     def ports(self) -> dict[int, int]:
-        """The port on which each node waits for clients."""
+        """The client port of each node."""
         return dict(self._at["PLAINTEXT"])
 
     @property
     def controller(self) -> int:
-        """The node that leads the controllers, by what the nodes wrote of the last election; 0: none does."""
+        """The node that leads the controllers, according to the nodes' files of the last election; 0: none."""
         found = []
         for node in self.nodes:
-            with contextlib.suppress(OSError, ValueError):  # written anew at this moment
+            with contextlib.suppress(OSError, ValueError):  # being rewritten at this moment
                 state = self._data(node) / "__cluster_metadata-0" / "quorum-state"
                 told = json.loads(state.read_text())
                 found.append((int(told["leaderEpoch"]), int(told["leaderId"])))
         return max([0, *(leader for epoch, leader in found if epoch == max(found)[0])])
 
-    # --- its faults -------------------------------------------------------------------------------------------------
+    # --- faults -----------------------------------------------------------------------------------------------------
 
     def kill(self, node: int) -> None:
-        """End a node without warning (SIGKILL), and return when it is gone."""
+        """Kill a node (SIGKILL), and return when its process has ended."""
         self._nodes[node].kill()
 
     def stop_node(self, *nodes: int) -> None:
-        """Stop nodes in order, all at the same time: each hands its partitions over first, if a node is left.
+        """Stop nodes gracefully, all at the same time: each first hands over its partitions, if another node is left.
 
         Raises:
-            BrokerUnavailable: one did not end within :data:`STOP_S`.
+            BrokerUnavailable: a node did not stop within :data:`STOP_S`.
         """
         for node in nodes:
             self._nodes[node].signal(signal.SIGTERM)
@@ -100,10 +101,10 @@ class BrokerCluster(Broker):
                 raise BrokerUnavailable(f"node {node} did not stop within {STOP_S} s", op="stop")
 
     def start_node(self, *nodes: int) -> None:
-        """Start nodes that were killed or stopped, with their old ports and data; return when all of them answer.
+        """Start nodes that were killed or stopped, with their former ports and data; return when all of them answer.
 
         Raises:
-            BrokerUnavailable: one ended, or did not answer in time; the message ends with its log.
+            BrokerUnavailable: a node ended, or did not answer in time; the message ends with its log.
         """
         if running := [node for node in nodes if self._nodes[node].running]:
             raise BrokerUnavailable(f"node {running[0]} already runs", op="start")
@@ -113,18 +114,18 @@ class BrokerCluster(Broker):
         self._await_nodes(nodes)
 
     def pause(self, node: int) -> None:
-        """Freeze a node (SIGSTOP): its connections stay open and it does not answer."""
+        """Freeze a node (SIGSTOP): its connections stay open but it does not answer."""
         self._nodes[node].signal(signal.SIGSTOP)
 
     def resume(self, node: int) -> None:
-        """Let a paused node go on (SIGCONT)."""
+        """Continue a paused node (SIGCONT)."""
         self._nodes[node].signal(signal.SIGCONT)
 
-    # --- how it starts and ends -------------------------------------------------------------------------------------
+    # --- start and stop ---------------------------------------------------------------------------------------------
 
     @property
     def _between(self) -> str:
-        """The listener through which nodes talk to each other."""
+        """The listener for connections between nodes."""
         return "INTERNAL" if self._advertised else "PLAINTEXT"
 
     def _data(self, node: int) -> Path:
@@ -142,7 +143,7 @@ class BrokerCluster(Broker):
         if not all((self._data(node) / "meta.properties").is_file() for node in self.nodes):
             cluster_id = kafka_uuid()
             self._format(homes[0], cluster_id)
-            # What Kafka's tool writes for another node differs in one file, and each run of it costs a JVM.
+            # The files that Kafka's tool writes for another node differ in one file, and each run of it costs a JVM.
             for node in self.nodes[1:]:
                 shutil.copytree(self._data(1), self._data(node))
                 meta = {"version": "1", "cluster.id": cluster_id, "node.id": node, "directory.id": kafka_uuid()}
@@ -166,7 +167,7 @@ class BrokerCluster(Broker):
             "listener.security.protocol.map": ",".join(f"{name}:{protocol}" for name, protocol in protocols.items()),
             "inter.broker.listener.name": self._between,
         }
-        if len(self.nodes) == 3:  # one may be down; each is a rack, and serves clients that say they are in it
+        if len(self.nodes) == 3:  # one node may be down; each is a rack, and serves clients of that rack
             settings |= {name: "3" for name in settings if name.endswith("replication.factor")}
             settings |= {name: "2" for name in settings if name.endswith((".isr", "insync.replicas"))}
             settings["broker.rack"] = f"rack-{node}"
@@ -179,7 +180,7 @@ class BrokerCluster(Broker):
         return settings | self._settings
 
     def _await_nodes(self, nodes: Sequence[int]) -> None:
-        """Return when each of them is a live member of the cluster, and groups are served."""
+        """Return when each of these nodes is a live member of the cluster, and groups are served."""
         waiting, settings = set(nodes), self._node_settings(1)
 
         def ready() -> bool:
@@ -194,7 +195,7 @@ class BrokerCluster(Broker):
 
         port = self._at[self._between][node]
         if connects(port):
-            # A fresh client each time: one that met a closed port waits before it tries again.
+            # A new client each time: one that found a closed port waits before it retries.
             admin = AdminClient({"bootstrap.servers": f"127.0.0.1:{port}", "log_level": 0})
             with contextlib.suppress(KafkaException):
                 return node in admin.list_topics(timeout=2).brokers

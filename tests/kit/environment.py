@@ -1,8 +1,8 @@
-"""What product code waits on, in simulated time: the port ``kafka.environment.Environment`` over the simulated world.
+"""The environment of product code in simulated time: ``kafka.environment.Environment`` over the simulated world.
 
-Runs in: tests. Conditions, queues and futures behave as the standard library's, and raise what they raise. Deliberately
-absent: what the product does not use of them. Where a lock is taken or something is put into a queue, another thread
-may come first (``World.preempt``), so that the seed also decides how threads interleave.
+Runs in: tests. Conditions, queues and futures behave like the standard library's, and raise the same exceptions.
+Deliberately absent: their unused parts. Where a lock is taken or an item is put into a queue, another thread may be
+scheduled first (``World.preempt``), so that the seed also determines how threads interleave.
 """
 
 import queue
@@ -23,13 +23,13 @@ class SimulatedEnvironment(Environment):
     """The environment of one simulated process.
 
     Args:
-        process: whose threads these are.
-        cluster: the Kafka that its clients talk to; None where only threads and time are of interest.
+        process: the process of these threads.
+        cluster: the Kafka of its clients; None where only threads and time matter.
     """
 
     def __init__(self, process: Process, cluster: "Cluster | None" = None) -> None:
         self.process = process
-        self.threads_left: int | None = None  # how many more can be started, where that is to fail
+        self.threads_left: int | None = None  # how many more threads can be started; None: unlimited
         self._cluster = cluster
         self._world = process.world
 
@@ -49,7 +49,7 @@ class SimulatedEnvironment(Environment):
         return Future(self._world)
 
     def spawn(self, name: str, run: Callable[[], None], *, died: Callable[[BaseException], None]) -> Thread:
-        """A daemon thread; whatever leaves ``run`` goes to ``died``, also when the thread cannot be started."""
+        """Start a daemon thread; exceptions of ``run`` go to ``died``, also when the thread cannot be started."""
 
         def guarded() -> None:
             try:
@@ -151,7 +151,7 @@ class Condition:
                 me.block(None)
             except BaseException:
                 if me not in self._entering and not self._is_taken():
-                    self._free()  # it was this one's turn
+                    self._free()  # it was this thread's turn
                 raise
             finally:
                 if me in self._entering:
@@ -171,7 +171,7 @@ class Queue:
         self._world, self._size_max = world, size_max
         self._items: deque[Any] = deque()
         self._getting: list[Thread] = []
-        self._reader: Thread | None = None  # who looks into it now and then
+        self._reader: Thread | None = None  # the thread that polls it
 
     def put_nowait(self, item: Any) -> None:
         me = the_thread(self._world)

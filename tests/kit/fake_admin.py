@@ -1,7 +1,7 @@
-"""``confluent_kafka.admin.AdminClient`` over the simulated Kafka: questions whose answers are futures.
+"""``confluent_kafka.admin.AdminClient`` over the simulated Kafka: requests whose answers are futures.
 
-Runs in: tests. What a client says when no broker can be reached is its own guess, and some of it comes at once.
-Deliberately absent: making and deleting topics (``Cluster`` does it), settings of topics and groups.
+Runs in: tests. While no broker is reachable, a client's errors are its own guesses, and some are raised at once.
+Deliberately absent: creating and deleting topics (``Cluster`` does it), settings of topics and groups.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kit.cluster import Cluster
 
 REQUEST_S = 60.0
-"""socket.timeout.ms, where a question names no time."""
+"""socket.timeout.ms, for requests without a timeout."""
 EARLIEST, LATEST = -2, -1
 """As OffsetSpec numbers them."""
 
@@ -31,7 +31,7 @@ Futures = dict[Any, Future]
 
 
 class FakeAdmin:
-    """One admin client. Any thread may ask."""
+    """One admin client. Any thread may call it."""
 
     def __init__(self, process: Process, cluster: "Cluster", settings: Mapping[str, Any]) -> None:
         self._library = Library(process, cluster, settings, "admin")
@@ -39,7 +39,7 @@ class FakeAdmin:
         self._draws = process.draws(self._library.thread)
 
     def poll(self, timeout: float = -1.0) -> int:
-        """Runs callbacks: here are none."""
+        """Run callbacks: there are none."""
         del timeout
         return 0
 
@@ -176,7 +176,7 @@ class FakeAdmin:
         timeout_s: float,
         text: str,
     ) -> Futures:
-        """One question, and a future for each part of its answer."""
+        """Send one request; return a future for each part of its answer."""
         the_thread(self._world)
         futures = {key: Future(self._world) for key in keys}
 
@@ -203,7 +203,7 @@ class FakeAdmin:
         return futures
 
     def _out_of_time(self, error: KafkaError) -> Any:
-        """A client that knew the leader says nothing of it: the future succeeds."""
+        """A client that knew the leader reports no error: the future succeeds."""
         knew = self._draws.chance(0.5)
         return SimpleNamespace(offset=NO_OFFSET, timestamp=-1, leader_epoch=None) if knew else error
 

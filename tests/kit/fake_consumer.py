@@ -1,8 +1,8 @@
-"""``confluent_kafka.Consumer`` over the simulated Kafka, as far as membership and committed offsets go.
+"""``confluent_kafka.Consumer`` over the simulated Kafka: membership and committed offsets.
 
-Runs in: tests. Callbacks run inside :meth:`FakeConsumer.poll` on the thread that calls it, and may block there; what
-librdkafka's own thread does meanwhile is in ``kafka_client``. Deliberately absent: fetching, positions, commits that
-are not waited for, max.poll.interval.ms as a limit for the application (only the group waits no longer than that).
+Runs in: tests. Callbacks run inside :meth:`FakeConsumer.poll` on the calling thread, and may block there;
+``kafka_client`` models librdkafka's own thread. Deliberately absent: fetching, positions, asynchronous commits,
+max.poll.interval.ms as a limit for the application (only the group enforces it).
 """
 
 import struct
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
     from kit.cluster import Cluster
 
 IDLE_STEP_MS_MIN = 100
-"""Polls of at least this are those of a loop that looks around in between."""
+"""Polls of at least this long belong to a loop that checks other things in between."""
 IDLE_MS_MAX = 1_000
-"""How long such a loop may be left alone while there is nothing for it to find."""
+"""How long such a loop may sleep while there is nothing to poll."""
 COMMIT_MS_MAX = 45_000
-"""A commit waits for the coordinator as long as a session lasts, which is this unless set."""
+"""A commit waits for the coordinator for a session timeout, which is this by default."""
 CLOSE_MS_MAX = 50
 
 Callback = Callable[["FakeConsumer", list[KafkaPartition]], Any]
 
 
 class FakeMessage:
-    """What ``poll`` returns: never a record here."""
+    """The result of ``poll``: always an error, never a record."""
 
     def __init__(self, error: KafkaError) -> None:
         self._error = error
@@ -46,7 +46,7 @@ class FakeMessage:
 
 
 class FakeConsumer:
-    """One consumer. One thread uses it; what the library does not survive ends the history."""
+    """One consumer. One thread uses it; an error that aborts the real library ends the history."""
 
     def __init__(self, process: Process, cluster: "Cluster", settings: Mapping[str, Any]) -> None:
         self._library = Library(process, cluster, settings, "consumer")
@@ -61,7 +61,7 @@ class FakeConsumer:
         self._waiting: deque[Op | FakeMessage] = deque()
         self._poller: Thread | None = None
         self._polling = False
-        self._in: Op | None = None  # the callback that runs
+        self._in: Op | None = None  # the running callback
         self._fatal: KafkaError | None = None
         self._closed = False
 
@@ -133,7 +133,7 @@ class FakeConsumer:
             self._poller, self._polling = None, False
 
     def _nothing(self) -> FakeMessage | None:
-        """Now and then the library speaks of its connections."""
+        """Now and then the library reports a connection error."""
         if self._library.process.cut_off() and self._draws.chance(0.2):
             return FakeMessage(refusal(KafkaError._ALL_BROKERS_DOWN, "1/1 brokers are down"))
         return None
@@ -200,7 +200,8 @@ class FakeConsumer:
         self._in.done()
 
     def _call(self, op: Op) -> None:
-        """Run a callback. What it does not assign or unassign itself is then done for it, as the binding does."""
+        """Run a callback. Partitions that it does not assign or unassign are assigned or unassigned afterwards, as in
+        the binding."""
         op.begin()
         callback, self._in = self._callbacks.get(op.kind), op
         try:
@@ -278,12 +279,12 @@ class FakeConsumer:
 
     @property
     def place(self) -> str | None:
-        """The place that it has, or tries to have, while it lives."""
+        """The instance id that it has, or joins with, while it is open."""
         client = self._client
         return None if client is None or client.closed or self._closed or self._fatal is not None else self._instance
 
     def breaks(self) -> bool:
-        """A fatal error of the library's own, which ends a member; False: this is none."""
+        """Inject a fatal error of the library, which ends a member; False: it is not a member."""
         client = self._client
         if client is None or client.closed or client.leaving or self._fatal is not None:
             return False
@@ -301,7 +302,7 @@ class FakeConsumer:
             self._poller.stir()
 
     def dead(self, code: Code) -> None:
-        """Only what is asked of it from now on says so; no callback gives its partitions back."""
+        """Only later calls report it; no callback revokes its partitions."""
         self._waiting.clear()
         words = KafkaError(code.value).str()
         what = "ConsumerGroupHeartbeat fatal error" if self._new_protocol else "Fatal consumer error"

@@ -1,7 +1,7 @@
-"""What the fakes of the client library's clients share: errors, partitions, and questions that wait for their answer.
+"""Shared parts of the fake clients: errors, partitions, and requests that wait for their answers.
 
-Runs in: tests. Errors are the library's own objects, with the codes, flags and texts that librdkafka 2.16 gives them
-(seen with its mock cluster and with real brokers). Deliberately absent: what is asked.
+Runs in: tests. Errors are objects of the library, with the codes, flags and texts of librdkafka 2.16 (observed with its
+mock cluster and with real brokers). Deliberately absent: the contents of requests.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from kit.cluster import Cluster
 
 NO_OFFSET = -1001
-"""OFFSET_INVALID: nothing was committed."""
+"""OFFSET_INVALID: no offset is committed."""
 
 
 @dataclass(slots=True)
 class Answered:
-    """A partition in an answer, as the library's own, whose error cannot be set."""
+    """A partition of an answer. Unlike the library's own class, its error can be set."""
 
     topic: str
     partition: int
@@ -38,7 +38,7 @@ class Answered:
 
 
 class Library:
-    """One client: the process it is in, the library's thread behind it, and its settings."""
+    """One client: its process, its library thread, and its settings."""
 
     def __init__(self, process: Process, cluster: "Cluster", settings: Mapping[str, Any], kind: str) -> None:
         self.process, self.cluster, self.world = process, cluster, process.world
@@ -47,10 +47,10 @@ class Library:
         self.thread = f"{kind}{self.number}"
 
     def answer(self, ask: Ask, serve: Serve, *, timeout_ms: int, timed_out: Callable[[], KafkaError]) -> Any:
-        """Ask and wait, on the thread that runs.
+        """Send a request and wait for the answer, on the current thread.
 
         Raises:
-            KafkaException: an error was the answer.
+            KafkaException: the answer is an error.
         """
         the_thread(self.world)
         future = Future(self.world)
@@ -65,7 +65,7 @@ class Library:
         return KafkaError(code) if code else None
 
     def entries(self, partitions: Iterable[KafkaPartition]) -> dict[TopicPartition, Entry]:
-        """What is to be committed, in the coordinator's form."""
+        """Convert the offsets of a commit into the coordinator's form."""
         return {
             to_ours(p): Entry(p.offset, parse_note(p.metadata or "").stream, self.process.name, 0, p.metadata or "")
             for p in partitions
@@ -77,12 +77,12 @@ def to_ours(partition: Any) -> TopicPartition:
 
 
 def to_kafka(tps: Iterable[TopicPartition]) -> list[KafkaPartition]:
-    """In order, so that a seed always tells the same story."""
+    """Sorted, so that a seed always produces the same history."""
     return [KafkaPartition(tp.topic, tp.partition) for tp in sorted(tps)]
 
 
 def refusal(code: Code | int, text: str = "", **flags: bool) -> KafkaError:
-    """An error of a broker's; ``text`` stands before its words."""
+    """A broker's error; ``text`` is put before the library's text."""
     number = code.value if isinstance(code, Code) else code
     words = KafkaError(number).str()
     return KafkaError(number, f"{text}: {words}" if text else words, **flags)

@@ -1,7 +1,6 @@
-"""``confluent_kafka.Producer`` over the simulated Kafka: a transactional one that sends offsets and nothing else.
+"""``confluent_kafka.Producer`` over the simulated Kafka: a transactional producer that sends only offsets.
 
-Runs in: tests. Which error comes when, and with which flags, was seen with librdkafka 2.16. Deliberately absent:
-records.
+Runs in: tests. The errors and their flags were observed with librdkafka 2.16. Deliberately absent: records.
 """
 
 import struct
@@ -22,15 +21,15 @@ if TYPE_CHECKING:
     from kit.cluster import Cluster
 
 RETRY_MS = 20
-"""After this the library repeats what the coordinator cannot do yet."""
+"""The interval at which the library retries what the coordinator cannot do yet."""
 RESUME = "Timed out waiting for operation to finish, retry call to resume"
 
 DENIED = KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED
 
 
 class FakeProducer:
-    """One producer; one thread uses it. Its states are the library's: Init, Ready, InTransaction, and the last call
-    that was not answered, which is to be made again."""
+    """One producer; one thread uses it. Its states are the library's: Init, Ready, InTransaction, and the last
+    unanswered call, which must be repeated."""
 
     def __init__(self, process: Process, cluster: "Cluster", settings: Mapping[str, Any]) -> None:
         self._library = Library(process, cluster, settings, "producer")
@@ -38,8 +37,8 @@ class FakeProducer:
         self._transaction_ms = int(settings.get("transaction.timeout.ms", TRANSACTION_MS))
         self._epoch = 0
         self._state = "Init"
-        self._unanswered = ""  # the call to make again
-        self._registered = False  # whether the coordinator knows of the transaction
+        self._unanswered = ""  # the call to repeat
+        self._registered = False  # whether the coordinator knows the transaction
         self._abortable: KafkaError | None = None
         self._fatal: KafkaError | None = None
 
@@ -87,7 +86,7 @@ class FakeProducer:
 
         def send(reply: Reply) -> None:
             if any(cluster.log(tp) is None for tp in entries):
-                # The library repeats it until its time is up, and then gives the broker's own answer.
+                # The library retries until its timeout, then returns the broker's own answer.
                 self._library.process.later(
                     self._library.thread, to_ms(timeout), lambda: reply(_abortable(Code.UNKNOWN_TOPIC))
                 )
@@ -98,7 +97,7 @@ class FakeProducer:
             reply(error or (code if code is Code.OK else _abortable(code)))
 
         self._ask(Ask.ADD, add, timeout, self._timed_out, registers=True)
-        self._ask(Ask.SEND, send, 2 * timeout, self._timed_out)  # its own time-out is the later one
+        self._ask(Ask.SEND, send, 2 * timeout, self._timed_out)  # its own timeout is the later one
 
     def commit_transaction(self, timeout: float = -1.0) -> None:
         self._end("commit_transaction", timeout)
@@ -154,7 +153,7 @@ class FakeProducer:
         return answer.answer if isinstance(answer, Partly) else answer
 
     def _flagged(self, error: KafkaError, ask: Ask) -> KafkaError:
-        """An error that misfortune chose, with the flags that the library gives it at this place."""
+        """An injected error, with the flags that the library sets for this call."""
         if error.fatal() or error.retriable() or error.txn_requires_abort():
             return error
         passing = (KafkaError.COORDINATOR_LOAD_IN_PROGRESS, KafkaError.CONCURRENT_TRANSACTIONS)
@@ -189,7 +188,7 @@ def _abortable(code: Code) -> KafkaError:
 
 
 def _parse(metadata: bytes) -> tuple[str, tuple[str, int, str | None]]:
-    """The group, and the member in whose name: id, generation, instance id."""
+    """Return the group, and the member to commit as: id, generation, instance id."""
     generation = int(struct.unpack_from("=i", metadata, 7)[0])
     group, member, rest = metadata[11:].split(b"\0", 2)
     instance = None if rest == b"\1" else rest.strip(b"\0").decode()

@@ -1,7 +1,7 @@
-"""What goes wrong in a history: one fault after the other, of a kind and at a time that the seed draws.
+"""The faults of a history: one after the other, with kinds and times drawn from the seed.
 
-Runs in: tests. Deliberately absent: the world without them (``scene``), and how questions to the brokers fail one by
-one (``misfortune``).
+Runs in: tests. Deliberately absent: the world without faults (``scene``), and failures of single requests
+(``misfortune``).
 """
 
 from collections import Counter
@@ -19,23 +19,23 @@ from kit.world import Draws, Process
 from spark_group_source.model import TopicPartition
 
 PAUSE_MS = (500, 9_000)
-"""Between two faults."""
+"""The pause between two faults."""
 FROZEN_MS = (200, 3_000, 9_000, 14_000)
-"""Shorter and longer than a session."""
+"""From shorter to longer than a session."""
 OUTAGES_MS = (300, 2_000, 2_000, 6_000, 6_000, 16_000, 45_000)
-"""Up to longer than every time-out."""
+"""Up to longer than every timeout."""
 OTHERS_MAX = 3
 PARTITIONS_MAX = 12
 
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of fault: a method of :class:`Faults`, which draws what it befalls.
+    """One kind of fault: a method of :class:`Faults`.
 
     Args:
-        choose: the target; None: there is none, and nothing happens.
-        befall: what happens to it; False: nothing did.
-        weight: how often it is drawn, beside those of weight 1.
+        choose: draws the target; None: there is none, and nothing happens.
+        befall: applies the fault to the target; False: nothing happened.
+        weight: how often it is drawn, compared with kinds of weight 1.
     """
 
     choose: Callable[[Any], Any]
@@ -56,19 +56,19 @@ def of(choose: Callable[[Any], Any], *, weight: int = 1) -> Callable[[Callable[[
 
 
 class Faults:
-    """The faults of one history. ``happened``: how often each kind did."""
+    """The faults of one history. ``happened``: the count of each kind."""
 
     def __init__(self, scene: Scene) -> None:
         self.scene, self.world = scene, scene.world
         self.happened: Counter[str] = Counter()
-        self.draws = self.world.draws("fault 0")  # those of the fault that begins
+        self.draws = self.world.draws("fault 0")  # those of the current fault
         self.pause_ms = PAUSE_MS
         self._begun = 0
         self._kinds = [kind for kind in Faults.kinds() for _ in range(kind.weight)]
 
     @classmethod
     def kinds(cls) -> list[Kind]:
-        """Those that this class adds."""
+        """The kinds that this class adds."""
         return [kind for kind in vars(cls).values() if isinstance(kind, Kind)]
 
     def begin(self) -> None:
@@ -82,7 +82,7 @@ class Faults:
             self.happened[kind.name] += 1
         self.world.at(pace.between(*self.pause_ms), self.begin)
 
-    # --- what they befall -------------------------------------------------------------------------------------------
+    # --- targets ----------------------------------------------------------------------------------------------------
 
     def _query(self) -> Query:
         return self.draws.choice(self.scene.queries)
@@ -121,7 +121,7 @@ class Faults:
         self.world.at(self.draws.choice(FROZEN_MS) + self.draws.between(0, 2_000), process.thaw)
 
     def _cut_off(self, process: Process) -> None:
-        """It reaches no broker, while all others do."""
+        """The process reaches no broker, while all others do."""
         process.cut_off_until_ms = self.world.now_ms + self.draws.choice(OUTAGES_MS)
         self.world.note(f"{process.name}: cut off until {process.cut_off_until_ms}")
 
@@ -137,7 +137,7 @@ class Faults:
 
     @of(_run)
     def replace_driver(self, run: SparkRun) -> None:
-        """Taken for dead, it is started again elsewhere; then the first one goes on: a zombie."""
+        """The driver is presumed dead and started again elsewhere; then the first one continues: a zombie."""
         query = run.query
         self._freeze(run.process)
         start: Callable[[], None] = lambda: self.scene.start(query) if query.runs[-1] is run else None  # noqa: E731
@@ -149,7 +149,7 @@ class Faults:
 
     @of(_query)
     def slow_sink(self, query: Query) -> None:
-        """The sink takes longer than a revocation may be held, for a while."""
+        """For a while the sink takes longer than the hold budget of a revocation."""
         usual = query.habits
         query.habits = replace(usual, sink_ms_max=20_000)
 
@@ -184,7 +184,7 @@ class Faults:
 
     @of(_cluster)
     def lose_broker(self, cluster: Cluster) -> None:
-        """No broker for a while; the next coordinator starts every session anew."""
+        """No broker is reachable for a while; the next coordinator restarts every session."""
         cluster.unreachable(self.draws.choice(OUTAGES_MS))
 
     @of(_run)
@@ -193,7 +193,7 @@ class Faults:
 
     @of(_run)
     def drain(self, run: SparkRun) -> bool:
-        """An operator lets the query end its batch, and stops it then."""
+        """An operator drains the query, and then stops it."""
         if run.publisher.drain:
             return False
         run.publisher.drain = True
@@ -203,7 +203,7 @@ class Faults:
 
     @of(_run)
     def break_member(self, run: SparkRun) -> bool:
-        """A fatal error ends one member; the other slots of its query go on."""
+        """A fatal error ends one member; the other slots of its query continue."""
         return self._breaks(run.process)
 
     def _breaks(self, process: Process) -> bool:
@@ -215,12 +215,12 @@ class Faults:
 
     @of(_query)
     def spare_threads(self, query: Query) -> None:
-        """The machine has few threads to give when the query is started the next time."""
+        """The system can start only a few threads when the query is started next."""
         query.threads_left = self.draws.between(0, 5)
 
     @of(_query)
     def lose_checkpoint(self, query: Query) -> bool:
-        """Somebody deletes it, and starts the query again."""
+        """The checkpoint is deleted and the query restarted."""
         if not query.checkpoint.offsets or self.scene.operator.busy:
             return False
         query.checkpoint = Checkpoint(f"{query.checkpoint.query_id}+")
@@ -231,20 +231,20 @@ class Faults:
 
     @of(_query)
     def change_trigger(self, query: Query) -> None:
-        """From its next start the query is run in another way."""
+        """From its next start the query runs with another trigger."""
         query.habits = replace(query.habits, trigger=self.draws.choice(TRIGGERS))
 
     # --- operators --------------------------------------------------------------------------------------------------
 
     @of(_operator)
     def rewind(self, operator: Operator) -> bool:
-        """By Kafka's own tool."""
+        """An operator resets offsets with Kafka's own tool."""
         targets = partial(self._targets, self.draws)
         return operator.begin(lambda: operator.by_kafkas_tool(targets))
 
     @of(_operator)
     def reset(self, operator: Operator) -> bool:
-        """By spark-group reset, with all tables."""
+        """An operator runs spark-group reset, with all tables."""
         draws = self.draws
         targets, halfway = partial(self._targets, draws), draws.chance(0.15)
 
@@ -256,7 +256,7 @@ class Faults:
         return operator.begin(act)
 
     def _targets(self, draws: Draws, committed: Targets) -> Targets:
-        """Some partitions, mostly a little back."""
+        """Draw some partitions, mostly a little back."""
         targets = {}
         for tp, at in sorted(committed.items()):
             log = self.scene.cluster.log(tp)
@@ -279,7 +279,7 @@ class Faults:
 
     @of(_partition)
     def hold_records(self, found: tuple[TopicPartition, Log]) -> bool:
-        """A producer's transaction stays open: under read_committed nothing behind its beginning is read."""
+        """A producer's transaction stays open: under read_committed nothing after its start is read."""
         tp, log = found
         if log.held is not None:
             return False
@@ -289,7 +289,7 @@ class Faults:
 
     @of(_records)
     def age_log(self, found: tuple[TopicPartition, Log]) -> None:
-        """Retention takes records, read or not."""
+        """Retention deletes records, read or not."""
         tp, log = found
         self.scene.cluster.age(tp, self.draws.between(log.first, log.end))
         self.world.note(f"{tp} begins at {log.first} now")
@@ -297,7 +297,7 @@ class Faults:
 
     @of(_records)
     def shrink_log(self, found: tuple[TopicPartition, Log]) -> None:
-        """A leader was elected that does not have the last records."""
+        """A leader without the last records is elected."""
         tp, log = found
         self.scene.cluster.shrink(tp, log.end - self.draws.between(1, 8))
         self.world.note(f"{tp} ends at {log.end} now")
@@ -305,7 +305,7 @@ class Faults:
 
     @of(_scene)
     def delete_topic(self, scene: Scene) -> bool:
-        """Deleted, and after a while made again."""
+        """The topic is deleted, and recreated after a while."""
         if scene.deleted or self.draws.chance(0.5):
             return False
         topic = self.draws.choice(sorted(scene.cluster.topics))
@@ -315,7 +315,7 @@ class Faults:
 
     @of(_scene)
     def new_topic(self, scene: Scene) -> bool:
-        """One that a pattern matches."""
+        """A topic is created that matches the pattern."""
         patterns = any("subscribePattern" in query.habits.options for query in scene.queries)
         if not patterns or len(scene.partitions()) >= PARTITIONS_MAX:
             return False

@@ -1,12 +1,12 @@
-"""A real Kafka whose clients all go through a proxy for each node, and the faults that are drawn for it from a seed.
+"""A real Kafka cluster with a proxy before each node, and faults that are drawn from a seed.
 
-Runs in: tests. Deliberately absent: a simulation (``cluster`` has one), and who judges what came of the faults.
+Runs in: tests. Deliberately absent: simulation (``cluster``), and judging the results of faults.
 
 ::
 
     with FaultyCluster(nodes=3) as cluster:
         with cluster.suffering(Fault("refuse", node=1)):
-            ...  # clients of cluster.bootstrap_servers meet it; those of cluster.direct_servers do not
+            ...  # affects clients of cluster.bootstrap_servers, not those of cluster.direct_servers
 """
 
 import contextlib
@@ -24,16 +24,16 @@ Kind = Literal["delay", "narrow", "refuse", "cut", "swallow", "half-open", "cut-
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 SMALL_JAVA = (*(option for option in JAVA_OPTIONS if not option.startswith("-Xm")), "-Xms96m", "-Xmx320m")
-"""A node of a cluster that holds megabytes, beside two others."""
+"""The heap of a node of a cluster with megabytes of data, beside two other nodes."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What one node suffers.
+    """A fault of one node.
 
     Args:
-        directions: of those faults that have one; empty for both.
-        amount: seconds of delay, bytes a second, or bytes until the cut.
+        directions: for faults with a direction; empty: both.
+        amount: seconds of delay, bytes per second, or bytes until the reset.
     """
 
     kind: Kind
@@ -50,7 +50,7 @@ class Fault:
 
 @dataclass
 class Draw:
-    """Faults without end, the same ones for the same seed."""
+    """An endless series of faults, determined by the seed."""
 
     seed: int
     nodes: Sequence[int]
@@ -61,7 +61,7 @@ class Draw:
         self._random = random.Random(self.seed)
 
     def __iter__(self) -> Iterator[tuple[Fault, float]]:
-        """Each with how many seconds it lasts. Every kind comes once before one comes again."""
+        """Each fault with its duration in seconds. Every kind is drawn once before any is drawn again."""
         while True:
             for kind in self._random.sample(self.kinds, k=len(self.kinds)):
                 yield self._one(kind), round(self._random.uniform(0.5, 8.0), 1)
@@ -85,11 +85,11 @@ class Draw:
 
 
 class FaultyCluster:
-    """One or three nodes, each behind a proxy; a context manager that leaves neither nodes nor ports.
+    """One or three nodes, each behind a proxy; a context manager that stops the nodes and frees the ports.
 
     Args:
         nodes: 1 or 3.
-        settings: Kafka settings, as :class:`BrokerCluster` takes them.
+        settings: Kafka settings, as for :class:`BrokerCluster`.
     """
 
     def __init__(self, nodes: int = 1, *, settings: Mapping[str, str] | None = None) -> None:
@@ -122,26 +122,26 @@ class FaultyCluster:
 
     @property
     def bootstrap_servers(self) -> str:
-        """For clients that meet the faults."""
+        """Bootstrap servers of clients that are affected by the faults."""
         return self.broker.bootstrap_servers
 
     @property
     def direct_servers(self) -> str:
-        """For those that judge: past the proxies."""
+        """Bootstrap servers of judges: they bypass the proxies."""
         return self.broker.direct_servers
 
     def kill(self, node: int) -> None:
-        """SIGKILL; as long as it is down, its port refuses."""
+        """Kill a node (SIGKILL); while it is down, its port refuses connections."""
         self.broker.kill(node)
         self.proxies[node].refuse()
 
     def start_node(self, node: int) -> None:
-        """Start one that was killed, with its data; return when it answers."""
+        """Start a killed node, with its data; return when it answers."""
         self.broker.start_node(node)
         self.proxies[node].accept()
 
     def heal(self) -> None:
-        """End every fault: what was killed runs again, what was frozen goes on, every proxy passes all on."""
+        """End every fault: killed nodes run again, frozen ones continue, every proxy passes all bytes."""
         if down := [node for node in self.broker.nodes if node not in self.broker.pids]:
             self.broker.start_node(*down)
         for node in self.broker.nodes:
@@ -172,7 +172,7 @@ class FaultyCluster:
 
     @contextlib.contextmanager
     def suffering(self, fault: Fault) -> Iterator[None]:
-        """The fault inside the block; every fault is healed behind it."""
+        """Apply the fault inside the block; heal every fault after it."""
         self.begin(fault)
         try:
             yield

@@ -1,12 +1,12 @@
-"""librdkafka's mock cluster: brokers inside this process that speak Kafka's protocol and answer as a test says.
+"""librdkafka's mock cluster: brokers in this process that speak Kafka's protocol, with injected errors.
 
-Runs in: tests; other processes may connect while it lives. No JVM, and ready in milliseconds. Deliberately absent:
-what these brokers cannot do: retention, compaction, timestamps of offsets, transactions that hold records back, most
-of the admin API (``describe_topics`` and ``list_offsets`` work, as they are Metadata and ListOffsets), topic errors by
-:meth:`MockCluster.push_request_errors` (a Metadata answer has none of its own: see
-:meth:`MockCluster.set_topic_error`). librdkafka calls it experimental: it is bound here and nowhere else.
+Runs in: tests; other processes may connect while it is open. It needs no JVM and starts in milliseconds. Deliberately
+absent, because these brokers cannot do it: retention, compaction, offsets by timestamp, transactions with records, most
+of the admin API (``describe_topics`` and ``list_offsets`` work, since they use Metadata and ListOffsets), topic errors
+by :meth:`MockCluster.push_request_errors` (Metadata responses ignore them: see :meth:`MockCluster.set_topic_error`).
+librdkafka calls it experimental; only this module uses it.
 
-Produce with any client: a topic that nobody created is made with four partitions.
+Produce with any client: an unknown topic is created with four partitions.
 """
 
 import ctypes as c
@@ -40,7 +40,7 @@ _CALLS: Signatures = {
     "mock_topic_set_error": (None, POINTER, TEXT, INT),
     "mock_partition_delete_records": (INT, POINTER, TEXT, _I32, INT64),
     "mock_partition_set_leader": (INT, POINTER, TEXT, _I32, _I32),
-    "mock_partition_push_request_errors": (INT, POINTER, TEXT, _I32, _I16, SIZE),  # and that many codes
+    "mock_partition_push_request_errors": (INT, POINTER, TEXT, _I32, _I16, SIZE),  # and as many codes
     "mock_push_request_errors_array": (None, POINTER, _I16, SIZE, c.POINTER(INT)),
     "mock_clear_request_errors": (None, POINTER, _I16),
     "mock_set_controller_id": (None, POINTER, _I32),
@@ -54,11 +54,11 @@ _CALLS: Signatures = {
     "mock_request_api_key": (_I16, POINTER),
 }
 _ARGUMENTS_MAX = 500
-"""Of one call of C; ctypes has a limit."""
+"""The maximum of arguments of one C call, which ctypes limits."""
 
 
 class Api(IntEnum):
-    """Kafka's numbers of the requests that these brokers answer."""
+    """The API keys of the requests that these brokers answer."""
 
     FETCH = 1
     LIST_OFFSETS = 2
@@ -69,7 +69,7 @@ class MockCluster:
     """Brokers 1 to ``brokers`` on 127.0.0.1; a context manager. Its methods may be called from any thread.
 
     Args:
-        brokers: how many.
+        brokers: the number of brokers.
 
     Raises:
         SetupError: this librdkafka has no mock cluster, or another one.
@@ -84,7 +84,7 @@ class MockCluster:
 
     @property
     def _cluster(self) -> int:
-        """For a call of C, which would end the process after :meth:`close`."""
+        """Return the handle for C calls, which would abort the process after :meth:`close`."""
         if not self._handle:
             raise RuntimeError("there is no mock cluster, or it is closed")
         return int(self._handle)
@@ -96,36 +96,36 @@ class MockCluster:
     # --- topics
 
     def create_topic(self, name: str, partitions: int = 1, replicas: int = 1) -> None:
-        """The topic gets an id. Leaders are the brokers in turn: see :meth:`set_leader`."""
+        """Create a topic, with an id. Brokers become leaders in turn: see :meth:`set_leader`."""
         self._check(self._lib.mock_topic_create(self._cluster, name.encode(), partitions, replicas))
 
     def delete_topic(self, name: str) -> None:
         self._check(self._lib.mock_topic_delete(self._cluster, name.encode()))
 
     def delete_records(self, tp: TopicPartition, before: int) -> None:
-        """Let the log of this partition begin at an offset, as if the records before it had aged out."""
+        """Move the log start offset, as if the records before it had aged out."""
         self._check(self._lib.mock_partition_delete_records(self._cluster, tp.topic.encode(), tp.partition, before))
 
     def set_topic_error(self, name: str, code: int) -> None:
-        """What Metadata says of the topic from now on; 0 for nothing. With 3 and 100 it has no partitions either."""
+        """Set the error of the topic in Metadata from now on; 0: none. With 3 and 100 it has no partitions either."""
         self._lib.mock_topic_set_error(self._cluster, name.encode(), code)
 
     def set_leader(self, tp: TopicPartition, broker: int) -> None:
-        """Move a partition; -1: it has no leader. Its leader epoch goes up."""
+        """Move a partition to another leader; -1: no leader. Increments its leader epoch."""
         self._check(self._lib.mock_partition_set_leader(self._cluster, tp.topic.encode(), tp.partition, broker))
 
     # --- errors
 
     def push_request_errors(self, api_key: int, codes: Sequence[int]) -> None:
-        """What the next requests of this kind are answered with, at whatever broker, one code each; 0 is no error.
+        """Set the error codes of the next requests of this kind, at any broker, one each; 0: no error.
 
-        librdkafka's -195 closes the connection instead of answering. Metadata is answered without the code.
+        librdkafka's -195 closes the connection instead of responding. Metadata responses ignore the codes.
         """
         array = (c.c_int * len(codes))(*codes)
         self._lib.mock_push_request_errors_array(self._cluster, api_key, len(codes), array)
 
     def push_partition_errors(self, tp: TopicPartition, api_key: int, codes: Sequence[int]) -> None:
-        """The same for one partition, in requests that name several: Produce and Fetch know it."""
+        """Set the error codes of one partition in the next requests; supported by Produce and Fetch."""
         topic, partition = tp.topic.encode(), tp.partition
         for first in range(0, len(codes), _ARGUMENTS_MAX):
             part = codes[first : first + _ARGUMENTS_MAX]
@@ -140,24 +140,25 @@ class MockCluster:
     # --- brokers
 
     def set_controller(self, broker: int) -> None:
-        """Which broker is asked by admin clients; 1 unless said."""
+        """Set the broker that admin clients use; default 1."""
         self._lib.mock_set_controller_id(self._cluster, broker)
 
     def set_broker_down(self, broker: int) -> None:
-        """Close its connections and refuse new ones. Whatever it led has no answer then, and so has the controller."""
+        """Close its connections and refuse new ones. Its partitions, and the controller if it is, become
+        unavailable."""
         self._check(self._lib.mock_broker_set_down(self._cluster, broker))
 
     def set_broker_up(self, broker: int) -> None:
         self._check(self._lib.mock_broker_set_up(self._cluster, broker))
 
     def set_rtt(self, broker: int, rtt_ms: int) -> None:
-        """How long each of its answers takes from now on."""
+        """Set the latency of its responses from now on."""
         self._check(self._lib.mock_broker_set_rtt(self._cluster, broker, rtt_ms))
 
-    # --- what was asked
+    # --- received requests
 
     def asked(self, api_key: int) -> int:
-        """How many requests of one kind came since the last :meth:`forget_requests`."""
+        """Return the number of requests of one kind since the last :meth:`forget_requests`."""
         count = c.c_size_t()
         found = self._lib.mock_get_requests(self._cluster, c.byref(count))
         if not found:
@@ -172,7 +173,7 @@ class MockCluster:
     # --- its end
 
     def close(self) -> None:
-        """Stop the brokers. Safe to call twice."""
+        """Stop the brokers. Idempotent."""
         handle, self._handle = self._handle, None
         if handle:
             self._lib.mock_cluster_destroy(handle)

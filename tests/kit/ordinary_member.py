@@ -1,6 +1,6 @@
-"""A consumer of a simulated group that is not ours: it processes, commits, and gives back at once.
+"""An ordinary consumer of a simulated group: it processes, commits, and releases partitions at once.
 
-Runs in: tests. It promises "at least once", as ordinary consumers do. Deliberately absent: commits by timer.
+Runs in: tests. It processes at least once, as ordinary consumers do. Deliberately absent: periodic commits.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from spark_group_source.model import TopicPartition
 
 
 class OrdinaryMember:
-    """A consumer that is not ours: it processes, commits, and gives back at once."""
+    """An ordinary consumer: it processes, commits, and releases partitions at once."""
 
     def __init__(self, world: World, cluster: Cluster, group: Group, truth: Invariants, *, name: str) -> None:
         self.process = Process(world, name)
@@ -25,9 +25,9 @@ class OrdinaryMember:
         truth.reads_as(name, self.reader)
         self._client = make_client(self.process, "main", f"{name}/0.1", group, self, truth, instance=None)
         self._at: dict[TopicPartition, int] = {}
-        self._ids: dict[TopicPartition, str] = {}  # of the topics that its positions are of
+        self._ids: dict[TopicPartition, str] = {}  # the topic ids that its positions belong to
         self._busy = False
-        self._next: Callable[[], None] | None = None  # a callback that waits for the commit under way
+        self._next: Callable[[], None] | None = None  # a callback that waits for the current commit
 
     def start(self) -> None:
         self._client.subscribe(frozenset(self._cluster.topics))
@@ -39,7 +39,7 @@ class OrdinaryMember:
             self._truth.ended(self.reader)
 
     def leave(self) -> None:
-        """Commit, leave the group, end."""
+        """Commit, leave the group, stop."""
 
         def gone() -> None:
             self._truth.released(self._client.owned, self._client)
@@ -47,7 +47,7 @@ class OrdinaryMember:
             self.end()
 
         def commit() -> None:
-            self._busy = True  # nothing more is processed
+            self._busy = True  # stops processing
             self._commit(dict(self._at), gone)
 
         self._when_free(commit)
@@ -75,7 +75,8 @@ class OrdinaryMember:
 
         self._world.note(f"{self.process.name} has {_names(op.tps)} in addition")
         op.done()
-        # What was committed by a transaction may still be on its way: a plain read, as any consumer may do.
+        # Offsets committed by a transaction may not be visible yet: this is a read that is not stable, as in any
+        # consumer.
         if op.tps:
             self.process.call("main", lambda reply: self._group.read(sorted(op.tps), False, reply), positions)
 
@@ -89,7 +90,7 @@ class OrdinaryMember:
         self._when_free(lambda: self._commit({tp: self._at[tp] for tp in sorted(op.tps) if tp in self._at}, release))
 
     def renamed(self) -> None:
-        """It asks nobody but the library."""
+        """It needs no identity of its own."""
 
     def dead(self, code: Code) -> None:
         del code
@@ -135,7 +136,7 @@ class OrdinaryMember:
 
         def answer(code: Code) -> None:
             if code in (Code.OK, Code.UNKNOWN_MEMBER):
-                self._client.refused(code)  # thrown out: the library tells later
+                self._client.refused(code)  # expelled: the library reports it later
                 then()
             else:
                 now = {tp: at for tp, at in offsets.items() if self._at.get(tp) == at}

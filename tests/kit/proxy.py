@@ -1,9 +1,9 @@
-"""A TCP proxy that stands before a server and does to its connections what networks do.
+"""A TCP proxy before a server that injects network faults into its connections.
 
-Runs in: tests; a thread of its own for each proxy. Deliberately absent: the protocol that passes through (the proxy
-counts bytes, no messages), and who switches faults when (``faulty_cluster``).
+Runs in: tests; one thread per proxy. Deliberately absent: the protocol of the connections (the proxy counts bytes, not
+messages), and the schedule of faults (``faulty_cluster``).
 
-Buffers are bounded: a side that does not read stops the other side's sender, as without a proxy.
+Buffers are bounded: a side that does not read blocks the sender of the other side, as without a proxy.
 """
 
 import asyncio
@@ -20,21 +20,21 @@ from typing import Any, Self, TypeVar
 
 CHUNK_BYTES = 16 * 1024
 CHUNKS_MAX = 64
-"""Chunks that wait for their time in one direction of a connection: 1 MiB."""
+"""Delayed chunks in one direction of a connection: 1 MiB."""
 STREAM_BYTES = 64 * 1024
-"""Bytes that are read ahead, or written and not sent, on each side of a connection."""
+"""Bytes read ahead, or written and not sent, on each side of a connection."""
 CONNECT_S = 5
-"""Bound of a connection to the server; the client's is reset after it."""
+"""The timeout of a connection to the server; after it the client's connection is reset."""
 CALL_S = 10
-"""Bound of every switch: it is one turn of the proxy's loop."""
+"""The timeout of every switch: it takes one iteration of the proxy's loop."""
 SLICES_PER_S = 20
-"""Under a limited bandwidth bytes pass in so many portions a second."""
+"""With a limited bandwidth, bytes pass in this many portions per second."""
 
 T = TypeVar("T")
 
 
 class Direction(enum.StrEnum):
-    """Which way bytes go."""
+    """The direction of bytes."""
 
     TO_SERVER = "to server"
     TO_CLIENT = "to client"
@@ -42,16 +42,16 @@ class Direction(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Line:
-    """What happens to bytes on their way in one direction, on every connection.
+    """The faults of one direction, for all connections.
 
     Args:
         delay_s: each byte arrives this much later.
-        bytes_per_s: how many pass in a second, on all connections together; None: as many as come.
-        swallow: bytes vanish and the connection stays open. A connection that lost some is reset when this ends: what
-            follows a gap is never passed on as if it were whole.
-        stop_at: bytes wait when the proxy has passed so many (:attr:`Proxy.passed`), until another line is laid.
-        cut_after: each connection is closed when so many bytes have passed, counted from now.
-        spoil: makes what changes a connection's bytes, from its beginning: those that are open are reset.
+        bytes_per_s: the bandwidth of all connections together; None: unlimited.
+        swallow: bytes are dropped and the connection stays open. A connection that lost bytes is reset when this ends:
+            bytes after a gap are never passed on.
+        stop_at: bytes wait when the proxy has passed this many (:attr:`Proxy.passed`), until another line is set.
+        cut_after: each connection is closed when it has passed this many bytes from now on.
+        spoil: creates the function that changes a connection's bytes, from its start: open connections are reset.
     """
 
     delay_s: float = 0.0
@@ -66,20 +66,20 @@ CLEAR = Line()
 
 
 class Proxy:
-    """Listens on a port of 127.0.0.1 and passes every connection on to ``target``; a context manager.
+    """Listens on a port of 127.0.0.1 and forwards every connection to ``target``; a context manager.
 
-    Switched from any thread; a switch has taken effect when it returns.
+    Any thread may switch faults; a switch has taken effect when the call returns.
 
     Args:
-        port: where it listens; 0: any free one.
-        target: where the server is. It may be told later, and changed; connections that are open stay where they are.
+        port: the port to listen on; 0: any free one.
+        target: the address of the server. It may be set later, and changed; open connections keep theirs.
     """
 
     def __init__(self, *, port: int = 0, target: tuple[str, int] | None = None) -> None:
         self.target = target
         self.port = port
         self.passed = dict.fromkeys(Direction, 0)
-        """Bytes that were passed on, in each direction."""
+        """Bytes that were forwarded, in each direction."""
         self._lines = dict.fromkeys(Direction, CLEAR)
         self._free_at_s = dict.fromkeys(Direction, 0.0)
         self._links: set[_Link] = set()
@@ -88,7 +88,7 @@ class Proxy:
         self._up = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._main()), name=f"proxy-{port}", daemon=True)
 
-    # --- from outside -----------------------------------------------------------------------------------------------
+    # --- switches ---------------------------------------------------------------------------------------------------
 
     def start(self) -> Self:
         self._held = _bound(self.port)
@@ -98,7 +98,7 @@ class Proxy:
         return self
 
     def close(self) -> None:
-        """Reset every connection and give the port back."""
+        """Reset every connection and free the port."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._ending.set)
             self._thread.join(CALL_S)
@@ -106,7 +106,7 @@ class Proxy:
 
     @property
     def connections(self) -> int:
-        """How many are open."""
+        """Return the number of open connections."""
         return len(self._links)
 
     @property
@@ -114,24 +114,24 @@ class Proxy:
         return self._server is None
 
     def lay(self, line: Line, *directions: Direction) -> None:
-        """Have bytes treated so from now on, in these directions or in both."""
+        """Apply a line from now on, in these directions or in both."""
         self._call(self._lay(line, directions or tuple(Direction)))
 
     def refuse(self) -> None:
-        """Reset every connection and refuse new ones, as a server that is down does."""
+        """Reset every connection and refuse new ones, like a server that is down."""
         self._call(self._refuse())
 
     def accept(self) -> None:
-        """Take connections again."""
+        """Accept connections again."""
         self._call(self._accept())
 
     def cut(self) -> int:
-        """Reset every connection; new ones are taken. Returns how many there were."""
+        """Reset every connection; new ones are accepted. Returns their number."""
         return self._call(self._cut(_every))
 
     def half_open(self, keep: Direction = Direction.TO_CLIENT) -> int:
-        """Of every open connection keep one end, the client's or the server's, and reset the other: who is left hears
-        nothing, not even of the end. Returns how many there were."""
+        """Of every open connection keep one end, the client's or the server's, and reset the other: the kept end
+        receives nothing, not even the reset. Returns their number."""
         return self._call(self._half_open(keep))
 
     def heal(self) -> None:
@@ -172,7 +172,7 @@ class Proxy:
         if self._server is not None:
             self._server.close()
             self._server = None
-            self._held = _bound(self.port)  # nobody else takes the port; who does not listen refuses
+            self._held = _bound(self.port)  # reserves the port; nothing listens, so connections are refused
         await self._cut(_every)
 
     async def _cut(self, which: Callable[["_Link"], bool]) -> int:
@@ -183,7 +183,7 @@ class Proxy:
         return len(chosen)
 
     async def _half_open(self, keep: Direction) -> int:
-        await self._cut(lambda link: not link.whole)  # what has one end only cannot lose the other
+        await self._cut(lambda link: not link.whole)  # a connection with one end only cannot lose the other
         chosen = [link for link in self._links if link.kept is None]
         for link in chosen:
             link.keep_only(keep)
@@ -207,13 +207,13 @@ class Proxy:
         await self._accept()
 
     def _accepted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if self._server is None:  # it came while the port was being closed
+        if self._server is None:  # it arrived while the port was being closed
             _reset(writer)
             return
         link = _Link(self, reader, writer)
         self._links.add(link)
         link.task = self._loop.create_task(link.run())
-        link.task.add_done_callback(link.end)  # not in the task: one that is cancelled before its first step never runs
+        link.task.add_done_callback(link.end)  # not in the task, which may be cancelled before its first step
 
     def forget(self, link: "_Link") -> None:
         self._links.discard(link)
@@ -222,7 +222,7 @@ class Proxy:
         return self._lines[direction]
 
     async def until(self, due: Callable[[Line], float], direction: Direction) -> Line:
-        """Wait for the time that the line says, which may change meanwhile; returns the line then."""
+        """Wait until the line's time, which may change meanwhile; return the line then."""
         while True:
             line = self._lines[direction]
             left_s = due(line) - self._loop.time()
@@ -233,7 +233,7 @@ class Proxy:
                     await self._changed.wait()
 
     async def take_turn(self, count: int, direction: Direction) -> None:
-        """Wait for the bandwidth that ``count`` bytes need, and while the line stops them."""
+        """Wait for the bandwidth of ``count`` bytes, and while the line is stopped."""
 
         def stopped(now: Line) -> float:
             return math.inf if now.stop_at is not None and self.passed[direction] >= now.stop_at else 0.0
@@ -247,28 +247,28 @@ class Proxy:
 
 
 class _Link:
-    """A client's connection and the one behind it."""
+    """A client's connection and the one to the server."""
 
     def __init__(self, proxy: Proxy, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.task: asyncio.Task[None]
         self.kept: Direction | None = None
-        """The end that is left of a half-open connection."""
+        """The remaining end of a half-open connection."""
         self.lost: set[Direction] = set()
-        """Where bytes vanished."""
+        """The directions in which bytes were dropped."""
         self._proxy = proxy
         self._ends = {Direction.TO_CLIENT: (reader, writer)}
         self._pumps: list[asyncio.Task[None]] = []
 
     @property
     def whole(self) -> bool:
-        """The target has taken it, too."""
+        """Whether the server has accepted it, too."""
         return len(self._ends) == len(Direction)
 
     async def run(self) -> None:
         try:
             if self._proxy.target is None:
                 return
-            async with asyncio.timeout(CONNECT_S):  # wait_for forgets a cancellation that comes with the answer
+            async with asyncio.timeout(CONNECT_S):  # wait_for may lose a cancellation that arrives with the result
                 connection = await asyncio.open_connection(*self._proxy.target, limit=STREAM_BYTES)
             self._ends[Direction.TO_SERVER] = connection
             await self._pass_on()
@@ -277,10 +277,10 @@ class _Link:
                 while await reader.read(CHUNK_BYTES):
                     pass
         except OSError:
-            pass  # one side is gone; the other hears of it at the end
+            pass  # one side has failed; end() resets the other
 
     def end(self, _task: asyncio.Task[None]) -> None:
-        """Reset what is open."""
+        """Reset both connections."""
         for pump in self._pumps:
             pump.cancel()
         for _, writer in self._ends.values():
@@ -294,7 +294,7 @@ class _Link:
         _reset(next(writer for direction, (_, writer) in self._ends.items() if direction is not end))
 
     async def _pass_on(self) -> None:
-        """Until both directions are at their end, or one has failed."""
+        """Run until both directions have ended, or one has failed."""
         client, server = self._ends[Direction.TO_CLIENT], self._ends[Direction.TO_SERVER]
         for direction, reader, writer in (
             (Direction.TO_SERVER, client[0], server[1]),
@@ -352,7 +352,7 @@ class _Link:
 
 
 async def _read(reader: asyncio.StreamReader, waiting: asyncio.Queue[tuple[float, bytes]]) -> None:
-    """Take what comes, with the time when it came; the empty chunk is the end."""
+    """Read chunks with their arrival times; an empty chunk is the end."""
     loop = asyncio.get_running_loop()
     data = b"more"
     while data:
@@ -361,7 +361,7 @@ async def _read(reader: asyncio.StreamReader, waiting: asyncio.Queue[tuple[float
 
 
 def _reset(writer: asyncio.StreamWriter) -> None:
-    """End a connection so that the other side is told at once that it failed (RST)."""
+    """Close a connection with a RST, so that the other side fails at once."""
     sock = writer.get_extra_info("socket")
     if not writer.is_closing() and sock is not None:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

@@ -1,10 +1,11 @@
-"""What a broken network card, or a server that is none, does to Kafka's answers: lengths and bytes that are wrong.
+"""Corruption of Kafka's responses, as by a broken network card or a server of another protocol: wrong lengths and
+bytes.
 
-Runs in: tests, on a proxy's thread. Deliberately absent: what an answer holds. Only its frame is known: four bytes of
-length, four of the number of the question, and the rest.
+Runs in: tests, on a proxy's thread. Deliberately absent: the contents of responses. Only the frame is known: four bytes
+of length, four of the correlation id, and the rest.
 
-Bytes of one answer are wrong as a whole, or one bit in a large one. A few wrong bytes in a small answer can make it
-another one, with another offset: Kafka has checksums for records only, so nobody could tell.
+A response is corrupted as a whole, or by one bit if it is large. A few wrong bytes in a small response can turn it into
+another valid one, with another offset: Kafka has checksums for records only, so no client could detect it.
 """
 
 import random
@@ -16,17 +17,17 @@ Harm = Literal["length", "garbage", "flip"]
 LENGTH_BYTES = 4
 NUMBER_BYTES = 4
 LARGE = 100_000
-"""An answer of so many bytes holds records, behind less than :data:`FRONT` bytes of its own."""
+"""A response of at least this size contains records, after less than :data:`FRONT` bytes."""
 FRONT = 1_000
 
 
 @dataclass
 class Spoil:
-    """Makes one :class:`Spoiler` for each connection. ``harmed`` counts answers, of all of them.
+    """Creates one :class:`Spoiler` per connection. ``harmed`` counts corrupted responses of all connections.
 
     Args:
-        seed: the same harm to the same answers.
-        share: of the answers that are harmed.
+        seed: determines which responses are corrupted, and how.
+        share: the fraction of responses that is corrupted.
     """
 
     seed: int
@@ -44,13 +45,13 @@ class Spoil:
 
 
 class Spoiler:
-    """Takes a connection's bytes as they come and gives as many back."""
+    """Receives the bytes of a connection and returns as many."""
 
     def __init__(self, orders: Spoil, draw: random.Random) -> None:
         self._orders, self._random = orders, draw
         self._prefix = b""
         self._at = self._size = 0
-        """In the body of an answer, and how long that is."""
+        """The position in the body of the current response, and the body's size."""
         self._change: Callable[[int, int], int] = _same
 
     def __call__(self, data: bytes) -> bytes:
@@ -72,7 +73,7 @@ class Spoiler:
         return bytes(out)
 
     def _begin(self, size: int) -> bytes:
-        """An answer of this size begins. Returns what is told of its length."""
+        """Start a response of this size. Returns the length field to send."""
         self._at, self._size, self._change = 0, size, _same
         told = size
         harm = self._random.choice(self._orders.harms)

@@ -1,7 +1,7 @@
-"""Kafka's transaction coordinator, for transactions that hold nothing but a group's offsets.
+"""Kafka's transaction coordinator, for transactions that contain only a group's offsets.
 
-Runs in: tests. A transactional id has an epoch: whoever takes the id over raises it, and shuts out all who have an
-older one (KIP-98). Deliberately absent: records in transactions, producer ids (the epoch tells producers apart).
+Runs in: tests. A transactional id has an epoch: taking over the id increments it, which fences all producers with an
+older epoch (KIP-98). Deliberately absent: records in transactions, producer ids (the epoch identifies a producer).
 """
 
 from collections.abc import Callable, Mapping
@@ -12,36 +12,36 @@ from kit.world import World
 from spark_group_source.model import TopicPartition
 
 MARKER_MS_MAX = 60
-"""From "the transaction is committed" until a plain read shows it."""
+"""From the commit of the transaction until a read that is not stable returns the offsets."""
 TRANSACTION_MS = 60_000
-"""transaction.timeout.ms unless set: after it the coordinator aborts what nobody ends."""
+"""The default of transaction.timeout.ms: after it the coordinator aborts an open transaction."""
 
 
 @dataclass
 class _Transaction:
     epoch: int = 0
-    groups: dict[int, Group] = field(default_factory=dict)  # that it may have sent offsets to; by identity
+    groups: dict[int, Group] = field(default_factory=dict)  # groups whose offsets it may contain, by identity
     open: bool = False
     ending: bool = False
     committed: bool | None = None  # how the last one ended
     number: int = 0
-    by: list[str] = field(default_factory=list)  # who asked for it, each time
+    by: list[str] = field(default_factory=list)  # the processes that took over the id, in order
 
 
 class Transactions:
-    """The coordinator of every transactional id."""
+    """The coordinator of all transactional ids."""
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self.answered: set[str] = set()  # whose question for an id is over, also without an answer
+        self.answered: set[str] = set()  # processes whose request to take over an id is over, answered or not
         self._known: dict[str, _Transaction] = {}
 
     def init(self, id_: str, by: str = "") -> tuple[Code, int]:
-        """Take the id over: OK and the new epoch, or CONCURRENT while an older transaction is being ended."""
+        """Take over the id: OK and the new epoch, or CONCURRENT while an older transaction is being ended."""
         found = self._known.setdefault(id_, _Transaction())
         found.by.append(by)
         if found.open:
-            found.epoch += 1  # whoever has it open is shut out now
+            found.epoch += 1  # fences the current owner
             self._end(id_, found, commit=False)
         if found.ending:
             return Code.CONCURRENT, 0
@@ -50,7 +50,7 @@ class Transactions:
         return Code.OK, found.epoch
 
     def add(self, id_: str, epoch: int, group: Group, *, timeout_ms: int = TRANSACTION_MS) -> Code:
-        """The transaction will hold offsets of this group. Nobody may take longer to end it than ``timeout_ms``."""
+        """Add this group's offsets to the transaction, which expires after ``timeout_ms``."""
         if (code := self._check(id_, epoch)) is not Code.OK:
             return code
         found = self._known[id_]
@@ -69,8 +69,8 @@ class Transactions:
         who: tuple[str, int, str | None],
         entries: Mapping[TopicPartition, Entry],
     ) -> Code:
-        """Offsets, in the name of a member (id, generation, instance id) or of none. What comes when the transaction is
-        over is refused, as by brokers since 3.8 (KIP-890: they ask the transaction's coordinator)."""
+        """Add offsets as a member (id, generation, instance id) or as none. Offsets that arrive after the end of the
+        transaction are refused, as by brokers since 3.8 (KIP-890: they verify with the transaction coordinator)."""
         found = self._known.get(id_)
         if found is None or found.epoch != epoch:
             return Code.FENCED_PRODUCER
@@ -80,7 +80,7 @@ class Transactions:
         return group.send(id_, member, generation, entries, instance=instance)
 
     def end(self, id_: str, epoch: int, *, commit: bool, done: Callable[[Code], None]) -> None:
-        """Commit or abort. What was ended already in the same way is answered as if it were now."""
+        """Commit or abort. Repeating the same end is answered with success."""
         code = self._check(id_, epoch)
         found = self._known.get(id_)
         if code is Code.CONCURRENT and found is not None and found.committed is commit:
@@ -93,7 +93,7 @@ class Transactions:
         done(code)
 
     def taken_twice(self, by: str) -> bool:
-        """Whether a process shut itself out: its first request came late, after the one that it sent in its place."""
+        """Whether a process fenced itself: its first request arrived after the retry that replaced it."""
         return any(found.by[-2:] == [by, by] for found in self._known.values())
 
     def _check(self, id_: str, epoch: int) -> Code:

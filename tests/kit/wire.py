@@ -1,6 +1,6 @@
-"""A question of the application's to the brokers: on its way, answered, late, twice, never.
+"""A request of the application to the brokers: in transit, answered, delayed, duplicated or lost.
 
-Runs in: tests. Deliberately absent: what brokers answer (``cluster``), and what each client of the library makes of it.
+Runs in: tests. Deliberately absent: the brokers' answers (``cluster``), and their interpretation by each client.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ Reply = Callable[[Any], None]
 Serve = Callable[[Reply], None]
 
 RECONNECT_MS = 250
-"""While no broker is reached: how often that is tried."""
+"""The interval between attempts to reach a broker."""
 
 
 class Partly:
@@ -29,12 +29,12 @@ class Partly:
 
 
 class PendingRequest:
-    """One question. ``settle`` is called once, on the library's thread, with the answer or a KafkaError.
+    """One request. ``settle`` is called once, on the library's thread, with the answer or a KafkaError.
 
     Args:
-        library: the client that asks.
-        serve: runs at a broker, and calls what it is given, now or later.
-        timeout_ms: the library's own patience; then ``timed_out`` is the answer.
+        library: the client that sends it.
+        serve: runs at a broker, and calls its argument with the answer, now or later.
+        timeout_ms: the library's timeout; after it ``timed_out`` is the answer.
     """
 
     def __init__(
@@ -83,10 +83,10 @@ class PendingRequest:
         world.at(delay_ms, lambda: self._arrived(luck))
 
     def _arrived(self, luck: Luck | None) -> None:
-        """At the broker."""
+        """Arrive at the broker."""
         draws = self._draws
         if self._settled and self._ask is Ask.COMMIT:
-            return  # it was given up, and its connection with it: it does not arrive behind a newer one
+            return  # it timed out, and its connection was closed: it does not arrive after a newer one
         if self._process.cut_off():
             self._arm()
             self._process.later(self._thread, RECONNECT_MS, lambda: self._send(luck))
@@ -139,4 +139,4 @@ class PendingRequest:
 
 
 def _drop(_: Any) -> None:
-    """Nobody hears this answer."""
+    """Ignore the answer."""

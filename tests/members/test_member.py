@@ -1,4 +1,4 @@
-"""A member's thread, moved by hand: each line of a script is what happens where the thread would wait next."""
+"""A member's thread in a manual environment: each line of a script runs where the thread would wait next."""
 
 from collections import deque
 from collections.abc import Callable
@@ -23,7 +23,7 @@ JOIN = ev.Join(slot=3, client=2, topics=("a",), client_id="c-3", instance_id="g.
 
 
 class Scene:
-    """One member and what it reported."""
+    """One member and its reported events."""
 
     def __init__(self) -> None:
         self.environment = ManualEnvironment()
@@ -74,7 +74,7 @@ class Scene:
         self.consumer.lose_callback()
 
     def commit(self, *tps: TopicPartition, identity: Identity | None = None) -> Callable[[], None]:
-        """Order a commit at 5, as ``identity`` or as who it is then; :attr:`done` has its end."""
+        """Order a commit at 5, as ``identity`` or as its identity then; :attr:`done` has the result."""
 
         def order() -> None:
             share = MemberCommit(self.member, identity or self.member.identity, dict.fromkeys(tps, 5))
@@ -86,7 +86,7 @@ class Scene:
         return [type(event).__name__ for event in self.reported]
 
     def doubts(self) -> list[bool]:
-        """Of the reports that its place may be another process's: whether the broker said so."""
+        """Of the reports of an uncertain membership: whether the broker confirmed it."""
         return [event.confirmed for event in self.reported if isinstance(event, ev.MemberFenced)]
 
 
@@ -105,7 +105,7 @@ def test_a_member_joins_under_its_names_and_reports_its_end(scene: Scene) -> Non
 
 
 def test_a_second_assignment_of_an_eager_member_reports_the_first_as_lost(scene: Scene) -> None:
-    """The library tells nothing of what it gave up in rebalances that passed while the thread was busy."""
+    """The library reports nothing of rebalances that were completed while the thread was busy."""
     scene.run(scene.assign, lambda: scene.consumer.assign_callback(A1, generation=2), scene.leave)
     first, lost, second = scene.reported
     assert first == ev.Assigned(slot=3, client=2, partitions=(A0,), generation=1)
@@ -120,7 +120,8 @@ def test_an_incremental_member_adds_assigned_partitions(scene: Scene) -> None:
 
 
 def test_a_member_that_lost_a_deleted_topic_keeps_its_other_partitions(scene: Scene) -> None:
-    """A cooperative member is told of the topic's partitions alone, and its other offsets are committed as before."""
+    """Only the partitions of the topic are reported lost to an incremental member; the others are committed as
+    before."""
     scene.make(COOPERATIVE)
     scene.run(
         scene.assign,
@@ -132,7 +133,7 @@ def test_a_member_that_lost_a_deleted_topic_keeps_its_other_partitions(scene: Sc
     assert scene.reported[-1] == ev.Tick()
 
 
-# --- a place that may be another process's --------------------------------------------------------------------------
+# --- an uncertain membership ----------------------------------------------------------------------------------------
 
 
 def test_G6_a_member_that_lost_its_membership_does_not_rejoin_by_itself(scene: Scene) -> None:
@@ -154,7 +155,7 @@ def test_a_closing_member_does_not_report_an_uncertain_membership(scene: Scene) 
 
 @pytest.mark.parametrize("settings", [EAGER, COOPERATIVE])
 def test_G6_a_stalled_member_does_not_poll_again(scene: Scene, settings: dict[str, str]) -> None:
-    """A cooperative member without partitions is told nothing of the end of its session."""
+    """No callback reports the end of its session to an incremental member without partitions."""
     scene.make(settings)
     scene.run(scene.assign, scene.freeze)
     assert (scene.doubts(), scene.kinds()) == ([False], ["Assigned", "MemberFenced"])
@@ -220,7 +221,7 @@ def test_a_failed_unassign_does_not_hide_the_reason(scene: Scene) -> None:
     assert scene.kinds()[-1] == "MemberFenced"
 
 
-# --- ends -----------------------------------------------------------------------------------------------------------
+# --- how members end ------------------------------------------------------------------------------------------------
 
 
 class Message:
@@ -288,7 +289,7 @@ def test_a_thread_that_cannot_be_started_is_reported(scene: Scene, monkeypatch: 
 
 
 def test_a_thread_that_dies_while_closing_is_reported() -> None:
-    """Also what no part of it expects: here, that closing the consumer fails."""
+    """Also an unexpected error: here, closing the consumer fails."""
     reported: list[ev.Event] = []
     hand = ManualEnvironment()
     hand.will("subscribe", refusal(KafkaError._INVALID_ARG))
@@ -304,7 +305,7 @@ def test_a_thread_that_dies_while_closing_is_reported() -> None:
     assert [type(event) for event in reported] == [ev.MemberFailed, ev.MemberEnded, ev.InternalFailure]
 
 
-# --- committing as the member ---------------------------------------------------------------------------------------
+# --- commits as the member ------------------------------------------------------------------------------------------
 
 
 def test_a_member_commits_only_with_the_identity_of_the_order(scene: Scene) -> None:
@@ -321,7 +322,7 @@ def test_a_member_commits_only_with_the_identity_of_the_order(scene: Scene) -> N
 
 
 def test_G3_a_member_does_not_commit_partitions_released_since_the_order(scene: Scene) -> None:
-    """A release that overran its budget; its epoch stays, since it is asked for more at once (KIP-848)."""
+    """A release after the hold budget; a KIP-848 member keeps its epoch, since it must revoke more at once."""
     scene.make(COOPERATIVE | {"group.protocol": "consumer"})
 
     def release_then_order() -> None:

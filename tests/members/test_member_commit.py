@@ -1,4 +1,4 @@
-"""Which shares of a commit are outdated when their turn comes."""
+"""When a member's part of a commit is stale."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,7 @@ WHO, LATER = Identity(4, "m", b"4"), Identity(5, "m", b"5")
 
 @dataclass
 class Holder:
-    """A member, as far as a share asks it."""
+    """A member with the attributes that are checked."""
 
     identity: Identity | None
     partitions: tuple[TopicPartition, ...]

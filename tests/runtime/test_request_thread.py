@@ -1,4 +1,4 @@
-"""The worker's thread, moved by hand: what it asks and commits, in which order, and that nothing ends it."""
+"""The request thread in a manual environment: its requests and commits, their order, and its robustness."""
 
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
@@ -32,7 +32,7 @@ B0 = TopicPartition("b", 0)
 
 
 class HandMember:
-    """A slot's member that does nothing: who it is, its orders, and how its own commits end."""
+    """A member without a thread: its identity, its commands, and the result of its own commits."""
 
     def __init__(self, slot: int, environment: ManualEnvironment) -> None:
         self.slot, self.client, self.environment = slot, 7, environment
@@ -58,13 +58,13 @@ class HandMember:
 
 
 class Scene:
-    """A worker whose consumer shows whatever was committed."""
+    """A request thread whose consumer returns whatever was committed."""
 
     def __init__(self, **options: str) -> None:
         self.environment = ManualEnvironment()
         self.handled: list[ev.Event] = []
         self.transactions: list[bool] = []
-        """What the core was told of them."""
+        """The values of TransactionsChecked."""
         self.topics: list[Mapping[str, int] | Exception] = []
         self.members = {slot: HandMember(slot, self.environment) for slot in range(3)}
         given = {"kafka.bootstrap.servers": "b", "kafka.group.id": "g", "subscribe": "a,b"} | options
@@ -100,7 +100,7 @@ class Scene:
         self.environment.run(*script, self.worker.stop)
 
     def ordered(self, order: Any) -> Any:
-        """As the coordinator hands it on: an echo with who holds its partitions now."""
+        """Capture the members of a commit, as the coordinator does."""
         return commit_order(order, self._member) if isinstance(order, ev.CommitOffsets) else order
 
     def order(self, *orders: Any) -> Callable[[], None]:
@@ -111,7 +111,7 @@ class Scene:
         return give
 
     def order_after(self, ms: int, order: Any) -> Callable[[], None]:
-        """The same, when so much time has passed."""
+        """Submit the order when this much time has passed."""
 
         def give() -> None:
             self.environment.clock_ms += ms
@@ -144,7 +144,7 @@ def echo(slots: Mapping[TopicPartition, int] | None = None, **more: Any) -> ev.C
 
 FETCH = ev.FetchCommittedOffsets(partitions=(A0, A1, B0))
 
-# --- first things first ---------------------------------------------------------------------------------------------
+# --- before everything else -----------------------------------------------------------------------------------------
 
 
 def test_an_older_driver_is_fenced_before_the_first_lookup(scene: Scene) -> None:
@@ -157,7 +157,7 @@ def test_taking_over_the_transactional_id_is_retried(scene: Scene) -> None:
     scene.environment.will("init_transactions", TIMED_OUT, TIMED_OUT)
     scene.shows({})
     scene.run(*[lambda: None] * 30)
-    assert len(scene.environment.called("init_transactions")) == 3  # one every five seconds, and none once it is ours
+    assert len(scene.environment.called("init_transactions")) == 3  # one every 5 s, and none after it succeeded
     assert scene.handled == []
 
 
@@ -193,11 +193,11 @@ def test_an_unanswered_lookup_is_reported_and_a_refused_one_fails_the_run(scene:
     assert isinstance(broken, ev.InternalFailure) and isinstance(broken.error, AccessDenied)
 
 
-# --- nothing ends it ------------------------------------------------------------------------------------------------
+# --- errors ---------------------------------------------------------------------------------------------------------
 
 
 def by_pattern(*topics: Mapping[str, int] | Exception) -> Scene:
-    """A worker that matches a pattern every 500 ms, and finds these one after the other."""
+    """A request thread that matches a pattern every 500 ms, with these results."""
     scene = Scene(subscribePattern="a|b", **{"kafka.topic.metadata.refresh.interval.ms": "500"})
     scene.topics = list(topics)
     return scene
@@ -239,7 +239,7 @@ def test_a_pattern_is_matched_periodically_also_when_the_queue_is_never_empty() 
     assert ev.TopicsChanged(topics=("a", "b")) in scene.handled
 
 
-# --- who is in charge -----------------------------------------------------------------------------------------------
+# --- replaced runs --------------------------------------------------------------------------------------------------
 
 
 NO_ANSWER = refusal(KafkaError._TIMED_OUT, abort=True)
@@ -299,7 +299,7 @@ def group_of(*members: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def broken(scene: Scene) -> Scene:
-    """The first commit breaks the producer for good."""
+    """The first commit makes the producer fail for good."""
     scene.environment.will("commit_transaction", refusal(KafkaError.INVALID_TXN_STATE, fatal=True))
     scene.topics_there(a=2)
     return scene
@@ -332,8 +332,8 @@ def test_G6_without_its_id_a_run_checks_its_static_memberships(
 
 @pytest.mark.parametrize("static", [True, False])
 def test_G6_the_id_is_regained_after_a_commit_by_static_members(broken: Scene, static: bool) -> None:
-    """Members without places of their own prove nothing: a newer run has members beside those of a process that was
-    frozen, and both may commit what they hold."""
+    """Dynamic members prove nothing: a newer run has members beside those of a frozen process, and both may commit the
+    offsets of their partitions."""
     for member in broken.members.values():
         member.static = static
     for _ in range(2):
@@ -350,7 +350,7 @@ def test_G6_the_id_is_regained_after_a_commit_by_static_members(broken: Scene, s
 
 
 def test_G6_the_id_is_not_regained_when_a_member_was_skipped(broken: Scene) -> None:
-    """A newer driver with fewer members has the place of the first one only."""
+    """A newer driver with fewer members has only the membership of the first slot."""
     broken.members[0].refusal = MemberStale("fenced", expelled=True)
     for _ in range(2):
         broken.shows({A1: 6})
@@ -397,7 +397,7 @@ def test_without_a_matching_topic_replacement_is_unclear() -> None:
     assert scene.environment.called("send_offsets") == [(-1, {TopicPartition("ab", 0): (0, None)})]
 
 
-# --- the echo -------------------------------------------------------------------------------------------------------
+# --- offset commits -------------------------------------------------------------------------------------------------
 
 
 def test_offsets_are_committed_with_notes_and_read_back(scene: Scene) -> None:
@@ -451,8 +451,9 @@ def test_a_commit_without_any_valid_member_fails_as_stale(scene: Scene) -> None:
 
 @pytest.mark.parametrize("since", ["joined again", "gave it back"])
 def test_G3_offsets_are_committed_for_members_and_partitions_as_of_the_order(scene: Scene, since: str) -> None:
-    """Later a slot may have another member of the same name, which must not be taken for the one that held them. And
-    the broker would take what was given back of a KIP-848 member that keeps its epoch, and move back who has it now."""
+    """A slot may have another member of the same name later, which does not own the partitions of the former one. And a
+    KIP-848 member keeps its epoch when it releases partitions: the broker would accept their offsets and move them
+    back."""
     scene.shows({A1: 6})
 
     def ordered_then_changed() -> None:
@@ -546,7 +547,7 @@ def test_a_member_that_does_not_commit_in_time_fails_the_commit(denied: Scene, w
     assert isinstance(failed, ev.OffsetCommitFailed) and not failed.stale
 
 
-# --- members at agents ----------------------------------------------------------------------------------------------
+# --- placed members -------------------------------------------------------------------------------------------------
 
 
 def test_a_change_of_permitted_transactions_is_reported() -> None:
@@ -578,7 +579,7 @@ def test_placed_members_do_not_commit_without_transactions() -> None:
 def test_G6_the_id_is_regained_when_the_group_has_all_placed_members(
     broken: Scene, others: tuple[str, ...], out: bool
 ) -> None:
-    """A newer driver of the stream would have their places."""
+    """A newer driver of the stream would have their memberships."""
     scene = broken
     scene.members[0].agent = scene.members[1].agent = "h1"
     found = group_of(*(member_at("g.s.0", member) for member in others))
@@ -601,7 +602,8 @@ def test_G6_the_id_is_regained_when_the_group_has_all_placed_members(
 
 
 def test_a_denied_regain_recalls_placed_members_without_failing_the_run(broken: Scene) -> None:
-    """A right that is taken away in the middle of a commit loses the id, which cannot be taken back either."""
+    """A permission that is revoked in the middle of a commit makes the id uncertain, and it cannot be regained
+    either."""
     scene = broken
     scene.members[0].agent = scene.members[1].agent = "h1"
     found = group_of(member_at("g.s.0", "m"))
