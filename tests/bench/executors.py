@@ -337,7 +337,7 @@ class Bench:
         since_s = found[-1].ended_s - LATENCY_S
         took_s = []
         for before, batch in itertools.pairwise(found):
-            if batch.began_s >= since_s:
+            if batch.ended_s >= since_s:
                 for p, end in batch.ends.items():
                     took_s += [batch.ended_s - at_s for at_s in written[p][before.ends.get(p, 0) : end]]
         took_s.sort()
@@ -361,6 +361,9 @@ def network(spark: "SparkSession", scratch: Path, rounds: int) -> None:
     """Measure the latency of a large stream over a network with delay."""
     (port,) = free_ports(1)
     with BrokerCluster(1, advertised=[port], java_options=BROKER_JAVA) as cluster:
+        print("\nwarm-up, without the proxy", flush=True)
+        for kind in ("driver", "executor"):
+            Bench(spark, cluster.direct_servers, scratch).latency(kind, Stream())
         bench = Bench(spark, f"127.0.0.1:{port}", scratch)
         for mb_per_s in CONNECTION_MB_PER_S:
             print(

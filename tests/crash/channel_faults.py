@@ -1,9 +1,9 @@
-"""Faults of the control channel between executors and the stream reader, and the account of what each of them cost.
+"""Faults of the control channel between executors and the stream reader, and the recovery from each.
 
-Runs in: ``tests.bench agents`` and ``test_churn``. Everything that tasks and agents say goes through a proxy; brokers
-are reached without it. A short fault ends within the lease of agents, and must cost nothing but time: the same agents,
-no rebalance. A long one may cost the agents, never a row. Deliberately absent: connections that are refused for long,
-which mean that nobody listens any more.
+Runs in: ``tests.bench agents`` and ``test_churn``. The channel goes through a proxy; brokers are reached without it. A
+short fault ends within the lease of agents and must only take time: the same agents, no rebalance. A long one may end
+agents, but must not lose a row. Deliberately absent: connections that are refused for long, which mean that the stream
+reader has ended.
 """
 
 import time
@@ -21,15 +21,15 @@ from spark_group_source.local.broker import free_ports
 
 SESSION_MS = 15_000
 LEASE_S = 9.0
-"""60% of it."""
+"""60% of the session timeout."""
 DELAY_S = 0.7
 BACK_S = 1.0
-"""Between the recovery from one fault and the next."""
+"""Pause between the recovery from one fault and the next."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault of all connections. ``short``: the agents outlive it."""
+    """One fault of all connections. ``short``: it is shorter than the lease."""
 
     name: str
     lasts_s: float
@@ -42,21 +42,21 @@ def _lay(line: Line, *directions: Direction) -> Callable[[Proxy], object]:
 
 
 FAULTS = (
-    Fault("cut", 0.0, True, Proxy.cut),
-    Fault("cut, and refused for 2 s", 2.0, True, Proxy.refuse),
-    Fault("half-open, the agents hear nothing", 0.0, True, lambda p: p.half_open(Direction.TO_CLIENT)),
-    Fault("half-open, the stream reader hears nothing", 0.0, True, lambda p: p.half_open(Direction.TO_SERVER)),
-    Fault("swallowed for 4 s", 4.0, True, _lay(Line(swallow=True))),
-    Fault("swallowed to the stream reader for 4 s", 4.0, True, _lay(Line(swallow=True), Direction.TO_SERVER)),
-    Fault("swallowed to the agents for 4 s", 4.0, True, _lay(Line(swallow=True), Direction.TO_CLIENT)),
+    Fault("closed", 0.0, True, Proxy.cut),
+    Fault("closed, and refused for 2 s", 2.0, True, Proxy.refuse),
+    Fault("half-open to the agents", 0.0, True, lambda p: p.half_open(Direction.TO_CLIENT)),
+    Fault("half-open to the stream reader", 0.0, True, lambda p: p.half_open(Direction.TO_SERVER)),
+    Fault("messages dropped for 4 s", 4.0, True, _lay(Line(swallow=True))),
+    Fault("messages dropped to the stream reader for 4 s", 4.0, True, _lay(Line(swallow=True), Direction.TO_SERVER)),
+    Fault("messages dropped to the agents for 4 s", 4.0, True, _lay(Line(swallow=True), Direction.TO_CLIENT)),
     Fault(f"delayed by {DELAY_S} s each way for 10 s", 10.0, True, _lay(Line(delay_s=DELAY_S))),
-    Fault("swallowed for 12 s, longer than the lease", 12.0, False, _lay(Line(swallow=True))),
+    Fault("messages dropped for 12 s, longer than the lease", 12.0, False, _lay(Line(swallow=True))),
 )
 
 
 @dataclass
-class Struck:
-    """One fault, and seconds after its end until the rows were there and every member lived beside an executor."""
+class FaultResult:
+    """The recovery from one fault: seconds after its end until the rows were committed and all members were placed."""
 
     fault: Fault
     rows_s: float
@@ -67,23 +67,23 @@ class Struck:
 
 @dataclass
 class Account:
-    """What came of all of them."""
+    """The results of all faults, and the account of the records."""
 
     protocol: str
-    struck: list[Struck] = field(default_factory=list)
+    results: list[FaultResult] = field(default_factory=list)
     produced: int = 0
     lost: list[Record] = field(default_factory=list)
     doubled: list[Record] = field(default_factory=list)
 
     @property
-    def short(self) -> list[Struck]:
-        return [one for one in self.struck if one.fault.short]
+    def short(self) -> list[FaultResult]:
+        return [one for one in self.results if one.fault.short]
 
     def __str__(self) -> str:
-        rows, members = figures([one.rows_s for one in self.struck]), figures([one.members_s for one in self.struck])
+        rows, members = figures([one.rows_s for one in self.results]), figures([one.members_s for one in self.results])
         return (
-            f"{self.protocol}: {len(self.struck)} faults of the channel, {self.produced} records: {len(self.lost)} "
-            f"lost, {len(self.doubled)} doubled; {len(self.short)} shorter than the lease: "
+            f"{self.protocol}: {len(self.results)} faults of the channel, {self.produced} records: {len(self.lost)} "
+            f"lost, {len(self.doubled)} duplicated; {len(self.short)} shorter than the lease: "
             f"{sum(one.rebalances for one in self.short)} rebalances, "
             f"{sum(one.agents_lost for one in self.short)} agents lost; rows after {rows}, "
             f"members after {members}"
@@ -91,11 +91,11 @@ class Account:
 
 
 class ChannelFaults:
-    """Each fault so many times.
+    """Inject each fault ``rounds`` times.
 
     Args:
-        folder: new.
-        say: where each line of the report goes.
+        folder: a new directory.
+        say: takes each line of the report.
     """
 
     def __init__(
@@ -118,11 +118,11 @@ class ChannelFaults:
         with self._proxy, self._application() as app:
             for number, fault in enumerate(self._faults, 1):
                 app.stays_alive(BACK_S)
-                struck = self._strike(app, fault)
-                self.account.struck.append(struck)
+                result = self._strike(app, fault)
+                self.account.results.append(result)
                 self._say(
-                    f"{number:4} {fault.name}: rows after {struck.rows_s:.1f} s, members after "
-                    f"{struck.members_s:.1f} s, {struck.agents_lost} agents lost, {struck.rebalances} rebalances"
+                    f"{number:4} {fault.name}: rows after {result.rows_s:.1f} s, members after "
+                    f"{result.members_s:.1f} s, {result.agents_lost} agents lost, {result.rebalances} rebalances"
                 )
         account = self.account
         account.produced, account.lost, account.doubled = app.account()
@@ -144,7 +144,7 @@ class ChannelFaults:
             app.await_(app.whole, "members beside every executor")
             yield app
 
-    def _strike(self, app: Application, fault: Fault) -> Struck:
+    def _strike(self, app: Application, fault: Fault) -> FaultResult:
         before, agents = app.rebalances(), set(app.agents())
         fault.begin(self._proxy)
         app.stays_alive(fault.lasts_s)
@@ -156,8 +156,8 @@ class ChannelFaults:
         app.await_(lambda: app.committed(ends), f"the rows after {fault.name}")
         rows_s = time.monotonic() - ended_s
         if not fault.lasts_s:
-            app.stays_alive(LEASE_S)  # what is half open is noticed, or costs the agent
+            app.stays_alive(LEASE_S)  # a half-open connection is detected, or the agent ends
             self._proxy.heal()
         app.await_(app.whole, f"members after {fault.name}")
         members_s = time.monotonic() - ended_s
-        return Struck(fault, rows_s, members_s, app.rebalances() - before, len(agents - set(app.agents())))
+        return FaultResult(fault, rows_s, members_s, app.rebalances() - before, len(agents - set(app.agents())))

@@ -27,7 +27,7 @@ from kit.broker_cluster import BrokerCluster
 from rebalance.accounts import Flow, Record, asking, produced, stays
 from streams import options_of
 
-from crash.lent import living
+from crash.placed_job import living
 from crash.running import progress_of, script
 from spark_group_source.host import run_files
 

@@ -1,8 +1,7 @@
 """The job that ``churn`` disturbs: a group into a Delta table, on executors of one core each.
 
-Arguments, as one JSON object: servers, group, topic, home (a directory: table, checkpoint and scratch), executors,
-channel, options. ``channel``: a port where tasks and agents reach the stream reader through something between, instead
-of its own.
+Arguments, as one JSON object: servers, group, topic, home (a directory for table, checkpoint and scratch), executors,
+channel, options. ``channel``: the port of a proxy through which tasks and agents reach the stream reader.
 """
 
 import json
@@ -32,7 +31,7 @@ def main(servers: str, group: str, topic: str, home: str, executors: str, channe
     for key, value in {**local_spark_settings(f"{home}/scratch"), **own}.items():
         builder = builder.config(key, value)
     spark = builder.getOrCreate()
-    source = _behind(int(channel)) if channel else KafkaGroupDataSource
+    source = _through_proxy(int(channel)) if channel else KafkaGroupDataSource
     spark.dataSource.register(source)
     stream = spark.readStream.format(source.name()).option("kafka.bootstrap.servers", servers)
     stream = stream.option("kafka.group.id", group).option("subscribe", topic).options(**options)
@@ -40,26 +39,26 @@ def main(servers: str, group: str, topic: str, home: str, executors: str, channe
     started = stream.load().writeStream.foreachBatch(sink).option("checkpointLocation", f"{home}/checkpoint")
     query, tests = started.start(), os.getppid()
     while not query.awaitTermination(LOOK_S) and os.getppid() == tests:
-        pass  # a killed test run takes its jobs with it
+        pass  # the job ends with the test run
 
 
-def _behind(port: int) -> type[KafkaGroupDataSource]:
-    class Behind(KafkaGroupDataSource):
-        """The stream reader tells executors another port than its own."""
+def _through_proxy(port: int) -> type[KafkaGroupDataSource]:
+    class ProxiedSource(KafkaGroupDataSource):
+        """The stream reader advertises the proxy's port."""
 
         def streamReader(self, schema: Any) -> Any:
             from spark_group_source.agents.control_server import ControlServer
 
             start = ControlServer.start
 
-            def started(reception: ControlServer) -> None:
-                start(reception)
-                reception.addresses = (("127.0.0.1", port),)
+            def started(server: ControlServer) -> None:
+                start(server)
+                server.addresses = (("127.0.0.1", port),)
 
             ControlServer.start = started  # type: ignore[assignment,method-assign]
             return super().streamReader(schema)
 
-    return Behind
+    return ProxiedSource
 
 
 if __name__ == "__main__":

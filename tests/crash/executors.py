@@ -1,9 +1,9 @@
 """The job of the tests that kill executors: a group into a Delta table, on two executors.
 
-Its tasks say which offsets of which partition they read, where, and wait while a file ``hold`` names an offset that is
-not above theirs. When there is a file ``explain``, the log has all that Spark shows of the query. Arguments, as one
-JSON object in its standard input: servers, group, topic, home (a directory: table, checkpoint, scratch and what the
-tasks say), options.
+Its tasks report which offsets of which partition they read and where, and wait while a file ``hold`` names an offset
+that is not above theirs. If there is a file ``explain``, the query's plans and progress are logged. Arguments, as one
+JSON object on its standard input: servers, group, topic, home (a directory for table, checkpoint, scratch and the
+tasks' reports), options.
 """
 
 import json
@@ -36,8 +36,8 @@ HOLD_LOOK_S = 0.05
 COLUMNS = "topic string, partition int, offset bigint"
 
 
-class Telling(KafkaGroupDataSource):
-    """The source, but the run's secret is also in the file that the option ``told`` names."""
+class RevealingSource(KafkaGroupDataSource):
+    """The source, which also writes the run's secret to the file that the option ``told`` names."""
 
     def __init__(self, options: MutableMapping[str, str]) -> None:
         self._told = options["told"]
@@ -45,11 +45,11 @@ class Telling(KafkaGroupDataSource):
 
     def streamReader(self, schema: StructType) -> GroupStreamReader:
         reader = super().streamReader(schema)
-        return TellingReader(reader._options, reader._path, self._told)
+        return RevealingReader(reader._options, reader._path, self._told)
 
 
-class TellingReader(GroupStreamReader):
-    """Of :class:`Telling`."""
+class RevealingReader(GroupStreamReader):
+    """The reader of :class:`RevealingSource`."""
 
     def __init__(self, options: Options, path: Sequence[str], told: str) -> None:
         super().__init__(options, path)
@@ -77,8 +77,13 @@ def main(
     spark: Mapping[str, str] | None = None,
     **options: str,
 ) -> None:
-    """``master``: of a cluster whose executors know of the package by ``py_files`` alone, and run ``python``.
-    ``cores``: of each executor. ``spark``: more of its settings."""
+    """Run the job.
+
+    Args:
+        master: of a cluster whose executors get the package by ``py_files`` and run ``python``.
+        cores: of each executor.
+        spark: more Spark settings.
+    """
     builder = SparkSession.builder.master(master or f"local-cluster[2,{cores},1024]").appName("executors")
     paths = os.pathsep.join(path for path in sys.path if path)
     own = {"spark.executor.memory": "512m", "spark.task.maxFailures": "4", **(spark or {})}
@@ -89,7 +94,7 @@ def main(
     for key, value in {**local_spark_settings(f"{home}/scratch"), **own}.items():
         builder = builder.config(key, value)
     session = builder.getOrCreate()
-    session.dataSource.register(Telling if "told" in options else KafkaGroupDataSource)
+    session.dataSource.register(RevealingSource if "told" in options else KafkaGroupDataSource)
     which = {"subscribe": topic} if "subscribePattern" not in options else {}
     stream = session.readStream.format("kafka-group").option("kafka.bootstrap.servers", servers)
     stream = stream.option("kafka.group.id", group).options(**which, **options)
@@ -101,7 +106,7 @@ def main(
     )
     (Path(home) / "ui").write_text(session.sparkContext.uiWebUrl or "")
     tests = os.getppid()
-    while not query.awaitTermination(LOOK_S) and os.getppid() == tests:  # a killed test run takes its jobs with it
+    while not query.awaitTermination(LOOK_S) and os.getppid() == tests:  # the job ends with the test run
         if (Path(home) / "explain").exists():
             _explain(frame, query)
             (Path(home) / "explain").unlink()
@@ -114,7 +119,7 @@ def _explain(frame: DataFrame, query: "StreamingQuery") -> None:
 
 
 def _slow(home: str) -> Callable[[DataFrame], DataFrame]:
-    def tell_and_wait(batches: "Iterator[pa.RecordBatch]") -> "Iterator[pa.RecordBatch]":
+    def report_and_wait(batches: "Iterator[pa.RecordBatch]") -> "Iterator[pa.RecordBatch]":
         daemon, task = os.getppid(), TaskContext.get()
         assert task is not None
         for batch in batches:
@@ -136,7 +141,7 @@ def _slow(home: str) -> Callable[[DataFrame], DataFrame]:
                 threading.Event().wait(HOLD_LOOK_S)
             yield batch
 
-    return lambda df: df.select("topic", "partition", "offset").mapInArrow(tell_and_wait, COLUMNS)
+    return lambda df: df.select("topic", "partition", "offset").mapInArrow(report_and_wait, COLUMNS)
 
 
 def _held(hold: Path, offset: int) -> bool:
@@ -147,7 +152,7 @@ def _held(hold: Path, offset: int) -> bool:
 
 
 def _threads_of_clients(pid: int) -> int:
-    """How many threads of Kafka clients a process has: librdkafka names its own."""
+    """The number of threads of Kafka clients in a process; librdkafka names its threads."""
     return sum(name.read_text().startswith("rdk:") for name in Path(f"/proc/{pid}/task").glob("*/comm"))
 
 

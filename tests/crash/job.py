@@ -1,8 +1,7 @@
 """The job that the crash tests kill: a group into a Delta table, until it is stopped.
 
-Arguments, as one JSON object: servers, group, topic, table, checkpoint, scratch, options. ``connect``: by a Spark
-Connect server of its own, which has this master. ``writer``: of the sink. ``again``: whether a query that failed is
-started again.
+Arguments, as one JSON object: servers, group, topic, table, checkpoint, scratch, options. ``connect``: the master of a
+Spark Connect server that the job starts. ``writer``: of the sink. ``again``: whether a failed query is started again.
 """
 
 import json
@@ -33,11 +32,11 @@ def main(
     **options: str,
 ) -> None:
     if connect:
-        os.environ["SPARK_TESTING"] = "1"  # any free port, instead of the one that two servers would share
+        os.environ["SPARK_TESTING"] = "1"  # a free port instead of the default one
         builder = SparkSession.builder.remote(connect)
     else:
         builder = SparkSession.builder.master("local[2]").appName("crash")
-    patient = {"spark.python.authenticate.socketTimeout": "120s"}  # of Spark for processes that it starts
+    patient = {"spark.python.authenticate.socketTimeout": "120s"}  # Spark's limit for the start of its processes
     for key, value in (local_spark_settings(scratch) | patient).items():
         builder = builder.config(key, value)
     spark = builder.getOrCreate()
@@ -51,7 +50,7 @@ def main(
         query = started.start()
         try:
             while not query.awaitTermination(LOOK_S) and os.getppid() == tests:
-                pass  # a killed test run takes its jobs with it
+                pass  # the job ends with the test run
             running = False
         except StreamingQueryException:
             if not again:

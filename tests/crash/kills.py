@@ -1,8 +1,8 @@
-"""SIGKILL of agents, executors and Python workers in turn, drawn from a seed, and what each of them cost.
+"""Kill agents, executors and Python workers in a random order, and measure the recovery from each kill.
 
-Runs in: ``tests.bench agents`` and ``test_churn``. A kill is over when the group has committed all that was produced
-before it, and when every member lives beside an executor again; these are the two times. Deliberately absent: faults of
-the channel (``channel_faults``).
+Runs in: ``tests.bench agents`` and ``test_churn``. Two times are measured: until the group has committed what was
+produced before the kill, and until every member is placed on an executor again. Deliberately absent: faults of the
+channel (``channel_faults``).
 """
 
 import contextlib
@@ -25,66 +25,66 @@ Kind = Literal["agent", "executor", "worker"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 BETWEEN_S = (0.2, 2.0)
 BURST, BURST_EACH = 12_000, 10
-"""Records that a worker is killed over, and how many the log keeps together."""
+"""Records that a worker reads when it is killed, and records of a batch in the log."""
 SLOW_READ = {"kafka__max__partition__fetch__bytes": 1_000}
-"""Each answer of a broker has little: reading takes time, and is killed in the middle."""
+"""Small fetch responses: reads take long enough to be killed in the middle."""
 SAMPLE_S = 0.05
 FLUSH_S = 30.0
 
 
 @dataclass
-class Struck:
-    """One kill. Seconds until the rows were there, until the members were, of the longest standstill of a partition
-    meanwhile, and of the longest time in which one had no member."""
+class KillResult:
+    """The recovery from one kill. Seconds until the rows were committed, until the members were placed, of the longest
+    pause of a partition's commits meanwhile, and of the longest time in which a partition had no member."""
 
     kind: Kind
     rows_s: float
     members_s: float
-    still_s: float
-    bare_s: float
+    pause_s: float
+    unassigned_s: float
     rebalances: int
 
 
 @dataclass
 class Account:
-    """What came of all of them."""
+    """The results of all kills, and the account of the records."""
 
     protocol: str
     seed: int
-    struck: list[Struck] = field(default_factory=list)
+    results: list[KillResult] = field(default_factory=list)
     produced: int = 0
     lost: list[Record] = field(default_factory=list)
     doubled: list[Record] = field(default_factory=list)
     failed_tasks: int = 0
-    """Attempts of tasks that failed, by Spark's log."""
+    """Failed task attempts, by Spark's log."""
 
     def rebalances(self, kind: Kind) -> int:
-        return sum(one.rebalances for one in self.struck if one.kind == kind)
+        return sum(one.rebalances for one in self.results if one.kind == kind)
 
     def __str__(self) -> str:
         text = (
-            f"{self.protocol}, seed {self.seed}: {len(self.struck)} kills, {self.produced} records: "
-            f"{len(self.lost)} lost, {len(self.doubled)} doubled; {self.failed_tasks} attempts of tasks failed"
+            f"{self.protocol}, seed {self.seed}: {len(self.results)} kills, {self.produced} records: "
+            f"{len(self.lost)} lost, {len(self.doubled)} duplicated; {self.failed_tasks} task attempts failed"
         )
         for kind in KINDS:
-            of_it = [one for one in self.struck if one.kind == kind]
+            of_it = [one for one in self.results if one.kind == kind]
             if of_it:
                 text += (
                     f"\n  {len(of_it):3} times {kind}: {self.rebalances(kind)} rebalances; rows after "
                     f"{figures([one.rows_s for one in of_it])}, members after "
-                    f"{figures([one.members_s for one in of_it])}, longest standstill of a partition "
-                    f"{figures([one.still_s for one in of_it])}, without a member "
-                    f"{figures([one.bare_s for one in of_it])}"
+                    f"{figures([one.members_s for one in of_it])}, longest pause of a partition "
+                    f"{figures([one.pause_s for one in of_it])}, without a member "
+                    f"{figures([one.unassigned_s for one in of_it])}"
                 )
         return text
 
 
 class Kills:
-    """So many of each kind, in an order of the seed's.
+    """Kills of each kind, in a random order.
 
     Args:
         application: new; with :data:`SLOW_READ`.
-        say: where each line of the report goes.
+        say: takes each line of the report.
     """
 
     def __init__(self, application: Application, *, each: int, seed: int, say: Callable[[str], None]) -> None:
@@ -98,12 +98,12 @@ class Kills:
             self._settle()
             for number, kind in enumerate(self._kinds, 1):
                 self._app.stays_alive(self._random.uniform(*BETWEEN_S))
-                struck = self._strike(kind)
-                self.account.struck.append(struck)
+                result = self._strike(kind)
+                self.account.results.append(result)
                 self._say(
-                    f"{number:4} {kind}: rows after {struck.rows_s:.1f} s, members after {struck.members_s:.1f} s, "
-                    f"longest standstill {struck.still_s:.1f} s, without a member {struck.bare_s:.1f} s, "
-                    f"{struck.rebalances} rebalances"
+                    f"{number:4} {kind}: rows after {result.rows_s:.1f} s, members after {result.members_s:.1f} s, "
+                    f"longest pause {result.pause_s:.1f} s, without a member {result.unassigned_s:.1f} s, "
+                    f"{result.rebalances} rebalances"
                 )
         account = self.account
         account.produced, account.lost, account.doubled = self._app.account()
@@ -112,12 +112,12 @@ class Kills:
         return account
 
     def _settle(self) -> None:
-        """Members that came one after the other have had their rebalances."""
+        """Wait until the rebalances of the start are over."""
         ends = self._app.ends()
         self._app.await_(lambda: self._app.committed(ends), "the first rows")
         self._app.await_(self._app.whole, "members beside every executor")
 
-    def _strike(self, kind: Kind) -> Struck:
+    def _strike(self, kind: Kind) -> KillResult:
         app = self._app
         app.standing.anew()
         before = app.rebalances()
@@ -131,7 +131,7 @@ class Kills:
         now = app.ends()
         app.await_(lambda: app.committed(now), f"more rows after the kill of {kind}")
         standing, rebalances = app.standing, app.rebalances() - before
-        return Struck(kind, rows_s, members_s, standing.worst_s(), standing.bare_s(), rebalances)
+        return KillResult(kind, rows_s, members_s, standing.worst_s(), standing.bare_s(), rebalances)
 
     def _victim(self, kind: Kind) -> int:
         app = self._app
@@ -144,7 +144,7 @@ class Kills:
                 return self._reading()
 
     def _reading(self) -> int:
-        """A worker in the middle of its read: the one that works the most while there is much to read."""
+        """A worker that is reading: the one that uses the most CPU while there is much to read."""
         app = self._app
         producer = Producer({"bootstrap.servers": app.servers, "batch.num.messages": BURST_EACH, "log_level": 2})
         for number in range(BURST):

@@ -1,4 +1,4 @@
-"""A job as a process, from its start to its end, whatever a test did to it: that of ``executors.py``, or another."""
+"""A job as a process: ``executors.py``, or another script."""
 
 import json
 import os
@@ -13,11 +13,11 @@ from kafka_words import size_of
 
 JOB = Path(__file__).with_name("executors.py")
 HANG_S = 1_800
-"""Bound of a hang in a whole test; what a test waits for has no bound of its own while something changes."""
+"""Bound of a hang of a whole test; single waits have no bound while there is progress."""
 
 
 def progress_of(home: Path, process: "subprocess.Popen[bytes]") -> tuple[object, ...]:
-    """How far a job is, for ``await_progress``: its log, its processes, its commits and what its tasks said."""
+    """Progress of a job for ``await_progress``: its log, its processes, its commits and its tasks' reports."""
     with suppress(psutil.NoSuchProcess):
         below = frozenset(child.pid for child in psutil.Process(process.pid).children(recursive=True))
         folders = (home / "table" / "_delta_log", home / "checkpoint" / "offsets", home / "said")
@@ -27,7 +27,7 @@ def progress_of(home: Path, process: "subprocess.Popen[bytes]") -> tuple[object,
 
 @contextmanager
 def job(home: Path, **arguments: object) -> Iterator[subprocess.Popen[bytes]]:
-    """The job, until the block ends; its output is in ``home/log``."""
+    """Run the job until the block ends; its output is in ``home/log``."""
     with script(JOB, home, arguments) as process:
         yield process
 
@@ -36,9 +36,9 @@ def job(home: Path, **arguments: object) -> Iterator[subprocess.Popen[bytes]]:
 def script(
     path: Path, home: Path, arguments: Mapping[str, object], environment: Mapping[str, str] | None = None
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Any other one."""
+    """Run another script in the same way."""
     for folder in ("scratch", "said"):
-        (home / folder).mkdir(exist_ok=True)  # the second of a home
+        (home / folder).mkdir(exist_ok=True)  # the second job of a home
     with (home / "log").open("ab") as log:
         process = subprocess.Popen(
             [sys.executable, str(path)],
@@ -48,7 +48,7 @@ def script(
             env={"PYSPARK_PYTHON": sys.executable, **os.environ, **(environment or {})},
         )
         assert process.stdin is not None
-        with process.stdin as told:  # arguments are shown to everybody, and there may be a password
+        with process.stdin as told:  # command lines are visible to all users, and there may be a password
             told.write(json.dumps({**arguments, "home": str(home)}).encode())
         try:
             yield process

@@ -1,5 +1,5 @@
-"""A real Spark cluster on loopback: a master and workers from pyspark's own scripts, with a Python that has no package
-of ours. What executors know of it, ``--py-files`` brings.
+"""A real Spark cluster on loopback: a master and workers from pyspark's scripts, with a Python without the package.
+Executors get the package by ``--py-files``.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ import spark_group_source
 
 
 class Standalone:
-    """One master, and workers of one core each."""
+    """One master, and workers with one core each."""
 
     def __init__(self, home: Path) -> None:
         self.home = home
@@ -41,7 +41,7 @@ class Standalone:
         await_progress(lambda: registered in log.read_text(), self.progress, what="a worker")
 
     def progress(self) -> object:
-        """How far master and workers are, for ``await_progress``: their logs."""
+        """Progress for ``await_progress``: the logs of master and workers."""
         return size_of(*self.home.glob("*.log"))
 
     def close(self) -> None:
@@ -84,7 +84,7 @@ def standalone(home: Path, workers: int) -> Iterator[Standalone]:
 
 
 def python_without_package(home: Path) -> Path:
-    """A Python with all that the package needs, and not the package: nothing of the ``.pth`` files is looked at."""
+    """A Python with the package's dependencies and without the package: it ignores ``.pth`` files."""
     script = home / "python"
     places = sysconfig.get_paths()["purelib"]
     base = Path(sys.executable).resolve()

@@ -1,5 +1,4 @@
-"""G1, G3, G7, G9, B34, B42, B64, B65, B72: members beside executors, and what happens to them when agents, executors or
-the driver die.
+"""G1, G3, G7, G9: members on agents, and the death of agents, executors and the driver.
 
 The tests without the mark ``soak`` share one application, in their order; the last one kills it.
 """
@@ -26,7 +25,7 @@ from rebalance.accounts import describe
 from rich.console import Console
 from typer.testing import CliRunner
 
-from crash.lent import Watched, Where, arguments, by_executor, descendants, environment, living
+from crash.placed_job import PlacedJob, Target, arguments, by_executor, descendants, environment, living
 from crash.running import HANG_S
 from crash.standalone import package_as_zip, python_without_package, standalone
 from spark_group_source.agents.agent_folder import agents_directory
@@ -48,7 +47,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module", autouse=True)
 def own_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Where agents and runs find each other: nobody else's are there."""
+    """A temporary directory for this module's agents and runs only."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMPDIR", str(tmp_path_factory.mktemp("tmp")))
         patch.setattr(tempfile, "tempdir", None)
@@ -58,15 +57,15 @@ def own_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture(scope="module")
 def shared(
     broker: BrokerCluster, admin: AdminClient, produce: Produce, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Watched]:
-    """A job with a password, a user interface and an event log. Its two members live beside its two executors, where
-    two tasks run at a time; each partition is read by two tasks."""
+) -> Iterator[PlacedJob]:
+    """A job with a password, a user interface and an event log. Its two members are placed on its two executors, which
+    run two tasks at a time; each partition is read by two tasks."""
     home = tmp_path_factory.mktemp("agents")
     (home / "events").mkdir()
     name = f"agents-{os.getpid()}"
-    where = Where(admin, produce, create_topic(admin, name, 2), 2, name, broker.bootstrap_servers)
+    where = Target(admin, produce, create_topic(admin, name, 2), 2, name, broker.bootstrap_servers)
     more = sasl(SASL_PASSWORD) | {"minPartitions": "4", "told": f"{home}/told"}
-    job = Watched(home, where, "classic", broker.sasl_bootstrap_servers, **more)
+    job = PlacedJob(home, where, "classic", broker.sasl_bootstrap_servers, **more)
     spark = {
         "spark.ui.enabled": "true",
         "spark.ui.port": "0",
@@ -77,25 +76,25 @@ def shared(
     with job.running(cores="2", spark=spark):
         job.send()
         job.await_rows()
-        job.await_lent()
+        job.await_placed()
         yield job
 
 
-def test_describe_tells_where_each_slot_lives_and_where_its_rows_came_from(
-    shared: Watched, monkeypatch: pytest.MonkeyPatch
+def test_describe_shows_where_each_slot_is_placed_and_the_source_of_its_rows(
+    shared: PlacedJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shared.forget()
     shared.hold(shared.sent // 2)
     shared.send()
     shared.await_(shared.said, "a batch in the middle of which its tasks wait")
     shared.send(20)
-    shared.await_(lambda: sum(shared.run["buffered_rows"]) > 0 < sum(shared.run["buffered_bytes"]), "rows read ahead")
+    shared.await_(lambda: sum(shared.run["buffered_rows"]) > 0 < sum(shared.run["buffered_bytes"]), "prefetched rows")
     shared.let_go()
     shared.await_spread(lambda: sum(shared.run["rows_from_memory"]) > 0, "rows from an agent's memory")
     shared.await_rows()
     shared.await_(
         lambda: sum(shared.run["rows_from_memory"] + shared.run["rows_from_brokers"]) == shared.sent,
-        "word of every row, once",
+        "reports of every row, once",
     )
     monkeypatch.setattr("spark_group_source.cli.group.console", Console(width=300))
     shown = CliRunner().invoke(app, ["describe", "--group", shared.group, "--bootstrap-servers", shared.where.servers])
@@ -110,7 +109,7 @@ def test_describe_tells_where_each_slot_lives_and_where_its_rows_came_from(
     ]
 
 
-def test_B34_two_tasks_of_one_partition_at_one_executor_read_each_its_own_range(shared: Watched) -> None:
+def test_two_tasks_of_one_partition_on_one_executor_read_separate_ranges(shared: PlacedJob) -> None:
     def found() -> bool:
         tasks: dict[tuple[int, int, int], set[int]] = {}
         for one in shared.said():
@@ -125,30 +124,30 @@ def test_B34_two_tasks_of_one_partition_at_one_executor_read_each_its_own_range(
     assert set(read.values()) == {1}, "no row was read by two tasks"
 
 
-def test_B72_workers_are_forked_without_a_client_and_are_no_members(shared: Watched) -> None:
+def test_workers_are_forked_without_a_client_and_are_not_members(shared: PlacedJob) -> None:
     def used_again() -> bool:
-        """A worker that has read from brokers, with a client of its own, and another one that came for two batches. Who
-        tells has not read what it tells of: Spark has other workers for that, and mixes them for the next batch."""
+        """Whether some worker has a client, and some worker was used for two batches. The worker that reports a row is
+        not the one that read it: Spark uses separate workers, and mixes them for the next batch."""
         read = {(one["worker"], one["stage"]) for one in shared.said()}
         return len(read) > len({worker for worker, _ in read}) and any(one["clients"] for one in shared.said())
 
-    shared.await_spread(used_again, "workers that are used again")
+    shared.await_spread(used_again, "workers that are reused")
     shared.await_rows()
     assert {one["clients of the daemon"] for one in shared.said()} == {0}
-    assert set(describe(shared.where.admin, shared.group).members) == listen_addresses(shared)
+    assert set(describe(shared.where.admin, shared.group).members) == instance_ids(shared)
 
 
-def test_G9_no_secret_is_in_a_log_a_process_list_an_event_log_a_page_or_a_plan(shared: Watched) -> None:
+def test_G9_no_secret_is_in_a_log_process_list_event_log_page_or_plan(shared: PlacedJob) -> None:
     secret = (shared.home / "told").read_text()
     hidden = {"the run's secret": forms(bytes.fromhex(secret)), "the password": forms(SASL_PASSWORD.encode())}
     (shared.home / "explain").touch()
     shared.await_(lambda: not (shared.home / "explain").exists(), "the query's plans in its log")
 
-    driver, lent = shared.process.pid, by_executor()
-    executors = [Path(psutil.Process(pid).cwd()) for pid in lent]
+    driver, placed = shared.process.pid, by_executor()
+    executors = [Path(psutil.Process(pid).cwd()) for pid in placed]
     assert len(executors) == 2
     shown = {"arguments": arguments(), "the driver's log": shared.log.encode()}
-    shown |= {f"the environment of {pid}": environment(pid) for pid in [*descendants(driver), *lent.values()]}
+    shown |= {f"the environment of {pid}": environment(pid) for pid in [*descendants(driver), *placed.values()]}
     shown |= {str(path): path.read_bytes() for folder in executors for path in folder.glob("std*")}
     shown |= {str(path): path.read_bytes() for path in agents_directory().glob("*/log")}
     for folder in ("events", "checkpoint", "table/_delta_log"):
@@ -157,17 +156,17 @@ def test_G9_no_secret_is_in_a_log_a_process_list_an_event_log_a_page_or_a_plan(s
 
     found = [(name, what) for name, text in shown.items() for what in hidden if any(f in text for f in hidden[what])]
     assert found == []
-    # It was looked at where they would be.
+    # The searched texts are the right ones.
     assert b"MicroBatchScan" in shown["the driver's log"] and b"kafka-group" in shown["the driver's log"]
     assert any(b"spark-group-agent" in text for text in shown.values())
     assert sum(b"SparkListenerTaskEnd" in text for text in shown.values()) >= 1
     assert sum(name.endswith("stderr") and bool(text) for name, text in shown.items()) == 2
-    assert all(shown[f"the environment of {pid}"] for pid in lent.values())
+    assert all(shown[f"the environment of {pid}"] for pid in placed.values())
 
 
 @pytest.mark.timeout(HANG_S)
-def test_B65_G7_an_agent_that_was_frozen_past_its_lease_finds_its_places_taken_and_ends(shared: Watched) -> None:
-    shared.await_lent()
+def test_G7_an_agent_frozen_past_its_lease_ends_after_its_members_are_placed_elsewhere(shared: PlacedJob) -> None:
+    shared.await_placed()
     before, members = shared.run, describe(shared.where.admin, shared.group).members
     executor = shared.executors()[0]
     frozen = by_executor()[executor]
@@ -177,21 +176,23 @@ def test_B65_G7_an_agent_that_was_frozen_past_its_lease_finds_its_places_taken_a
         shared.await_rows()
     finally:
         os.kill(frozen, signal.SIGCONT)
-    await_progress(lambda: frozen not in living(), shared.progress, what="the end of an agent whose places others have")
+    await_progress(
+        lambda: frozen not in living(), shared.progress, what="the end of an agent whose members are replaced"
+    )
     shared.send()
     shared.await_rows()
     shared.await_committed()
     after = shared.run
     assert (after["generation"], after["partitions_lost"] > 0) == (before["generation"], True), "a rebalance"
     assert sum(after["slot_recalls"]) == after["recalls"] > before["recalls"]
-    assert describe(shared.where.admin, shared.group).members.keys() == members.keys() == listen_addresses(shared)
+    assert describe(shared.where.admin, shared.group).members.keys() == members.keys() == instance_ids(shared)
 
 
 @pytest.mark.proves("G7", level="spark")
-def test_B64_G7_an_executor_that_is_lost_in_a_batch_costs_no_row_no_rebalance_and_leaves_no_ghost(
-    shared: Watched,
+def test_G7_losing_an_executor_in_a_batch_loses_no_row_and_causes_no_rebalance(
+    shared: PlacedJob,
 ) -> None:
-    shared.await_lent()
+    shared.await_placed()
     before, offset = shared.run, shared.sent // 2
     shared.forget()
     shared.hold(offset)
@@ -205,14 +206,14 @@ def test_B64_G7_an_executor_that_is_lost_in_a_batch_costs_no_row_no_rebalance_an
     shared.await_spread(lambda: lost not in shared.executors() and moved(shared), "its slots elsewhere")
     shared.await_rows()
     shared.await_committed()
-    mine = {tuple(row) for one in shared.said() if one["executor"] == lost for row in one["rows"]}
+    its_rows = {tuple(row) for one in shared.said() if one["executor"] == lost for row in one["rows"]}
     others = {tuple(row) for one in shared.said() if one["executor"] != lost for row in one["rows"]}
-    assert mine and mine <= others, "another one read its ranges"
+    assert its_rows and its_rows <= others, "another executor read its ranges"
     assert shared.run["generation"] == before["generation"], "a rebalance"
-    assert set(describe(shared.where.admin, shared.group).members) == listen_addresses(shared)
+    assert set(describe(shared.where.admin, shared.group).members) == instance_ids(shared)
 
 
-def test_no_agent_outlives_a_driver_that_is_killed(shared: Watched) -> None:
+def test_agents_end_when_the_driver_is_killed(shared: PlacedJob) -> None:
     shared.await_spread(living, "an agent")
     mine = living()
     shared.process.kill()
@@ -220,31 +221,31 @@ def test_no_agent_outlives_a_driver_that_is_killed(shared: Watched) -> None:
     await_progress(lambda: not set(mine) & set(living()), living, what="the end of the agents")
 
 
-def has(job: Watched, rows: set[tuple[str, int, int]]) -> bool:
+def has(job: PlacedJob, rows: set[tuple[str, int, int]]) -> bool:
     return rows <= job.rows().keys()
 
 
-def moved(job: Watched) -> bool:
-    """Its members have all partitions, wherever they live."""
+def moved(job: PlacedJob) -> bool:
+    """Whether its members have all partitions, wherever they are placed."""
     assigned: list[int] = job.run["assigned"]
     return sum(assigned) == job.where.partitions
 
 
-def listen_addresses(job: Watched) -> set[str]:
-    """The names of its members at Kafka."""
+def instance_ids(job: PlacedJob) -> set[str]:
+    """The instance ids of its members."""
     return {f"{job.group}.{job.run['stream']}.{slot}" for slot in range(2)}
 
 
 def forms(secret: bytes) -> set[bytes]:
-    """A secret as it is, and as parts of other texts show it: in base64 at each of three places, in Python's and in
-    JSON's escapes."""
+    """A secret as other texts may contain it: as it is, in base64 at each of three alignments, in the escapes of Python
+    and JSON."""
     shifted = {base64.b64encode(b"\0" * n + secret)[-(-n * 8 // 6) : -4] for n in range(3)}
     digits = secret.hex().encode()
     return {secret, digits, digits.upper(), repr(secret)[2:-1].encode(), *shifted}
 
 
 def pages(ui: str) -> dict[str, bytes]:
-    """What Spark's user interface shows of a living application, in HTML and as JSON."""
+    """The pages of a running application's user interface, in HTML and as JSON."""
 
     def get(path: str) -> bytes:
         with urllib.request.urlopen(f"{ui}{path}", timeout=ADMIN_S) as answer:
@@ -268,7 +269,7 @@ def pages(ui: str) -> dict[str, bytes]:
 
 
 @pytest.mark.soak
-def test_B65_members_follow_the_workers_of_a_cluster_that_knows_the_package_by_py_files_alone(
+def test_members_follow_the_workers_of_a_cluster_that_gets_the_package_by_py_files(
     broker: BrokerCluster,
     admin: AdminClient,
     topic: TopicFactory,
@@ -277,11 +278,11 @@ def test_B65_members_follow_the_workers_of_a_cluster_that_knows_the_package_by_p
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    where = Where(admin, produce, topic(PARTITIONS), PARTITIONS, group_id, broker.bootstrap_servers)
-    watched = Watched(tmp_path, where, "classic", broker.bootstrap_servers)
+    where = Target(admin, produce, topic(PARTITIONS), PARTITIONS, group_id, broker.bootstrap_servers)
+    watched = PlacedJob(tmp_path, where, "classic", broker.bootstrap_servers)
 
     def hosts() -> list[str]:
-        """How many slots each agent has."""
+        """Where each slot is placed, once all partitions are assigned."""
         run = watched.run
         return sorted(run["agents"]) if run and sum(run["assigned"]) == PARTITIONS else []
 
@@ -292,31 +293,33 @@ def test_B65_members_follow_the_workers_of_a_cluster_that_knows_the_package_by_p
         with watched.running(master=cluster.url, py_files=package, python=python):
             watched.send()
             watched.await_rows()
-            watched.await_lent()
+            watched.await_placed()
             (first,) = set(hosts())
             before = watched.run
 
             cluster.add_worker()
-            watched.await_spread(lambda: len(set(hosts())) == 2, "a slot at the new worker's executor")
+            watched.await_spread(lambda: len(set(hosts())) == 2, "a slot on the new worker's executor")
 
             cluster.workers[0].kill()
             for child in psutil.Process(cluster.workers[0].pid).children(recursive=True):
                 child.kill()
-            watched.await_spread(lambda: hosts() and first not in hosts() and all(hosts()), "both at the one left")
+            watched.await_spread(
+                lambda: hosts() and first not in hosts() and all(hosts()), "both slots on the remaining executor"
+            )
             watched.await_rows()
             watched.await_committed()
             assert watched.run["generation"] == before["generation"], "a rebalance"
 
 
 @pytest.mark.soak
-def test_B42_topics_that_come_and_go_for_a_while_double_no_row_and_lose_none(
+def test_topics_that_are_created_and_deleted_lose_and_duplicate_no_row(
     broker: BrokerCluster, admin: AdminClient, topic: TopicFactory, produce: Produce, group_id: str, tmp_path: Path
 ) -> None:
-    """Topics that are deleted were read to their ends before: what else would be missing is no fault."""
+    """Deleted topics are read to their ends before, so every missing row is a failure."""
     name = topic(2)
-    where = Where(admin, produce, name, 2, group_id, broker.bootstrap_servers)
+    where = Target(admin, produce, name, 2, group_id, broker.bootstrap_servers)
     more = {"subscribePattern": f"{name}.*", "failOnDataLoss": False}
-    watched = Watched(tmp_path, where, "classic", broker.bootstrap_servers, **more)
+    watched = PlacedJob(tmp_path, where, "classic", broker.bootstrap_servers, **more)
     expected: list[tuple[str, int, int]] = []
 
     def records(topic: str, partitions: int) -> Iterable[Record]:
@@ -325,7 +328,7 @@ def test_B42_topics_that_come_and_go_for_a_while_double_no_row_and_lose_none(
     with watched.running():
         watched.send()
         watched.await_rows()
-        watched.await_lent()
+        watched.await_placed()
         end_s, number = time.monotonic() + CHURN_S, 0
         alive: list[str] = []
         while time.monotonic() < end_s:

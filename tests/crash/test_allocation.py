@@ -1,4 +1,4 @@
-"""G7, B65: members follow executors that Spark allocates and lets go, also where their workers have no daemon."""
+"""G7: members follow executors that Spark adds and removes, also without a worker daemon."""
 
 import contextlib
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 from confluent_kafka.admin import AdminClient
 from conftest import Produce, TopicFactory
 
-from crash.lent import Watched, Where, living
+from crash.placed_job import PlacedJob, Target, living
 from crash.running import HANG_S
 from crash.standalone import package_as_zip, python_without_package, standalone
 from spark_group_source.agents.agent_folder import agents_directory
@@ -16,16 +16,16 @@ from spark_group_source.local.broker import Broker
 
 PARTITIONS = 4
 SESSION_MS = 60_000
-"""A whole application starts within it."""
+"""Longer than the start of an application."""
 ALLOCATED = {
     "spark.dynamicAllocation.enabled": "true",
     "spark.dynamicAllocation.shuffleTracking.enabled": "true",
     "spark.dynamicAllocation.minExecutors": "1",
     "spark.dynamicAllocation.maxExecutors": "3",
-    # Tasks wait for a core in every batch; for longer only where a test holds them.
+    # Tasks wait for a core in every batch; longer only when a test holds them.
     "spark.dynamicAllocation.schedulerBacklogTimeout": "20s",
     "spark.dynamicAllocation.executorIdleTimeout": "20s",
-    # Delta's: the state of its log is cached, and was shuffled.
+    # Delta caches and shuffles the state of its log.
     "spark.dynamicAllocation.cachedExecutorIdleTimeout": "20s",
     "spark.dynamicAllocation.shuffleTracking.timeout": "20s",
     "spark.executor.cores": "1",
@@ -43,14 +43,14 @@ pytestmark = [
 @pytest.fixture
 def watched(
     broker: Broker, admin: AdminClient, topic: TopicFactory, produce: Produce, group_id: str, tmp_path: Path
-) -> Watched:
-    where = Where(admin, produce, topic(PARTITIONS), PARTITIONS, group_id, broker.bootstrap_servers)
+) -> PlacedJob:
+    where = Target(admin, produce, topic(PARTITIONS), PARTITIONS, group_id, broker.bootstrap_servers)
     more = {"groupMembers": "auto", "kafka__session__timeout__ms": SESSION_MS}
-    return Watched(tmp_path, where, "classic", broker.bootstrap_servers, **more)
+    return PlacedJob(tmp_path, where, "classic", broker.bootstrap_servers, **more)
 
 
 def commands_below(process: psutil.Process) -> list[str]:
-    """Of its children and theirs. Workers come and go meanwhile."""
+    """The command lines of all descendants. Workers may start and end meanwhile."""
     found = []
     for child in process.children(recursive=True):
         with contextlib.suppress(psutil.Error):
@@ -58,13 +58,13 @@ def commands_below(process: psutil.Process) -> list[str]:
     return found
 
 
-def test_members_live_beside_executors_that_have_no_daemon_for_their_workers(watched: Watched) -> None:
-    """Each task then has a Python process of its own, which the executor itself starts, and for which Spark waits 10 s:
-    not for a busy machine."""
+def test_members_are_placed_on_executors_without_a_worker_daemon(watched: PlacedJob) -> None:
+    """Each task then has its own Python process, which the executor starts and Spark waits 10 s for: too short for a
+    busy machine."""
     with watched.running(spark={"spark.python.use.daemon": "false", "spark.master": "local[2]"}):
         watched.send()
         watched.await_rows()
-        watched.await_lent()
+        watched.await_placed()
         (_,) = living()
         (executor,) = {psutil.Process(int(path.name.split("-")[0])) for path in agents_directory().iterdir()}
         assert "org.apache.spark.deploy.SparkSubmit" in executor.cmdline()
@@ -72,11 +72,11 @@ def test_members_live_beside_executors_that_have_no_daemon_for_their_workers(wat
         assert watched.run["recalls"] == 0
 
 
-def test_members_follow_executors_from_one_to_three_and_back_and_a_restart_has_as_many(
-    watched: Watched, monkeypatch: pytest.MonkeyPatch
+def test_members_follow_executors_from_one_to_three_and_back_and_a_restart_has_three(
+    watched: PlacedJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def hosts() -> list[str]:
-        """Where each slot lives, when each has its share and all partitions are there."""
+        """Where each slot is placed, once each has partitions and all are assigned."""
         run = watched.run
         return run["agents"] if run and all(run["assigned"]) and sum(run["assigned"]) == PARTITIONS else []
 
@@ -91,20 +91,20 @@ def test_members_follow_executors_from_one_to_three_and_back_and_a_restart_has_a
         with watched.running(**how):
             watched.send()
             watched.await_rows()
-            watched.await_spread(lambda: spread_over(1), "the only slot at the first executor")
+            watched.await_spread(lambda: spread_over(1), "the only slot on the first executor")
             assert len(hosts()) == 1
 
             watched.forget()
-            watched.hold(0)  # tasks that wait for a core: Spark asks for more executors
+            watched.hold(0)  # tasks wait for a core, so Spark adds executors
             watched.send()
             watched.await_(lambda: len({one["executor"] for one in watched.said()}) == 3, "three executors")
             watched.let_go()
-            watched.await_spread(lambda: spread_over(3), "a slot at each of three executors")
+            watched.await_spread(lambda: spread_over(3), "a slot on each of three executors")
             watched.await_rows()
             before = watched.run["generation"]
 
-            watched.await_(lambda: len(living()) == 1, "two executors that Spark let go")
-            watched.await_spread(lambda: spread_over(1), "all slots at the one that is left")
+            watched.await_(lambda: len(living()) == 1, "the removal of two executors")
+            watched.await_spread(lambda: spread_over(1), "all slots on the remaining executor")
             watched.await_rows()
             watched.await_committed()
             assert len(hosts()) == 3 and watched.run["generation"] == before, "a rebalance"

@@ -1,5 +1,5 @@
-"""G4, G7: agents, executors and workers that are killed one after the other, and a control channel that fails. Short
-ones; ``python -m tests.bench agents`` has the long ones."""
+"""G4, G7: kills of agents, executors and workers, and faults of the control channel. Short runs;
+``python -m tests.bench agents`` has the long ones."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.crash, pytest.mark.spark, pytest.mark.soak, pytest.mar
 
 @pytest.fixture(scope="module")
 def broker(jvm: None) -> Iterator[BrokerCluster]:
-    """Whose log only these groups fill, and with sessions that suit them."""
+    """A broker of its own: its log contains these groups only, and its sessions suit them."""
     with BrokerCluster(settings=broker_settings(SESSION_MS)) as started:
         yield started
 
@@ -35,7 +35,7 @@ def application(broker: BrokerCluster, tmp_path: Path) -> Callable[..., Applicat
 
 
 @pytest.mark.parametrize("protocol", ["classic", "consumer"])
-def test_kills_lose_nothing_double_nothing_and_are_no_rebalance(
+def test_kills_lose_and_duplicate_nothing_and_cause_no_rebalance(
     protocol: str, application: Callable[..., Application]
 ) -> None:
     account = kills.Kills(application(protocol, **kills.SLOW_READ), each=1, seed=SEED, say=measured).run()
@@ -43,9 +43,9 @@ def test_kills_lose_nothing_double_nothing_and_are_no_rebalance(
     assert sum(account.rebalances(kind) for kind in kills.KINDS) == 0, account
 
 
-def test_faults_of_the_channel_cost_no_agent_and_no_rebalance(broker: BrokerCluster, tmp_path: Path) -> None:
+def test_short_faults_of_the_channel_end_no_agent_and_cause_no_rebalance(broker: BrokerCluster, tmp_path: Path) -> None:
     short = tuple(fault for fault in channel_faults.FAULTS if fault.short)[:4]
     faults = channel_faults.ChannelFaults(broker, tmp_path / "home", protocol="classic", say=measured, faults=short)
     account = faults.run()
     assert not account.lost and not account.doubled, account
-    assert all(one.rebalances == one.agents_lost == 0 for one in account.struck), account
+    assert all(one.rebalances == one.agents_lost == 0 for one in account.results), account

@@ -1,4 +1,4 @@
-"""Source and sink on a real Spark Connect server: no Java object, the batch in a worker of the server."""
+"""Source and sink on a real Spark Connect server: without py4j, the sink runs in a worker of the server."""
 
 import json
 import os
@@ -26,7 +26,7 @@ from spark_group_source.model import TopicPartition
 DRAIN_S = 300
 """Bound of a hang in a query that is drained."""
 DRAINED_S = 3.0
-"""So long nothing is read any more: several batches' time."""
+"""Time without a further read that proves a drain: that of several batches."""
 PARTITIONS = 2
 
 pytestmark = [
@@ -38,8 +38,8 @@ pytestmark = [
 ]
 
 
-class Connected:
-    """One group's queries, each on a server of its own."""
+class ConnectQueries:
+    """The queries of one group, each on its own server."""
 
     def __init__(self, broker: Broker, group: str, topic: str, tmp_path: Path) -> None:
         self.broker, self.group, self.topic, self.root = broker, group, topic, tmp_path
@@ -47,7 +47,7 @@ class Connected:
 
     @contextmanager
     def running(self, name: str) -> Iterator["subprocess.Popen[str]"]:
-        """A query with the checkpoint of this name; it is killed at the end, with all that it started."""
+        """Run a query with the checkpoint of this name; it and its child processes are killed at the end."""
         scratch = self.root / f"scratch-{name}"
         scratch.mkdir(exist_ok=True)
         given = options_of(self.broker.bootstrap_servers, self.group, maxOffsetsPerTrigger=500)
@@ -77,7 +77,7 @@ class Connected:
         await_progress(there, self.progress, what=f"{count} rows")
 
     def progress(self) -> object:
-        """How far its queries are, for ``await_progress``: their logs, checkpoints and commits."""
+        """Progress for ``await_progress``: the queries' logs, checkpoints and commits."""
         written = [self.table / "_delta_log", *self.root.glob("*/offsets"), *self.root.glob("*/commits")]
         return size_of(*self.root.glob("*.log")), [len(list(folder.glob("*"))) for folder in written]
 
@@ -90,12 +90,12 @@ class Connected:
 
 
 @pytest.fixture
-def connected(broker: Broker, topic: TopicFactory, group_id: str, tmp_path: Path) -> Connected:
-    return Connected(broker, group_id, topic(PARTITIONS), tmp_path)
+def connected(broker: Broker, topic: TopicFactory, group_id: str, tmp_path: Path) -> ConnectQueries:
+    return ConnectQueries(broker, group_id, topic(PARTITIONS), tmp_path)
 
 
-def test_on_spark_connect_kills_a_lost_checkpoint_and_a_second_query_write_each_record_once_and_drain(
-    connected: Connected, produce: Produce, committed: Callable[[str], Offsets]
+def test_spark_connect_writes_each_record_once_through_kills_a_lost_checkpoint_and_a_second_query(
+    connected: ConnectQueries, produce: Produce, committed: Callable[[str], Offsets]
 ) -> None:
     sent = 0
 
@@ -108,11 +108,11 @@ def test_on_spark_connect_kills_a_lost_checkpoint_and_a_second_query_write_each_
 
     with connected.running("first") as query:
         connected.await_rows(send(500), query)
-        connected.await_rows(send(1_500) - 2_000, query)  # in the middle of it
+        connected.await_rows(send(1_500) - 2_000, query)  # and kill it in the middle
     with connected.running("first") as query:
         connected.await_rows(sent, query)
         assert "Streaming ForeachBatch worker Completed" in (connected.root / "first.log").read_text()
-    with connected.running("anew") as query, connected.running("beside") as other:
+    with connected.running("new") as query, connected.running("beside") as other:
         connected.await_rows(send(500), query, other)
         ends = {TopicPartition(connected.topic, p): sent // PARTITIONS for p in range(PARTITIONS)}
         await_progress(
@@ -121,5 +121,5 @@ def test_on_spark_connect_kills_a_lost_checkpoint_and_a_second_query_write_each_
         assert run_files.drain(connected.group, timeout_s=DRAIN_S) == 2
         for partition in range(PARTITIONS):
             produce(connected.topic, ["late"], partition=partition)
-        stays(lambda: committed(connected.group) == ends, DRAINED_S, "a group that was drained")
+        stays(lambda: committed(connected.group) == ends, DRAINED_S, "a drained group")
     assert connected.rows() == Counter({(p, n): 1 for p in range(PARTITIONS) for n in range(sent // PARTITIONS)})

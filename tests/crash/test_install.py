@@ -1,4 +1,4 @@
-"""The package on a cluster that got it by ``--archives`` alone, and in an environment that has a Spark of its own."""
+"""The package on a cluster that gets it by ``--archives``, and in an environment with its own Spark."""
 
 import hashlib
 import os
@@ -43,7 +43,7 @@ def run(command: list[str], home: Path, **env: str) -> subprocess.CompletedProce
 
 
 def python_with_package_on_the_driver(home: Path) -> Path:
-    """A Python as that of a cluster where only the driver's host has the package: one path, two environments."""
+    """A Python with the package on the driver's host only."""
     bare = python_without_package(home)
     script = home / "python-of-the-hosts"
     script.write_text(f'#!/bin/sh\n[ "$SPARK_EXECUTOR_DIRS" ] || PYTHONPATH="$PYTHONPATH:{ROOT}"\n. {bare}\n')
@@ -53,7 +53,7 @@ def python_with_package_on_the_driver(home: Path) -> Path:
 
 @pytest.mark.soak
 @pytest.mark.timeout(4 * JOB_S)
-def test_a_cluster_that_knows_the_package_by_archives_alone_runs_the_job_and_without_them_says_what_is_missing(
+def test_a_cluster_runs_the_job_with_archives_and_without_them_the_error_names_the_missing_package(
     asked: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("PYTHONPATH", raising=False)
@@ -69,7 +69,7 @@ def test_a_cluster_that_knows_the_package_by_archives_alone_runs_the_job_and_wit
 
         assert without.returncode == 1, without.stderr
         said = [line for line in without.stdout.splitlines() if " ERROR spark_group_source.cli.run: " in line]
-        assert len(said) == 1, without.stdout  # spark-submit puts there what the job writes to stderr
+        assert len(said) == 1, without.stdout  # spark-submit copies the job's stderr to its stdout
         assert "has no package spark_group_source. Install spark-group-source on every executor" in said[0]
         assert living_rows(tmp_path / "table") == []
 
@@ -81,13 +81,13 @@ def test_a_cluster_that_knows_the_package_by_archives_alone_runs_the_job_and_wit
 
 
 @pytest.mark.soak
-def test_an_environment_keeps_its_spark_byte_for_byte(asked: list[str], tmp_path: Path) -> None:
+def test_installing_the_package_changes_no_file_of_spark(asked: list[str], tmp_path: Path) -> None:
     def pip(*arguments: str) -> str:
         command = [str(python), "-m", "pip", "--disable-pip-version-check", *arguments]
         return subprocess.run(command, capture_output=True, text=True, timeout=PIP_S, check=True).stdout
 
     def spark() -> dict[str, str]:
-        """What every file of Spark has in it. Python writes its own beside them."""
+        """The hash of every file of Spark, without Python's caches."""
         places = [path for path in site.iterdir() if re.fullmatch(r"(pyspark|py4j)(-.*)?", path.name)]
         files = [path for place in places for path in place.rglob("*") if path.is_file() and path.suffix != ".pyc"]
         return {str(path.relative_to(site)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
@@ -118,5 +118,5 @@ def test_an_environment_keeps_its_spark_byte_for_byte(asked: list[str], tmp_path
     assert not list(site.glob("spark_group*")) and not list(site.glob("pyspark_kafka_group*"))
 
 
-def test_the_coordinates_of_delta_are_of_the_versions_that_fit() -> None:
+def test_the_coordinates_of_delta_have_compatible_versions() -> None:
     assert DELTA_COORDINATES[0].startswith(f"io.delta:delta-spark_{compatibility.SPARK}_2.13:{compatibility.DELTA}.")

@@ -1,4 +1,4 @@
-"""G2, G4: whatever moment the driver is killed at, each record is in the table once, and Kafka is never ahead of it."""
+"""G2, G4: the driver is killed at random moments; each record is in the table once, and Kafka is never ahead of it."""
 
 import os
 import time
@@ -11,7 +11,7 @@ from crash.killed import Hammer
 from spark_group_source.local.broker import Broker
 
 JOINED_MIN = 0.3
-"""Share of the runs that must have come as far as the group, or the kills prove little."""
+"""Share of the runs that must have joined the group, so that the kills prove something."""
 
 
 def kill_and_prove(kills: int, seed: int, *, broker: Broker, topic: str, group: str, home: Path) -> None:
@@ -23,9 +23,9 @@ def kill_and_prove(kills: int, seed: int, *, broker: Broker, topic: str, group: 
 @pytest.mark.proves("G4", level="spark")
 @pytest.mark.crash
 @pytest.mark.slow
-@pytest.mark.timeout(900)  # five starts of Spark, a minute each on a machine that is busy
+@pytest.mark.timeout(900)  # five starts of Spark, a minute each on a busy machine
 @pytest.mark.parametrize(("kills", "seed"), [(3, 1)])
-def test_G4_rows_are_in_the_table_once_through_kills_of_the_driver(
+def test_G4_rows_are_in_the_table_once_after_kills_of_the_driver(
     broker: Broker, topic: TopicFactory, group_id: str, tmp_path: Path, kills: int, seed: int
 ) -> None:
     kill_and_prove(kills, seed, broker=broker, topic=topic(4), group=group_id, home=tmp_path)
@@ -33,7 +33,7 @@ def test_G4_rows_are_in_the_table_once_through_kills_of_the_driver(
 
 @pytest.mark.soak
 @pytest.mark.crash
-def test_G4_rows_are_in_the_table_once_through_a_hundred_kills(
+def test_G4_rows_are_in_the_table_once_after_a_hundred_kills(
     broker: Broker, topic: TopicFactory, group_id: str, tmp_path: Path
 ) -> None:
     seed = int(os.environ.get("SOAK_SEED", str(int(time.time()))))

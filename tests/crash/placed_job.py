@@ -1,6 +1,6 @@
-"""A job whose members live beside its executors, as tests see it: its rows, its statistics, its agents.
+"""A job whose members are placed on its executors, as tests see it: its rows, its statistics, its agents.
 
-Runs in: tests. Deliberately absent: what is done to it (``test_agents``), the job itself (``executors``).
+Runs in: tests. Deliberately absent: faults (``test_agents``), the job's program (``executors``).
 """
 
 import contextlib
@@ -23,15 +23,15 @@ from spark_group_source.agents.agent_folder import agents_directory
 from spark_group_source.host import run_files
 
 SESSION_MS = 15_000
-"""Not so short that a busy machine ends it."""
+"""Long enough for a busy machine."""
 
 Row = tuple[str, int, int]
 """Topic, partition, offset."""
 
 
 @dataclass
-class Where:
-    """The cluster, and what of it is a test's own."""
+class Target:
+    """The cluster, and the topic and group of a test."""
 
     admin: AdminClient
     produce: Produce
@@ -41,16 +41,16 @@ class Where:
     servers: str
 
 
-class Watched:
+class PlacedJob:
     """A job with two members and two executors.
 
     Args:
         home: an empty directory.
-        servers: where the job finds the brokers.
+        servers: the bootstrap servers of the job.
         more: options of its source.
     """
 
-    def __init__(self, home: Path, where: Where, protocol: str, servers: str, **more: Any) -> None:
+    def __init__(self, home: Path, where: Target, protocol: str, servers: str, **more: Any) -> None:
         self.home, self.where, self.protocol = home, where, protocol
         self.group, self.topic = where.group, where.topic
         self.sent = 0
@@ -73,13 +73,13 @@ class Watched:
     # --- records and rows -------------------------------------------------------------------------------------------
 
     def send(self, each: int = 2) -> None:
-        """So many records to each partition."""
+        """Produce ``each`` records to each partition."""
         count = each * self.where.partitions
         self.where.produce(self.topic, numbered(self.sent, self.sent + count - 1, self.where.partitions))
         self.sent += count
 
     def progress(self) -> object:
-        """How far it is, for ``await_progress``: the job, its slots and its agents."""
+        """Progress for ``await_progress``: of the job, its slots and its agents."""
         run = self.run
         return (
             progress_of(self.home, self.process),
@@ -93,7 +93,7 @@ class Watched:
         return found
 
     def await_rows(self) -> None:
-        """All that was sent is in the table, once."""
+        """Wait until each record is in the table once."""
         self.await_(lambda: len(self.rows()) >= self.sent, "the rows")
         assert (len(self.rows()), set(self.rows().values())) == (self.sent, {1})
 
@@ -102,7 +102,7 @@ class Watched:
         self.await_(lambda: committed_of(self.where.admin, self.group) == ends, "the group's offsets")
 
     def await_spread(self, holds: Callable[[], object], what: str) -> None:
-        """Batches go on meanwhile: slots move between two of them."""
+        """Wait while batches go on: slots move between two batches."""
 
         def moved() -> object:
             if len(self.rows()) == self.sent:
@@ -111,9 +111,9 @@ class Watched:
 
         self.await_(moved, what)
 
-    def await_lent(self) -> None:
-        """Both slots live at agents, and have what they had."""
-        self.await_spread(self.lent, "both slots at agents")
+    def await_placed(self) -> None:
+        """Wait until both slots are placed on agents and have all partitions."""
+        self.await_spread(self.is_placed, "both slots on agents")
         self.await_rows()
         self.await_committed()
 
@@ -124,7 +124,7 @@ class Watched:
         return Counter((row["topic"], row["partition"], row["offset"]) for row in found)
 
     def hold(self, offset: int) -> None:
-        """Tasks that read this offset of a partition, or a later one, wait in the middle of it."""
+        """Let tasks that read this offset of a partition, or a later one, wait."""
         part = self.home / "hold.part"
         part.write_text(str(offset))
         part.rename(self.home / "hold")
@@ -133,15 +133,15 @@ class Watched:
         (self.home / "hold").unlink()
 
     def said(self) -> list[dict[str, Any]]:
-        """What tasks told while they read."""
+        """The reports that tasks wrote while they read."""
         return [json.loads(path.read_text()) for path in (self.home / "said").glob("*") if not path.suffix]
 
     def forget(self) -> None:
-        """What tasks told so far."""
+        """Delete the reports so far."""
         for path in (self.home / "said").iterdir():
             path.unlink()
 
-    # --- where it is ------------------------------------------------------------------------------------------------
+    # --- its state --------------------------------------------------------------------------------------------------
 
     @property
     def log(self) -> str:
@@ -152,22 +152,22 @@ class Watched:
         """Its statistics."""
         return next(iter(run_files.read(self.group)), {})
 
-    def lent(self) -> bool:
+    def is_placed(self) -> bool:
         run = self.run
         return bool(run) and all(run["agents"]) and sum(run["assigned"]) == self.where.partitions
 
     def executors(self) -> list[int]:
-        """Those beside which its members live, slot by slot."""
+        """The executors on which its slots are placed, by slot."""
         return [int(name.rpartition("-")[2]) for name in self.run["agents"] if name]
 
 
 def living() -> list[int]:
-    """Agents of this user."""
+    """The running agents of this user."""
     return list(by_executor().values())
 
 
 def by_executor() -> dict[int, int]:
-    """Agents of this user, by the executor that each is for."""
+    """The running agents of this user, by executor."""
     found = {}
     for lock in agents_directory().glob("*/lock"):
         with contextlib.suppress(OSError, ValueError, psutil.Error):
@@ -178,7 +178,7 @@ def by_executor() -> dict[int, int]:
 
 
 def descendants(pid: int) -> list[int]:
-    """A process, and all below it."""
+    """A process and its descendants."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
     return []
@@ -191,7 +191,7 @@ def environment(pid: int) -> bytes:
 
 
 def arguments() -> bytes:
-    """Of every process of this machine."""
+    """The command lines of all processes of this machine."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
