@@ -88,8 +88,8 @@ class Planner:
         self._planned_at_ms = now_ms
         known = run.lookups.known
         read = {tp.topic for tp in until}
-        jumps = {tp: at for tp, at in run.positions.jumps().items() if tp in until}
-        uncommitted = {tp: at for tp, at in run.positions.uncommitted().items() if tp not in until}
+        jumps = {tp: at for tp, at in run.partitions.jumps().items() if tp in until}
+        uncommitted = {tp: at for tp, at in run.partitions.uncommitted().items() if tp not in until}
         return StreamOffset(
             group=self._rules.group,
             stream=run.stream,
@@ -97,14 +97,14 @@ class Planner:
             topic_ids={topic: id_ for topic, id_ in topic_ids.items() if topic in known or topic in read},
             known=known,
             ranges={tp: (backlogs[tp][0], end) for tp, end in until.items()},
-            reset_number=run.positions.reset_number,
+            reset_number=run.partitions.reset_number,
             followed=frozenset(tp for tp, at in jumps.items() if at.origin is Origin.FOLLOWED),
             started=frozenset(run.lookups.began & until.keys()),
             leader_epochs=leader_epochs(positions),
             truncated_from={tp: at.truncated_from for tp, at in jumps.items() if at.truncated_from is not None},
             lost_from={tp: at.lost_from for tp, at in jumps.items() if at.lost_from is not None},
             uncommitted=uncommitted,
-            last_batches=run.positions.last_batches(uncommitted),
+            last_batches=run.partitions.last_batches(uncommitted),
         )
 
     def _is_worthwhile(self, total: int, *, unlimited: bool, now_ms: int) -> bool:

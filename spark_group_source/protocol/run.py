@@ -70,14 +70,14 @@ class Run:
         self.static = True
         """Whether the members are static ones; False only for KIP-848 members of a run that ends by itself."""
         self.counts = Statistics(group=rules.group)
-        self.positions = Partitions(self.counts)
+        self.partitions = Partitions(self.counts)
         self.planner = Planner(rules)
         self.outage = Outage()
         self.data_loss = DataLossDetector(fail_on_data_loss=rules.fail_on_data_loss)
         self._out = Outbox()
         self.slots = Slots(
             rules,
-            self.positions,
+            self.partitions,
             self.counts,
             self._out,
             must_wait=self._must_hold,
@@ -85,7 +85,7 @@ class Run:
             place_name=self._agent_name,
         )
         self.placement = Placement(rules, self.slots, self.counts, self._out, self._is_fully_committed)
-        self.lookups = PositionLookups(rules, self.positions, self.counts, self._out)
+        self.lookups = PositionLookups(rules, self.partitions, self.counts, self._out)
         self._commits = CommitSchedule()
         self._skips = Skips()
         self._renew_at_ms: int | None = None
@@ -161,17 +161,17 @@ class Run:
     @property
     def seq(self) -> int:
         """Number of the last durable batch; -1 before the first."""
-        return self.positions.seq
+        return self.partitions.seq
 
     @property
     def is_gathered(self) -> bool:
         """Whether every slot has had an assignment and every partition can be planned: a plan misses no partition."""
-        return self.slots.all_assigned and self.positions.all_ready
+        return self.slots.all_assigned and self.partitions.all_ready
 
     @property
     def all_committed(self) -> bool:
         """Whether Kafka has the position of every assigned partition as committed offset."""
-        return not self.positions.due and not self._commits.is_committing
+        return not self.partitions.due and not self._commits.is_committing
 
     @property
     def is_drained(self) -> bool:
@@ -184,7 +184,7 @@ class Run:
         It excludes partitions that are being revoked, and those whose position is not committed under this stream's
         name.
         """
-        found = self.positions.plannable()
+        found = self.partitions.plannable()
         for tp in self.slots.leaving():
             found.pop(tp, None)
         return found
@@ -205,7 +205,7 @@ class Run:
 
     def statistics(self) -> Statistics:
         """A copy of the counters, with the state of the run at this moment."""
-        slots, positions = self.slots.all, self.positions
+        slots, partitions = self.slots.all, self.partitions
         return replace(
             self.counts,
             stream=self.stream,
@@ -222,8 +222,8 @@ class Run:
             rows_from_brokers=tuple(slot.rows_from_brokers for slot in slots),
             slot_recalls=tuple(slot.recalls for slot in slots),
             unreachable_since_ms=self.outage.since_ms or 0,
-            uncommitted_partitions=len(positions.due),
-            uncommitted_offsets=sum(at.uncommitted for at in positions.due.values()),
+            uncommitted_partitions=len(partitions.due),
+            uncommitted_offsets=sum(at.uncommitted for at in partitions.due.values()),
             records_lost=self.data_loss.records_lost + self._skips.records_lost,
         )
 
@@ -236,7 +236,7 @@ class Run:
         if self.closed:  # events are ignored since then: the rest is out of date
             _require(self.slots.all_out, "a closed run still has a member")
             return
-        wrong = self.slots.check() or self.positions.check()
+        wrong = self.slots.check() or self.partitions.check()
         _require(wrong is None, wrong or "")
 
     # --- events: which part handles which ---------------------------------------------------------------------------
@@ -284,7 +284,7 @@ class Run:
             case ev.Durable():
                 self._durable(event.offset)
             case ev.RecordsMissing():
-                self.positions.skip_missing(event.offsets, event.topics, event.truncated)
+                self.partitions.skip_missing(event.offsets, event.topics, event.truncated)
                 self.lookups.made_again(event.topics)
                 self._out.say(event.reason, warn=True)
             # positions of new partitions
@@ -431,7 +431,7 @@ class Run:
         self._is_resumed = True
         self.data_loss.adopt(offset)
         self.stream, self.lookups.known = offset.stream, offset.known
-        self.positions.restore(offset, replay=replay)
+        self.partitions.restore(offset, replay=replay)
         self.plan = offset if replay else None
         former = offset.known.keys() | offset.topic_ids.keys() | {tp.topic for tp in offset.ranges}
         before = tuple(topic for topic in topics if topic in former) or tuple(sorted(former))
@@ -452,7 +452,7 @@ class Run:
         leaving = offset.ranges.keys() & set(self.slots.leaving())
         _require(not leaving, f"batch {offset.seq} reads {leaving}, which are being revoked")
         self._move(ev.Planned)
-        self.positions.begin_batch(offset.ranges, offset.spans)
+        self.partitions.begin_batch(offset.ranges, offset.spans)
         self.plan = offset
 
     def _durable(self, offset: StreamOffset) -> None:
@@ -463,15 +463,15 @@ class Run:
         self.lookups.began -= self.plan.ranges.keys()
         self.plan = None
         self._commits.batch_durable(self._now_ms)
-        self.positions.complete_batch(offset.seq)
+        self.partitions.complete_batch(offset.seq)
         if self.state in (RunState.PLANNED, RunState.READING):
             self._move(ev.Durable)
 
     # --- offset commits ---------------------------------------------------------------------------------------------
 
     def _offsets_committed(self, event: ev.OffsetsCommitted) -> None:
-        self.positions.apply_commits(event.offsets, now_ms=self._now_ms)
-        all_committed = not self.positions.due
+        self.partitions.apply_commits(event.offsets, now_ms=self._now_ms)
+        all_committed = not self.partitions.due
         took_ms = self._commits.succeeded(self._now_ms, left=event.left, all_committed=all_committed)
         self.counts.count_commit(took_ms)
         self._warn_of_absent_slots()
@@ -500,7 +500,7 @@ class Run:
 
     def _apply_rules(self) -> None:
         """The joint rules, after every group event: commit, release, look up."""
-        if (due := self.positions.due) and self._commits.may_commit(self._now_ms):
+        if (due := self.partitions.due) and self._commits.may_commit(self._now_ms):
             self._order_commit(due)
         self.slots.release_what_may_go()
         self.lookups.order()
@@ -509,7 +509,7 @@ class Run:
         offsets: dict[TopicPartition, int] = {}
         slots: dict[TopicPartition, int] = {}
         followed, truncated_from, stream = [], {}, Origin.STREAM
-        ours, excluded = self.positions.ours, self._commits.excluded_slots
+        ours, excluded = self.partitions.ours, self._commits.excluded_slots
         for tp, position in due.items():
             slot = ours[tp].slot
             if slot in excluded:
@@ -529,7 +529,7 @@ class Run:
                     slots=slots,
                     stream=self.stream,
                     seq=self.seq,
-                    reset_number=self.positions.reset_number,
+                    reset_number=self.partitions.reset_number,
                     followed=frozenset(followed),
                     truncated_from=truncated_from,
                 )
@@ -537,20 +537,20 @@ class Run:
 
     def _must_hold(self, tp: TopicPartition) -> bool:
         """Whether a partition that Kafka revokes must be held for now: its batch is not durable or not committed."""
-        partition = self.positions.ours[tp]
+        partition = self.partitions.ours[tp]
         if not isinstance(partition, Known):
             # an earlier run's batch may be in flight, or its offsets not committed: first resolve the position
-            return uncommitted_offset(partition.memory) is not None or self.positions.in_flight(tp) > 0
+            return uncommitted_offset(partition.memory) is not None or self.partitions.in_flight(tp) > 0
         if partition.until is not None:
             return True
         at = partition.position
-        return tp in self.positions.due and (self._commits.includes(tp) or at.offset != at.committed)
+        return tp in self.partitions.due and (self._commits.includes(tp) or at.offset != at.committed)
 
     def _is_fully_committed(self, tp: TopicPartition) -> bool:
         """Whether Kafka has the position of a partition, and no batch or commit of it is on its way."""
-        partition = self.positions.ours[tp]
+        partition = self.partitions.ours[tp]
         is_ready = isinstance(partition, Known) and partition.is_ready
-        return is_ready and not self._commits.includes(tp) and tp not in self.positions.due
+        return is_ready and not self._commits.includes(tp) and tp not in self.partitions.due
 
     def _agent_for(self, slot: Slot) -> str:
         return self.placement.place(slot)
@@ -567,7 +567,7 @@ class Run:
 
     def _renew_offsets(self) -> None:
         if self._renew_at_ms is not None and self._now_ms >= self._renew_at_ms:
-            self.counts.offsets_renewed += self.positions.renew_commits(self._now_ms)
+            self.counts.offsets_renewed += self.partitions.renew_commits(self._now_ms)
             self._renew_at_ms = self._now_ms + RENEW_CHECK_MS
 
     # --- broker outages ---------------------------------------------------------------------------------------------
@@ -627,7 +627,7 @@ class Run:
             return None
         if self.placement.any and (wait := self._move_slots()) is not None:
             return wait
-        enough = self.is_gathered if self._is_first or self._bounded else self.positions.all_known
+        enough = self.is_gathered if self._is_first or self._bounded else self.partitions.all_known
         if not enough:
             return self._wait_for_the_group()
         # A resumed run waits for all partitions at first: "nothing to read" must not mean "nothing assigned".
@@ -688,7 +688,7 @@ class Run:
 
     def _has_settled(self, described: ev.GroupDescribed) -> bool:
         """Whether the group is stable and assigns to this stream's members exactly the partitions that this run has."""
-        slots, held = set(range(len(self.slots.all))), self.positions.ours.keys()
+        slots, held = set(range(len(self.slots.all))), self.partitions.ours.keys()
         members = {id_: slot for id_ in described.given if (slot := identifiers.slot_of(self.stream, id_)) in slots}
         given = {tp for client_id in members for tp in described.given[client_id]}
         self._held_elsewhere = sorted(given - held)
@@ -706,7 +706,7 @@ class Run:
         return None
 
     def _first_ends_request(self) -> ev.ReadLogEnds:
-        return self.data_loss.begin(self.plannable(), self._now_ms, self.positions.reset_number)
+        return self.data_loss.begin(self.plannable(), self._now_ms, self.partitions.reset_number)
 
     def _fetching_ends(self) -> ev.Step | None:
         """Read the log ends, request by request, then plan the next batch."""

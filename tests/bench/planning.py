@@ -80,16 +80,16 @@ def main(arguments: Sequence[str]) -> int:
 
 def boundary(partitions: int, slots: int, repeat: int) -> dict[str, float]:
     """Milliseconds of each step from "the batch is durable" to the text of the next offset, the best of ``repeat``."""
-    machine = running(partitions, slots)
+    run = running(partitions, slots)
     planner = Planner(Rules(group=GROUP, starting=StartingPosition(), max_offsets=partitions * 20))
-    start = plan(machine, planner)[0]
+    start = plan(run, planner)[0]
     best = dict.fromkeys((*STEPS, "dict"), float("inf"))
     for _ in range(repeat):
-        spent, orders = measure(lambda start=start: machine.handle(ev.Durable(offset=start), now_ms=0))  # type: ignore[misc]
+        spent, orders = measure(lambda start=start: run.handle(ev.Durable(offset=start), now_ms=0))  # type: ignore[misc]
         for echo in orders:
             if isinstance(echo, ev.CommitOffsets):
-                machine.handle(ev.OffsetsCommitted(offsets=echo.offsets), now_ms=0)
-        start, parts = plan(machine, planner)
+                run.handle(ev.OffsetsCommitted(offsets=echo.offsets), now_ms=0)
+        start, parts = plan(run, planner)
         for step, ms in {"durable": spent, **parts}.items():
             best[step] = min(best[step], ms)
     return best
@@ -97,25 +97,25 @@ def boundary(partitions: int, slots: int, repeat: int) -> dict[str, float]:
 
 def running(partitions: int, slots: int) -> Run:
     """A run whose slots have equal shares of the partitions, all of them at 100."""
-    machine = Run(Rules(group=GROUP, starting=StartingPosition(), slots=slots))
-    machine.handle(ev.NextBatchRequested(start=StreamOffset.initial(GROUP), name=STREAM), now_ms=0)
-    machine.handle(ev.TopicsListed(topics={"orders": partitions}), now_ms=0)
+    run = Run(Rules(group=GROUP, starting=StartingPosition(), slots=slots))
+    run.handle(ev.NextBatchRequested(start=StreamOffset.initial(GROUP), name=STREAM), now_ms=0)
+    run.handle(ev.TopicsListed(topics={"orders": partitions}), now_ms=0)
     everything = [TopicPartition("orders", p) for p in range(partitions)]
     orders: list[ev.Command] = []
     for slot in range(slots):
         share = tuple(everything[slot::slots])
-        orders += machine.handle(ev.Assigned(slot=slot, client=1, partitions=share, generation=1), now_ms=0)
+        orders += run.handle(ev.Assigned(slot=slot, client=1, partitions=share, generation=1), now_ms=0)
     while orders:
         answers = [answer for order in orders if (answer := _answer(order, {})) is not None]
-        orders = [order for answer in answers for order in machine.handle(answer, now_ms=0)]
-    assert machine.is_gathered or not partitions
-    return machine
+        orders = [order for answer in answers for order in run.handle(answer, now_ms=0)]
+    assert run.is_gathered or not partitions
+    return run
 
 
-def plan(machine: Run, planner: Planner) -> tuple[StreamOffset, dict[str, float]]:
+def plan(run: Run, planner: Planner) -> tuple[StreamOffset, dict[str, float]]:
     """Plan a batch that reads some of every partition's backlog, as a run does."""
     parts: dict[str, float] = {}
-    positions = machine.plannable()
+    positions = run.plannable()
     ends = {tp: at + 10 + tp.partition % 90 for tp, at in positions.items()}
     leaders = dict.fromkeys(positions, 3)
 
@@ -123,12 +123,12 @@ def plan(machine: Run, planner: Planner) -> tuple[StreamOffset, dict[str, float]
         return LeaderEpochs().at_ends(positions, ends, leaders)
 
     parts["plan"], planned = measure(
-        lambda: planner.plan(machine, ends, {"orders": "x"}, epochs_at, first=False, unlimited=False, now_ms=0)
+        lambda: planner.plan(run, ends, {"orders": "x"}, epochs_at, first=False, unlimited=False, now_ms=0)
     )
     assert planned is not None
     parts["dict"], _ = measure(lambda: {tp: at + 1 for tp, at in positions.items()})
-    machine.state = RunState.FETCHING_ENDS  # the call of Spark has come that far
-    parts["planned"], _ = measure(lambda: machine.handle(ev.Planned(offset=planned), now_ms=0))
+    run.state = RunState.FETCHING_ENDS  # the call of Spark has come that far
+    parts["planned"], _ = measure(lambda: run.handle(ev.Planned(offset=planned), now_ms=0))
     parts["json"], _ = measure(planned.to_json)
     return planned, parts
 
@@ -136,7 +136,7 @@ def plan(machine: Run, planner: Planner) -> tuple[StreamOffset, dict[str, float]
 def churn(members: int, share: float, *, seconds: int) -> tuple[float, float]:
     """Events a second that ``share`` of the members cause by failing, joining, losing and giving back; and how many
     of them one core can handle."""
-    machine = running(members, members)
+    run = running(members, members)
     clients = dict.fromkeys(range(members), 1)
     handled = 0
     now_ms = 0
@@ -147,14 +147,14 @@ def churn(members: int, share: float, *, seconds: int) -> tuple[float, float]:
             now_ms += 1_000 // changes
             slot = (second * changes + n) * 7 % members
             for event in _change(slot, clients, n % 3):
-                orders = machine.handle(event, now_ms=now_ms)
+                orders = run.handle(event, now_ms=now_ms)
                 handled += 1
                 while orders:
                     answers = [answer for order in orders if (answer := _answer(order, clients)) is not None]
-                    orders = [o for answer in answers for o in machine.handle(answer, now_ms=now_ms)]
+                    orders = [o for answer in answers for o in run.handle(answer, now_ms=now_ms)]
                     handled += len(answers)
-            if (due_ms := machine.next_deadline_ms()) is not None and due_ms <= now_ms:
-                for order in machine.handle(ev.Tick(), now_ms=now_ms):
+            if (due_ms := run.next_deadline_ms()) is not None and due_ms <= now_ms:
+                for order in run.handle(ev.Tick(), now_ms=now_ms):
                     if isinstance(order, ev.Join):
                         clients[order.slot] = order.client
                 handled += 1

@@ -1,9 +1,8 @@
-"""The protocol with short words around it: say what happened, get back what is ordered.
+"""A run driven by short methods: a test says what happens, and gets the commands that follow.
 
 Runs in: tests. Deliberately absent: threads, and a group with members of its own (``kafka_group``).
-:class:`GroupHarness` has the machine, and the test plays everybody else (``run_harness`` has a run, and plays the shell
-and a Kafka that answers from dictionaries). Each event is followed by :meth:`Run.check`, so every test also
-tests the invariants.
+:class:`GroupHarness` has a run, and the test plays Spark, Kafka and the agents (in ``run_harness`` Kafka answers from
+dictionaries). Each event is followed by :meth:`Run.check`, so every test also tests the invariants.
 """
 
 from collections.abc import Iterable, Mapping
@@ -25,7 +24,7 @@ STREAM = "9f2c"
 HOLD_BUDGET_MS = 24_000
 JOINING_BUDGET_MS = 75_000
 PING_MS = 1_000
-"""How often agents are heard, where they are."""
+"""The interval of agents' heartbeats."""
 
 C = TypeVar("C")
 Commands = list[ev.Command]
@@ -41,7 +40,7 @@ def only(kind: type[C], commands: Commands) -> list[C]:
 
 
 def rules_with(**rules: Any) -> Rules:
-    """The rules of the tests, but for these."""
+    """The rules of the tests, changed by these."""
     usual: dict[str, Any] = {
         "group": GROUP,
         "starting": StartingPosition(),
@@ -53,7 +52,7 @@ def rules_with(**rules: Any) -> Rules:
 
 
 class ManualClock:
-    """Milliseconds since some moment, which move only when a test says so. Called, it reads as the product's clocks."""
+    """A clock in milliseconds that moves only when a test says so. Called, it returns the time."""
 
     def __init__(self, now_ms: int = 0) -> None:
         self.now_ms = now_ms
@@ -62,7 +61,7 @@ class ManualClock:
         return self.now_ms
 
     def advance(self, *, ms: int) -> int:
-        """Move on; a clock never goes back."""
+        """Move forward; a clock never goes back."""
         if ms < 0:
             raise ValueError(f"a clock cannot go back by {-ms} ms")
         self.now_ms += ms
@@ -70,26 +69,26 @@ class ManualClock:
 
 
 class GroupHarness:
-    """One run of a query, played by a test.
+    """One run of a query, driven by a test.
 
     Args:
-        slots: members of ours.
-        rules: what else the options say.
+        slots: the members of the run.
+        rules: other rules.
     """
 
     def __init__(self, slots: int = 1, **rules: Any) -> None:
         self.clock = ManualClock()
-        self.machine = Run(rules_with(slots=slots, **rules))
-        self.machine.placement.transactional = True
+        self.run = Run(rules_with(slots=slots, **rules))
+        self.run.placement.transactional = True
         self.clients: dict[int, int] = {}
         self.history: Commands = []
 
     def feed(self, *events: ev.Event) -> Commands:
-        """Hand over events; the commands of all of them, without the log lines."""
+        """Handle events; returns the commands of all of them, without log lines."""
         commands: Commands = []
         for event in events:
-            commands += self.machine.handle(event, now_ms=self.clock())
-            self.machine.check()
+            commands += self.run.handle(event, now_ms=self.clock())
+            self.run.check()
         for command in commands:
             if isinstance(command, ev.Join):
                 self.clients[command.slot] = command.client
@@ -98,25 +97,25 @@ class GroupHarness:
         self.history += commands
         return [command for command in commands if not isinstance(command, ev.LogLine)]
 
-    def said(self) -> list[str]:
+    def logged(self) -> list[str]:
         return [say.text for say in only(ev.LogLine, self.history)]
 
     def warned(self) -> list[str]:
         return [say.text for say in only(ev.LogLine, self.history) if say.warn]
 
     def gathered(self) -> bool:
-        return self.machine.is_gathered
+        return self.run.is_gathered
 
     def followed(self) -> set[TopicPartition]:
         """Partitions whose position is a commit that no stream made."""
-        return {tp for tp, at in self.machine.positions.jumps().items() if at.origin is Origin.FOLLOWED}
+        return {tp for tp, at in self.run.partitions.jumps().items() if at.origin is Origin.FOLLOWED}
 
     def truncated(self) -> dict[TopicPartition, int]:
         """Partitions that go back to where their log was truncated: the positions before that."""
-        jumps = self.machine.positions.jumps()
+        jumps = self.run.partitions.jumps()
         return {tp: at.truncated_from for tp, at in jumps.items() if at.truncated_from is not None}
 
-    # --- what members report ----------------------------------------------------------------------------------------
+    # --- members --------------------------------------------------------------------------------------------------
 
     def assigned(self, *partitions: TopicPartition, slot: int = 0, generation: int = 1) -> Commands:
         return self.feed(ev.Assigned(**self._of(slot), partitions=partitions, generation=generation))
@@ -136,64 +135,65 @@ class GroupHarness:
     def member_ended(self, slot: int = 0) -> Commands:
         return self.feed(ev.MemberEnded(**self._of(slot)))
 
-    # --- what agents do ---------------------------------------------------------------------------------------------
+    # --- agents ---------------------------------------------------------------------------------------------------
 
-    def host_came(self, host: str, *, executor: str = "", fresh: bool = True) -> Commands:
-        """An agent says hello; each has an executor of its own unless ``executor`` says otherwise."""
+    def agent_connects(self, host: str, *, executor: str = "", fresh: bool = True) -> Commands:
+        """An agent connects; each has its own executor unless ``executor`` names one."""
         return self.feed(ev.AgentConnected(agent=host, executor=executor or f"of {host}", fresh=fresh))
 
-    def stay(self, ms: int, *hosts: str) -> Commands:
-        """Time passes, and agents are heard; all of them unless ``hosts`` says which."""
+    def send_heartbeats(self, ms: int, *hosts: str) -> Commands:
+        """Time passes, and agents send heartbeats; all of them unless ``hosts`` names some."""
         commands: Commands = []
         for _ in range(0, ms, PING_MS):
             commands += self.tick(ms=PING_MS)
-            heard = hosts or tuple(self.machine.placement.hosts.all)
+            heard = hosts or tuple(self.run.placement.hosts.all)
             commands += self.feed(*(ev.AgentHeartbeat(agent=host) for host in heard))
         return commands
 
-    # --- what Spark says --------------------------------------------------------------------------------------------
+    # --- Spark ----------------------------------------------------------------------------------------------------
 
-    def born(self, known: Mapping[str, int] | None = None) -> Commands:
+    def start_stream(self, known: Mapping[str, int] | None = None) -> Commands:
         known = known or {"orders": 4}
         first = ev.NextBatchRequested(start=StreamOffset.initial(GROUP), name=STREAM)
         return self.feed(first, ev.TopicsListed(topics=known))
 
-    def goes_on(self, offset: StreamOffset, topics: Iterable[str] = ("orders",)) -> Commands:
-        """The run begins after this durable batch of a former one."""
+    def resume(self, offset: StreamOffset, topics: Iterable[str] = ("orders",)) -> Commands:
+        """The run starts after this durable batch of an earlier run."""
         listed = ev.TopicsListed(topics=dict.fromkeys(topics, 4))
         return self.feed(ev.NextBatchRequested(start=offset, name=STREAM), listed)
 
     def replay(self, offset: StreamOffset) -> Commands:
-        """The run begins with this batch of a former one, which is read again."""
+        """The run starts with this batch of an earlier run, which is read again."""
         return self.feed(ev.BatchStarted(offset=offset), ev.TopicsListed(topics={"orders": 4}))
 
     def close(self, *, leave: bool) -> Commands:
-        """Spark ends the run, and its members close."""
+        """Spark stops the run, and its members close."""
         return self.feed(ev.StopRequested(), ev.MembersClosing(leave=leave))
 
     def plan(self, ranges: Mapping[TopicPartition, tuple[int, int]]) -> Commands:
-        """Plan a batch that reads these; what else is held stands still."""
-        still = {tp: (at, at) for tp, at in self.machine.plannable().items()}
-        return self.planned(self.offset(still | dict(ranges), self.machine.seq + 1))
+        """Plan a batch that reads these ranges, and nothing of the other assigned partitions."""
+        still = {tp: (at, at) for tp, at in self.run.plannable().items()}
+        return self.planned(self.offset(still | dict(ranges), self.run.seq + 1))
 
     def planned(self, offset: StreamOffset) -> Commands:
-        """This batch was planned: the call of Spark has come that far."""
-        self.machine.state = RunState.FETCHING_ENDS
+        """This batch was planned: puts the run into the state in which that happens."""
+        self.run.state = RunState.FETCHING_ENDS
         return self.feed(ev.Planned(offset=offset))
 
     def durable(self, ranges: Mapping[TopicPartition, tuple[int, int]] | None = None) -> Commands:
         """The batch in flight is durable (or, as the first event, the batch with these ranges is)."""
         if ranges is not None:
-            return self.goes_on(self.offset(ranges, 7))
-        return self.feed(ev.Durable(offset=self.offset({}, self.machine.seq + 1)))
+            return self.resume(self.offset(ranges, 7))
+        return self.feed(ev.Durable(offset=self.offset({}, self.run.seq + 1)))
 
     def offset(self, ranges: Mapping[TopicPartition, tuple[int, int]], seq: int) -> StreamOffset:
-        return StreamOffset(group=GROUP, stream=STREAM, seq=seq, known=self.machine.lookups.known, ranges=ranges)
+        return StreamOffset(group=GROUP, stream=STREAM, seq=seq, known=self.run.lookups.known, ranges=ranges)
 
-    # --- what Kafka answers -----------------------------------------------------------------------------------------
+    # --- Kafka ----------------------------------------------------------------------------------------------------
 
     def committed(self, offsets: Mapping[TopicPartition, int | ev.Committed | None]) -> Commands:
-        """The group's offsets; a plain number is a commit of this stream from before all that this run remembers."""
+        """The group's committed offsets; a plain number is a commit of this stream that is older than all the run
+        remembers."""
         read = {
             tp: ev.Committed(offset=found, stream=STREAM) if isinstance(found, int) else found
             for tp, found in offsets.items()
@@ -201,11 +201,11 @@ class GroupHarness:
         return self.feed(ev.CommittedOffsetsRead(offsets=read, asked=tuple(read), reset_number=0))
 
     def resolved(self, offsets: Mapping[TopicPartition, int | None]) -> Commands:
-        """What the starting options stand for."""
+        """The offsets of the starting options."""
         return self.feed(ev.StartsResolved(offsets=offsets, asked=tuple(offsets)))
 
-    def echoed(self, commands: Commands | None = None) -> Commands:
-        """The last echo that was ordered (in ``commands``, or ever) is committed and shows."""
+    def commit_succeeds(self, commands: Commands | None = None) -> Commands:
+        """The last commit that was ordered (in ``commands``, or ever) succeeds."""
         echo = only(ev.CommitOffsets, self.history if commands is None else commands)[-1]
         return self.feed(ev.OffsetsCommitted(offsets=echo.offsets))
 
@@ -213,29 +213,29 @@ class GroupHarness:
         self.clock.advance(ms=ms)
         return self.feed(ev.Tick())
 
-    def taken(self, offsets: Mapping[TopicPartition, ev.Committed]) -> Commands:
-        """Others committed these: the echo under our name is ordered, and answered."""
+    def claim(self, offsets: Mapping[TopicPartition, ev.Committed]) -> Commands:
+        """Foreign commits of these offsets are found, and the commit under this stream's name succeeds."""
         commands = self.committed(offsets)
-        return commands + self.echoed(commands)
+        return commands + self.commit_succeeds(commands)
 
     def settled(self, *partitions: TopicPartition, at: int = 100, slot: int = 0) -> None:
-        """Bring partitions to the state "held, committed by us at ``at``"."""
+        """Bring partitions to the state "assigned, committed by this stream at ``at``"."""
         self.assigned(*partitions, slot=slot)
         self.committed(dict.fromkeys(partitions, at))
 
     def reads(self, ranges: Mapping[TopicPartition, tuple[int, int]], *others: TopicPartition) -> None:
-        """The opening of many tests: all of these are held, committed by us at 100, and a batch reads ``ranges``."""
+        """The start of many tests: all these partitions are settled at 100, and a batch reads ``ranges``."""
         self.settled(*ranges, *others)
         self.plan(ranges)
 
     def replays(self, ranges: Mapping[TopicPartition, tuple[int, int]], **more: Any) -> StreamOffset:
-        """The run begins with batch 3 of a former one, which reads these; its members join."""
+        """The run starts with batch 3 of an earlier one, which reads these ranges; its members join."""
         offset = StreamOffset(group=GROUP, stream=STREAM, seq=3, known={"orders": 3}, ranges=ranges, **more)
         self.replay(offset)
         return offset
 
     def join(self, slot: int = 0, *, client: int = 1, topics: tuple[str, ...] = ("orders",)) -> ev.Join:
-        """The order to make this slot's consumer."""
+        """The command that creates this slot's consumer."""
         instance_id = identifiers.instance_id(GROUP, STREAM, slot)
         client_id = identifiers.client_id(STREAM, slot)
         return ev.Join(slot=slot, client=client, topics=topics, client_id=client_id, instance_id=instance_id)

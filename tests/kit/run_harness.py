@@ -1,6 +1,6 @@
-"""A run of a query with short words around it: a test makes Spark's calls and says what Kafka has.
+"""A run with short methods around it: a test makes Spark's calls, and Kafka answers from dictionaries.
 
-Runs in: tests. Deliberately absent: threads; the machine alone (``harness``). Each event is followed by
+Runs in: tests. Deliberately absent: threads; a run without Kafka's answers (``harness``). Each event is followed by
 :meth:`Run.check`, so every test also tests the invariants.
 """
 
@@ -17,11 +17,11 @@ from spark_group_source.protocol.run import Run
 from spark_group_source.protocol.states import RunState
 
 GIVEN_UP_MS = 3_000
-"""How long a question waits for brokers that are away."""
+"""How long a request takes to fail while the brokers are down."""
 ANSWER_MS = 10
-"""How long an order to Kafka takes."""
+"""How long Kafka takes to execute a command."""
 STEPS_MAX = 20_000
-"""More steps than this in one call: the run goes round in circles."""
+"""More steps than this in one call: the run loops."""
 
 C = TypeVar("C")
 K = TypeVar("K")
@@ -29,15 +29,15 @@ V = TypeVar("V")
 
 
 class RunHarness:
-    """One run of a query with its shell: a test makes Spark's calls and says what Kafka has.
+    """One run of a query with its shell: a test makes Spark's calls and sets what Kafka has.
 
-    What Kafka is asked it answers after :data:`ANSWER_MS`, from the dictionaries below; orders whose class is in
-    ``silent`` it never answers. Time passes only while the run waits, and in :meth:`pass_time`.
+    Kafka answers requests after :data:`ANSWER_MS` from the dictionaries below; commands whose class is in ``silent``
+    are never answered. Time passes only while the run waits, and in :meth:`pass_time`.
 
     Args:
-        slots: members of ours. Slot 0 is given all partitions unless ``gives`` says otherwise.
+        slots: the members of the run. Slot 0 gets all partitions unless ``gives`` says otherwise.
         topics: the subscribed topics and their partition counts.
-        rules: what else the options say.
+        rules: other rules.
     """
 
     def __init__(self, slots: int = 1, topics: Mapping[str, int] | None = None, **rules: Any) -> None:
@@ -64,7 +64,7 @@ class RunHarness:
 
     @classmethod
     def returning(cls, past: StreamOffset, slots: int = 1, **rules: Any) -> "RunHarness":
-        """A run that continues a stream after this durable batch; Kafka has its offsets, and nothing came since."""
+        """A run that continues a stream after this durable batch, which is committed; there are no newer records."""
         run, ends = cls(slots, **rules), past.positions()
         run.start, run.ends = past, ends
         run.committed = {tp: ev.Committed(offset=at, stream=STREAM, seq=past.seq) for tp, at in ends.items()}
@@ -73,11 +73,11 @@ class RunHarness:
     # --- Spark's calls ----------------------------------------------------------------------------------------------
 
     def latest(self, *, unlimited: bool = False, drain: bool = False) -> StreamOffset:
-        """Ask what comes after ``start``, which is durable."""
+        """Call ``latestOffset`` with ``start``, which is durable."""
         return self.call(ev.NextBatchRequested(start=self.start, unlimited=unlimited, drain=drain, name=STREAM))
 
     def batch(self, *, unlimited: bool = False) -> StreamOffset:
-        """Plan the next batch and read it; it is durable when the next one is asked for."""
+        """Plan the next batch and read it; it is durable when the next one is requested."""
         end = self.latest(unlimited=unlimited)
         if end != self.start:
             self.call(ev.BatchStarted(offset=end))
@@ -88,12 +88,12 @@ class RunHarness:
         self.call(ev.StopRequested(durable=durable))
 
     def call(self, event: ev.Event) -> StreamOffset:
-        """Do what the run says until it has an answer."""
+        """Execute the steps of a call until it returns."""
         self.feed(event)
         return self.go_on()
 
     def go_on(self) -> StreamOffset:
-        """The rest of a call."""
+        """Execute the remaining steps of a call."""
         for _ in range(STEPS_MAX):
             match step := self.step():
                 case ev.ReturnOffset():
@@ -108,14 +108,14 @@ class RunHarness:
         raise AssertionError(f"no answer after {STEPS_MAX} steps, in state {self.run.state.value}")
 
     def step(self) -> ev.Step:
-        """What the run would do next; its commands are carried out."""
+        """The run's next step; its commands are executed."""
         step, commands = self.run.proceed(now_ms=self.clock())
         self._carry_out(commands)
         self.steps.append(step)
         return step
 
     def begin(self, event: ev.Event, until: RunState) -> None:
-        """Begin a call, and leave it in the middle, when the run is in this state."""
+        """Start a call, and leave it when the run is in this state."""
         self.feed(event)
         for _ in range(STEPS_MAX):
             if self.state() is until:
@@ -130,7 +130,7 @@ class RunHarness:
     # --- events -----------------------------------------------------------------------------------------------------
 
     def feed(self, *events: ev.Event) -> Commands:
-        """Hand over events; the commands of all of them."""
+        """Handle events; returns the commands of all of them."""
         commands: Commands = []
         for event in events:
             now = self.run.handle(event, now_ms=self.clock())
@@ -140,11 +140,11 @@ class RunHarness:
         return commands
 
     def aim(self, ends: Mapping[TopicPartition, int]) -> None:
-        """Begin an AvailableNow run that is to end there."""
+        """Start an AvailableNow run that ends at these offsets."""
         self.feed(ev.TargetRequested(), ev.TargetRead(ends=dict(ends)))
 
     def later(self, event: ev.Event, *, ms: int) -> None:
-        """This will happen after so many milliseconds."""
+        """This event happens after so many milliseconds."""
         self._later.append((self.clock() + ms, event))
 
     def pass_time(self, ms: int) -> None:
@@ -164,7 +164,7 @@ class RunHarness:
     def drained(self) -> bool:
         return self.run.is_drained
 
-    def said(self) -> list[str]:
+    def logged(self) -> list[str]:
         return [say.text for say in only(ev.LogLine, self.history)]
 
     def warned(self) -> list[str]:
@@ -177,7 +177,7 @@ class RunHarness:
     # --- the shell and Kafka ----------------------------------------------------------------------------------------
 
     def _wait(self, until_ms: int) -> None:
-        """Until then, or until something happens before."""
+        """Wait until then, or until something happens before."""
         deadline_ms = self.run.next_deadline_ms()
         due = [until_ms, *(at_ms for at_ms, _ in self._later), *([] if deadline_ms is None else [deadline_ms])]
         self.clock.now_ms = max(self.clock(), min(due))
@@ -188,7 +188,7 @@ class RunHarness:
             self.feed(ev.Tick())
 
     def answer(self, step: ev.Step) -> ev.Event:
-        """What the shell hands in for a question, or for an order to end."""
+        """The event with which the shell answers a request or the end of the run."""
         match step:
             case ev.ListTopics() | ev.ReadTarget() | ev.ReadLogEnds() | ev.DescribeGroup() if (
                 self.clock() < self.down_until_ms
@@ -219,7 +219,7 @@ class RunHarness:
                 raise AssertionError(f"{step} is no question")
 
     def _carry_out(self, commands: Commands) -> None:
-        """Note the commands; Kafka answers them later."""
+        """Record the commands; Kafka answers them later."""
         self.history += commands
         for command in commands:
             if isinstance(command, ev.Join):
@@ -267,5 +267,5 @@ class RunHarness:
 
 
 def _some(known: Mapping[K, V], asked: Iterable[K]) -> dict[K, V]:
-    """What is known of what is asked."""
+    """The known values of the requested keys."""
     return {key: known[key] for key in asked if key in known}

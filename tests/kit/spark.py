@@ -154,16 +154,16 @@ class WatchedRun(Run):
             self._truth.hears(self._reader, event.partitions)
         placement = self.placement
         before, overruns = (
-            (set(self.positions.ours), self.counts.hold_overruns) if tick or placement.any else (set(), 0)
+            (set(self.partitions.ours), self.counts.hold_overruns) if tick or placement.any else (set(), 0)
         )
         recalls = self.counts.recalls
         commands = super().handle(event, now_ms=now_ms)
         if self.counts.recalls > recalls:
-            self._truth.host_lost(self._reader, sorted(before - self.positions.ours.keys()))
+            self._truth.host_lost(self._reader, sorted(before - self.partitions.ours.keys()))
         if commands or not tick:
             self._process.world.note(lambda: f"{self._process.name} {_in_words(event, commands)}")
         if tick and self.counts.hold_overruns > overruns:
-            for tp in sorted(before - self.positions.ours.keys()):
+            for tp in sorted(before - self.partitions.ours.keys()):
                 self._truth.overran(tp, self._reader)
         self._inspect(commands)
         return commands
@@ -192,7 +192,7 @@ class WatchedRun(Run):
             if isinstance(command, ev.Fail) and broken and NO_THREAD not in str(command.error):
                 self._break(str(command.error))
             if isinstance(command, ev.CommitOffsets) and not self.closed:
-                for tp in command.offsets.keys() - self.positions.ours.keys():
+                for tp in command.offsets.keys() - self.partitions.ours.keys():
                     self._break(f"commits {tp}, which it was told is another member's")
 
     def _break(self, rule: str) -> None:

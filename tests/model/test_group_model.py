@@ -1,4 +1,4 @@
-"""The group machine against a small model of what the design promises, over random histories.
+"""The run against a small model of what the design promises, over random histories.
 
 The model knows Kafka's committed offsets and the notes beside them, what the sink has and which partitions are ours; it
 is written from the rules, and says after each event which revocations must go, what must be committed, where every
@@ -51,7 +51,7 @@ class GroupRun:
         self.divide(owned)
 
     def begin(self, slots: int = SLOTS) -> None:
-        self.machine = Run(replace(RULES, slots=slots, auto_slots=True))
+        self.run = Run(replace(RULES, slots=slots, auto_slots=True))
         self.planner = Planner(RULES)
         self.clients: dict[int, int] = {}
         self.echoes: list[tuple[ev.CommitOffsets, Counter[TopicPartition]]] = []
@@ -67,7 +67,7 @@ class GroupRun:
     def send(self, event: ev.Event) -> None:
         """Hand an event over, after the model was changed by it, and compare what is ordered."""
         released = []
-        for command in self.machine.handle(event, now_ms=self.now_ms):
+        for command in self.run.handle(event, now_ms=self.now_ms):
             match command:
                 case ev.Join():
                     self.clients[command.slot] = command.client
@@ -155,11 +155,11 @@ class GroupRun:
         gone = self.mine(slot, wanted)
         if slot in self.model.leaving or not gone:
             return
-        before, twice = self.machine.statistics().possible_duplicates, self.model.uncommitted(gone)
+        before, twice = self.run.statistics().possible_duplicates, self.model.uncommitted(gone)
         for tp in gone:
             self.model.drop(tp)
         self.send(ev.Lost(**self.of(slot), partitions=gone))
-        assert self.machine.statistics().possible_duplicates - before == twice
+        assert self.run.statistics().possible_duplicates - before == twice
         for tp in gone if by != STREAM else ():
             self.commit_of_others(tp, by, at[ALL.index(tp)])
         if back:
@@ -200,9 +200,7 @@ class GroupRun:
         model = self.model
         ranges = {tp: (at, at + sizes[ALL.index(tp)]) for tp, at in model.plannable().items()}
         ends = {tp: end for tp, (_, end) in ranges.items()}
-        offset = self.planner.plan(
-            self.machine, ends, {}, lambda _: {}, first=True, unlimited=False, now_ms=self.now_ms
-        )
+        offset = self.planner.plan(self.run, ends, {}, lambda _: {}, first=True, unlimited=False, now_ms=self.now_ms)
         assert offset is not None
         assert (offset.seq, offset.reset_number, offset.ranges) == (model.seq + 1, model.reset_number, ranges)
         assert offset.uncommitted == {tp: at for tp, at in model.owed().items() if tp not in ranges}
@@ -212,7 +210,7 @@ class GroupRun:
         assert offset.followed == model.followed & ranges.keys()
         self.logged = offset
         model.flight = {tp: pair for tp, pair in ranges.items() if pair[0] < pair[1]}
-        self.machine.state = RunState.FETCHING_ENDS  # the call of Spark has come that far
+        self.run.state = RunState.FETCHING_ENDS  # the call of Spark has come that far
         self.send(ev.Planned(offset=offset))
         if done:
             self.finish(False)
@@ -286,7 +284,7 @@ class GroupRun:
             self.send(ev.StartsResolved(offsets={tp: START[tp] for tp in told}, asked=asked))
         else:
             read = {tp: self.model.kafka.get(tp) for tp in told}
-            twice = self.machine.statistics().possible_duplicates - self.model.twice
+            twice = self.run.statistics().possible_duplicates - self.model.twice
             notes = [found.reset_number for tp, found in self.model.kafka.items() if tp in (*told, *lookup.beside)]
             reset_number = max(notes, default=0)
             self.knows |= bool(lookup.beside) and stay == self.stay
@@ -300,7 +298,7 @@ class GroupRun:
             self.send(
                 ev.CommittedOffsetsRead(offsets=read, asked=asked, reset_number=reset_number if lookup.beside else None)
             )
-            assert self.machine.statistics().possible_duplicates - self.model.twice == twice
+            assert self.run.statistics().possible_duplicates - self.model.twice == twice
 
     def waits(self, tp: TopicPartition, arrivals: Counter[TopicPartition]) -> bool:
         """Whether an answer counts: what left and came back since the question is asked for again."""
@@ -354,13 +352,13 @@ class GroupRun:
     # --- always -----------------------------------------------------------------------------------------------------
 
     def agrees(self) -> None:
-        self.machine.check()
-        positions = self.machine.positions
-        assert self.machine.positions.ours.keys() == set(self.model.held)
-        assert self.machine.plannable() == self.model.plannable()
+        self.run.check()
+        positions = self.run.partitions
+        assert self.run.partitions.ours.keys() == set(self.model.held)
+        assert self.run.plannable() == self.model.plannable()
         assert positions.all_known == (self.model.held.keys() == self.model.position.keys())
         assert positions.uncommitted() == self.model.owed()
-        assert self.machine.all_committed == (not self.model.dirty() and not self.echoes)
+        assert self.run.all_committed == (not self.model.dirty() and not self.echoes)
 
     def left_alone(self) -> None:
         """Everything comes to rest: all that is durable is committed, nothing is held."""
@@ -368,7 +366,7 @@ class GroupRun:
             self.finish(False)
             self.rest()
             self.tick(LONGEST_PAUSE_MS)
-        assert self.machine.positions.all_ready and self.machine.all_committed and not self.model.leaving
+        assert self.run.partitions.all_ready and self.run.all_committed and not self.model.leaving
 
 
 # --- histories ------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Fixtures for the group machine; its invariants are checked after every event and once more at the end."""
+"""Fixtures for the group protocol; its invariants are checked after every event and once more at the end."""
 
 from collections.abc import Iterator
 
@@ -10,18 +10,18 @@ from kit.harness import GroupHarness
 def group() -> Iterator[GroupHarness]:
     """A run with one slot that was just born: slot 0's member joins."""
     harness = GroupHarness()
-    harness.born()
+    harness.start_stream()
     yield harness
-    harness.machine.check()
+    harness.run.check()
 
 
 @pytest.fixture
 def pair() -> Iterator[GroupHarness]:
     """A run with two slots that was just born."""
     harness = GroupHarness(slots=2)
-    harness.born()
+    harness.start_stream()
     yield harness
-    harness.machine.check()
+    harness.run.check()
 
 
 @pytest.fixture
@@ -29,4 +29,4 @@ def fresh() -> Iterator[GroupHarness]:
     """A run that has not heard of any stream yet."""
     harness = GroupHarness()
     yield harness
-    harness.machine.check()
+    harness.run.check()

@@ -17,9 +17,9 @@ Way = Callable[[GroupHarness], object]
 def test_revocation_between_batches_is_released_at_once(group: GroupHarness) -> None:
     group.settled(A, B)
     assert group.revoking(A) == RELEASE
-    assert group.machine.positions.ours.keys() == {B}
-    assert group.machine.statistics().slots == ("assigned",)
-    assert group.machine.statistics().holds == 0
+    assert group.run.partitions.ours.keys() == {B}
+    assert group.run.statistics().slots == ("assigned",)
+    assert group.run.statistics().holds == 0
 
 
 @pytest.mark.proves("G3", level="core")
@@ -30,8 +30,8 @@ def test_revocation_waits_until_offsets_are_committed(group: GroupHarness) -> No
     group.clock.advance(ms=500)
     assert group.durable() == [ev.CommitOffsets(offsets={A: 150, B: 110}, stream=STREAM, seq=0)]
     group.clock.advance(ms=30)
-    assert group.echoed() == RELEASE
-    statistics = group.machine.statistics()
+    assert group.commit_succeeds() == RELEASE
+    statistics = group.run.statistics()
     assert (statistics.holds, statistics.hold_last_ms, statistics.hold_max_ms) == (1, 530, 530)
     assert (statistics.hold_overruns, statistics.partitions_lost, statistics.possible_duplicates) == (0, 0, 0)
     assert (statistics.commits, statistics.commit_delay_last_ms) == (1, 30)
@@ -40,12 +40,12 @@ def test_revocation_waits_until_offsets_are_committed(group: GroupHarness) -> No
 def test_revocation_of_unread_partitions_is_released_during_a_batch() -> None:
     for wanted, goes in (((B,), RELEASE), ((A, B), [])):
         group = GroupHarness()
-        group.born()
+        group.start_stream()
         group.reads({A: (100, 150)}, B)
         assert group.revoking(*wanted) == goes
-        assert group.machine.positions.ours.keys() == ({A} if goes else {A, B})
+        assert group.run.partitions.ours.keys() == ({A} if goes else {A, B})
         group.durable()
-        assert group.machine.plannable() == ({A: 150} if goes else {})
+        assert group.run.plannable() == ({A: 150} if goes else {})
 
 
 def test_replayed_batch_holds_its_partitions_before_their_position_is_known(fresh: GroupHarness) -> None:
@@ -54,7 +54,7 @@ def test_replayed_batch_holds_its_partitions_before_their_position_is_known(fres
     assert fresh.revoking(A) == []
     fresh.committed({A: 100})
     assert fresh.feed(ev.Durable(offset=replayed)) == [ev.CommitOffsets(offsets={A: 150}, stream=STREAM, seq=3)]
-    assert fresh.echoed() == RELEASE
+    assert fresh.commit_succeeds() == RELEASE
 
 
 def test_second_revocation_extends_the_hold_but_not_its_budget(group: GroupHarness) -> None:
@@ -62,21 +62,21 @@ def test_second_revocation_extends_the_hold_but_not_its_budget(group: GroupHarne
     group.revoking(A)
     group.clock.advance(ms=1_000)
     group.revoking(B)
-    assert group.machine.next_deadline_ms() == HOLD_BUDGET_MS
+    assert group.run.next_deadline_ms() == HOLD_BUDGET_MS
     group.durable()
-    assert group.echoed() == RELEASE
-    assert group.machine.positions.ours.keys() == set()
+    assert group.commit_succeeds() == RELEASE
+    assert group.run.partitions.ours.keys() == set()
 
 
 def test_eager_member_releases_all_partitions_and_rejoins(group: GroupHarness) -> None:
     group.reads({A: (100, 150)}, B)
     assert group.revoking(A, B, eager=True) == []
     group.durable()
-    assert group.echoed() == [ev.ReleaseAll(slot=0, client=1)]
-    assert group.machine.statistics().slots == (SlotState.JOINING.value,)
+    assert group.commit_succeeds() == [ev.ReleaseAll(slot=0, client=1)]
+    assert group.run.statistics().slots == (SlotState.JOINING.value,)
     group.assigned(A, generation=2)
     group.committed({A: 150})
-    assert group.machine.plannable() == {A: 150}
+    assert group.run.plannable() == {A: 150}
 
 
 @pytest.mark.proves("G8", level="core")
@@ -85,7 +85,7 @@ def test_hold_beyond_its_budget_is_released_without_a_commit_and_counted(group: 
     group.revoking(A, B)
     assert group.tick(ms=HOLD_BUDGET_MS - 1) == []
     assert group.tick(ms=1) == RELEASE
-    statistics = group.machine.statistics()
+    statistics = group.run.statistics()
     assert (statistics.hold_overruns, statistics.holds, statistics.partitions_lost, statistics.possible_duplicates) == (
         1,
         1,
@@ -94,14 +94,14 @@ def test_hold_beyond_its_budget_is_released_without_a_commit_and_counted(group: 
     )
     assert f"held a revocation for {HOLD_BUDGET_MS} ms, its whole budget: 1 partitions" in group.warned()[0]
     assert group.durable() == []  # the rows are safe, but the partition is another member's: nothing is committed
-    assert group.machine.positions.ours.keys() == set()
+    assert group.run.partitions.ours.keys() == set()
 
 
 def test_lost_partitions_are_never_committed_and_count_as_possible_duplicates(group: GroupHarness) -> None:
     group.reads({A: (100, 150), B: (100, 130)})
     group.lost(A)
     assert only(ev.CommitOffsets, group.durable()) == [ev.CommitOffsets(offsets={B: 130}, stream=STREAM, seq=0)]
-    assert (group.machine.statistics().partitions_lost, group.machine.statistics().possible_duplicates) == (1, 50)
+    assert (group.run.statistics().partitions_lost, group.run.statistics().possible_duplicates) == (1, 50)
     assert group.warned() == [
         "slot 0 lost 1 partitions: Kafka took them away without asking; 50 offsets may be read twice"
     ]
@@ -111,7 +111,7 @@ def test_lost_partitions_are_never_committed_and_count_as_possible_duplicates(gr
 
 
 def safe_but_not_committed(g: GroupHarness) -> None:
-    g.born()
+    g.start_stream()
     g.reads({A: (100, 150)})
     g.durable()
     g.feed(ev.OffsetCommitFailed(reason="coordinator moved"))
@@ -119,7 +119,7 @@ def safe_but_not_committed(g: GroupHarness) -> None:
 
 
 def never_committed(g: GroupHarness) -> None:
-    g.born()
+    g.start_stream()
     g.assigned(A)
     g.committed({A: None})
     g.resolved({A: 20})
@@ -129,7 +129,7 @@ def never_committed(g: GroupHarness) -> None:
 
 
 def known_to_kafka(g: GroupHarness) -> None:
-    g.born()
+    g.start_stream()
     g.reads({B: (100, 150)}, A)
 
 
@@ -163,7 +163,7 @@ def read_by_a_former_run(g: GroupHarness) -> None:
 def test_possible_duplicates_of_a_lost_partition(fresh: GroupHarness, way: Way, twice: int) -> None:
     way(fresh)
     fresh.lost(A)
-    assert (fresh.machine.statistics().partitions_lost, fresh.machine.statistics().possible_duplicates) == (1, twice)
+    assert (fresh.run.statistics().partitions_lost, fresh.run.statistics().possible_duplicates) == (1, twice)
     assert only(ev.CommitOffsets, fresh.tick(ms=5_000)) == []
 
 
@@ -176,7 +176,7 @@ def test_replay_durable_before_its_assignment_counts_when_its_hold_overruns(
     fresh.assigned(A, B)
     assert fresh.revoking(A, B) == []
     assert fresh.tick(ms=HOLD_BUDGET_MS) == RELEASE  # no broker ever said what Kafka has
-    assert fresh.machine.statistics().possible_duplicates == 50
+    assert fresh.run.statistics().possible_duplicates == 50
 
 
 @pytest.mark.parametrize("at", [90, 100, 130, 150, 170])
@@ -192,9 +192,9 @@ def test_replayed_batch_counts_once_when_a_foreign_commit_shows(
     fresh.committed({A: ev.Committed(offset=at, stream="another")})
     if not durable_first:
         fresh.feed(ev.Durable(offset=offset))
-    assert fresh.machine.statistics().possible_duplicates == 50
+    assert fresh.run.statistics().possible_duplicates == 50
     fresh.lost(A)
-    assert fresh.machine.statistics().possible_duplicates == 50
+    assert fresh.run.statistics().possible_duplicates == 50
 
 
 # --- what is lost, and comes back ------------------------------------------------------------------------------------
@@ -203,9 +203,9 @@ def test_replayed_batch_counts_once_when_a_foreign_commit_shows(
 def test_member_that_lost_all_partitions_rejoins_without_an_order(group: GroupHarness) -> None:
     group.settled(A, B)
     group.lost(A)
-    assert group.machine.statistics().slots == ("assigned",)
+    assert group.run.statistics().slots == ("assigned",)
     assert group.lost(B) == []
-    assert group.machine.statistics().slots == ("joining",)
+    assert group.run.statistics().slots == ("joining",)
     assert not group.gathered()
 
 
@@ -216,7 +216,7 @@ def test_partition_assigned_again_during_its_batch_is_held_again(group: GroupHar
     group.committed({A: 100})
     assert group.revoking(A) == []
     group.durable()
-    assert group.echoed() == RELEASE
+    assert group.commit_succeeds() == RELEASE
 
 
 def test_partition_half_read_by_another_consumer_continues_there(
@@ -229,17 +229,17 @@ def test_partition_half_read_by_another_consumer_continues_there(
     assert group.committed({A: ev.Committed(offset=120)}) == []
     assert group.revoking(A) == []
     assert group.durable() == [ev.CommitOffsets(offsets={A: 120}, stream=STREAM, seq=0)]
-    assert group.echoed() == RELEASE
+    assert group.commit_succeeds() == RELEASE
 
 
 def test_partition_assigned_to_another_slot_leaves_the_former_one(pair: GroupHarness) -> None:
     pair.reads({A: (100, 150)})
     pair.assigned(A, slot=1)
-    assert pair.machine.statistics().assigned == (0, 1)
-    assert pair.machine.statistics().possible_duplicates == 50
+    assert pair.run.statistics().assigned == (0, 1)
+    assert pair.run.statistics().possible_duplicates == 50
     pair.committed({A: 100})
     assert pair.lost(A, slot=0) == []  # the former slot hears of it at last
-    assert pair.machine.positions.ours.keys() == {A}
+    assert pair.run.partitions.ours.keys() == {A}
     assert pair.revoking(A, slot=1) == []
 
 
@@ -247,14 +247,14 @@ def test_assignment_during_a_hold_ends_the_hold(group: GroupHarness) -> None:
     group.reads({A: (100, 150), B: (100, 110)}, D)
     group.revoking(A, D)
     group.assigned(C)
-    assert group.machine.positions.ours.keys() == {B, C}
-    assert group.machine.statistics().possible_duplicates == 50
+    assert group.run.partitions.ours.keys() == {B, C}
+    assert group.run.statistics().possible_duplicates == 50
     assert only(ev.CommitOffsets, group.durable()) == [ev.CommitOffsets(offsets={B: 110}, stream=STREAM, seq=0)]
 
 
 def test_every_event_that_changes_the_assignment_counts_as_a_rebalance(group: GroupHarness) -> None:
     def counted() -> tuple[int, int, str]:
-        now = group.machine.statistics()
+        now = group.run.statistics()
         return now.rebalances, now.rebalanced_at_ms, now.reason
 
     assert counted() == (0, 0, "")

@@ -28,9 +28,9 @@ def test_batch_is_not_committed_before_it_is_durable(group: GroupHarness) -> Non
     group.settled(A)
     assert group.plan({A: (100, 150)}) == []
     assert group.tick(ms=10_000) == []
-    assert group.machine.all_committed
+    assert group.run.all_committed
     assert group.durable() == [echo({A: 150}, 0)]
-    assert not group.machine.all_committed
+    assert not group.run.all_committed
 
 
 def test_failed_commit_is_retried_after_growing_pauses(group: GroupHarness) -> None:
@@ -38,16 +38,16 @@ def test_failed_commit_is_retried_after_growing_pauses(group: GroupHarness) -> N
     run_batch(group, 100, 150)
     for pause_ms in (100, 200, 500, 1_000, 2_000, 5_000, 5_000):
         assert group.feed(ev.OffsetCommitFailed(reason="coordinator moved")) == []
-        assert not group.machine.all_committed
-        assert group.machine.next_deadline_ms() == group.clock() + pause_ms
+        assert not group.run.all_committed
+        assert group.run.next_deadline_ms() == group.clock() + pause_ms
         assert group.tick(ms=pause_ms - 1) == []
         assert group.tick(ms=1) == [echo({A: 150}, 0)]
-    group.echoed()
-    assert group.machine.statistics().commits_failed == 7
+    group.commit_succeeds()
+    assert group.run.statistics().commits_failed == 7
     assert len(group.warned()) == 7 and "no rows are lost" in group.warned()[0]
     run_batch(group, 150, 160)
     group.feed(ev.OffsetCommitFailed(reason="coordinator moved"))
-    assert group.machine.next_deadline_ms() == group.clock() + 100, "a success makes the next pause short again"
+    assert group.run.next_deadline_ms() == group.clock() + 100, "a success makes the next pause short again"
 
 
 def test_commit_overtaken_by_a_rebalance_is_retried_and_does_not_count_as_failed(group: GroupHarness) -> None:
@@ -57,7 +57,7 @@ def test_commit_overtaken_by_a_rebalance_is_retried_and_does_not_count_as_failed
         assert group.feed(ev.OffsetCommitFailed(reason="ILLEGAL_GENERATION", stale=True)) == []
         assert group.tick(ms=pause_ms - 1) == []
         assert group.tick(ms=1) == [echo({A: 150}, 0)]
-    assert group.machine.statistics().commits_failed == 0
+    assert group.run.statistics().commits_failed == 0
     assert group.warned() == []
 
 
@@ -69,14 +69,14 @@ def test_absent_slot_does_not_delay_commits_of_other_slots(pair: GroupHarness) -
     pair.durable()
     left = {0: "UNKNOWN_MEMBER_ID"}
     assert pair.feed(ev.OffsetsCommitted(offsets={B: 120}, left=left)) == [ev.Release(slot=1, client=1)]
-    assert not pair.machine.all_committed
+    assert not pair.run.all_committed
     pair.settled(C, slot=1)
     pair.plan({C: (100, 130)})
     assert pair.durable() == [echo({C: 130}, 1)]  # at once, without the one that waits
-    pair.echoed()
+    pair.commit_succeeds()
     assert pair.tick(ms=100) == [echo({A: 150}, 1)]
-    assert pair.echoed() == []
-    assert pair.machine.all_committed
+    assert pair.commit_succeeds() == []
+    assert pair.run.all_committed
 
 
 def test_absent_slot_is_logged_once_and_retried(pair: GroupHarness) -> None:
@@ -115,7 +115,7 @@ def test_short_absences_of_a_slot_do_not_add_up(pair: GroupHarness) -> None:
         pair.durable()
         pair.feed(ev.OffsetsCommitted(offsets={B: start + 50}, left={0: "STALE_MEMBER_EPOCH"}))
         assert pair.tick(ms=100) == [echo({A: start + 50}, start // 50 - 2)]
-        pair.echoed()
+        pair.commit_succeeds()
         pair.clock.advance(ms=ABSENT_WARNING_MS)
     assert pair.warned() == []
 
@@ -128,8 +128,10 @@ def test_late_response_does_not_hide_a_lower_commit(group: GroupHarness) -> None
     group.assigned(A)
     group.committed({A: ev.Committed(offset=20)})
     assert group.revoking(A) == []
-    assert group.echoed(late) == [ev.CommitOffsets(offsets={A: 20}, stream=STREAM, seq=0, followed=frozenset({A}))]
-    assert group.echoed() == [ev.Release(slot=0, client=1)]
+    assert group.commit_succeeds(late) == [
+        ev.CommitOffsets(offsets={A: 20}, stream=STREAM, seq=0, followed=frozenset({A}))
+    ]
+    assert group.commit_succeeds() == [ev.Release(slot=0, client=1)]
 
 
 @pytest.mark.proves("G6", level="core")
@@ -141,7 +143,7 @@ def test_commit_of_a_removed_member_is_not_retried(group: GroupHarness) -> None:
         ev.OffsetCommitFailed(reason="UNKNOWN_MEMBER_ID", stale=True),
     )
     assert only(ev.CommitOffsets, group.tick(ms=10_000)) == []
-    assert group.machine.statistics().possible_duplicates == 50
+    assert group.run.statistics().possible_duplicates == 50
 
 
 def test_commit_latency_ends_when_all_offsets_are_committed(group: GroupHarness) -> None:
@@ -151,8 +153,8 @@ def test_commit_latency_ends_when_all_offsets_are_committed(group: GroupHarness)
     group.feed(ev.OffsetCommitFailed(reason="x"))
     group.tick(ms=100)
     group.clock.advance(ms=10)
-    group.echoed()
-    assert (group.machine.statistics().commit_delay_last_ms, group.machine.statistics().commit_delay_max_ms) == (
+    group.commit_succeeds()
+    assert (group.run.statistics().commit_delay_last_ms, group.run.statistics().commit_delay_max_ms) == (
         150,
         150,
     )
@@ -162,8 +164,8 @@ def test_commit_of_a_partition_released_meanwhile_is_accepted(group: GroupHarnes
     group.reads({A: (100, 150), B: (100, 110)})
     commands = group.durable()
     group.lost(A)
-    assert group.echoed(commands) == []
-    assert group.machine.all_committed
+    assert group.commit_succeeds(commands) == []
+    assert group.run.all_committed
 
 
 @pytest.mark.parametrize(
@@ -218,8 +220,8 @@ def test_late_response_does_not_count_a_later_batch_as_committed(group: GroupHar
     group.settled(A)
     late = run_batch(group, 100, 150)
     group.feed(ev.RecordsMissing(offsets={A: 0}, reason="topic orders was made again"))
-    back = group.echoed(late)
+    back = group.commit_succeeds(late)
     assert back == [ev.CommitOffsets(offsets={A: 0}, stream=STREAM, seq=0)]
     run_batch(group, 0, 150)
-    assert group.echoed(back) == [echo({A: 150}, 1)]
-    assert group.echoed() == [] and group.machine.all_committed
+    assert group.commit_succeeds(back) == [echo({A: 150}, 1)]
+    assert group.commit_succeeds() == [] and group.run.all_committed

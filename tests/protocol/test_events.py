@@ -1,4 +1,4 @@
-"""Events and commands are values; the machine tells its story."""
+"""Events and commands are values; a run keeps a history of them."""
 
 import dataclasses
 import typing
@@ -24,7 +24,7 @@ def test_events_commands_and_steps_are_frozen_slotted_and_keyword_only() -> None
 def test_history_contains_events_and_commands_with_their_time(group: GroupHarness) -> None:
     group.clock.advance(ms=5)
     group.assigned(A)
-    assert group.machine._out.story().splitlines() == [
+    assert group.run._out.story().splitlines() == [
         "0 TopicsListed(topics=1{orders: 4})",
         (
             "0   -> Join(slot=0, client=1, topics=1[orders], client_id=spark-group-9f2c-0, instance_id=etl.9f2c.0, "
@@ -35,14 +35,14 @@ def test_history_contains_events_and_commands_with_their_time(group: GroupHarnes
     ]
     group.committed({A: 7})
     group.plan({A: (7, 9)})
-    assert "5 Planned(offset=batch 0 of 9f2c 1{orders-0: [7,9)})" in group.machine._out.story()
+    assert "5 Planned(offset=batch 0 of 9f2c 1{orders-0: [7,9)})" in group.run._out.story()
 
 
 def test_history_is_bounded_in_lines_and_width(group: GroupHarness) -> None:
     many = tuple(TopicPartition("orders", p) for p in range(5_000))
     for _ in range(STORY_LINES_MAX):
         group.feed(ev.LookupFailed(partitions=many, error=BrokerUnavailable("x")))
-    lines = group.machine._out.story().splitlines()
+    lines = group.run._out.story().splitlines()
     assert len(lines) == STORY_LINES_MAX
     assert max(map(len, lines)) < 250
 
@@ -56,11 +56,11 @@ def test_broken_invariant_contains_the_history(group: GroupHarness) -> None:
 
 
 def test_statistics_are_a_copy(group: GroupHarness) -> None:
-    before = group.machine.statistics()
+    before = group.run.statistics()
     group.settled(A, B)
     assert before.assigned == (0,) and before.state == "gathering"
-    after = group.machine.statistics()
+    after = group.run.statistics()
     assert (after.assigned, after.slots, after.generation, after.uncommitted_partitions) == ((2,), ("assigned",), 1, 0)
     assert isinstance(after, Statistics) and after.as_dict()["assigned"] == (2,)
     after.rebalances += 1
-    assert group.machine.statistics().rebalances == 1
+    assert group.run.statistics().rebalances == 1

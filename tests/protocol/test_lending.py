@@ -25,7 +25,7 @@ SHRINK_MS = 120_000
 
 
 def hosts_of(g: GroupHarness) -> list[str]:
-    return [slot.host for slot in g.machine.slots.all]
+    return [slot.host for slot in g.run.slots.all]
 
 
 def begun(g: GroupHarness) -> list[int]:
@@ -36,7 +36,7 @@ def begun(g: GroupHarness) -> list[int]:
 def settled(*slots: tuple[TopicPartition, ...], **rules: object) -> GroupHarness:
     """A group whose slots have these partitions, all committed."""
     g = GroupHarness(len(slots), **rules)
-    g.born()
+    g.start_stream()
     for slot, partitions in enumerate(slots):
         g.settled(*partitions, slot=slot)
     return g
@@ -45,7 +45,7 @@ def settled(*slots: tuple[TopicPartition, ...], **rules: object) -> GroupHarness
 def ready(*slots: tuple[TopicPartition, ...], **rules: object) -> GroupHarness:
     """The same, with an agent that has stayed."""
     g = settled(*slots, **rules)
-    g.host_came("h1")
+    g.agent_connects("h1")
     g.tick(ms=STAY_MS)
     return g
 
@@ -71,7 +71,7 @@ def lent(**rules: object) -> GroupHarness:
 def test_nothing_is_lent_before_the_brokers_took_a_transaction() -> None:
     g = settled((A,))
     g.feed(ev.TransactionsChecked(allowed=False))
-    g.host_came("h1")
+    g.agent_connects("h1")
     g.tick(ms=STAY_MS)
     assert begun(g) == []
     g.feed(ev.TransactionsChecked(allowed=True))
@@ -98,10 +98,10 @@ def test_slots_come_home_when_transactions_are_refused(holds: bool) -> None:
 
 def test_a_slot_moves_by_a_close_here_and_a_join_there_under_the_same_name() -> None:
     g = settled((A, B))
-    g.host_came("h1", executor="7")
+    g.agent_connects("h1", executor="7")
     g.tick(ms=STAY_MS - 1)
     assert begun(g) == [], "an agent must have stayed"
-    g.stay(1_000)
+    g.send_heartbeats(1_000)
     assert g.feed(ev.BatchBoundary()) == [ev.Leave(slot=0, leave=False)]
     assert g.revoking(A) == g.assigned(C) == g.failed() == g.lost(A) == [], "what a moving member says is ignored"
     (join,) = g.member_ended()
@@ -110,13 +110,13 @@ def test_a_slot_moves_by_a_close_here_and_a_join_there_under_the_same_name() -> 
     assert slot_of(STREAM, join.client_id) == 0 and "7" in join.client_id
     assert g.feed(ev.MemberEnded(slot=0, client=1)) == []
     g.settled(A, B)
-    assert g.machine.plannable() == {A: 100, B: 100}
-    assert (g.machine.statistics().partitions_lost, g.machine.statistics().possible_duplicates) == (0, 0)
+    assert g.run.plannable() == {A: 100, B: 100}
+    assert (g.run.statistics().partitions_lost, g.run.statistics().possible_duplicates) == (0, 0)
 
 
 def test_an_agent_that_stays_has_slots_soon_however_often_a_batch_ends() -> None:
     g = settled((A,))
-    g.host_came("h1")
+    g.agent_connects("h1")
     moves = []
     for _ in range((STAY_MS + LOOK_EVERY_MS) // 100):
         g.tick(ms=100)
@@ -127,12 +127,12 @@ def test_an_agent_that_stays_has_slots_soon_however_often_a_batch_ends() -> None
 def test_agents_that_come_soon_after_one_another_have_each_a_part_of_the_slots_at_once() -> None:
     """Whoever has moved stays for a while: what the first one is lent the second one does not have soon."""
     g = settled((A,), (B,))
-    g.host_came("h1")
-    g.stay(2_000)
-    g.host_came("h2")
-    g.stay(STAY_MS - 2_000)
+    g.agent_connects("h1")
+    g.send_heartbeats(2_000)
+    g.agent_connects("h2")
+    g.send_heartbeats(STAY_MS - 2_000)
     assert begun(g) == []
-    g.stay(2_000)
+    g.send_heartbeats(2_000)
     assert begun(g) == [0, 1]
     assert sorted(hosts_of(g)) == ["h1", "h2"]
 
@@ -140,15 +140,15 @@ def test_agents_that_come_soon_after_one_another_have_each_a_part_of_the_slots_a
 def others_come_and_go(g: GroupHarness, nothing: type) -> None:
     """There is always an agent that has just come, until it was waited enough: nothing of that kind is ordered."""
     for number in range(TOGETHER_MS_MAX // 1_000):
-        g.host_came(f"x{number}")
+        g.agent_connects(f"x{number}")
         assert only(nothing, g.feed(ev.BatchBoundary())) == []
         g.feed(ev.AgentEnded(agent=f"x{number - 1}", reason="it left"))
-        g.stay(1_000)
+        g.send_heartbeats(1_000)
 
 
 def test_an_agent_waits_for_its_slots_only_so_long_while_others_come() -> None:
     g = settled((A,), (B,))
-    g.host_came("h1")
+    g.agent_connects("h1")
     others_come_and_go(g, ev.Leave)
     assert begun(g) == [0, 1]
     assert hosts_of(g) == ["h1", "h1"]
@@ -160,8 +160,8 @@ def test_nothing_moves_before_the_batch_is_done_and_kafka_has_its_offsets() -> N
     assert begun(g) == []
     g.durable()
     assert begun(g) == []
-    assert g.machine.placement.waits_until_ms() == g.clock() + BEGIN_MS_MAX
-    g.echoed()
+    assert g.run.placement.waits_until_ms() == g.clock() + BEGIN_MS_MAX
+    g.commit_succeeds()
     assert begun(g) == [0]
 
 
@@ -172,17 +172,17 @@ def test_a_move_that_cannot_begin_is_put_off_and_the_plan_goes_on() -> None:
     begun(g)
     g.tick(ms=BEGIN_MS_MAX)
     begun(g)
-    assert g.machine.placement.waits_until_ms() is None
-    g.echoed()
+    assert g.run.placement.waits_until_ms() is None
+    g.commit_succeeds()
     assert begun(g) == []
-    g.stay(MOVE_PUT_OFF_MS)
+    g.send_heartbeats(MOVE_PUT_OFF_MS)
     assert begun(g) == [0]
 
 
 def test_slots_are_spread_evenly() -> None:
     g = settled((A,), (B,), (C,))
-    g.host_came("h1")
-    g.host_came("h2")
+    g.agent_connects("h1")
+    g.agent_connects("h2")
     g.tick(ms=STAY_MS)
     assert begun(g) == [0, 1, 2]
     assert sorted(hosts_of(g)) == ["h1", "h1", "h2"]
@@ -192,16 +192,16 @@ def test_a_slot_goes_to_a_newcomer_only_from_an_agent_that_has_two_more_and_not_
     g = ready((A,), (B,), (C,))
     begun(g)
     back(g, A, B, C)
-    g.host_came("h2")
-    g.stay(STAY_MS)
+    g.agent_connects("h2")
+    g.send_heartbeats(STAY_MS)
     assert begun(g) == []
-    g.stay(STAYS_MS)
+    g.send_heartbeats(STAYS_MS)
     assert len(begun(g)) == 1
     assert sorted(hosts_of(g)) == ["h1", "h1", "h2"]
     g.member_ended(2)
     g.settled(C, slot=2)
-    g.host_came("h3")
-    g.stay(STAY_MS)
+    g.agent_connects("h3")
+    g.send_heartbeats(STAY_MS)
     assert begun(g) == [1]
     assert sorted(hosts_of(g)) == ["h1", "h2", "h3"]
 
@@ -228,13 +228,13 @@ def test_slots_stay_at_home_where_they_are_to_or_each_move_would_be_a_rebalance(
     g = GroupHarness(1, **rules)
     if "classic" in rules:
         g.feed(ev.TargetRequested(), ev.TargetRead(ends={}))  # a bounded run
-    g.born()
+    g.start_stream()
     g.settled(A)
-    g.host_came("h1")
-    g.host_came("h2")
+    g.agent_connects("h1")
+    g.agent_connects("h2")
     g.tick(ms=STAY_MS)
     assert begun(g) == []
-    assert len([text for text in g.said() if "no places of their own" in text]) == (1 if "classic" in rules else 0)
+    assert len([text for text in g.logged() if "no places of their own" in text]) == (1 if "classic" in rules else 0)
 
 
 # --- agents that are gone -------------------------------------------------------------------------------------------
@@ -246,7 +246,7 @@ def test_slots_of_a_lost_host_count_as_lost_and_join_at_home_at_once() -> None:
     dismiss, join = g.feed(ev.AgentEnded(agent="h1", reason="its executor is gone"))
     assert isinstance(dismiss, ev.DismissAgent) and isinstance(join, ev.Join)
     assert (join.agent, join.client) == ("", 3)
-    assert (g.machine.statistics().partitions_lost, g.machine.statistics().possible_duplicates) == (1, 50)
+    assert (g.run.statistics().partitions_lost, g.run.statistics().possible_duplicates) == (1, 50)
     # Late reports of the old member are ignored.
     assert g.feed(ev.MemberFenced(slot=0, client=2, reason="FENCED_INSTANCE_ID")) == []
     assert g.feed(ev.Assigned(slot=0, client=2, partitions=(A,))) == []
@@ -254,14 +254,14 @@ def test_slots_of_a_lost_host_count_as_lost_and_join_at_home_at_once() -> None:
 
 def test_they_join_at_another_agent_if_there_is_one() -> None:
     g = lent()
-    g.host_came("h2")
-    g.stay(STAY_MS)
+    g.agent_connects("h2")
+    g.send_heartbeats(STAY_MS)
     assert [j.agent for j in only(ev.Join, g.feed(ev.AgentEnded(agent="h1", reason="x")))] == ["h2"]
 
 
 def test_a_lease_ends_without_a_sign_of_life_and_not_with_one() -> None:
     g = lent()
-    g.stay(2 * LEASE_MS)
+    g.send_heartbeats(2 * LEASE_MS)
     assert hosts_of(g) == ["h1"]
     assert only(ev.Join, g.tick(ms=LEASE_MS - 1)) == []
     assert [join.agent for join in only(ev.Join, g.tick(ms=1))] == [""]
@@ -271,20 +271,20 @@ def test_a_channel_that_is_cut_is_no_lost_host_but_nothing_is_lent_to_it() -> No
     g = lent()
     g.feed(ev.AgentHeartbeat(agent="h1"), ev.AgentDisconnected(agent="h1"))
     g.tick(ms=LEASE_MS - 1)
-    assert g.host_came("h1", fresh=False) == [ev.AcceptAgent(agent="h1")]
+    assert g.agent_connects("h1", fresh=False) == [ev.AcceptAgent(agent="h1")]
     assert hosts_of(g) == ["h1"]
     g = ready((A,))
     g.feed(ev.AgentDisconnected(agent="h1"))
     assert begun(g) == []
-    g.host_came("h1", fresh=False)
+    g.agent_connects("h1", fresh=False)
     assert begun(g) == []  # it must stay again
-    g.stay(STAY_MS)
+    g.send_heartbeats(STAY_MS)
     assert begun(g) == [0]
 
 
 def test_a_newer_agent_of_the_same_executor_takes_its_twins_place() -> None:
     g = lent()
-    commands = g.host_came("h2", executor="of h1")
+    commands = g.agent_connects("h2", executor="of h1")
     assert {command.agent for command in only(ev.DismissAgent, commands)} == {"h1"}
     assert ev.AcceptAgent(agent="h2") in commands
     assert [join.agent for join in only(ev.Join, commands)] == [""]
@@ -294,9 +294,9 @@ def test_an_agent_of_a_former_run_or_whose_lease_is_over_is_dismissed() -> None:
     for fresh in (True, False):
         g = lent()
         g.tick(ms=LEASE_MS)
-        assert [type(command) for command in g.host_came("h1", fresh=fresh)] == [ev.DismissAgent]
+        assert [type(command) for command in g.agent_connects("h1", fresh=fresh)] == [ev.DismissAgent]
         assert [type(command) for command in g.feed(ev.AgentHeartbeat(agent="h1"))] == [ev.DismissAgent]
-    assert [type(command) for command in settled((A,)).host_came("h9", fresh=False)] == [ev.DismissAgent]
+    assert [type(command) for command in settled((A,)).agent_connects("h9", fresh=False)] == [ev.DismissAgent]
 
 
 @pytest.mark.parametrize("classic", [True, False])
@@ -313,10 +313,10 @@ def test_the_place_of_a_member_that_vanished_is_taken_where_a_broker_does_not_gi
 
 def test_a_host_that_is_lost_while_its_member_closes_is_not_waited_for() -> None:
     g = lent()
-    g.host_came("h2")
-    g.stay(STAYS_MS)
-    g.machine.placement.hosts.put_off("h1")
-    g.machine.slots.move(g.machine.slots.all[0], "h2")
+    g.agent_connects("h2")
+    g.send_heartbeats(STAYS_MS)
+    g.run.placement.hosts.put_off("h1")
+    g.run.slots.move(g.run.slots.all[0], "h2")
     assert [join.agent for join in only(ev.Join, g.feed(ev.AgentEnded(agent="h1", reason="x")))] == ["h2"]
 
 
@@ -324,11 +324,11 @@ def test_a_slot_that_cannot_join_from_an_agent_is_called_home_and_the_agent_is_p
     g = ready((A,))
     begun(g)
     g.member_ended()
-    g.stay(g.machine.rules.joining_budget_ms // 2 + 1_000)
+    g.send_heartbeats(g.run.rules.joining_budget_ms // 2 + 1_000)
     assert [join.agent for join in only(ev.Join, g.member_ended())] == [""]
     g.settled(A)
     assert begun(g) == []
-    g.stay(HOST_PUT_OFF_MS)
+    g.send_heartbeats(HOST_PUT_OFF_MS)
     assert begun(g) == [0]
 
 
@@ -336,7 +336,7 @@ def test_a_slot_whose_member_fails_at_an_agent_is_called_home_too() -> None:
     g = lent()
     for _ in range(9):
         g.failed()
-        g.stay(5_000)
+        g.send_heartbeats(5_000)
     assert hosts_of(g) == [""]
 
 
@@ -346,12 +346,12 @@ def test_a_slot_whose_member_fails_at_an_agent_is_called_home_too() -> None:
 def growing(*hosts: str, slots: int = 1) -> GroupHarness:
     """A group of as many slots as agents, when these have stayed."""
     g = GroupHarness(slots, auto_slots=True, shrink_ms=SHRINK_MS)
-    g.born()
+    g.start_stream()
     for slot, tp in zip(range(slots), (A, B, C), strict=False):
         g.settled(tp, slot=slot)
     for host in hosts:
-        g.host_came(host)
-    g.stay(STAY_MS)
+        g.agent_connects(host)
+    g.send_heartbeats(STAY_MS)
     return g
 
 
@@ -379,12 +379,12 @@ def test_a_slot_too_many_leaves_when_its_agent_stayed_away_for_long() -> None:
     g.feed(ev.AgentEnded(agent="h2", reason="its executor is gone"))
     g.settled(B, slot=1)
     begun(g)
-    g.stay(SHRINK_MS - 1_000)
+    g.send_heartbeats(SHRINK_MS - 1_000)
     assert begun(g) == []
-    g.stay(1_000)
+    g.send_heartbeats(1_000)
     assert g.feed(ev.BatchBoundary()) == [ev.Leave(slot=1, leave=True)]
-    assert g.machine.plannable() == {A: 100}
-    assert g.machine.is_gathered
+    assert g.run.plannable() == {A: 100}
+    assert g.run.is_gathered
     assert g.feed(ev.MemberFailed(slot=1, client=3, reason="late")) == []
 
 
@@ -392,19 +392,19 @@ def test_the_last_slot_never_leaves() -> None:
     g = growing("h1")
     g.feed(ev.AgentEnded(agent="h1", reason="its executor is gone"))
     begun(g)
-    g.stay(2 * SHRINK_MS)
+    g.send_heartbeats(2 * SHRINK_MS)
     assert begun(g) == []
-    assert len(g.machine.slots.all) == 1
+    assert len(g.run.slots.all) == 1
 
 
 def test_a_slot_that_comes_again_is_told_from_its_former_self() -> None:
     g = growing("h1", slots=2)
     begun(g)
     back(g, A, B)
-    g.stay(SHRINK_MS)
+    g.send_heartbeats(SHRINK_MS)
     assert begun(g) == [1]
-    g.host_came("h2")
-    g.stay(STAY_MS)
+    g.agent_connects("h2")
+    g.send_heartbeats(STAY_MS)
     ((slot, _),) = joins(g)
     assert (slot, g.clients[1]) == (1, 3)
 

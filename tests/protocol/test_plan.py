@@ -38,7 +38,7 @@ def plan(
     now_ms: int = 0,
 ) -> StreamOffset | None:
     planner = planner or Planner(rules_with())
-    return planner.plan(group.machine, ends, IDS, lambda _: {}, first=first, unlimited=unlimited, now_ms=now_ms)
+    return planner.plan(group.run, ends, IDS, lambda _: {}, first=first, unlimited=unlimited, now_ms=now_ms)
 
 
 def planned(group: GroupHarness, ends: Ends, planner: Planner | None = None) -> StreamOffset:
@@ -130,7 +130,7 @@ def test_uncommitted_positions_survive_the_json(fresh: GroupHarness) -> None:
 
 def test_plan_keeps_the_first_partition_counts_and_the_topic_ids() -> None:
     group = GroupHarness()
-    group.born({"orders": 3})
+    group.start_stream({"orders": 3})
     group.settled(A, OTHER)
     offset = planned(group, {A: 150})
     assert offset.known == {"orders": 3}

@@ -27,14 +27,14 @@ def test_what_is_held_goes_on_at_its_own_position_and_is_not_asked_for_again(gro
     group.reads({A: (100, 150)})
     group.durable()
     assert only(ev.FetchCommittedOffsets, group.assigned(B)) == [ev.FetchCommittedOffsets(partitions=(B,))]
-    assert group.machine.plannable() == {A: 150}
+    assert group.run.plannable() == {A: 150}
 
 
 def test_a_partition_that_was_never_ours_starts_where_the_group_committed(group: GroupHarness) -> None:
     group.assigned(A, B)
-    group.taken({A: by_no_stream(70), B: ev.Committed(offset=80, stream="another")})
-    assert group.machine.plannable() == {A: 70, B: 80}
-    assert group.said() == []  # nothing of ours was moved
+    group.claim({A: by_no_stream(70), B: ev.Committed(offset=80, stream="another")})
+    assert group.run.plannable() == {A: 70, B: 80}
+    assert group.logged() == []  # nothing of ours was moved
     # An ordinary consumer's commit is marked in the offset, a stream's is not.
     assert group.followed() == {A}
 
@@ -45,13 +45,13 @@ def test_what_somebody_else_committed_is_committed_under_our_name_before_it_is_r
     assert group.committed({A: by_no_stream(70), B: 80}) == [
         ev.CommitOffsets(offsets={A: 70}, stream=STREAM, seq=-1, followed=frozenset({A}))
     ]
-    assert group.machine.positions.all_known and not group.gathered()
-    assert group.machine.plannable() == {B: 80}
+    assert group.run.partitions.all_known and not group.gathered()
+    assert group.run.plannable() == {B: 80}
     group.feed(ev.OffsetCommitFailed(reason="coordinator moved"))
-    assert group.machine.plannable() == {B: 80}
-    group.echoed(group.tick(ms=100))
+    assert group.run.plannable() == {B: 80}
+    group.commit_succeeds(group.tick(ms=100))
     assert group.gathered()
-    assert group.machine.plannable() == {A: 70, B: 80}
+    assert group.run.plannable() == {A: 70, B: 80}
 
 
 def test_our_own_commit_that_is_further_wins_over_our_position(fresh: GroupHarness) -> None:
@@ -59,7 +59,7 @@ def test_our_own_commit_that_is_further_wins_over_our_position(fresh: GroupHarne
     fresh.durable({A: (100, 150)})
     fresh.assigned(A)
     assert fresh.committed({A: 400}) == []
-    assert fresh.machine.plannable() == {A: 400}
+    assert fresh.run.plannable() == {A: 400}
 
 
 @pytest.mark.parametrize("offset", [20, 300])
@@ -67,23 +67,23 @@ def test_somebody_elses_commit_is_followed_in_both_directions_and_said(group: Gr
     group.settled(A)
     group.revoking(A)
     group.assigned(A)
-    group.taken({A: by_no_stream(offset)})
-    assert group.machine.plannable() == {A: offset}
+    group.claim({A: by_no_stream(offset)})
+    assert group.run.plannable() == {A: offset}
     assert group.followed() == {A}
-    assert any(f"from 100 to {offset}" in text for text in group.said())
+    assert any(f"from 100 to {offset}" in text for text in group.logged())
 
 
 def test_what_was_never_committed_starts_as_the_options_say_and_is_committed_at_once(group: GroupHarness) -> None:
     group.assigned(A, B)
     assert group.committed({A: None, B: 7}) == [ev.ResolveStarts(starts={A: EARLIEST})]
-    assert not group.machine.positions.all_known
+    assert not group.run.partitions.all_known
     assert group.resolved({A: 31}) == [ev.CommitOffsets(offsets={A: 31}, stream=STREAM, seq=-1)]
-    assert group.machine.plannable() == {A: 31, B: 7}
+    assert group.run.plannable() == {A: 31, B: 7}
 
 
 def test_partitions_added_after_the_stream_began_start_at_their_beginning() -> None:
     group = GroupHarness(starting=FROM_THE_END)
-    group.born()
+    group.start_stream()
     group.assigned(A, NEW, OTHER)
     commands = group.committed({A: None, NEW: None, OTHER: None})
     assert commands == [ev.ResolveStarts(starts={A: LATEST, NEW: EARLIEST, OTHER: EARLIEST})]
@@ -92,21 +92,21 @@ def test_partitions_added_after_the_stream_began_start_at_their_beginning() -> N
 def test_a_restart_still_knows_which_partitions_are_new() -> None:
     fresh = GroupHarness(starting=FROM_THE_END)
     offset = group_offset(known={"orders": 2})
-    fresh.goes_on(offset)
+    fresh.resume(offset)
     fresh.assigned(A, B, C)
     assert fresh.committed({A: None, B: None, C: None}) == [
         ev.ResolveStarts(starts={A: LATEST, B: LATEST, C: EARLIEST})
     ]
-    assert fresh.machine.lookups.known == {"orders": 2}
+    assert fresh.run.lookups.known == {"orders": 2}
 
 
 def test_partitions_of_a_topic_that_was_made_again_start_at_their_beginning() -> None:
     """Also those that another member had when the former topic was deleted, whatever startingOffsets says."""
     group = GroupHarness(starting=FROM_THE_END)
-    group.born()
+    group.start_stream()
     group.settled(A)
     group.feed(ev.RecordsMissing(offsets={A: 0}, reason="topic orders was made again", topics=("orders",)))
-    group.echoed()
+    group.commit_succeeds()
     group.assigned(B)
     assert group.committed({B: None}) == [ev.ResolveStarts(starts={B: EARLIEST})]
 
@@ -118,16 +118,16 @@ def test_a_lookup_that_fails_is_asked_again_after_a_growing_pause(group: GroupHa
         if starts:
             assert group.committed({A: None}) == [ev.ResolveStarts(starts={A: EARLIEST})]
         assert group.feed(ev.LookupFailed(partitions=(A,), error=BrokerUnavailable("no broker"))) == []
-        assert group.machine.next_deadline_ms() == group.clock() + pause_ms
+        assert group.run.next_deadline_ms() == group.clock() + pause_ms
         assert group.tick(ms=pause_ms - 1) == []
         assert group.tick(ms=1) == [ev.FetchCommittedOffsets(partitions=(A,))]
     group.committed({A: None if starts else 3})
     if starts:
         group.resolved({A: 3})
-    assert group.machine.plannable() == {A: 3}
+    assert group.run.plannable() == {A: 3}
     group.assigned(B)
     group.feed(ev.LookupFailed(partitions=(B,), error=BrokerUnavailable("no broker")))
-    assert group.machine.next_deadline_ms() == group.clock() + 100
+    assert group.run.next_deadline_ms() == group.clock() + 100
 
 
 def test_an_answer_older_than_a_partitions_return_is_asked_for_again(group: GroupHarness) -> None:
@@ -135,19 +135,19 @@ def test_an_answer_older_than_a_partitions_return_is_asked_for_again(group: Grou
     group.revoking(A)  # it leaves, another member reads and commits, and it comes back
     assert only(ev.FetchCommittedOffsets, group.assigned(A)) == []
     assert group.committed({A: 100}) == [ev.FetchCommittedOffsets(partitions=(A,))]
-    assert group.machine.plannable() == {}
-    group.taken({A: by_no_stream(300)})
-    assert group.machine.plannable() == {A: 300}
+    assert group.run.plannable() == {}
+    group.claim({A: by_no_stream(300)})
+    assert group.run.plannable() == {A: 300}
 
 
 def test_the_next_offset_carries_what_its_ranges_do_not_and_kafka_may_not_know(fresh: GroupHarness) -> None:
     fresh.durable({A: (100, 150), B: (40, 40), C: (5, 9)})
-    assert fresh.machine.positions.uncommitted() == {A: 150, B: 40, C: 9}  # whether Kafka has them shows when they come
+    assert fresh.run.partitions.uncommitted() == {A: 150, B: 40, C: 9}  # whether Kafka has them shows when they come
     fresh.assigned(A, B)
     commands = fresh.committed({A: 100, B: 40})
-    assert fresh.machine.positions.uncommitted() == {A: 150, C: 9}
-    fresh.echoed(commands)
-    assert fresh.machine.positions.uncommitted() == {C: 9}
+    assert fresh.run.partitions.uncommitted() == {A: 150, C: 9}
+    fresh.commit_succeeds(commands)
+    assert fresh.run.partitions.uncommitted() == {C: 9}
 
 
 def test_a_topic_made_again_goes_on_at_its_new_beginning_and_is_committed_there(group: GroupHarness) -> None:
@@ -155,7 +155,7 @@ def test_a_topic_made_again_goes_on_at_its_new_beginning_and_is_committed_there(
     assert group.feed(ev.RecordsMissing(offsets={A: 0}, reason="topic orders was made again")) == [
         ev.CommitOffsets(offsets={A: 0}, stream=STREAM, seq=-1)
     ]
-    assert group.machine.plannable() == {A: 0, B: 100}
+    assert group.run.plannable() == {A: 0, B: 100}
     assert group.warned() == ["topic orders was made again"]
 
 
@@ -163,15 +163,15 @@ def test_a_move_back_while_the_old_position_is_being_committed_is_committed_next
     group.reads({A: (100, 150)})
     group.durable()
     assert group.feed(ev.RecordsMissing(offsets={A: 0}, reason="topic orders was made again")) == []
-    assert group.echoed() == [ev.CommitOffsets(offsets={A: 0}, stream=STREAM, seq=0)]
+    assert group.commit_succeeds() == [ev.CommitOffsets(offsets={A: 0}, stream=STREAM, seq=0)]
 
 
 def test_what_a_batch_is_reading_is_not_moved(group: GroupHarness) -> None:
     group.reads({A: (100, 150)}, B)
     group.feed(ev.RecordsMissing(offsets={A: 120, B: 120, C: 120}, reason="records are gone"))
-    assert group.machine.plannable() == {B: 120}
+    assert group.run.plannable() == {B: 120}
     group.durable()
-    assert group.machine.plannable() == {A: 150, B: 120}
+    assert group.run.plannable() == {A: 150, B: 120}
 
 
 def group_offset(known: dict[str, int]) -> StreamOffset:
@@ -186,16 +186,16 @@ def test_an_answer_that_leaves_a_partition_out_is_asked_again_after_a_growing_pa
     group.assigned(A, B)
     found: dict[TopicPartition, ev.Committed | None] = {A: ev.Committed(offset=5, stream=STREAM)}
     assert group.feed(ev.CommittedOffsetsRead(offsets=found, asked=(A, B))) == []
-    assert group.machine.plannable() == {A: 5}
+    assert group.run.plannable() == {A: 5}
     for pause_ms in (100, 200, 500, 1_000, 2_000, 5_000, 5_000):
-        assert not group.machine.positions.all_known
-        assert group.machine.next_deadline_ms() == group.clock() + pause_ms
+        assert not group.run.partitions.all_known
+        assert group.run.next_deadline_ms() == group.clock() + pause_ms
         assert group.tick(ms=pause_ms) == [ev.FetchCommittedOffsets(partitions=(B,))]
         assert group.feed(ev.CommittedOffsetsRead(offsets={}, asked=(B,))) == []
     assert "offsets of 1 partitions could not be read: the answer did not name them" in group.warned()[0]
     group.tick(ms=5_000)
     group.committed({B: 7})
-    assert group.machine.plannable() == {A: 5, B: 7}
+    assert group.run.plannable() == {A: 5, B: 7}
 
 
 def test_a_start_that_the_answer_leaves_out_is_asked_again_too(group: GroupHarness) -> None:
@@ -205,7 +205,7 @@ def test_a_start_that_the_answer_leaves_out_is_asked_again_too(group: GroupHarne
     assert group.tick(ms=100) == [ev.FetchCommittedOffsets(partitions=(B,))]
     assert group.committed({B: None}) == [ev.ResolveStarts(starts={B: EARLIEST})]
     group.resolved({B: 4})
-    assert group.machine.plannable() == {A: 3, B: 4}
+    assert group.run.plannable() == {A: 3, B: 4}
 
 
 # --- starting options ------------------------------------------------------------------------------------------------
@@ -213,7 +213,7 @@ def test_a_start_that_the_answer_leaves_out_is_asked_again_too(group: GroupHarne
 
 def by_time(no_match: Literal["error", "latest"]) -> GroupHarness:
     group = GroupHarness(starting=StartingPosition(everywhere=StartAt("time", 1_700_000), no_match=no_match))
-    group.born()
+    group.start_stream()
     group.assigned(A, B)
     assert group.committed({A: None, B: None}) == [
         ev.ResolveStarts(starts=dict.fromkeys((A, B), StartAt("time", 1_700_000)))
@@ -231,13 +231,13 @@ def test_a_time_that_no_record_is_as_young_as_means_the_end_if_the_options_say_s
     group = by_time("latest")
     assert ev.ResolveStarts(starts={B: LATEST}) in group.resolved({A: 3, B: None})
     group.resolved({B: 9})
-    assert group.machine.plannable() == {A: 3, B: 9}
+    assert group.run.plannable() == {A: 3, B: 9}
 
 
 @pytest.mark.parametrize("fail", [True, False])
 def test_a_new_partition_whose_first_records_went_before_anyone_read_them_is_lost_data(fail: bool) -> None:
     group = GroupHarness(fail_on_data_loss=fail)
-    group.born()
+    group.start_stream()
     group.assigned(NEW)
     group.committed({NEW: None})
     errors = [command.error for command in only(ev.Fail, group.resolved({NEW: 3}))]
@@ -245,7 +245,7 @@ def test_a_new_partition_whose_first_records_went_before_anyone_read_them_is_los
     if errors:
         assert errors[0].fields == {"topic": "orders", "partition": 4, "expected": 0, "available": 3}
     else:
-        assert group.machine.plannable() == {NEW: 3}
+        assert group.run.plannable() == {NEW: 3}
 
 
 # --- lost during a batch, and back before it is known ----------------------------------------------------------------
@@ -264,16 +264,16 @@ def test_a_partition_goes_on_where_others_committed_inside_the_batch_during_whic
     group.assigned(A)
     if first == "durable":
         group.durable()
-        group.taken({A: by_no_stream(offset)})
+        group.claim({A: by_no_stream(offset)})
     else:
         group.committed({A: by_no_stream(offset)})
         group.durable()
-        group.echoed()
-    assert group.machine.plannable() == {A: offset}
-    assert any("was moved from 150 to" in text for text in group.said()) == (offset < 150)
+        group.commit_succeeds()
+    assert group.run.plannable() == {A: offset}
+    assert any("was moved from 150 to" in text for text in group.logged()) == (offset < 150)
     assert group.followed() == frozenset()
-    assert group.machine.statistics().possible_duplicates == 50
-    assert group.machine.all_committed
+    assert group.run.statistics().possible_duplicates == 50
+    assert group.run.all_committed
 
 
 @pytest.mark.parametrize("first", ["durable", "answer"])
@@ -286,13 +286,13 @@ def test_a_commit_outside_of_the_batch_is_followed_whenever_it_shows(
     group.assigned(A)
     if first == "durable":
         group.durable()
-        group.taken({A: by_no_stream(offset)})
+        group.claim({A: by_no_stream(offset)})
     else:
-        group.taken({A: by_no_stream(offset)})
+        group.claim({A: by_no_stream(offset)})
         group.durable()
-    assert group.machine.plannable() == {A: offset}
+    assert group.run.plannable() == {A: offset}
     assert group.followed() == {A}
-    assert any(f"was moved from 100 to {offset}" in text for text in group.said())
+    assert any(f"was moved from 100 to {offset}" in text for text in group.logged())
 
 
 # --- logs that were cut ----------------------------------------------------------------------------------------------
@@ -305,12 +305,12 @@ def cut_below(group: GroupHarness, at: int) -> None:
 def test_a_partition_that_goes_back_says_where_it_stood_until_kafka_has_more(group: GroupHarness) -> None:
     group.settled(A)
     cut_below(group, 60)
-    assert group.machine.plannable() == {A: 60} and group.truncated() == {A: 100}
-    group.echoed()
+    assert group.run.plannable() == {A: 60} and group.truncated() == {A: 100}
+    group.commit_succeeds()
     assert group.truncated() == {A: 100}, "no batch from there is durable"
     group.plan({A: (60, 80)})
-    group.echoed(group.durable())
-    assert group.machine.plannable() == {A: 80} and group.truncated() == {}
+    group.commit_succeeds(group.durable())
+    assert group.run.plannable() == {A: 80} and group.truncated() == {}
 
 
 def test_a_former_commit_of_ours_does_not_lead_a_cut_partition_forward_again(group: GroupHarness) -> None:
@@ -322,16 +322,16 @@ def test_a_former_commit_of_ours_does_not_lead_a_cut_partition_forward_again(gro
     group.lost(A)
     group.assigned(A)
     group.committed({A: ev.Committed(offset=100, stream=STREAM, seq=-1)})
-    assert group.machine.plannable() == {A: 80}
+    assert group.run.plannable() == {A: 80}
 
 
 def test_after_a_restart_the_checkpoint_says_what_was_cut(fresh: GroupHarness) -> None:
     past = StreamOffset(group="etl", stream=STREAM, seq=7, ranges={A: (60, 80)}, truncated_from={A: 100})
-    fresh.goes_on(past)
+    fresh.resume(past)
     fresh.join()
     fresh.assigned(A)
     fresh.committed({A: ev.Committed(offset=100, stream=STREAM, seq=6)})
-    assert fresh.machine.plannable() == {A: 80}
+    assert fresh.run.plannable() == {A: 80}
 
 
 @pytest.mark.parametrize("cut", [100, None])
@@ -339,11 +339,11 @@ def test_our_own_commit_below_our_position_says_whether_the_log_was_cut(fresh: G
     """The run ended after that commit, before it planned from there. Or it went on where another stream had committed:
     then the table has those rows."""
     past = StreamOffset(group="etl", stream=STREAM, seq=7, ranges={A: (90, 100)})
-    fresh.goes_on(past)
+    fresh.resume(past)
     fresh.join()
     fresh.assigned(A)
     fresh.committed({A: ev.Committed(offset=60, stream=STREAM, seq=7, truncated_from=cut)})
-    assert fresh.machine.plannable() == {A: 60}
+    assert fresh.run.plannable() == {A: 60}
     assert fresh.truncated() == ({} if cut is None else {A: cut})
 
 

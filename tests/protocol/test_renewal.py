@@ -25,10 +25,10 @@ def test_offset_of_an_idle_partition_is_renewed_after_hours(group: GroupHarness)
     assert group.tick(ms=RENEW_MS // 2 - RENEW_CHECK_MS) == []
     again = group.tick(ms=RENEW_CHECK_MS)
     assert again == [ev.CommitOffsets(offsets={B: 6}, stream=STREAM, seq=-1)]
-    assert group.echoed(again) == []
+    assert group.commit_succeeds(again) == []
     assert group.tick(ms=RENEW_MS // 2) == [ev.CommitOffsets(offsets={A: 5}, stream=STREAM, seq=-1)]
-    group.echoed()
-    statistics = group.machine.statistics()
+    group.commit_succeeds()
+    statistics = group.run.statistics()
     assert (statistics.offsets_renewed, statistics.uncommitted_partitions) == (2, 0)
     assert group.warned() == []
 
@@ -46,7 +46,7 @@ def test_commit_restarts_the_renewal_time(group: GroupHarness) -> None:
     group.committed({A: committed(5, group.clock())})
     group.tick(ms=RENEW_MS - 1)
     group.plan({A: (5, 9)})
-    group.echoed(group.durable())
+    group.commit_succeeds(group.durable())
     assert group.tick(ms=RENEW_MS // 2) == []
 
 
@@ -60,8 +60,8 @@ def test_G3_partition_is_released_after_its_renewal_is_committed(group: GroupHar
     group.settled(A)
     again = aged(group)
     assert only(ev.Release, group.revoking(A)) == []
-    assert len(only(ev.Release, group.echoed(again))) == 1
-    assert group.machine.statistics().possible_duplicates == 0
+    assert len(only(ev.Release, group.commit_succeeds(again))) == 1
+    assert group.run.statistics().possible_duplicates == 0
 
 
 def test_G5_expired_offset_is_restored_from_the_checkpoint_and_counted(fresh: GroupHarness) -> None:
@@ -69,46 +69,46 @@ def test_G5_expired_offset_is_restored_from_the_checkpoint_and_counted(fresh: Gr
     fresh.assigned(A, B, C)
     commands = fresh.committed({A: None, B: None, C: None})
     assert [sorted(starts.starts) for starts in only(ev.ResolveStarts, commands)] == [[C]], "C was never read"
-    assert fresh.machine.plannable() == {A: 150, B: 40}
+    assert fresh.run.plannable() == {A: 150, B: 40}
     assert only(ev.CommitOffsets, commands)[0].offsets == {A: 150, B: 40}, "and Kafka has it again"
-    assert fresh.machine.statistics().offsets_restored == 2
-    assert any("not at startingOffsets" in text for text in fresh.said())
+    assert fresh.run.statistics().offsets_restored == 2
+    assert any("not at startingOffsets" in text for text in fresh.logged())
 
 
 def test_uncommitted_position_does_not_count_as_renewed(group: GroupHarness) -> None:
     group.reads({A: (100, 150)})
     group.durable()
     assert only(ev.CommitOffsets, aged(group)) == []
-    assert group.machine.statistics().offsets_renewed == 0
+    assert group.run.statistics().offsets_renewed == 0
 
 
 def test_G5_plan_lists_partitions_that_start_after_uncommitted_records() -> None:
     group = GroupHarness(starting=StartingPosition(everywhere=LATEST))
-    group.born({"orders": 2})
+    group.start_stream({"orders": 2})
     group.assigned(A, B, C)
     group.committed({A: None, B: 7, C: None})
-    assert group.machine.lookups.began == {A}, "C came later: it begins at its first record"
-    group.echoed(group.resolved({A: 31, C: 0}))
+    assert group.run.lookups.began == {A}, "C came later: it begins at its first record"
+    group.commit_succeeds(group.resolved({A: 31, C: 0}))
     group.plan({})
-    assert group.machine.lookups.began == {A}
+    assert group.run.lookups.began == {A}
     group.durable()
-    assert group.machine.lookups.began == frozenset()
+    assert group.run.lookups.began == frozenset()
 
 
 def test_partition_committed_meanwhile_is_not_listed_as_started() -> None:
     group = GroupHarness(starting=StartingPosition(everywhere=LATEST))
-    group.born()
+    group.start_stream()
     group.assigned(A)
     group.committed({A: None})
-    group.echoed(group.resolved({A: 31}))
-    assert group.machine.lookups.began == {A}
+    group.commit_succeeds(group.resolved({A: 31}))
+    assert group.run.lookups.began == {A}
     group.lost(A)
     group.assigned(A)
-    group.taken({A: ev.Committed(offset=50)})
-    assert group.machine.lookups.began == frozenset()
+    group.claim({A: ev.Committed(offset=50)})
+    assert group.run.lookups.began == frozenset()
 
 
 def test_partition_started_at_its_first_record_is_not_listed(group: GroupHarness) -> None:
     group.assigned(A)
     group.committed({A: None})
-    assert group.machine.lookups.began == frozenset()
+    assert group.run.lookups.began == frozenset()

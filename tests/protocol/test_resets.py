@@ -22,7 +22,7 @@ def test_which_lower_commits_of_the_stream_are_accepted(fresh: GroupHarness, seq
     fresh.durable({A: (100, 150)})
     fresh.assigned(A)
     fresh.committed({A: ev.Committed(offset=20, stream=STREAM, seq=seq, followed=True)})
-    assert fresh.machine.plannable() == {A: goes_on}
+    assert fresh.run.plannable() == {A: goes_on}
     assert fresh.followed() == ({A} if goes_on == 20 else frozenset())
 
 
@@ -39,19 +39,19 @@ def reset(offset: int, reset_number: int = 1) -> ev.Committed:
 
 def test_reset_voids_the_plan_in_flight_and_all_remembered_positions(fresh: GroupHarness) -> None:
     replayed = fresh.replays({A: (100, 150), B: (40, 40)}, uncommitted={C: 9})
-    assert fresh.machine.positions.uncommitted() == {A: 100, B: 40, C: 9}
+    assert fresh.run.partitions.uncommitted() == {A: 100, B: 40, C: 9}
     fresh.assigned(A, B)
     again = fresh.committed({A: reset(20), B: reset(30)})
     assert again == [ev.FetchCommittedOffsets(partitions=(A, B))]  # all are looked up again, in the light of it
-    assert fresh.machine.positions.uncommitted() == {}
-    assert any("the group was reset (for the 1. time)" in text for text in fresh.said())
+    assert fresh.run.partitions.uncommitted() == {}
+    assert any("the group was reset (for the 1. time)" in text for text in fresh.logged())
     assert fresh.committed({A: reset(20), B: reset(30)}) == [
         ev.CommitOffsets(offsets={A: 20, B: 30}, stream=STREAM, seq=2, reset_number=1, followed=frozenset({A, B}))
     ]
-    fresh.echoed()
+    fresh.commit_succeeds()
     fresh.feed(ev.Durable(offset=replayed))  # a sink with a ledger wrote nothing of it
-    assert fresh.machine.plannable() == {A: 20, B: 30}
-    assert not any("was moved" in text for text in fresh.said())
+    assert fresh.run.plannable() == {A: 20, B: 30}
+    assert not any("was moved" in text for text in fresh.logged())
 
 
 @pytest.mark.proves("G5", level="core")
@@ -63,14 +63,14 @@ def test_batch_voided_by_a_hidden_reset_does_not_count_as_read(fresh: GroupHarne
     fresh.replay(replayed)
     fresh.feed(ev.Durable(offset=replayed))
     fresh.assigned(A, B)
-    fresh.taken({A: ev.Committed(offset=149), B: ev.Committed(offset=40)})
-    assert fresh.machine.plannable() == {A: 149, B: 40}
+    fresh.claim({A: ev.Committed(offset=149), B: ev.Committed(offset=40)})
+    assert fresh.run.plannable() == {A: 149, B: 40}
 
 
 def test_later_commits_and_plans_contain_the_reset_number(group: GroupHarness) -> None:
     group.assigned(A)
     group.committed({A: reset(20, reset_number=2)})
-    group.taken({A: reset(20, reset_number=2)})
+    group.claim({A: reset(20, reset_number=2)})
     group.plan({A: (20, 30)})
     assert only(ev.CommitOffsets, group.durable()) == [
         ev.CommitOffsets(offsets={A: 30}, stream=STREAM, seq=0, reset_number=2)
@@ -84,9 +84,9 @@ def test_own_commit_after_a_reset_shows_the_reset(fresh: GroupHarness) -> None:
     ours = ev.Committed(offset=20, stream=STREAM, seq=6, reset_number=1, followed=True)
     assert fresh.committed({A: ours}) == [ev.FetchCommittedOffsets(partitions=(A,))]
     fresh.committed({A: ours})
-    assert fresh.machine.plannable() == {A: 20}
+    assert fresh.run.plannable() == {A: 20}
     assert fresh.followed() == {A}
-    assert fresh.machine.positions.reset_number == 1
+    assert fresh.run.partitions.reset_number == 1
 
 
 def test_first_lookup_reads_all_notes_for_a_reset(
@@ -108,8 +108,8 @@ def test_never_committed_partition_repeats_its_last_batch_after_a_reset(fresh: G
     fresh.assigned(A, B)
     fresh.committed({A: reset(20), B: None})
     assert only(ev.ResolveStarts, fresh.committed({A: reset(20), B: None})) == []
-    fresh.echoed()
-    assert fresh.machine.plannable() == {A: 20, B: 40}
+    fresh.commit_succeeds()
+    assert fresh.run.plannable() == {A: 20, B: 40}
 
 
 def test_response_without_a_requested_note_is_retried(group: GroupHarness) -> None:
@@ -118,10 +118,10 @@ def test_response_without_a_requested_note_is_retried(group: GroupHarness) -> No
         offsets={A: ev.Committed(offset=100, stream=STREAM)}, asked=(A,), reset_number=0, silent=(B,)
     )
     assert group.feed(silent) == []
-    assert not group.machine.positions.all_known
+    assert not group.run.partitions.all_known
     assert group.tick(ms=RETRY_PAUSES_MS[0]) == asked
     group.committed({A: ev.Committed(offset=100, stream=STREAM)})
-    assert group.machine.plannable() == {A: 100}
+    assert group.run.plannable() == {A: 100}
 
 
 def test_note_that_never_arrives_does_not_block_planning(group: GroupHarness) -> None:
@@ -132,6 +132,6 @@ def test_note_that_never_arrives_does_not_block_planning(group: GroupHarness) ->
     for _ in range(SILENCES_MAX):
         group.feed(silent)
         group.tick(ms=RETRY_PAUSES_MS[-1])
-        assert group.machine.plannable() == {}
+        assert group.run.plannable() == {}
     group.feed(silent)
-    assert group.machine.plannable() == {A: 100}
+    assert group.run.plannable() == {A: 100}

@@ -195,7 +195,7 @@ def test_run_with_auto_slots_starts_as_many_as_the_group_still_has(durable: bool
     assert run.batch().ranges == {A: (150, 160), B: (40, 50)}
     assert members(run) == [0, 1, 2]
     assert not only(ev.Leave, run.history)
-    assert run.said()[:1] == ["the group still has 3 members of this stream; starting as many"]
+    assert run.logged()[:1] == ["the group still has 3 members of this stream; starting as many"]
 
 
 def test_missing_member_between_others_gets_a_slot() -> None:

@@ -342,7 +342,7 @@ def test_once_commits_at_the_stop_if_the_sink_reports_its_batch_as_durable(durab
     run.stop(durable=durable)
     assert {tp: at.offset for tp, at in run.committed.items()} == ({A: 10, B: 4} if has_them else {A: 0, B: 0})
     assert only(ev.Leave, run.history) == [ev.Leave(slot=0, leave=True)]
-    assert any("Trigger.Once" in text and "at the next start" in text for text in run.said()) != has_them
+    assert any("Trigger.Once" in text and "at the next start" in text for text in run.logged()) != has_them
 
 
 def test_once_with_nothing_to_read_returns_the_start() -> None:

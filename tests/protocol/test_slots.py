@@ -19,31 +19,31 @@ A, B, C, D = tps("orders", 0, 1, 2, 3)
 
 def test_a_new_stream_joins_with_every_slot() -> None:
     group = GroupHarness(slots=3)
-    commands = group.born()
+    commands = group.start_stream()
     assert commands == [group.join(slot) for slot in range(3)]
-    assert group.machine.stream == STREAM and group.machine.seq == -1
+    assert group.run.stream == STREAM and group.run.seq == -1
 
 
 def test_nothing_joins_before_a_stream_is_named(fresh: GroupHarness) -> None:
     assert fresh.assigned(A) == []
     assert fresh.feed(ev.Tick(), ev.TopicsChanged(topics=("other",))) == []
-    assert fresh.machine.next_deadline_ms() is None
+    assert fresh.run.next_deadline_ms() is None
 
 
 def test_the_first_assignment_founds_the_run_once_every_partition_has_a_position(pair: GroupHarness) -> None:
     assert only(ev.FetchCommittedOffsets, pair.assigned(A, B, slot=0)) == [ev.FetchCommittedOffsets(partitions=(A, B))]
     pair.assigned(C, slot=1)
-    assert not pair.gathered() and not pair.machine.positions.all_known
+    assert not pair.gathered() and not pair.run.partitions.all_known
     pair.committed({A: 5, B: 6})
     assert not pair.gathered()
     pair.committed({C: 7})
     assert pair.gathered()
-    assert pair.machine.plannable() == {A: 5, B: 6, C: 7}
+    assert pair.run.plannable() == {A: 5, B: 6, C: 7}
 
 
 def test_more_members_than_partitions_are_idle_and_block_nothing() -> None:
     group = GroupHarness(slots=3)
-    group.born({"orders": 1})
+    group.start_stream({"orders": 1})
     group.settled(A, slot=0)
     group.assigned(slot=1)
     assert not group.gathered()  # slot 2 has not heard from Kafka yet
@@ -51,7 +51,7 @@ def test_more_members_than_partitions_are_idle_and_block_nothing() -> None:
     assert group.gathered()
     assert group.plan({A: (100, 110)}) == []
     assert only(ev.CommitOffsets, group.durable()) == [ev.CommitOffsets(offsets={A: 110}, stream=STREAM, seq=0)]
-    assert group.machine.statistics().assigned == (1, 0, 0)
+    assert group.run.statistics().assigned == (1, 0, 0)
 
 
 def test_a_restart_after_a_durable_batch_goes_on_from_its_end(fresh: GroupHarness) -> None:
@@ -60,9 +60,9 @@ def test_a_restart_after_a_durable_batch_goes_on_from_its_end(fresh: GroupHarnes
     fresh.assigned(A, B)
     commands = fresh.committed({A: 100, B: 40})
     # The crash came between the sink's commit and the echo: Kafka is behind, and is brought forward.
-    assert fresh.machine.plannable() == {A: 150, B: 40}
+    assert fresh.run.plannable() == {A: 150, B: 40}
     assert commands == [ev.CommitOffsets(offsets={A: 150}, stream=STREAM, seq=7)]
-    assert fresh.machine.seq == 7
+    assert fresh.run.seq == 7
 
 
 def test_a_replay_that_is_durable_before_its_partitions_come_moves_them_on(fresh: GroupHarness) -> None:
@@ -70,14 +70,14 @@ def test_a_replay_that_is_durable_before_its_partitions_come_moves_them_on(fresh
     fresh.assigned(A)
     fresh.feed(ev.Durable(offset=replayed))
     commands = fresh.committed({A: 100})
-    assert fresh.machine.plannable() == {A: 150}
+    assert fresh.run.plannable() == {A: 150}
     assert commands == [ev.CommitOffsets(offsets={A: 150}, stream=STREAM, seq=3)]
 
 
 def test_closing_leaves_with_every_member_and_then_ignores_everything(pair: GroupHarness) -> None:
     pair.settled(A)
     assert pair.close(leave=True) == [ev.Leave(slot=0, leave=True), ev.Leave(slot=1, leave=True)]
-    assert pair.machine.closed
+    assert pair.run.closed
     after: Commands = []
     for event in (
         ev.Tick(),
@@ -88,7 +88,7 @@ def test_closing_leaves_with_every_member_and_then_ignores_everything(pair: Grou
         after += pair.feed(event)
     after += pair.assigned(B) + pair.revoking(A) + pair.failed() + pair.fenced()
     assert after == []
-    assert pair.machine.next_deadline_ms() is None
+    assert pair.run.next_deadline_ms() is None
 
 
 # --- members that fail and come back ----------------------------------------------------------------------------------
@@ -97,8 +97,8 @@ def test_closing_leaves_with_every_member_and_then_ignores_everything(pair: Grou
 def test_a_failed_member_joins_again_after_a_growing_pause(group: GroupHarness) -> None:
     for client, pause_ms in enumerate((100, 200, 500, 1_000, 2_000, 5_000, 5_000), start=2):
         assert group.failed() == []
-        assert group.machine.statistics().slots == ("closed",)
-        assert group.machine.next_deadline_ms() == group.clock() + pause_ms
+        assert group.run.statistics().slots == ("closed",)
+        assert group.run.next_deadline_ms() == group.clock() + pause_ms
         assert group.tick(ms=pause_ms - 1) == []
         assert group.tick(ms=1) == [group.join(client=client)]
         assert group.tick(ms=0) == []
@@ -110,7 +110,7 @@ def test_joining_without_success_ends_the_run_with_the_last_reason(group: GroupH
     group.tick(ms=100)
     group.clock.advance(ms=JOINING_BUDGET_MS - 101)
     group.failed("still refused")
-    assert group.machine.statistics().state != "failed"
+    assert group.run.statistics().state != "failed"
     group.tick(ms=500)
     assert group.clock() > JOINING_BUDGET_MS
     (fail,) = only(ev.Fail, group.failed("the place is still taken"))
@@ -118,7 +118,7 @@ def test_joining_without_success_ends_the_run_with_the_last_reason(group: GroupH
     assert "could not join group 'etl'" in str(fail.error) and "the place is still taken" in str(fail.error)
     assert "3 tries" in str(fail.error)
     assert fail.error.retriable
-    assert group.machine.closed
+    assert group.run.closed
     assert group.tick(ms=60_000) == []
 
 
@@ -155,8 +155,8 @@ def test_a_slot_whose_place_was_taken_asks_by_whom_before_anything_else(pair: Gr
     pair.settled(B, slot=1)
     pair.plan({A: (100, 150), B: (100, 110)})
     assert pair.fenced() == [ev.CheckReplaced(slot=0)]
-    assert pair.machine.statistics().slots == ("checking", "assigned")
-    assert (pair.machine.statistics().partitions_lost, pair.machine.statistics().possible_duplicates) == (1, 50)
+    assert pair.run.statistics().slots == ("checking", "assigned")
+    assert (pair.run.statistics().partitions_lost, pair.run.statistics().possible_duplicates) == (1, 50)
     checking = "checking whether a newer driver runs this stream"
     assert f"another client has the instance id of slot 0 (FENCED_INSTANCE_ID); {checking}" in pair.warned()
     assert only(ev.CommitOffsets, pair.durable())[0].offsets == {B: 110}
@@ -170,17 +170,17 @@ def test_a_newer_driver_stops_the_run_for_good(pair: GroupHarness) -> None:
     assert isinstance(fail.error, Fenced) and not fail.error.retriable
     assert "INVALID_PRODUCER_EPOCH" in str(fail.error)
     assert fail.error.fields == {"group": "etl"}
-    assert pair.machine.closed
+    assert pair.run.closed
     assert pair.durable() == []
     assert pair.tick(ms=60_000) == []
-    assert pair.machine.statistics().slots == ("closed", "closed")
+    assert pair.run.statistics().slots == ("closed", "closed")
 
 
 @pytest.mark.parametrize(("leave_on_stop", "leave"), [("auto", False), ("always", True)])
 def test_a_run_that_fails_closes_its_members_at_once_whatever_they_hold(leave_on_stop: str, leave: bool) -> None:
     """Its batch may be written for long, and nobody in it would answer the group meanwhile."""
     pair = GroupHarness(slots=2, leave_on_stop=leave_on_stop)
-    pair.born()
+    pair.start_stream()
     pair.settled(A, slot=0)
     pair.settled(B, slot=1)
     pair.plan({A: (100, 150), B: (100, 110)})
@@ -195,13 +195,13 @@ def test_a_place_that_an_older_process_took_is_taken_back(group: GroupHarness) -
     group.reads({A: (100, 150)})
     group.fenced()
     assert group.feed(ev.NotReplaced(slot=0)) == []
-    assert group.machine.statistics().slots == ("closed",)
+    assert group.run.statistics().slots == ("closed",)
     assert group.tick(ms=100) == [group.join(client=2)]
     group.assigned(A, generation=2)
     group.committed({A: 100})
     assert group.revoking(A) == []  # the batch in flight still reads it
     group.durable()
-    assert group.echoed() == [ev.Release(slot=0, client=2)]
+    assert group.commit_succeeds() == [ev.Release(slot=0, client=2)]
 
 
 def test_a_place_that_is_taken_again_and_again_is_not_fought_for_without_end(group: GroupHarness) -> None:
@@ -235,19 +235,19 @@ def test_where_nobody_can_ever_say_who_took_the_place_the_run_ends_at_once(group
     unknown = ev.ReplacedUnclear(slot=0, reason="transactions are not allowed", final=True)
     (fail,) = only(ev.Fail, group.feed(unknown))
     assert isinstance(fail.error, Fenced) and "transactions are not allowed" in str(fail.error)
-    assert group.machine.statistics().slots == ("closed",)
+    assert group.run.statistics().slots == ("closed",)
 
 
 def test_a_late_word_about_who_took_a_place_changes_nothing(group: GroupHarness) -> None:
     group.settled(A)
     assert group.feed(ev.NotReplaced(slot=0), ev.ReplacedUnclear(slot=0, reason="x", final=True)) == []
-    assert group.machine.statistics().slots == ("assigned",)
+    assert group.run.statistics().slots == ("assigned",)
 
 
 def test_a_changed_subscription_goes_to_every_member(pair: GroupHarness) -> None:
     commands = pair.feed(ev.TopicsChanged(topics=("orders", "payments")))
     assert commands == [ev.Subscribe(slot=slot, topics=("orders", "payments")) for slot in (0, 1)]
-    assert any("2 topics: orders, payments" in text for text in pair.said())
+    assert any("2 topics: orders, payments" in text for text in pair.logged())
     assert pair.feed(ev.TopicsChanged(topics=("orders", "payments"))) == [], "an unchanged one disturbs nobody"
 
 
@@ -261,7 +261,7 @@ def came_back(*topics: str, known: Mapping[str, int], slots: int = 1) -> tuple[G
     """A run that goes on with a stream whose former run knew these topics."""
     group = GroupHarness(slots=slots)
     offset = StreamOffset(group=GROUP, stream=STREAM, seq=7, known=known, ranges={A: (0, 5)})
-    return group, group.goes_on(offset, topics)
+    return group, group.resume(offset, topics)
 
 
 def test_a_place_that_is_taken_again_with_another_subscription_makes_the_group_rebalance() -> None:
@@ -303,4 +303,4 @@ def test_an_assignment_that_is_heard_late_does_not_take_a_partition_from_the_slo
     pair.assigned(A, slot=0, generation=5)
     pair.assigned(A, B, slot=1, generation=4)
     pair.lost(A, slot=1)
-    assert pair.machine.positions.ours[A].slot == 0
+    assert pair.run.partitions.ours[A].slot == 0

@@ -33,20 +33,20 @@ Row = tuple[Any, type]
 Way = list[Callable[[GroupHarness], object]]
 
 
-# --- ways to the states of the machine ------------------------------------------------------------------------------
+# --- paths to the states ---------------------------------------------------------------------------------------
 
 
 def born(g: GroupHarness) -> None:
-    g.born()
+    g.start_stream()
 
 
 def out(g: GroupHarness) -> None:
-    g.born()
+    g.start_stream()
     g.failed()
 
 
 def assigned(g: GroupHarness) -> None:
-    g.born()
+    g.start_stream()
     g.settled(A, B)
 
 
@@ -70,7 +70,7 @@ def close(g: GroupHarness) -> None:
 
 
 def host_came(g: GroupHarness) -> None:
-    g.host_came("h1")
+    g.agent_connects("h1")
 
 
 def host_here(g: GroupHarness) -> None:
@@ -110,11 +110,11 @@ def host_gone(g: GroupHarness) -> None:
 
 
 def lease_over(g: GroupHarness) -> None:
-    g.tick(ms=g.machine.rules.lease_ms)
+    g.tick(ms=g.run.rules.lease_ms)
 
 
 def twin_came(g: GroupHarness) -> None:
-    g.host_came("h2", executor="of h1")
+    g.agent_connects("h2", executor="of h1")
 
 
 SLOT_WAYS: dict[Row, Way] = {
@@ -125,11 +125,11 @@ SLOT_WAYS: dict[Row, Way] = {
     (SlotState.JOINING, ev.Revoking): [born, lambda g: g.revoking()],
     (SlotState.ASSIGNED, ev.Revoking): [planned, lambda g: g.revoking(A)],
     (SlotState.REVOKING, ev.Revoking): [revoking, lambda g: g.revoking(B)],
-    (SlotState.REVOKING, ev.Release): [revoking, lambda g: (g.durable(), g.echoed())],
+    (SlotState.REVOKING, ev.Release): [revoking, lambda g: (g.durable(), g.commit_succeeds())],
     (SlotState.REVOKING, ev.ReleaseAll): [
         planned,
         lambda g: g.revoking(A, B, eager=True),
-        lambda g: (g.durable(), g.echoed()),
+        lambda g: (g.durable(), g.commit_succeeds()),
     ],
     (SlotState.JOINING, ev.Lost): [born, lambda g: g.lost()],
     (SlotState.ASSIGNED, ev.Lost): [assigned, lambda g: g.lost(A, B)],
@@ -146,7 +146,7 @@ SLOT_WAYS: dict[Row, Way] = {
     (SlotState.ASSIGNED, ev.Leave): [assigned, close],
     (SlotState.REVOKING, ev.Leave): [revoking, close],
     (SlotState.CHECKING, ev.Leave): [asking, close],
-    (SlotState.JOINING, ev.SlotMoves): [lent, lambda g: g.stay(g.machine.rules.joining_budget_ms // 2)],
+    (SlotState.JOINING, ev.SlotMoves): [lent, lambda g: g.send_heartbeats(g.run.rules.joining_budget_ms // 2)],
     (SlotState.ASSIGNED, ev.SlotMoves): [moving],
     (SlotState.MOVING, ev.Join): [lent],
     (SlotState.MOVING, ev.Leave): [moving, close],
@@ -181,7 +181,7 @@ def came(g: GroupHarness) -> None:
 
 
 def asked(g: GroupHarness) -> None:
-    g.born()
+    g.start_stream()
     g.assigned(A)
 
 
@@ -233,7 +233,7 @@ PARTITION_WAYS: dict[Row, Way] = {
         lambda g: g.feed(ev.LookupFailed(partitions=(A,), error=BrokerUnavailable("x"))),
     ],
     (PartitionState.RESOLVING, ev.StartsResolved): [starting, lambda g: g.resolved({A: 0})],
-    (PartitionState.CLAIMING, ev.OffsetsCommitted): [taking, lambda g: g.tick(ms=100), lambda g: g.echoed()],
+    (PartitionState.CLAIMING, ev.OffsetsCommitted): [taking, lambda g: g.tick(ms=100), lambda g: g.commit_succeeds()],
     (PartitionState.READY, ev.Planned): [planned],
     (PartitionState.READY, ev.Replay): [
         lambda g: g.replay(REPLAYED),
@@ -513,4 +513,4 @@ def test_no_transition_leaves_a_final_state() -> None:
 
 def test_transition_missing_in_the_table_breaks_an_invariant(group: GroupHarness) -> None:
     with pytest.raises(InvariantBroken, match="NextBatchRequested in state gathering"):
-        group.born()
+        group.start_stream()

@@ -156,7 +156,7 @@ class Run:
     @property
     def partitions(self) -> set[TopicPartition]:
         """What its members have."""
-        return set(self.engine.coordinator._run.positions.ours.keys())
+        return set(self.engine.coordinator._run.partitions.ours.keys())
 
     def progress(self) -> object:
         """How far it is, for ``await_progress``: batches, partitions, the states of its slots."""

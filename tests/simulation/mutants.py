@@ -197,14 +197,14 @@ MUTANTS = [
     Mutant(
         "writes-no-debts",
         "protocol/planner.py",
-        "uncommitted = {tp: at for tp, at in run.positions.uncommitted().items() if tp not in until}",
+        "uncommitted = {tp: at for tp, at in run.partitions.uncommitted().items() if tp not in until}",
         "uncommitted = {}",
         "the next offset carries what Kafka may not have",
     ),
     Mutant(
         "plans-under-the-first-epoch",
         "protocol/planner.py",
-        "reset_number=run.positions.reset_number,",
+        "reset_number=run.partitions.reset_number,",
         "reset_number=0,",
         "a plan says which reset it knows",
     ),
@@ -233,14 +233,14 @@ MUTANTS = [
     Mutant(
         "releases-before-the-echo",
         M,
-        "return tp in self.positions.due and (self._commits.includes(tp) or at.offset != at.committed)",
+        "return tp in self.partitions.due and (self._commits.includes(tp) or at.offset != at.committed)",
         "return False",
         "revocations wait until Kafka has the position",
     ),
     Mutant(
         "lets-the-unknown-go",
         M,
-        "return uncommitted_offset(partition.memory) is not None or self.positions.in_flight(tp) > 0",
+        "return uncommitted_offset(partition.memory) is not None or self.partitions.in_flight(tp) > 0",
         "return False",
         "a partition whose position is not known waits if Kafka may not have it",
     ),
