@@ -64,7 +64,7 @@ def refuse_restored_table(history: TableHistory, ledger: Ledger, *, after: int, 
         ),
         table=table,
         group=group,
-        gone=[(r.tp.topic, r.tp.partition, r.start, r.end) for r in missing],
+        missing=[(r.tp.topic, r.tp.partition, r.start, r.end) for r in missing],
     )
 
 

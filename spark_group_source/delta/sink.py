@@ -131,7 +131,7 @@ class DeltaSink:
         spark = df.sparkSession
         planned = read_planned(spark, batch_id, self.checkpoint)
         table = self._open_table(df, planned)
-        with write_guard.guarded_write(self._table_id, self.table, planned) as write:
+        with write_guard.guarded_write(self._table_id, table.table, planned) as write:
             batch = _BatchCommit(self, table, df, planned, write)
             durable = commit_race.retry_races(batch.attempt, what=f"batch {planned.batch_id} to table {self.table}")
         if table.log is not None:
@@ -254,7 +254,7 @@ class _BatchCommit:
 
     def _is_recorded_without_ledger(self, history: TableHistory) -> bool:
         """Return whether a batch with rows of other sources only is in the table: the query's id is its application."""
-        number = history.source.number(self.planned.query_id)  # None: Delta itself skips a number that is taken
+        number = history.source.number(self.planned.query_id)  # None: Delta itself skips a number that is used
         return number is not None and number >= self.planned.batch_id
 
     def _read_ledger(self, history: TableHistory, group: str) -> Ledger | None:
@@ -292,8 +292,8 @@ class _BatchCommit:
         if isinstance(number, Ledger):
             return number
         batch_id, table = self.planned.batch_id, self.table.table
-        mine = [offset for offset in self.planned.offsets if offset.group == group]
-        unknown = sorted({tp for offset in mine for tp in offset.followed | offset.started})
+        offsets = [offset for offset in self.planned.offsets if offset.group == group]
+        unknown = sorted({tp for offset in offsets for tp in offset.followed | offset.started})
         why = (
             f"batch {batch_id} starts {unknown[0]} at an offset that no query of the group committed" if unknown else ""
         )
@@ -333,8 +333,7 @@ class _BatchCommit:
             needed=bool(decision.drop) or decision.changes_ledger or (not ledgers and planned.other_sources > 0),
         )
         if version is None:
-            log.debug("table %s: batch %d of query %s has no rows and no new position; nothing is committed",
-                      sink.table, planned.batch_id, planned.query_id)  # fmt: skip
+            log.debug("table %s: nothing to commit in batch %d of %s", sink.table, planned.batch_id, planned.query_id)
             return
         self.write.version = version
         if version == history.version + 1:  # no other commit came in between

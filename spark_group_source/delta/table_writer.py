@@ -1,4 +1,4 @@
-"""One Delta table as one batch or one command uses it: its history, and the writer that commits to it.
+"""Reads the history of one Delta table and commits to it, for one batch or one command.
 
 Runs in: the user's driver (on Spark Connect: in the server's worker for ``foreachBatch``), the command line.
 Deliberately absent: what is decided about a batch (:mod:`ledger_decision`, :mod:`sink`).
@@ -42,7 +42,7 @@ CATALOG_FEATURES = frozenset({"catalogManaged", "catalogOwned-preview", "coordin
 
 
 class TableWriter:
-    """One table during the attempts of one batch. Nothing is opened until it is used.
+    """Reads the history of one table and commits to it, during one batch. Nothing is opened until it is used.
 
     Args:
         table: a path or a name in the session's catalog.
