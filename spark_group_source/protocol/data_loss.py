@@ -1,14 +1,15 @@
-"""What the brokers say about the partitions of the next batch, and what of it means that records are gone.
+"""Decides from the brokers' answers how far the next batch can read, and whether records are lost.
 
-Runs in: the stream reader, tests. Deliberately absent: asking (the shell answers :class:`ReadLogEnds`), and the loss of
-records while a task reads them (``executor``).
+Runs in: the stream reader, tests. Deliberately absent: the requests (the caller answers :class:`ReadLogEnds`), and
+records that are lost while a task reads them (``reader``).
 
-A look has up to three rounds: how far the partitions can be read; then, where something changed or came, the topics'
-ids, the first records of those that came, the ends of the logs behind positions that lie beyond them, and what new
-leaders have of what was read (:class:`LeaderEpochs`); then where a topic begins that was made again. What is missing
-from an answer, and an end that went back, is a *suspicion*: a broker that just started, or a new leader, says the same
-for a moment. It counts when it was heard again after :data:`GRACE_MS`. A topic is asked for that long also when its
-partitions have left us: the members of a group give up those of a deleted topic.
+A check before a batch has up to three requests. The first reads the ends of the partitions. The second is sent when
+something changed or a partition is new: topic ids, the first records of new partitions, the log ends of partitions
+whose position is behind their end, and what new leaders have of what was read (:class:`LeaderEpochs`). The third reads
+the first records of recreated topics. A missing topic and an end that went back are *suspicions* at first, because a
+broker that just started and a new leader report the same for a moment. A suspicion counts when it is repeated after
+:data:`GRACE_MS`. A topic is requested for that long also when none of its partitions is assigned any more: a group
+revokes the partitions of a deleted topic.
 """
 
 from collections.abc import Generator, Mapping
@@ -21,252 +22,264 @@ from spark_group_source.protocol import events as ev
 from spark_group_source.protocol.offsets import StreamOffset
 
 GRACE_MS = 2_000
-"""How long a topic must be missing, or a log be shorter than what was read of it, before that is believed."""
+"""Time for which a topic must be missing, or a log be shorter than what was read of it, before it counts."""
 
 SILENT_MS_MAX = 10_000
-"""How long the end of a partition may not be told, while others are, before that is said."""
+"""Time after which the log warns about a partition whose end is not in the answers."""
 
-Numbers = Mapping[TopicPartition, int]
-Look = Generator[ev.ReadLogEnds, ev.LogEndsRead, None]
+Offsets = Mapping[TopicPartition, int]
+Requests = Generator[ev.ReadLogEnds, ev.LogEndsRead, None]
 
 
 class DataLossDetector:
-    """Looks, one after the other, of one run."""
+    """The checks of one run, one before each batch.
+
+    Args:
+        fail_on_data_loss: whether lost records and missing topics are errors, or warnings.
+    """
 
     def __init__(self, *, fail_on_data_loss: bool) -> None:
         self._fail = fail_on_data_loss
         self.topic_ids: dict[str, str] = {}
+        """The id of each topic, as last confirmed; without topics whose brokers have no ids (before 2.8)."""
         self.reset_number = 0
-        self.ends: Numbers = {}
-        """The ends seen last, of all partitions that were asked for; who is missing was not answered."""
+        """The last reset of the group; 0: none."""
+        self.ends: Offsets = {}
+        """Where the partitions of the last check can be read to; without those that may not be read now."""
         self.records_lost = 0
-        """Offsets that were still to be read and are gone, as far as planning met them."""
-        self.heights = LeaderEpochs()
-        # --- of the last look
+        """Offsets that this run had not read when they were lost, as far as the checks know."""
+        self.known_epochs = LeaderEpochs()
+        # --- of the last check
         self.took_ms = 0
-        """How long its questions took together."""
+        """Duration of all its requests."""
         self.warnings: list[str] = []
+        """Lines for the log."""
         self.error: GroupError | None = None
-        """What the run ends with, under failOnDataLoss."""
-        self._look: Look | None = None
-        self._positions: Numbers = {}
+        """The error that the run fails with; None: there is none, or ``failOnDataLoss`` is false."""
+        self._requests: Requests | None = None
+        self._positions: Offsets = {}
         self._now_ms = 0
-        self._told: Numbers = {}  # the leader epochs that came with the ends
-        self._gone: dict[TopicPartition, int] = {}
-        self._cut: set[TopicPartition] = set()  # those of them whose log was cut
-        self._renewed: set[str] = set()  # topics that were made again, and whose beginnings were told
+        self._leader_epochs: Offsets = {}  # of the leaders that answered with the ends
+        self._moved: dict[TopicPartition, int] = {}  # new positions of partitions whose records are lost
+        self._truncated: set[TopicPartition] = set()  # those of them whose log was truncated
+        self._recreated: set[str] = set()  # recreated topics whose first records are known
         self._reason = ""
-        # --- kept from look to look
-        self._seen: Numbers = {}  # the last ends that leaders of known epochs told
-        self._left: set[str] = set()  # topics whose partitions have all left us since the last question about topics
-        self._checked: set[TopicPartition] = set()
+        # --- across checks
+        self._proven_ends: Offsets = {}  # the last ends that leaders of known epochs reported
+        self._left: set[str] = set()  # topics without an assigned partition since the last request about topics
+        self._checked: set[TopicPartition] = set()  # partitions whose first record was compared with the position
         self._missing = Suspicions(GRACE_MS)  # topics
         self._short = Suspicions(GRACE_MS)  # partitions whose log ends below what was read
-        self._cut_below = Suspicions(GRACE_MS)  # partitions whose log was cut below what was read
-        self._silent_ms: dict[TopicPartition, int] = {}  # partitions whose end is not told, and since when
-        self._silence_said = False
-        self._said: set[str] = set()
+        self._maybe_truncated = Suspicions(GRACE_MS)  # partitions whose log was truncated below what was read
+        self._silent_since_ms: dict[TopicPartition, int] = {}  # partitions without an end in the answers
+        self._has_warned_of_silence = False
+        self._warned: set[str] = set()
 
-    def adopt(self, offset: StreamOffset) -> None:
-        """Go on from a checkpoint."""
-        self.heights.remember(offset)
+    def restore(self, offset: StreamOffset) -> None:
+        """Continue from a checkpoint."""
+        self.known_epochs.remember(offset)
         self.topic_ids = {topic: id_ for topic, id_ in offset.topic_ids.items() if id_}
         self.reset_number = offset.reset_number
 
-    def begin(self, positions: Numbers, now_ms: int, reset_number: int = 0) -> ev.ReadLogEnds:
-        """Start a look at these partitions. Returns the first question.
+    def begin(self, positions: Offsets, now_ms: int, reset_number: int = 0) -> ev.ReadLogEnds:
+        """Start a check of these positions. Returns the first request.
 
         Args:
             reset_number: the number of the group's last reset. After a further one all positions belong to the
                 present topics: Kafka deletes a topic's committed offsets with the topic.
         """
         if reset_number != self.reset_number:
-            self.heights.forget(set(self.topic_ids))
+            self.known_epochs.forget(set(self.topic_ids))
             self.reset_number, self.topic_ids, self._checked = reset_number, {}, set()
         self._left = (self._left | {tp.topic for tp in self._positions}) - {tp.topic for tp in positions}
         self._positions, self._now_ms, self.took_ms = positions, now_ms, 0
         self.error, self.warnings = None, []
-        self._gone, self._cut, self._renewed, self._reason = {}, set(), set(), ""
-        self._checked.intersection_update(positions)  # what comes back is looked at like what comes
+        self._moved, self._truncated, self._recreated, self._reason = {}, set(), set(), ""
+        self._checked.intersection_update(positions)  # a partition that is assigned again is checked like a new one
         self._short.keep(positions)
-        self._cut_below.keep(positions)
-        self._look = self._rounds()
-        return next(self._look)
+        self._maybe_truncated.keep(positions)
+        self._requests = self._check()
+        return next(self._requests)
 
     def take(self, answer: ev.LogEndsRead) -> ev.ReadLogEnds | None:
-        """The answer to the question before. Returns the next question, or None when the look is complete."""
-        assert self._look is not None
+        """Continue with an answer. Returns the next request, or None when the check is complete."""
+        assert self._requests is not None
         self.took_ms += answer.took_ms
         try:
-            return self._look.send(answer)
+            return self._requests.send(answer)
         except StopIteration:
             return None
 
     @property
-    def suspects(self) -> bool:
-        """Whether something may be gone, and it is too early to say."""
-        return any(of.is_open(self._now_ms) for of in (self._missing, self._short, self._cut_below))
+    def has_suspicions(self) -> bool:
+        """Whether a suspicion is neither confirmed nor contradicted yet."""
+        return any(of.is_open(self._now_ms) for of in (self._missing, self._short, self._maybe_truncated))
 
     @property
-    def complete(self) -> bool:
-        """Whether the end of every partition was told, but for topics that do not exist any more."""
+    def is_complete(self) -> bool:
+        """Whether the end of every partition is known, apart from missing topics."""
         return all(tp in self.ends or tp.topic in self._missing for tp in self._positions)
 
     @property
-    def gone(self) -> ev.RecordsMissing | None:
-        """Where partitions go on whose records are gone."""
-        if not self._gone:
+    def records_missing(self) -> ev.RecordsMissing | None:
+        """The new positions of partitions whose next records are lost, if there are any."""
+        if not self._moved:
             return None
         return ev.RecordsMissing(
-            offsets=self._gone, reason=self._reason, topics=tuple(sorted(self._renewed)), truncated=frozenset(self._cut)
+            offsets=self._moved,
+            reason=self._reason,
+            topics=tuple(sorted(self._recreated)),
+            truncated=frozenset(self._truncated),
         )
 
-    def leader_epochs(self, positions: Numbers) -> dict[TopicPartition, int]:
-        """Those to be written down with a plan from these positions."""
-        return self.heights.at_ends(positions, self.ends, self._told)
+    def leader_epochs(self, positions: Offsets) -> dict[TopicPartition, int]:
+        """The leader epochs that a plan from these positions stores."""
+        return self.known_epochs.at_ends(positions, self.ends, self._leader_epochs)
 
-    # --- one look ---------------------------------------------------------------------------------------------------
+    # --- one check --------------------------------------------------------------------------------------------------
 
-    def _rounds(self) -> Look:
+    def _check(self) -> Requests:
         former_ends = self.ends
         answer = yield ev.ReadLogEnds(ends=tuple(self._positions))
-        self.ends, self._told = answer.ends, answer.leader_epochs
-        doubtful = self.heights.doubtful(self._positions, self._told)
-        kept = {tp: self._seen[tp] for tp in doubtful if tp in self._seen}
-        self._seen = {**self.ends, **kept} if kept else self.ends
-        self._note_silence()
+        self.ends, self._leader_epochs = answer.ends, answer.leader_epochs
+        unproven = self.known_epochs.unproven(self._positions, self._leader_epochs)
+        kept = {tp: self._proven_ends[tp] for tp in unproven if tp in self._proven_ends}
+        self._proven_ends = {**self.ends, **kept} if kept else self.ends
+        self._warn_of_silence()
 
-        fresh = tuple(tp for tp in self._positions if tp not in self._checked)
-        suspects = self._missing or self._short or self._left
-        if not fresh and self.ends == self._positions and not suspects and not doubtful:
+        new = tuple(tp for tp in self._positions if tp not in self._checked)
+        suspicions = self._missing or self._short or self._left
+        if not new and self.ends == self._positions and not suspicions and not unproven:
             return
         topics = tuple(sorted({tp.topic for tp in self._positions} | {*map(str, self._missing)} | self._left))
         if not topics:
             return
         beyond = tuple(tp for tp, at in self._positions.items() if at > self.ends.get(tp, at))
-        firsts = tuple(dict.fromkeys((*fresh, *doubtful)))
-        answer = yield ev.ReadLogEnds(epoch_ends=doubtful, topics=topics, firsts=firsts, log_ends=beyond)
-        self._judge_topics(answer.topic_ids)
+        firsts = tuple(dict.fromkeys((*new, *unproven)))
+        answer = yield ev.ReadLogEnds(epoch_ends=unproven, topics=topics, firsts=firsts, log_ends=beyond)
+        self._check_topics(answer.topic_ids)
         # brokers before 2.8 have no ids
         ours = {tp.topic for tp in self._positions}
         ids = {name: id_ for name, id_ in answer.topic_ids.items() if id_ and name in ours}
-        again = {name: id_ for name, id_ in ids.items() if self.topic_ids.get(name, id_) != id_}
-        self._prove([tp for tp in doubtful if tp.topic in answer.topic_ids and tp.topic not in again], answer)
-        if not again:
+        recreated = {name: id_ for name, id_ in ids.items() if self.topic_ids.get(name, id_) != id_}
+        existing = [tp for tp in unproven if tp.topic in answer.topic_ids and tp.topic not in recreated]
+        self._check_leaders(existing, answer)
+        if not recreated:
             self.topic_ids.update(ids)
-            self._aged_out(answer.firsts)
-            self._shrunk(answer)
+            self._check_firsts(answer.firsts)
+            self._check_lengths(answer)
             return
 
-        unread = [tp for tp in self._positions if tp.topic in again]
-        self.records_lost += sum(max(0, former_ends.get(tp, 0) - self._positions[tp]) for tp in unread)
-        self._reason = f"topic {min(again)} was deleted and made again: its former records are gone"
-        self._lost(unread[0], self._reason, available=self.ends.get(unread[0], 0))
+        moved = [tp for tp in self._positions if tp.topic in recreated]
+        self.records_lost += sum(max(0, former_ends.get(tp, 0) - self._positions[tp]) for tp in moved)
+        self._reason = f"topic {min(recreated)} was deleted and recreated, its old records are lost"
+        self._lost(moved[0], self._reason, available=self.ends.get(moved[0], 0))
         if self.error is None:
-            answer = yield ev.ReadLogEnds(firsts=tuple(unread))
-            self._made_again(again, answer.firsts)
+            answer = yield ev.ReadLogEnds(firsts=tuple(moved))
+            self._move_to_recreated(recreated, answer.firsts)
 
-    def _note_silence(self) -> None:
-        """A partition without a leader waits, and the others are read. The log says so when it begins and ends."""
+    def _warn_of_silence(self) -> None:
+        """A partition without a leader waits while the others are read. Log when that starts and when it is over."""
         silent = [tp for tp in self._positions if tp not in self.ends and tp.topic not in self._missing]
-        self._silent_ms = {tp: self._silent_ms.get(tp, self._now_ms) for tp in silent}
-        late = [tp for tp, since_ms in self._silent_ms.items() if self._now_ms - since_ms >= SILENT_MS_MAX]
-        if late and not self._silence_said:
-            self._silence_said = True
+        self._silent_since_ms = {tp: self._silent_since_ms.get(tp, self._now_ms) for tp in silent}
+        late = [tp for tp, since_ms in self._silent_since_ms.items() if self._now_ms - since_ms >= SILENT_MS_MAX]
+        if late and not self._has_warned_of_silence:
+            self._has_warned_of_silence = True
             self.warnings.append(
-                f"no broker tells where {len(late)} partitions end, such as {min(late)}: they wait for their leader, "
+                f"no broker reports the end of {len(late)} partitions, such as {min(late)}; they wait for a leader, "
                 "the others are read"
             )
-        elif self._silence_said and not silent:
-            self._silence_said = False
-            self.warnings.append("the end of every partition is told again")
+        elif self._has_warned_of_silence and not silent:
+            self._has_warned_of_silence = False
+            self.warnings.append("the brokers report the end of every partition again")
 
-    def _judge_topics(self, there: Mapping[str, str]) -> None:
-        """Which topics are missing. Nothing is read of those in this batch: their ends may be of others."""
+    def _check_topics(self, existing: Mapping[str, str]) -> None:
+        """Find missing topics. This batch reads nothing of them: their ends may be those of recreated topics."""
         ours = {tp.topic for tp in self._positions}
-        for name in sorted((ours | {*map(str, self._missing)} | self._left) - there.keys()):
+        for name in sorted((ours | {*map(str, self._missing)} | self._left) - existing.keys()):
             if self._missing.report(name, self._now_ms):
-                self._topic_is_gone(name)
+                self._topic_missing(name)
                 if name not in ours:
                     self._missing.clear(name)
         self._left = set()
-        self.ends = {tp: end for tp, end in self.ends.items() if tp.topic in there}
-        self._missing.clear(*there)
+        self.ends = {tp: end for tp, end in self.ends.items() if tp.topic in existing}
+        self._missing.clear(*existing)
 
-    def _made_again(self, again: Mapping[str, str], firsts: Numbers) -> None:
-        # One whose beginnings were not all told keeps its former id, and is not read: the next look asks again.
-        silent = {tp.topic for tp in self._positions if tp.topic in again and tp not in firsts}
+    def _move_to_recreated(self, recreated: Mapping[str, str], firsts: Offsets) -> None:
+        # A topic without all its first records keeps its old id and is not read: the next check requests them again.
+        silent = {tp.topic for tp in self._positions if tp.topic in recreated and tp not in firsts}
         self.ends = {tp: end for tp, end in self.ends.items() if tp.topic not in silent}
-        self._renewed = again.keys() - silent
-        self.topic_ids.update({name: again[name] for name in self._renewed})
-        self.heights.forget(self._renewed)
-        self._gone = {tp: at for tp, at in firsts.items() if tp.topic in self._renewed}
-        self._reason = f"{self._reason}; its new ones follow"
+        self._recreated = recreated.keys() - silent
+        self.topic_ids.update({name: recreated[name] for name in self._recreated})
+        self.known_epochs.forget(self._recreated)
+        self._moved = {tp: at for tp, at in firsts.items() if tp.topic in self._recreated}
+        self._reason = f"{self._reason}; the query continues with its new records"
 
-    def _aged_out(self, firsts: Numbers) -> None:
-        """Is the position of a partition that came still in the log? Later losses show while reading."""
+    def _check_firsts(self, firsts: Offsets) -> None:
+        """Whether the position of a new partition is still in the log. Later losses are found while reading."""
         for tp, first in firsts.items():
             at = self._positions[tp]
-            if at < first and tp not in self._gone:
-                self._lost(tp, f"the records of {tp} from {at} on are gone: it begins at {first} now", available=first)
-                self._gone[tp] = first
+            if at < first and tp not in self._moved:
+                self._lost(tp, f"the records of {tp} from {at} on are lost: it starts at {first} now", available=first)
+                self._moved[tp] = first
                 self.records_lost += first - at
         self._checked = {tp for tp in self._positions if tp in self._checked or tp in firsts}
-        where = "where their logs were cut, or " if self._cut else ""
-        self._reason = f"{len(self._gone)} partitions go on {where}at their first record that is left"
+        where = "where their logs were truncated, or " if self._truncated else ""
+        self._reason = f"{len(self._moved)} partitions continue {where}at their first record"
 
-    def _prove(self, tps: list[TopicPartition], answer: ev.LogEndsRead) -> None:
-        """Positions whose leader is another one than when they were planned: does it have what was read?"""
-        unproven = set()
+    def _check_leaders(self, tps: list[TopicPartition], answer: ev.LogEndsRead) -> None:
+        """Whether new leaders have what earlier ones reported before it was planned."""
+        open_ = set()
         for tp in tps:
             at, end = self._positions[tp], answer.epoch_ends.get(tp)
             if tp not in answer.epoch_ends or tp not in answer.firsts:
-                unproven.add(tp)
+                open_.add(tp)
             elif end is None or end >= at:
-                self._cut_below.clear(tp)
-                self.heights.proven(tp, at, self._told[tp])
-            elif not self._cut_below.report(tp, self._now_ms):
-                unproven.add(tp)
+                self._maybe_truncated.clear(tp)
+                self.known_epochs.confirm(tp, at, self._leader_epochs[tp])
+            elif not self._maybe_truncated.report(tp, self._now_ms):
+                open_.add(tp)
             else:
-                self._was_cut(tp, at, max(end, answer.firsts[tp]), answer.log_ends.get(tp, self.ends[tp]))
-        self.ends = {tp: end for tp, end in self.ends.items() if tp not in unproven} if unproven else self.ends
+                self._truncated_at(tp, at, max(end, answer.firsts[tp]), answer.log_ends.get(tp, self.ends[tp]))
+        self.ends = {tp: end for tp, end in self.ends.items() if tp not in open_} if open_ else self.ends
 
-    def _was_cut(self, tp: TopicPartition, at: int, end: int, log_end: int) -> None:
+    def _truncated_at(self, tp: TopicPartition, at: int, end: int, log_end: int) -> None:
         text = (
-            f"the log of {tp} was cut at {end}, below the position {at}: a leader was elected that did not have the "
-            f"records from there on. It ends at {log_end} now, with other records, none of which was read"
+            f"the log of {tp} was truncated at {end}, below the position {at}: the new leader did not have the records "
+            f"from there on. The log ends at {log_end} now, with other records, none of which was read"
         )
         self._lost(tp, text, available=end)
         if self.error is None:
-            self.records_lost += max(0, self._seen.get(tp, at) - at)
-            self._gone[tp] = end
-            self._cut.add(tp)
-            self._cut_below.clear(tp)
-            self.heights.proven(tp, end, self._told[tp])
+            self.records_lost += max(0, self._proven_ends.get(tp, at) - at)
+            self._moved[tp] = end
+            self._truncated.add(tp)
+            self._maybe_truncated.clear(tp)
+            self.known_epochs.confirm(tp, end, self._leader_epochs[tp])
 
-    def _shrunk(self, answer: ev.LogEndsRead) -> None:
+    def _check_lengths(self, answer: ev.LogEndsRead) -> None:
+        """Whether logs end before what was read of them."""
         for tp, at in self._positions.items():
             end = max(self.ends.get(tp, -1), answer.log_ends.get(tp, -1))
-            if end >= at or tp in self._gone or tp in self._cut_below:
+            if end >= at or tp in self._moved or tp in self._maybe_truncated:
                 self._short.clear(tp)
             elif tp in answer.log_ends and self._short.report(tp, self._now_ms):
-                text = f"{tp} ends at {end}, before the position {at}: its last records were lost"
-                if text not in self._said:
-                    self._said.add(text)
+                text = f"{tp} ends at {end}, before the position {at}: its last records are lost"
+                if text not in self._warned:
+                    self._warned.add(text)
                     self._lost(tp, text, available=end)
 
-    # --- what is believed -------------------------------------------------------------------------------------------
+    # --- results ----------------------------------------------------------------------------------------------------
 
-    def _topic_is_gone(self, name: str) -> None:
+    def _topic_missing(self, name: str) -> None:
         text = f"topic {name} does not exist any more"
         if self._fail:
             self.error = TopicMissing(
-                f"{text}. Take it out of the subscription, or set failOnDataLoss to false to go on without it",
+                f"{text}. Remove it from the subscription, or set failOnDataLoss=false to continue without it",
                 topics=[name],
             )
-        elif text not in self._said:
-            self._said.add(text)
-            self.warnings.append(f"{text}; the query goes on without it")
+        elif text not in self._warned:
+            self._warned.add(text)
+            self.warnings.append(f"{text}; the query continues without it")
 
     def _lost(self, tp: TopicPartition, text: str, *, available: int) -> None:
         if not self._fail:
@@ -276,9 +289,9 @@ class DataLossDetector:
 
 
 def data_loss(tp: TopicPartition, text: str, *, expected: int, available: int) -> DataLoss:
-    """What a run ends with under failOnDataLoss, whether a lookup or a look at the brokers shows it."""
+    """The error of a run with ``failOnDataLoss``, whether a lookup or a check before a batch finds the loss."""
     return DataLoss(
-        f"{text}. Set failOnDataLoss to false to go on with the records that are left",
+        f"{text}. Set failOnDataLoss=false to continue with the records that are left",
         topic=tp.topic,
         partition=tp.partition,
         expected=expected,
@@ -287,31 +300,31 @@ def data_loss(tp: TopicPartition, text: str, *, expected: int, available: int) -
 
 
 class _Known(NamedTuple):
-    until: int
-    epoch: int
+    until: int  # everything below this offset was written ...
+    epoch: int  # ... under this leader epoch or an earlier one
 
 
 class LeaderEpochs:
-    """Whether the log below a position is still the one that was read: up to where each is known to be that of a leader
-    epoch (KIP-320).
+    """Finds truncated logs by their leader epochs (KIP-320).
 
-    Every leader of a partition has a number, the *leader epoch*, and every record that of the leader that wrote it. A
-    leader that was elected without having all records (an unclean election), or that lost some with its disk, goes on
-    at the end of what it has: the log is *cut* there. When it has grown again its end tells nothing of that. Its epochs
-    do: whatever lies below an end that was told under epoch E was written under E or before, and a leader can say where
-    such records end now. Where that is below a position, the position's log was cut there, and what stands from there
-    on is other records than those that were read. Only who was elected anew can have cut a log, so it is asked only
-    where the leader epoch is another one than that of the position.
+    Every leader of a partition has a number, the *leader epoch*, and every record has the epoch of the leader that
+    wrote it. A leader that was elected without all records (an unclean election), or that lost records with its disk,
+    continues at the end of what it has: the log is *truncated* there. When the log has grown again, its end does not
+    show that; its epochs do. Everything below an end that was reported under epoch E was written under E or an earlier
+    epoch, and a leader can report where the records of such epochs end now. If that is below a position, the log was
+    truncated below the position, and the records from there on are not those that were read. Only a new leader can have
+    truncated a log, so the request is sent only if the leader epoch is not the one of the position.
 
-    The epoch of a position is not that of its last record, as a consumer has it: planning sees no records. It is that
-    of the leader that told how far could be read. This one had every record below, and may have written none of them.
+    The epoch of a position is not the epoch of its last record, as in a Kafka consumer, because planning sees no
+    records. It is the epoch of the leader that reported how far the batch can read. That leader had every record below,
+    and may have written none of them.
     """
 
     def __init__(self) -> None:
         self._known: dict[TopicPartition, _Known] = {}
 
     def remember(self, offset: StreamOffset) -> None:
-        """A plan, also a former run's: its ends were told under its leader epochs."""
+        """Store the epochs of a plan, also of an earlier run: its ends were reported under them."""
         epochs = offset.leader_epochs
         for tp, (_, until) in offset.ranges.items():
             if (epoch := epochs.get(tp)) is None:
@@ -319,21 +332,21 @@ class LeaderEpochs:
             else:
                 self._known[tp] = _Known(until, epoch)
 
-    def proven(self, tp: TopicPartition, at: int, epoch: int) -> None:
+    def confirm(self, tp: TopicPartition, at: int, epoch: int) -> None:
         """A leader of this epoch has everything below ``at`` that was read."""
         self._known[tp] = _Known(at, epoch)
 
     def forget(self, topics: frozenset[str] | set[str]) -> None:
-        """Topics that were made again: their epochs begin anew."""
+        """Forget topics that were recreated: their epochs start again."""
         self._known = {tp: known for tp, known in self._known.items() if tp.topic not in topics}
 
     def epoch(self, tp: TopicPartition, at: int) -> int | None:
-        """The leader epoch under which, or before which, everything below ``at`` was written; None if nobody told."""
+        """The leader epoch under which, or before which, everything below ``at`` was written; None if not known."""
         known = self._known.get(tp)
         return known.epoch if known is not None and at <= known.until else None
 
-    def doubtful(self, positions: Numbers, leader_epochs: Numbers) -> dict[TopicPartition, int]:
-        """The positions below which the log may be another one: their epochs, to ask their leaders for."""
+    def unproven(self, positions: Offsets, leader_epochs: Offsets) -> dict[TopicPartition, int]:
+        """Positions whose leader is a new one, with the epochs to request from it."""
         found = {}
         for tp, leader in leader_epochs.items():
             known = self._known.get(tp)
@@ -341,8 +354,8 @@ class LeaderEpochs:
                 found[tp] = known.epoch
         return found
 
-    def at_ends(self, positions: Numbers, ends: Numbers, leader_epochs: Numbers) -> dict[TopicPartition, int]:
-        """The epochs to write down with a plan from these positions, up to these ends."""
+    def at_ends(self, positions: Offsets, ends: Offsets, leader_epochs: Offsets) -> dict[TopicPartition, int]:
+        """The epochs that a plan from these positions up to these ends stores."""
         found = {}
         for tp, at in positions.items():
             epoch = leader_epochs.get(tp) if ends.get(tp, -1) >= at else self.epoch(tp, at)

@@ -429,7 +429,7 @@ class Run:
     def _resume(self, offset: StreamOffset, topics: tuple[str, ...], places: int, *, replay: bool) -> None:
         """Continue from a checkpoint: after its last batch, or before it if Spark runs that batch again."""
         self._is_resumed = True
-        self.data_loss.adopt(offset)
+        self.data_loss.restore(offset)
         self.stream, self.lookups.known = offset.stream, offset.known
         self.partitions.restore(offset, replay=replay)
         self.plan = offset if replay else None
@@ -718,8 +718,8 @@ class Run:
         if self.data_loss.error is not None:
             self._fail(self.data_loss.error)
             return None
-        if self.data_loss.gone is not None:
-            self._apply(self.data_loss.gone)
+        if self.data_loss.records_missing is not None:
+            self._apply(self.data_loss.records_missing)
         planned = self.planner.plan(
             self,
             self.data_loss.ends,
@@ -732,7 +732,7 @@ class Run:
         self._is_idle = planned is None
         if planned is not None:
             self._unsettled_since_ms = None
-            self.data_loss.heights.remember(planned)
+            self.data_loss.known_epochs.remember(planned)
             self._apply(ev.Planned(offset=planned))
         else:
             self._nothing_to_read()
@@ -742,7 +742,7 @@ class Run:
         """Decide what follows from an empty read: a bounded run may end only if it trusts that read."""
         if not self._bounded:
             self._move(ev.NothingToRead)
-        elif self._is_group_settled and self.data_loss.complete and not self.data_loss.suspects:
+        elif self._is_group_settled and self.data_loss.is_complete and not self.data_loss.has_suspicions:
             self._move(ev.TargetReached if self.planner.bounded else ev.NothingToRead)
         else:
             if self._unsettled_since_ms is None:

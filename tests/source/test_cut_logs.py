@@ -97,7 +97,7 @@ def test_G10_a_truncation_between_two_batches_is_detected_even_if_the_log_has_gr
 
     with (
         Engine(options, log) as engine,
-        pytest.raises(DataLoss, match=f"{name}-0 was cut at 6, below the position 10") as caught,
+        pytest.raises(DataLoss, match=f"{name}-0 was truncated at 6, below the position 10") as caught,
     ):
         await_batch(engine)
     assert caught.value.fields == {"topic": name, "partition": 0, "expected": 10, "available": 6}

@@ -29,7 +29,7 @@ def test_records_deleted_while_a_query_is_stopped_fail_it_or_are_skipped(scene: 
     one.run()
     scene.produce(name, numbered(4, 13, 2))
     scene.delete_before(name, 1, 4)
-    gone = f"the records of {name}-1 from 2 on are gone: it begins at 4 now.*Set failOnDataLoss to false"
+    gone = f"the records of {name}-1 from 2 on are lost: it starts at 4 now.*Set failOnDataLoss=false"
     with pytest.raises(DataLoss, match=gone):
         one.run()
     assert values_of(one.rows) == texts(0, 3)
@@ -47,7 +47,7 @@ def test_a_topic_recreated_while_a_query_is_stopped_is_detected_even_if_its_log_
     scene.topic(name=name)
     again = [f"again-{n}" for n in range(9)]
     scene.produce(name, again)
-    with pytest.raises(DataLoss, match=f"topic {name} was deleted and made again"):
+    with pytest.raises(DataLoss, match=f"topic {name} was deleted and recreated"):
         one.run()
     assert values_of(one.rows) == texts(0, 3)
     assert one.run(failOnDataLoss=False) == again
@@ -61,6 +61,6 @@ def test_deleting_the_only_topic_of_a_running_query_fails_it_with_the_topics_nam
     with Engine(scene.options(subscribe=name)) as engine:
         engine.run()
         scene.delete(name)
-        with pytest.raises(TopicMissing, match=f"topic {name} does not exist any more.*set failOnDataLoss to false"):
+        with pytest.raises(TopicMissing, match=f"topic {name} does not exist any more.*set failOnDataLoss=false"):
             await_until(lambda: engine.step() is not None, what="the failure of the run")
     assert values_of(engine.rows) == texts(0, 3)

@@ -1,0 +1,496 @@
+"""How the brokers' answers before a batch show lost records."""
+
+from collections.abc import Mapping
+
+import pytest
+from kit.harness import tps
+
+from spark_group_source.errors import DataLoss, GroupError, TopicMissing
+from spark_group_source.model import TopicPartition
+from spark_group_source.protocol import events as ev
+from spark_group_source.protocol.data_loss import GRACE_MS, SILENT_MS_MAX, DataLossDetector
+from spark_group_source.protocol.offsets import StreamOffset
+
+A, B = tps("orders", 0, 1)
+OTHER = tps("payments", 0)[0]
+
+Offsets = Mapping[TopicPartition, int]
+
+
+class Brokers:
+    """Answers the requests of a check from dictionaries, and stores the requests."""
+
+    def __init__(self, *, fail: bool = True) -> None:
+        self.detector = DataLossDetector(fail_on_data_loss=fail)
+        self.ends = {A: 100, B: 100, OTHER: 100}
+        self.log_ends = dict(self.ends)
+        self.firsts = dict.fromkeys(self.ends, 0)
+        self.leaders = dict.fromkeys(self.ends, 3)
+        self.epoch_ends: dict[TopicPartition, int | None] = {}
+        self.ids = {"orders": "id-1", "payments": "id-2"}
+        self.requests: list[ev.ReadLogEnds] = []
+        self.now_ms = 10_000
+
+    def check(self, positions: Offsets, *, after_ms: int = 100) -> list[str]:
+        """One check. Returns its warnings."""
+        self.now_ms += after_ms
+        request: ev.ReadLogEnds | None = self.detector.begin(positions, self.now_ms)
+        self.requests = []
+        while request is not None:
+            self.requests.append(request)
+            request = self.detector.take(
+                ev.LogEndsRead(
+                    ends={tp: self.ends[tp] for tp in request.ends if tp in self.ends},
+                    leader_epochs={tp: self.leaders.get(tp, 3) for tp in request.ends if tp in self.ends},
+                    epoch_ends={tp: self.epoch_ends[tp] for tp in request.epoch_ends if tp in self.epoch_ends},
+                    firsts={tp: self.firsts[tp] for tp in request.firsts if tp in self.firsts},
+                    log_ends={tp: self.log_ends[tp] for tp in request.log_ends if tp in self.log_ends},
+                    topic_ids={name: self.ids[name] for name in request.topics if name in self.ids},
+                    took_ms=3,
+                )
+            )
+            assert len(self.requests) <= 3
+        return self.detector.warnings
+
+    def error(self) -> GroupError | None:
+        return self.detector.error
+
+    def plan(self, ranges: Mapping[TopicPartition, tuple[int, int]]) -> None:
+        """Plan a batch after the check: the checkpoint stores its epochs."""
+        positions = {tp: start for tp, (start, _) in ranges.items()}
+        epochs = self.detector.leader_epochs(positions)
+        self.detector.known_epochs.remember(StreamOffset(group="etl", ranges=ranges, leader_epochs=epochs))
+
+    def elect(self, tp: TopicPartition, epoch: int, has: int | None, end: int) -> None:
+        """Elect a leader that has the records below ``has``; its log ends at ``end``."""
+        self.leaders[tp], self.epoch_ends[tp] = epoch, has
+        self.shrink(tp, end)
+
+    def shrink(self, tp: TopicPartition, end: int) -> None:
+        self.ends[tp] = self.log_ends[tp] = end
+
+    def recreate(self, topic: str, end: int = 10) -> None:
+        self.ids[topic] += "-again"
+        for tp in [tp for tp in self.ends if tp.topic == topic]:
+            self.shrink(tp, end)
+
+
+def moved(detector: DataLossDetector) -> Offsets:
+    return {} if detector.records_missing is None else detector.records_missing.offsets
+
+
+# --- requests --------------------------------------------------------------------------------------------------------
+
+
+def test_first_check_requests_everything_and_an_idle_check_only_the_ends() -> None:
+    brokers = Brokers()
+    brokers.check({A: 100, B: 90})
+    assert brokers.requests == [ev.ReadLogEnds(ends=(A, B)), ev.ReadLogEnds(topics=("orders",), firsts=(A, B))]
+    assert brokers.detector.took_ms == 6
+    brokers.check({A: 100, B: 100})
+    assert brokers.requests == [ev.ReadLogEnds(ends=(A, B))]
+    assert brokers.detector.took_ms == 3
+    assert brokers.detector.ends == {A: 100, B: 100}
+
+
+def test_topic_id_is_requested_when_there_are_records_to_read() -> None:
+    brokers = Brokers()
+    brokers.check({A: 100})
+    brokers.check({A: 90})
+    assert brokers.requests == [ev.ReadLogEnds(ends=(A,)), ev.ReadLogEnds(topics=("orders",))]
+    assert (brokers.error(), brokers.detector.records_missing, brokers.detector.has_suspicions) == (None, None, False)
+
+
+# --- missing topics --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.proves("G10", level="core")
+def test_missing_topic_is_an_error_after_the_grace_period() -> None:
+    brokers = Brokers()
+    brokers.check({A: 100})
+    del brokers.ids["orders"], brokers.ends[A]
+    brokers.check({A: 100})
+    assert brokers.error() is None and brokers.detector.has_suspicions
+    brokers.check({A: 100}, after_ms=GRACE_MS - 1)
+    assert brokers.error() is None
+    brokers.check({A: 100}, after_ms=1)
+    error = brokers.error()
+    assert isinstance(error, TopicMissing)
+    assert error.fields == {"topics": ["orders"]}
+    assert "topic orders does not exist any more. Remove it from the subscription" in str(error)
+
+
+@pytest.mark.parametrize("found_missing", [True, False])
+def test_missing_topic_is_found_after_its_partitions_are_revoked(found_missing: bool) -> None:
+    brokers = Brokers()
+    brokers.check({A: 100, OTHER: 100})
+    del brokers.ids["orders"], brokers.ends[A]
+    if found_missing:
+        brokers.check({A: 100, OTHER: 100})
+    brokers.check({OTHER: 100}, after_ms=GRACE_MS - 1)
+    assert brokers.error() is None and brokers.detector.has_suspicions
+    brokers.check({}, after_ms=1 if found_missing else GRACE_MS)
+    assert isinstance(brokers.error(), TopicMissing)
+
+
+def test_topic_that_moves_to_another_member_is_requested_once() -> None:
+    brokers = Brokers()
+    brokers.check({A: 100, OTHER: 100})
+    brokers.check({OTHER: 100})
+    assert brokers.requests == [ev.ReadLogEnds(ends=(OTHER,)), ev.ReadLogEnds(topics=("orders", "payments"))]
+    brokers.check({OTHER: 100})
+    assert brokers.requests == [ev.ReadLogEnds(ends=(OTHER,))]
+    assert brokers.error() is None and not brokers.detector.has_suspicions
+
+
+def test_revoked_topic_is_not_checked_for_long() -> None:
+    for comes_back in (True, False):
+        brokers = Brokers(fail=False)
+        id_ = brokers.ids.pop("orders")
+        brokers.check({A: 90, OTHER: 100})
+        if comes_back:
+            brokers.ids["orders"] = f"{id_}-again"
+        said = [text for _ in range(3) for text in brokers.check({OTHER: 100}, after_ms=GRACE_MS)]
+        assert said == ([] if comes_back else ["topic orders does not exist any more; the query continues without it"])
+        assert brokers.requests == [ev.ReadLogEnds(ends=(OTHER,))] and not brokers.detector.has_suspicions
+
+
+def test_grace_period_starts_again_after_a_topic_is_back() -> None:
+    brokers = Brokers()
+    id_ = brokers.ids.pop("orders")
+    brokers.check({A: 90})
+    brokers.ids["orders"] = id_
+    brokers.check({A: 90})
+    assert not brokers.detector.has_suspicions
+    del brokers.ids["orders"]
+    brokers.check({A: 90}, after_ms=GRACE_MS)
+    assert brokers.error() is None and brokers.detector.has_suspicions
+
+
+def test_missing_topic_is_one_warning_without_failOnDataLoss() -> None:
+    brokers = Brokers(fail=False)
+    del brokers.ids["orders"], brokers.ends[A]
+    said = [text for _ in range(5) for text in brokers.check({A: 100, OTHER: 90}, after_ms=GRACE_MS)]
+    assert said == ["topic orders does not exist any more; the query continues without it"]
+    assert brokers.error() is None and not brokers.detector.has_suspicions
+    assert brokers.detector.is_complete  # the check does not wait for its partitions
+
+
+# --- recreated topics ------------------------------------------------------------------------------------------------
+
+
+def test_recreated_topic_is_data_loss() -> None:
+    brokers = Brokers()
+    brokers.check({A: 100})
+    brokers.recreate("orders")
+    brokers.check({A: 100})
+    error = brokers.error()
+    assert isinstance(error, DataLoss)
+    assert "topic orders was deleted and recreated, its old records are lost" in str(error)
+    assert error.fields == {"topic": "orders", "partition": 0, "expected": 100, "available": 10}
+
+
+def test_topic_recreated_between_two_runs_is_found_by_the_id_in_the_checkpoint() -> None:
+    brokers = Brokers()
+    brokers.detector.topic_ids = {"orders": "id-in-the-checkpoint"}
+    brokers.check({A: 5})
+    assert isinstance(brokers.error(), DataLoss)
+
+
+def test_recreated_topic_continues_at_its_first_record_without_failOnDataLoss() -> None:
+    brokers = Brokers(fail=False)
+    brokers.check({A: 90, B: 100, OTHER: 100})
+    brokers.recreate("orders")
+    brokers.firsts |= {A: 2, B: 3}
+    said = brokers.check({A: 90, B: 100, OTHER: 100})
+    assert brokers.detector.records_lost == 10
+    assert said == ["data loss: topic orders was deleted and recreated, its old records are lost"]
+    assert moved(brokers.detector) == {A: 2, B: 3}
+    assert (
+        brokers.detector.records_missing is not None
+        and "continues with its new records" in brokers.detector.records_missing.reason
+    )
+    assert brokers.detector.topic_ids["orders"] == "id-1-again"
+    assert brokers.check({A: 2, B: 3, OTHER: 100}) == []
+    assert brokers.detector.records_missing is None
+
+
+def test_recreated_topic_is_not_read_before_all_its_first_records_are_known() -> None:
+    brokers = Brokers(fail=False)
+    brokers.check({A: 100, B: 4})
+    brokers.recreate("orders")
+    del brokers.firsts[B]
+    brokers.check({A: 100, B: 4})
+    assert moved(brokers.detector) == {}
+    assert brokers.detector.ends == {}  # else B would continue in the middle of the new topic
+    assert not brokers.detector.is_complete
+    brokers.firsts[B] = 0
+    brokers.check({A: 100, B: 4})
+    assert moved(brokers.detector) == {A: 0, B: 0}
+
+
+def test_empty_topic_id_is_ignored() -> None:
+    brokers = Brokers()
+    brokers.check({A: 90})
+    brokers.ids["orders"] = ""
+    brokers.check({A: 90})
+    assert (brokers.error(), brokers.detector.records_missing, brokers.detector.has_suspicions) == (None, None, False)
+    assert brokers.detector.topic_ids == {"orders": "id-1"}
+    brokers.ids["orders"] = "id-1-again"
+    brokers.check({A: 90})
+    assert isinstance(brokers.error(), DataLoss)
+
+
+# --- deleted records -------------------------------------------------------------------------------------------------
+
+
+def test_new_partition_with_deleted_records_is_data_loss() -> None:
+    brokers = Brokers()
+    brokers.firsts[A] = 30
+    brokers.check({A: 20, B: 20})
+    error = brokers.error()
+    assert isinstance(error, DataLoss)
+    assert "the records of orders-0 from 20 on are lost: it starts at 30 now" in str(error)
+    assert error.fields == {"topic": "orders", "partition": 0, "expected": 20, "available": 30}
+
+
+def test_new_partition_continues_at_its_first_record_without_failOnDataLoss() -> None:
+    brokers = Brokers(fail=False)
+    brokers.firsts[A] = 30
+    said = brokers.check({A: 20, B: 20})
+    assert said == ["data loss: the records of orders-0 from 20 on are lost: it starts at 30 now"]
+    assert moved(brokers.detector) == {A: 30}
+    assert brokers.detector.records_missing is not None
+    assert brokers.detector.records_missing.reason == "1 partitions continue at their first record"
+    assert brokers.detector.records_lost == 10
+
+
+def test_missing_first_record_is_requested_again() -> None:
+    brokers = Brokers()
+    del brokers.firsts[A]
+    brokers.check({A: 20, B: 20})
+    assert brokers.error() is None
+    brokers.firsts[A] = 30
+    brokers.check({A: 20, B: 20})
+    assert brokers.requests[1].firsts == (A,)
+    assert isinstance(brokers.error(), DataLoss)
+
+
+def test_partition_is_checked_again_when_it_is_assigned_again() -> None:
+    brokers = Brokers()
+    brokers.check({A: 100, B: 100})
+    brokers.check({B: 100})
+    brokers.firsts[A] = 30
+    brokers.check({A: 20, B: 100})
+    assert isinstance(brokers.error(), DataLoss)
+
+
+def test_short_log_is_data_loss_after_the_grace_period() -> None:
+    brokers = Brokers()
+    brokers.check({A: 100})
+    brokers.shrink(A, 80)
+    brokers.check({A: 100})
+    assert brokers.requests[1].log_ends == (A,)
+    assert brokers.error() is None and brokers.detector.has_suspicions
+    brokers.check({A: 100}, after_ms=GRACE_MS - 1)
+    assert brokers.error() is None and brokers.detector.has_suspicions
+    brokers.check({A: 100}, after_ms=1)
+    error = brokers.error()
+    assert isinstance(error, DataLoss)
+    assert "orders-0 ends at 80, before the position 100: its last records are lost" in str(error)
+    assert error.fields == {"topic": "orders", "partition": 0, "expected": 100, "available": 80}
+
+
+def test_last_stable_offset_below_the_position_is_no_data_loss() -> None:
+    """A new leader may report that, while the log itself has its old length."""
+    brokers = Brokers()
+    brokers.ends[A] = 80
+    for _ in range(3):
+        brokers.check({A: 100}, after_ms=GRACE_MS)
+        assert (brokers.error(), brokers.detector.has_suspicions) == (None, False)
+
+
+def test_short_log_is_one_warning_without_failOnDataLoss() -> None:
+    brokers = Brokers(fail=False)
+    brokers.shrink(A, 80)
+    said = [text for _ in range(5) for text in brokers.check({A: 100}, after_ms=GRACE_MS)]
+    assert said == ["data loss: orders-0 ends at 80, before the position 100: its last records are lost"]
+    assert not brokers.detector.has_suspicions
+
+
+def test_suspicion_ends_when_the_log_has_grown_or_the_partition_is_revoked() -> None:
+    for moment in ("long enough", "left"):
+        brokers = Brokers()
+        brokers.shrink(A, 80)
+        brokers.check({A: 100, B: 100})
+        if moment == "left":
+            brokers.check({B: 100})
+        else:
+            brokers.shrink(A, 100)
+            brokers.check({A: 100, B: 100})
+        assert not brokers.detector.has_suspicions
+        brokers.shrink(A, 80)
+        brokers.check({A: 100, B: 100}, after_ms=GRACE_MS)
+        assert brokers.error() is None and brokers.detector.has_suspicions
+
+
+# --- missing answers -------------------------------------------------------------------------------------------------
+
+
+def test_check_without_an_end_is_incomplete_and_nothing_else() -> None:
+    brokers = Brokers()
+    brokers.check({A: 100, B: 100})
+    assert brokers.detector.is_complete
+    del brokers.ends[A]
+    for _ in range(3):
+        brokers.check({A: 100, B: 100}, after_ms=GRACE_MS)
+        assert (brokers.error(), brokers.detector.records_missing, brokers.detector.has_suspicions) == (
+            None,
+            None,
+            False,
+        )
+        assert not brokers.detector.is_complete
+
+
+def test_missing_answer_neither_confirms_nor_ends_a_suspicion() -> None:
+    brokers = Brokers()
+    brokers.shrink(A, 80)
+    brokers.check({A: 100})
+    del brokers.ends[A], brokers.log_ends[A]
+    brokers.check({A: 100}, after_ms=GRACE_MS)
+    assert brokers.error() is None
+    brokers.shrink(A, 80)
+    brokers.check({A: 100})
+    assert isinstance(brokers.error(), DataLoss)
+
+
+def test_partition_without_a_leader_is_logged_at_the_start_and_at_the_end() -> None:
+    brokers, positions = Brokers(), {A: 50, B: 50}
+    brokers.check(positions)
+    del brokers.ends[B]
+    assert brokers.check(positions) == []
+    (text,) = brokers.check(positions, after_ms=SILENT_MS_MAX)
+    assert "the end of 1 partitions, such as orders-1" in text
+    assert brokers.check(positions, after_ms=SILENT_MS_MAX) == []
+    assert brokers.detector.ends == {A: 100}
+    brokers.ends[B] = 100
+    assert brokers.check(positions) == ["the brokers report the end of every partition again"]
+    assert brokers.check(positions) == []
+
+
+# --- truncated logs --------------------------------------------------------------------------------------------------
+
+
+def read_up_to_100(*, fail: bool = True) -> Brokers:
+    """A was planned up to 100, which a leader of epoch 3 reported."""
+    brokers = Brokers(fail=fail)
+    brokers.check({A: 90})
+    brokers.plan({A: (90, 100)})
+    return brokers
+
+
+def test_epoch_end_is_requested_only_from_a_new_leader() -> None:
+    brokers = read_up_to_100()
+    brokers.shrink(A, 200)
+    brokers.check({A: 100})
+    assert [request.epoch_ends for request in brokers.requests] == [{}, {}]
+    brokers.elect(A, 4, has=150, end=200)
+    brokers.check({A: 100})
+    assert brokers.requests[1].epoch_ends == {A: 3}
+    assert (brokers.error(), brokers.detector.ends, brokers.detector.has_suspicions) == (None, {A: 200}, False)
+    brokers.check({A: 100})
+    assert [request.epoch_ends for request in brokers.requests] == [{}, {}], "the new leader is confirmed"
+
+
+def test_truncated_log_that_has_grown_again_is_data_loss_after_the_grace_period() -> None:
+    brokers = read_up_to_100()
+    brokers.elect(A, 5, has=60, end=200)
+    brokers.check({A: 100, B: 90})
+    assert brokers.error() is None and brokers.detector.has_suspicions
+    assert brokers.detector.ends == {B: 100}, "A is not read while the suspicion is open"
+    brokers.check({A: 100, B: 90}, after_ms=GRACE_MS)
+    error = brokers.error()
+    assert isinstance(error, DataLoss)
+    assert (error.fields["topic"], error.fields["partition"]) == ("orders", 0)
+    assert (error.fields["expected"], error.fields["available"]) == (100, 60)
+    assert "the log of orders-0 was truncated at 60, below the position 100" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("end", "first", "continues_at"),
+    [(200, 0, 60), (70, 0, 60), (200, 80, 80)],
+    ids=["grown again", "still shorter", "first records deleted"],
+)
+def test_partition_continues_where_its_log_was_truncated_without_failOnDataLoss(
+    end: int, first: int, continues_at: int
+) -> None:
+    brokers = read_up_to_100(fail=False)
+    brokers.elect(A, 5, has=60, end=end)
+    brokers.firsts[A] = first
+    brokers.check({A: 100})
+    (said,) = brokers.check({A: 100}, after_ms=GRACE_MS)
+    assert f"truncated at {continues_at}" in said and f"The log ends at {end} now" in said
+    found = brokers.detector.records_missing
+    assert found is not None and found.offsets == {A: continues_at} and found.truncated == {A}
+    brokers.plan({A: (continues_at, end)})
+    assert brokers.check({A: end}) == [] and brokers.detector.records_missing is None
+
+
+def test_unread_offsets_of_a_truncated_log_are_counted() -> None:
+    brokers = read_up_to_100(fail=False)
+    brokers.shrink(A, 130)
+    brokers.check({A: 100})
+    brokers.elect(A, 5, has=60, end=61)
+    brokers.check({A: 100})
+    brokers.check({A: 100}, after_ms=GRACE_MS)
+    assert brokers.detector.records_lost == 30
+
+
+def test_partition_is_not_read_before_its_new_leader_has_answered() -> None:
+    brokers = read_up_to_100()
+    brokers.elect(A, 4, has=None, end=200)
+    del brokers.epoch_ends[A]
+    brokers.check({A: 100})
+    assert brokers.detector.ends == {} and not brokers.detector.is_complete
+    brokers.epoch_ends[A] = 150
+    brokers.check({A: 100})
+    assert brokers.detector.ends == {A: 200}
+
+
+def test_new_leader_without_an_epoch_end_is_accepted() -> None:
+    brokers = read_up_to_100()
+    brokers.elect(A, 4, has=None, end=200)
+    brokers.check({A: 100})
+    assert (brokers.error(), brokers.detector.ends) == (None, {A: 200})
+
+
+def test_position_beyond_the_plan_has_no_known_epoch() -> None:
+    brokers = read_up_to_100()
+    brokers.elect(A, 4, has=60, end=200)
+    brokers.check({A: 150})
+    assert brokers.requests[1].epoch_ends == {}
+    assert brokers.detector.leader_epochs({A: 150}) == {A: 4}
+
+
+def test_epochs_of_a_recreated_topic_start_again() -> None:
+    brokers = read_up_to_100(fail=False)
+    brokers.recreate("orders", end=10)
+    brokers.leaders[A] = 0
+    brokers.check({A: 100})
+    assert moved(brokers.detector) == {A: 0}
+    brokers.check({A: 0})
+    assert brokers.requests[1].epoch_ends == {}
+
+
+def test_plan_has_the_epoch_of_the_leader_that_reported_its_end() -> None:
+    brokers = read_up_to_100()
+    assert brokers.detector.leader_epochs({A: 90}) == {A: 3}
+    brokers.elect(A, 4, has=100, end=100)
+    brokers.check({A: 100})
+    assert brokers.detector.leader_epochs({A: 100}) == {A: 4}
+    del brokers.ends[A]
+    brokers.check({A: 100})
+    assert brokers.detector.leader_epochs({A: 100}) == {A: 4}, "a missing answer keeps the known epoch"
+    brokers.shrink(B, 50)
+    brokers.check({B: 60})
+    assert brokers.detector.leader_epochs({B: 60}) == {}, "a position beyond the end is not of this leader's log"
