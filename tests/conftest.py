@@ -1,9 +1,7 @@
-"""What tests share: a real Kafka, a Spark session with Delta, and short words for topics, records and offsets.
+"""Shared fixtures: a real Kafka, a Spark session with Delta, and helpers for topics, records and offsets.
 
-Everything that starts a process is made once for each test worker and on demand, so a test that needs neither costs
-nothing. Whatever starts a JVM asks for the fixture ``jvm`` (or has a marker that says so): ``make unit`` leaves those
-tests out, and for all others there is no Java.
-"""
+Every process is started on demand and once per test worker. A test that starts a JVM uses the fixture ``jvm``, or one
+of the markers below: ``make unit`` skips these tests, and other tests have no Java."""
 
 import contextlib
 import functools
@@ -62,48 +60,48 @@ __all__ = [
     "produce_to",
 ]
 
-# An example's time says something of the machine alone: here others run beside it.
-settings.register_profile("beside others", deadline=None)
-settings.load_profile("beside others")
+# No deadlines: the time of an example depends on the machine, and other tests run concurrently.
+settings.register_profile("concurrent", deadline=None)
+settings.load_profile("concurrent")
 
 if (
     signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-):  # as in the background of a shell: what tests start would ignore it
+):  # as in the background of a shell; processes that tests start would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-os.environ.setdefault("PYSPARK_PYTHON", sys.executable)  # Spark's Python workers: else python3 of the PATH
+os.environ.setdefault("PYSPARK_PYTHON", sys.executable)  # Spark's Python workers; default: python3
 
-# Else as wide as COLUMNS said when it was imported, which readline sets to 80 for whatever pytest-xdist starts.
+# A fixed width. The default is COLUMNS at import time, which readline sets to 80 in workers of pytest-xdist.
 shared.console.size = ConsoleDimensions(WIDTH, 25)
 
 JVM_MARKERS = ("broker", "spark", "crash")
-"""Markers of tests that start JVMs by themselves, without the fixture ``jvm``."""
+"""Markers of tests that start JVMs without the fixture ``jvm``."""
 
 ROOT = Path(__file__).resolve().parent.parent
 
-TABLES = ("tests/delta/", "tests/source/", "tests/rebalance/test_spark.py", "tests/security/test_spark.py")
-"""Spark tests that share one session; the others share a second one, or start programs with a Spark of their own."""
+SHARED_SPARK = ("tests/delta/", "tests/source/", "tests/rebalance/test_spark.py", "tests/security/test_spark.py")
+"""Spark tests that share one session. The others share a second one, or start programs with their own Spark."""
 
 LANES = ("tables", "programs", "cluster", "security")
-"""Tests that run one after another, in one worker, because they share what is dear to start; the longest lane is the
-first. Whatever starts a Spark is in one of the first two, so at most two are alive."""
+"""Groups of tests that run one after another in one worker, because they share expensive processes; the longest first.
+All tests that start a Spark are in the first two, so at most two run at a time."""
 
 SHARED_JAVA_OPTIONS = ("-Xms256m", "-Xmx1g", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-Xshare:auto")
-"""Of the broker that all workers use: it has the topics of all tests at the end."""
+"""For the broker that all workers share; at the end it has the topics of all tests."""
 
 JAVA_HOME = os.environ.get("JAVA_HOME")
-NO_JAVA = "/no/java/here/ask/for/the/fixture/jvm"
-"""JAVA_HOME of tests that start no JVM; the error of one that does shows it."""
+NO_JAVA_HOME = "/no/java/here/ask/for/the/fixture/jvm"
+"""JAVA_HOME of tests that start no JVM. It appears in the error of a test that does."""
 
 _numbers = itertools.count(1)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--prove", choices=list(proofs.GUARANTEES), help="only the tests that are marked to prove it")
+    parser.addoption("--prove", choices=list(proofs.GUARANTEES), help="run only the tests that prove this guarantee")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark what needs a JVM, and let what takes long begin first: workers then end at about the same time."""
+    """Mark the tests that need a JVM, and run long tests first, so that workers finish at about the same time."""
     if (guarantee := config.getoption("prove")) is not None:
         proving = [i for i in items if any(mark.args == (guarantee,) for mark in i.iter_markers("proves"))]
         config.hook.pytest_deselected(items=[item for item in items if item not in proving])
@@ -121,20 +119,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _check_levels(item: pytest.Item) -> None:
-    """A test starts what its level of a proof says: Spark, else a broker, else nothing."""
+    """Check that a test starts the processes of its proof's level: Spark, a broker, or none."""
     spark = any(map(item.get_closest_marker, ("spark", "crash")))
     real = ("spark",) if spark else ("kafka",) if item.get_closest_marker("jvm") else ("core", "simulation")
     for mark in item.iter_markers("proves"):
         if mark.kwargs["level"] not in real:
-            raise pytest.UsageError(f"{item.nodeid} proves {mark.args[0]} at one of {real}, by what it starts")
+            raise pytest.UsageError(
+                f"{item.nodeid} starts processes of the levels {real}, but proves {mark.args[0]} at another"
+            )
 
 
 @functools.cache
 def _lane(file: str) -> str | None:
-    """The lane of a file's tests, by what its text says: the process that shares the tests out knows names only."""
+    """The lane of a file's tests, from its text: the scheduler of pytest-xdist knows only names."""
     text = (ROOT / file).read_text()
     if "mark.spark" in text or "mark.crash" in text:
-        return "tables" if file.startswith(TABLES) else "programs"
+        return "tables" if file.startswith(SHARED_SPARK) else "programs"
     if file.startswith("tests/faults/") or re.search(r"\bcluster: ", text):
         return "cluster"
     return "security" if file.startswith("tests/security/") else None
@@ -142,32 +142,32 @@ def _lane(file: str) -> str | None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Name what fails at once: a run that is ended from outside, as by its time limit, comes to no summary."""
+    """Print failures immediately: a run that is killed at its time limit prints no summary."""
     if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
         sys.stderr.write(f"\n{report.when} failed after {report.duration:.0f} s: {report.nodeid}\n")
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Each lane to one worker; the other tests one by one to whichever is free. Their order is the collection's."""
+    """Assign each lane to one worker, and other tests one by one to idle workers, in the order of the collection."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Lanes(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types
         def _split_scope(self, nodeid: str) -> str:
             return _lane(nodeid.split("::", maxsplit=1)[0]) or nodeid
 
-    config.option.loadscopereorder = False  # else the lane with the most tests begins first, however short they are
+    config.option.loadscopereorder = False  # otherwise the lane with the most tests starts first
     return Lanes(config, log)
 
 
 _shared: list[BrokerCluster] = []
-"""In the process that starts the test workers: the broker that all of them use."""
+"""The broker that all test workers use, in the process that starts them."""
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    """Start one Kafka for all workers before the first of them, unless no test needs it. It ends with this process,
-    however that ends. What is downloaded once for a machine is there then: no test waits for it."""
+    """Start one Kafka for all workers before the first worker, unless no test needs it. It ends with this process. Also
+    download the jars, so that no test waits for them."""
     if "not jvm" in node.config.option.markexpr:
         return
     if not _shared:
@@ -183,15 +183,15 @@ def pytest_unconfigure() -> None:
         _shared.pop().stop()
 
 
-# The threads of admin clients run Python for moments, in which garbage may be collected: an admin client that is
-# found there is ended by its own thread, and for that librdkafka ends the process.
+# Threads of admin clients run Python code, in which garbage may be collected. If that destroys an admin client in its
+# own thread, librdkafka aborts the process.
 gc.disable()
 COLLECT_EVERY_S = 5.0
 _collected_s = [0.0]
 
 
 def pytest_collection_finish() -> None:
-    """What is imported by now stays: no collection looks at it again."""
+    """Exclude everything imported so far from garbage collection."""
     gc.collect()
     gc.freeze()
 
@@ -208,21 +208,21 @@ def pytest_runtest_teardown() -> Generator[None, object, object]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """A test that starts a JVM must say so: for the others there is none."""
+    """Hide Java from tests that are not marked to start a JVM."""
     with pytest.MonkeyPatch.context() as patch:
         if item.get_closest_marker("jvm") is None:
-            patch.setenv("JAVA_HOME", NO_JAVA)
+            patch.setenv("JAVA_HOME", NO_JAVA_HOME)
         return (yield)
 
 
 @pytest.fixture(scope="session", autouse=True)
-def quickly(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Every Spark that a test starts, in this process or another, begins in half the CPU time."""
+def fast_spark_starts(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Make every Spark that a test starts, in this process or another, start in half the CPU time."""
     if not any(item.get_closest_marker("jvm") for item in request.session.items):
         yield
         return
     with contextlib.ExitStack() as stack:
-        with pytest.MonkeyPatch.context() as java:  # the test that asks for this first may be one that has none
+        with pytest.MonkeyPatch.context() as java:  # the first test that uses this fixture may have no Java
             java.setenv("JAVA_HOME", JAVA_HOME) if JAVA_HOME else java.delenv("JAVA_HOME", raising=False)
             stack.enter_context(quick_spark.prepared())
             home, options = str(quick_spark.home()), quick_spark.submit_options()
@@ -234,7 +234,7 @@ def quickly(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def jvm() -> None:
-    """Asked for by every fixture and test that starts a JVM."""
+    """Used by every fixture and test that starts a JVM."""
 
 
 def _unique(request: pytest.FixtureRequest, kind: str) -> str:
@@ -243,7 +243,7 @@ def _unique(request: pytest.FixtureRequest, kind: str) -> str:
 
 
 class SharedBroker(NamedTuple):
-    """Where the broker listens that all workers use."""
+    """The addresses of the broker that all workers share."""
 
     bootstrap_servers: str
     sasl_bootstrap_servers: str
@@ -251,7 +251,7 @@ class SharedBroker(NamedTuple):
 
 @pytest.fixture(scope="session")
 def broker(jvm: None, request: pytest.FixtureRequest) -> Iterator[BrokerCluster | SharedBroker]:
-    """One Kafka node for all tests, in all workers. A test that kills or pauses a node uses ``cluster``, or its own."""
+    """One Kafka node for all tests in all workers. Tests that kill or pause a node use ``cluster`` or their own."""
     servers = getattr(request.config, "workerinput", {}).get("servers")
     if servers is not None:
         yield SharedBroker(*servers)
@@ -262,14 +262,14 @@ def broker(jvm: None, request: pytest.FixtureRequest) -> Iterator[BrokerCluster 
 
 @pytest.fixture(scope="session")
 def cluster(jvm: None) -> Iterator[BrokerCluster]:
-    """Three Kafka nodes. A test may stop, kill and pause them, and leaves them as they were."""
+    """Three Kafka nodes. A test may stop, kill and pause them, and must restore them."""
     with BrokerCluster(nodes=3) as started:
         yield started
 
 
 @pytest.fixture(scope="session")
 def admin(broker: SharedBroker) -> AdminClient:
-    """Kafka's admin client. It lives as long as the run: one that is collected drops the answers still under way."""
+    """Kafka's admin client, for the whole run: a client that is garbage collected drops pending responses."""
     return AdminClient({"bootstrap.servers": broker.bootstrap_servers, "log_level": 3})
 
 
@@ -280,7 +280,7 @@ def producer(broker: SharedBroker) -> Producer:
 
 @pytest.fixture
 def topic(admin: AdminClient, request: pytest.FixtureRequest) -> TopicFactory:
-    """``topic(partitions=1, config=None, name=None)`` creates a topic of its own and returns its name."""
+    """``topic(partitions=1, config=None, name=None)`` creates a new topic and returns its name."""
 
     def create(partitions: int = 1, *, config: Mapping[str, str] | None = None, name: str | None = None) -> str:
         return create_topic(admin, name or _unique(request, "t"), partitions, config=config)
@@ -290,19 +290,19 @@ def topic(admin: AdminClient, request: pytest.FixtureRequest) -> TopicFactory:
 
 @pytest.fixture
 def group_id(request: pytest.FixtureRequest) -> str:
-    """A consumer group that no other test uses."""
+    """The id of a consumer group that no other test uses."""
     return _unique(request, "g")
 
 
 @pytest.fixture
 def scene(jvm: None, request: pytest.FixtureRequest, group_id: str) -> Scene:
-    """The test's group, and all that it uses of Kafka and Spark."""
+    """The test's group, with Kafka and Spark."""
     return Scene(request, group_id)
 
 
 @pytest.fixture(scope="session")
 def produce(producer: Producer) -> Produce:
-    """``produce(topic, records, partition=None)`` -> [(partition, offset)] once all are acknowledged.
+    """``produce(topic, records, partition=None)`` -> [(partition, offset)] after all are acknowledged.
 
     A record is a value (bytes or text) or a :class:`Record`.
     """
@@ -317,7 +317,7 @@ def produce(producer: Producer) -> Produce:
 
 @pytest.fixture(scope="session")
 def committed(admin: AdminClient) -> Callable[[str], Offsets]:
-    """``committed(group)`` -> the next offset of each partition that the group has committed."""
+    """``committed(group)`` -> the committed offset of each partition."""
     return lambda group: committed_of(admin, group)
 
 
@@ -329,7 +329,7 @@ def end_offsets(admin: AdminClient) -> Callable[[str], Offsets]:
 
 @pytest.fixture(scope="session")
 def spark(jvm: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator["SparkSession"]:
-    """One local session with Delta for the whole run. Its JVM ends with this process: it reads our end of a pipe."""
+    """One local session with Delta for the whole run. Its JVM ends with this process, whose pipe it reads."""
     from pyspark.sql import SparkSession
 
     scratch: Path = tmp_path_factory.mktemp("spark")

@@ -1,7 +1,7 @@
-"""Which test proves which guarantee at which level: read from the marks ``proves`` in the tests' text.
+"""The tests that prove each guarantee, by level, from the ``proves`` marks in the tests.
 
-A level says what is real. ``core``: the decision alone. ``simulation``: a whole group in simulated time. ``kafka``: a
-real broker. ``spark``: real Spark as well. Deliberately absent: whether the tests pass (``make prove G=3`` runs them).
+The level is the part that is real. ``core``: one decision. ``simulation``: a whole group in simulated time. ``kafka``:
+a real broker. ``spark``: also a real Spark. Deliberately absent: whether the tests pass (``make prove G=3`` runs them).
 """
 
 import ast
@@ -25,17 +25,17 @@ GUARANTEES = {
     "G10": "facts",
 }
 NOT_AT: Mapping[tuple[str, str], str] = {
-    ("G1", "simulation"): "which rows a range has is Kafka's and the reader's; the simulation counts offsets",
-    ("G4", "kafka"): "the table is written by Spark alone",
-    ("G6", "spark"): "fencing is between members, producers and brokers; Spark has no part in it",
-    ("G7", "core"): "a rebalance is the broker's answer; the simulation has the whole group",
+    ("G1", "simulation"): "Kafka and the reader decide which rows a range has; the simulation only counts offsets",
+    ("G4", "kafka"): "only Spark writes the table",
+    ("G6", "spark"): "fencing happens between members, producers and brokers, without Spark",
+    ("G7", "core"): "rebalances are the broker's decision; the simulation has a whole group",
     ("G9", "simulation"): "the simulated group has no credentials",
     (
         "G10",
         "simulation",
-    ): "guesses and silence are in the histories of G2 to G6; a wrong conclusion loses records",
+    ): "timeouts and wrong client errors are part of the histories of G2 to G6; a wrong conclusion would lose records",
 }
-"""Levels that a guarantee is not proven at, and why that makes no sense there."""
+"""Levels at which a guarantee is not proven, and the reason."""
 
 
 class Proof(NamedTuple):
@@ -48,7 +48,7 @@ class Proof(NamedTuple):
 
 
 def proofs() -> Iterator[Proof]:
-    """Every mark ``proves`` in the tests, in the order of their files."""
+    """Every ``proves`` mark in the tests, in the order of the files."""
     for file in sorted(TESTS.rglob("test_*.py")):
         text = file.read_text()
         if "mark.proves(" not in text:
@@ -70,7 +70,7 @@ def table() -> str:
     lines = [f"| | {' | '.join(LEVELS)} |", f"|---|{'---|' * len(LEVELS)}"]
     for guarantee, name in GUARANTEES.items():
         cells = [
-            "<br>".join(found[guarantee, level]) or f"not here: {NOT_AT.get((guarantee, level), '?')}"
+            "<br>".join(found[guarantee, level]) or f"not proven here: {NOT_AT.get((guarantee, level), '?')}"
             for level in LEVELS
         ]
         lines.append(f"| {guarantee} {name} | {' | '.join(cells)} |")

@@ -15,7 +15,7 @@ from confluent_kafka import TopicPartition as KafkaPartition
 from confluent_kafka.admin import AdminClient, NewPartitions  # type: ignore[attr-defined]  # its stubs hide it
 from kafka_words import ADMIN_S, Offsets, Record, await_served, await_until, committed_of, end_offsets_of, produce_to
 from kit.broker_cluster import BrokerCluster
-from streams import Job, Played, options_of
+from streams import Job, QueryWithoutSpark, options_of
 from typer.testing import CliRunner
 
 from spark_group_source.cli import shared
@@ -136,9 +136,9 @@ class Scene:
         """A Spark query in the test's group."""
         return Job(self.spark, self.options(protocol, **more), self.folder / checkpoint)
 
-    def played(self, protocol: str = "classic", **more: object) -> Played:
+    def played(self, protocol: str = "classic", **more: object) -> QueryWithoutSpark:
         """The same without Spark."""
-        return Played(self.options(protocol, **more))
+        return QueryWithoutSpark(self.options(protocol, **more))
 
     # --- commands --------------------------------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
-"""Queries of ``format("kafka-group")`` for tests: in Spark (:class:`Job`), or its part played (:class:`Engine`).
+"""Queries of ``format("kafka-group")`` for tests: in Spark (:class:`Job`), or without Spark (:class:`Engine`).
 
-Runs in: tests. Deliberately absent: fixtures (``conftest``) and judgements about rows; what is read back comes from
-Kafka's admin API, plain consumers and the checkpoint's files.
+Runs in: tests. Deliberately absent: fixtures (``conftest``) and assertions about rows. State is read from Kafka's admin
+API, plain consumers and the checkpoint's files.
 """
 
 import contextlib
@@ -30,17 +30,17 @@ if TYPE_CHECKING:
 
 PROTOCOLS = ("classic", "consumer")
 END_S = 300
-"""Bound of a hang in a run that ends by itself."""
+"""Time limit of a run that should end by itself."""
 LOOK_S = 1
 MEMBER_HOST = os.environ.get("MEMBER_HOST", "driver")
-"""``MEMBER_HOST=auto make test``: the members of every query whose test does not say where they live. The default here
-is the one that says less of a test's timing: agents come after seconds, and most queries of tests are over by then."""
+"""``MEMBER_HOST=auto make test``: sets memberHost for every query whose test does not. The default is driver, because
+agents start after seconds, and most queries of tests are finished by then."""
 
 Sink = Callable[["DataFrame", int], None]
 
 
-class Seen(NamedTuple):
-    """What a test looks at of one row."""
+class SourceRow(NamedTuple):
+    """The columns of a row that tests check."""
 
     topic: str
     partition: int
@@ -49,7 +49,7 @@ class Seen(NamedTuple):
 
 
 def options_of(servers: str, group: str, *, protocol: str = "classic", **more: object) -> dict[str, str]:
-    """Options that make a test quick. Names in ``more`` have ``__`` for the dot: ``kafka__isolation__level``."""
+    """Options with short timeouts. Names in ``more`` have ``__`` for the dot: ``kafka__isolation__level``."""
     quick = {"kafka.session.timeout.ms": "6000", "kafka.heartbeat.interval.ms": "500"} if protocol == "classic" else {}
     quick["memberHost"] = MEMBER_HOST
     return {
@@ -64,7 +64,7 @@ def options_of(servers: str, group: str, *, protocol: str = "classic", **more: o
 
 
 def named(more: Mapping[str, object]) -> dict[str, str]:
-    """Options written as keyword arguments: ``__`` stands for the dot, and Python's True for true."""
+    """Options from keyword arguments: ``__`` becomes a dot, and Python's True becomes true."""
     texts = {True: "true", False: "false"}
     return {
         name.replace("__", "."): texts[value] if isinstance(value, bool) else str(value) for name, value in more.items()
@@ -76,14 +76,14 @@ def named(more: Mapping[str, object]) -> dict[str, str]:
 
 @dataclass
 class Job:
-    """A query and its checkpoint over any number of runs; ``batches`` keeps the rows of every batch that ran."""
+    """A query with its checkpoint, for any number of runs; ``batches`` has the rows of every batch."""
 
     spark: "SparkSession"
     options: dict[str, str]
     checkpoint: Path
-    batches: list[tuple[int, list[Seen]]] = field(default_factory=list)
+    batches: list[tuple[int, list[SourceRow]]] = field(default_factory=list)
     on_batch: Callable[[int], None] = lambda number: None
-    """Called in the middle of every batch, after its rows were read."""
+    """Called in every batch after its rows were read."""
 
     def load(self, **more: object) -> "DataFrame":
         return self.spark.readStream.format("kafka-group").options(**{**self.options, **named(more)}).load()
@@ -96,7 +96,7 @@ class Job:
         return self.start_into(self._keep, frame, **trigger)
 
     def start_into(self, sink: Sink, frame: "DataFrame | None" = None, **trigger: Any) -> "StreamingQuery":
-        """Start the query with another sink; ``batches`` does not see its rows."""
+        """Start the query with another sink; its rows are not in ``batches``."""
         loaded = self.load() if frame is None else frame
         writer = loaded.writeStream.foreachBatch(sink).option("checkpointLocation", str(self.checkpoint))
         return (writer.trigger(**trigger) if trigger else writer).start()
@@ -109,14 +109,14 @@ class Job:
         finally:
             query.stop()
 
-    def run(self, **more: object) -> list[Seen]:
-        """An AvailableNow run to its end; returns the rows of this run, and raises what the query failed with."""
+    def run(self, **more: object) -> list[SourceRow]:
+        """Run with AvailableNow until the end; return the rows of this run, or raise the query's error."""
         before = len(self.batches)
         self.run_into(self._keep, self.load(**more), availableNow=True)
         return rows_of(self.batches[before:])
 
     def run_into(self, sink: Sink, frame: "DataFrame | None" = None, **trigger: Any) -> None:
-        """A run to its end, into another sink; raises what the query failed with."""
+        """Run until the end with another sink; raise the query's error."""
         query = self.start_into(sink, frame, **trigger)
         try:
             await_progress(
@@ -128,7 +128,7 @@ class Job:
             query.stop()
 
     @property
-    def rows(self) -> list[Seen]:
+    def rows(self) -> list[SourceRow]:
         return rows_of(self.batches)
 
     @property
@@ -137,21 +137,21 @@ class Job:
 
     def _keep(self, frame: "DataFrame", number: int) -> None:
         found = frame.selectExpr("topic", "partition", "offset", "string(value) value").collect()
-        self.batches.append((number, [Seen(*row) for row in found]))
+        self.batches.append((number, [SourceRow(*row) for row in found]))
         self.on_batch(number)
 
 
-def rows_of(batches: Sequence[tuple[int, list[Seen]]]) -> list[Seen]:
+def rows_of(batches: Sequence[tuple[int, list[SourceRow]]]) -> list[SourceRow]:
     return [row for _, rows in batches for row in rows]
 
 
-def values_of(rows: Sequence[Seen]) -> list[str]:
-    """The values, sorted: partitions come in no order."""
+def values_of(rows: Sequence[SourceRow]) -> list[str]:
+    """The values, sorted, because the order of partitions is undefined."""
     return sorted(str(row.value) for row in rows)
 
 
 def numbered(first: int, last: int, partitions: int = 1, *, at_ms: int | None = None) -> list[Record]:
-    """Records whose values are the numbers from ``first`` to ``last``, dealt out to the partitions in turn."""
+    """Records with the numbers from ``first`` to ``last`` as values, distributed round-robin to the partitions."""
     return [Record(str(n).encode(), partition=n % partitions, timestamp_ms=at_ms) for n in range(first, last + 1)]
 
 
@@ -164,21 +164,21 @@ def texts(first: int, last: int) -> list[str]:
 
 
 def planned(checkpoint: Path) -> dict[int, StreamOffset]:
-    """The offsets that Spark wrote before it ran each batch."""
+    """The planned offset of each batch in the checkpoint."""
     found = {}
     for path in (checkpoint / "offsets").glob("[0-9]*"):
         found[int(path.name)] = parse(path.read_text().splitlines()[2])
     return dict(sorted(found.items()))
 
 
-def forget(checkpoint: Path, log: str, number: int) -> None:
-    """Remove an entry of ``offsets`` or ``commits``, as if the driver had died before it was written."""
+def remove_entry(checkpoint: Path, log: str, number: int) -> None:
+    """Remove a file of ``offsets`` or ``commits``, as if the driver had died before writing it."""
     (checkpoint / log / str(number)).unlink()
     (checkpoint / log / f".{number}.crc").unlink(missing_ok=True)
 
 
-def rewrite(checkpoint: Path, number: int, line: str) -> None:
-    """Replace the source's line of an entry of ``offsets``."""
+def replace_entry(checkpoint: Path, number: int, line: str) -> None:
+    """Replace the source's line in a file of ``offsets``."""
     path = checkpoint / "offsets" / str(number)
     lines = path.read_text().splitlines()
     lines[2] = line
@@ -186,22 +186,22 @@ def rewrite(checkpoint: Path, number: int, line: str) -> None:
     (checkpoint / "offsets" / f".{number}.crc").unlink(missing_ok=True)
 
 
-def rename(checkpoint: Path) -> None:
-    """Give a copied checkpoint a query id of its own: Spark runs no second query of the same id."""
+def set_new_query_id(checkpoint: Path) -> None:
+    """Set a new query id in a copied checkpoint, because Spark runs only one query with the same id."""
     (checkpoint / "metadata").write_text(json.dumps({"id": str(uuid.uuid4())}))
     (checkpoint / ".metadata.crc").unlink(missing_ok=True)
 
 
-# --- Spark's part, played -------------------------------------------------------------------------------------------
+# --- without Spark ---------------------------------------------------------------------------------------------------
 
 
 class Engine:
-    """What Spark does with a coordinator, one call at a time and without Spark: every offset goes through its JSON.
+    """Calls a coordinator like Spark does, one call at a time; every offset is converted to JSON and back.
 
     Args:
         options: as a user writes them.
-        log: the offsets that earlier runs planned, as the checkpoint has them; all of them durable.
-        environment: another clock or other clients than the real ones.
+        log: the offsets planned by earlier runs, as in a checkpoint; all are durable.
+        environment: replaces the real clock and clients.
     """
 
     def __init__(
@@ -210,24 +210,24 @@ class Engine:
         self.options = Options.parse(dict(options))
         self.coordinator = Coordinator(self.options, environment=environment)
         self.log = list(log)
-        self.rows: list[Seen] = []
+        self.rows: list[SourceRow] = []
 
     @property
     def start(self) -> StreamOffset:
         return parse(self.log[-1]) if self.log else StreamOffset.initial(self.options.group_id)
 
     def run(self) -> None:
-        """Triggers until there is nothing to read."""
+        """Trigger until there are no records to read."""
         while self.step() is not None:
             pass
 
     def plan(self) -> StreamOffset | None:
-        """``latestOffset``: what is durable so far, and the next batch; None when there is nothing to read."""
+        """Call ``latestOffset`` with the last durable offset; None if there are no records to read."""
         start = self.start
         end = self.coordinator.latest(start)
         return None if end is start else parse(end.to_json())
 
-    def read(self, end: StreamOffset) -> list[Seen]:
+    def read(self, end: StreamOffset) -> list[SourceRow]:
         batches = read_batches(
             self.options.consumer_settings(),
             end.batch(),
@@ -237,13 +237,13 @@ class Engine:
             deadline_s=20,
         )
         return [
-            Seen(row["topic"], row["partition"], row["offset"], row["value"].decode())
+            SourceRow(row["topic"], row["partition"], row["offset"], row["value"].decode())
             for batch in batches
             for row in batch.to_pylist()
         ]
 
     def step(self) -> StreamOffset | None:
-        """One trigger: plan, read, and make durable."""
+        """Run one trigger: plan and read a batch, and mark it durable."""
         end = self.plan()
         if end is not None:
             self.rows += self.read(end)
@@ -260,14 +260,14 @@ class Engine:
         self.close()
 
 
-class Played:
-    """A query over any number of runs, as :class:`Job` has it, but without Spark: each run is an :class:`Engine`."""
+class QueryWithoutSpark:
+    """A query for any number of runs, like :class:`Job` but without Spark: each run is an :class:`Engine`."""
 
     def __init__(self, options: Mapping[str, str]) -> None:
         self.options = dict(options)
         self.log: list[str] = []
-        """Its checkpoint: the offset of each batch, all of them durable."""
-        self.rows: list[Seen] = []
+        """The checkpoint: the offset of each batch; all are durable."""
+        self.rows: list[SourceRow] = []
 
     @contextlib.contextmanager
     def running(self, **more: object) -> Iterator[Engine]:
@@ -277,18 +277,18 @@ class Played:
         self.rows += engine.rows
 
     def run(self, **more: object) -> list[str]:
-        """A run that ends by itself; returns the values that it read."""
+        """Run with AvailableNow until the end; return the values that were read."""
         with self.running(**more) as engine:
             engine.coordinator.prepare_available_now()
             engine.run()
         return values_of(engine.rows)
 
 
-# --- the outside ----------------------------------------------------------------------------------------------------
+# --- other proces----------------------------------------------------------------------------------------------------
 
 
-class Outsider:
-    """An ordinary consumer in the same group, polling on a thread of its own; it never commits."""
+class OtherMember:
+    """An ordinary consumer in the same group that polls in its own thread; it never commits."""
 
     def __init__(self, servers: str, group: str, topics: Sequence[str], protocol: str = "classic") -> None:
         quick = {"session.timeout.ms": 6000, "heartbeat.interval.ms": 500} if protocol == "classic" else {}
@@ -307,12 +307,12 @@ class Outsider:
             }
         )
         self._consumer.subscribe(list(topics), on_assign=self._assigned, on_revoke=self._revoked)
-        self._ending = threading.Event()
+        self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._poll, daemon=True)
         self._thread.start()
 
     def _poll(self) -> None:
-        while not self._ending.is_set():
+        while not self._stopping.is_set():
             message = self._consumer.poll(0.05)
             if message is not None and message.error() is None:
                 self.values.append((message.value() or b"").decode())
@@ -327,10 +327,10 @@ class Outsider:
         self.rebalances += 1
 
     def close(self) -> None:
-        self._ending.set()
+        self._stopping.set()
         self._thread.join(30)
 
-    def __enter__(self) -> "Outsider":
+    def __enter__(self) -> "OtherMember":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -338,23 +338,23 @@ class Outsider:
 
 
 def descendants(pid: int) -> dict[int, str]:
-    """Processes below ``pid``, with their command lines."""
+    """Descendants of a process, with their command lines."""
     found = {}
     for child in psutil.Process(pid).children(recursive=True):
-        with contextlib.suppress(psutil.Error):  # one that has ended meanwhile
+        with contextlib.suppress(psutil.Error):  # it has ended
             found[child.pid] = " ".join(child.cmdline())
     return found
 
 
 def readers_below(pid: int | None = None) -> list[int]:
-    """The stream readers below a driver (this process): one for each query that runs."""
+    """The stream readers of a driver (default: this process), one per running query."""
     return [
         child for child, args in descendants(pid or os.getpid()).items() if "python_streaming_source_runner" in args
     ]
 
 
 def alive(pid: int) -> bool:
-    """Whether the process runs; one that only waits for its parent to collect it does not."""
+    """Whether the process runs; a zombie does not."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

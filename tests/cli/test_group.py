@@ -20,7 +20,7 @@ from delta_files import living_rows
 from kafka_words import noted_of, set_committed
 from rebalance.accounts import describe
 from scenes import Scene, Shown
-from streams import Job, Outsider, forget, numbered, planned, readers_below
+from streams import Job, OtherMember, numbered, planned, readers_below, remove_entry
 
 from spark_group_source import DeltaSink
 from spark_group_source.delta import ledger_store
@@ -92,7 +92,7 @@ def test_describe_shows_members_offsets_lag_and_ledger(scene: Scene, run: Run) -
 def test_describe_names_the_owner_of_each_partition(scene: Scene, run: Run) -> None:
     name = scene.topic(2)
     scene.produce(name, numbered(0, 3, 2))
-    with Outsider(scene.servers, scene.group, [name]) as other:
+    with OtherMember(scene.servers, scene.group, [name]) as other:
         await_until(lambda: other.partitions, what="its partitions")
         text = run("describe").output
     assert f"group {scene.group}: stable" in text and "1 members" in text
@@ -132,7 +132,7 @@ def test_list_and_describe_show_all_groups_with_state(scene: Scene) -> None:
         assert result.code == 0, result.output
         return result.output
 
-    with Outsider(scene.servers, scene.group, [name]) as other:
+    with OtherMember(scene.servers, scene.group, [name]) as other:
         await_until(lambda: len(other.partitions) == 3, what="its partitions")
         assert {scene.group, idle} <= set(shown("list").splitlines())
         listed = {one["group"]: one["state"] for one in json.loads(shown("list", "--json"))}
@@ -186,7 +186,7 @@ def test_reset_moves_offsets_only_with_execute(scene: Scene, run: Run) -> None:
 
 def test_reset_is_refused_while_the_group_has_members(scene: Scene, run: Run) -> None:
     name = scene.topic()
-    with Outsider(scene.servers, scene.group, [name]) as other:
+    with OtherMember(scene.servers, scene.group, [name]) as other:
         await_until(lambda: other.partitions, what="its partitions")
         line = refused(run("reset", "--to-latest", "--topic", name, "--execute"))
         assert f"group '{scene.group}' is stable with 1 members: Kafka moves offsets only" in line
@@ -321,7 +321,7 @@ def test_rewind_without_table_is_refused_and_its_commands_work(scene: Scene) -> 
     conflict(scene, one, table)
     # As if the driver had died before its plan was written: the run has committed the position under its own name, and
     # the note beside it says where it came from.
-    forget(one.checkpoint, "offsets", max(planned(one.checkpoint)))
+    remove_entry(one.checkpoint, "offsets", max(planned(one.checkpoint)))
     assert f"{name}-0: committed offset 2, the table holds up to 6" in conflict(scene, one, table)
 
     type_in(scene, to_current)

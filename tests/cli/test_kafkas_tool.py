@@ -9,7 +9,7 @@ import pytest
 from conftest import await_until
 from kafka_words import set_committed
 from scenes import Scene
-from streams import Outsider, numbered
+from streams import OtherMember, numbered
 
 from spark_group_source.local.tools import kafka_consumer_groups, shown
 from spark_group_source.model import TopicPartition
@@ -51,7 +51,7 @@ def test_describe_matches_kafka_consumer_groups(scene: Scene, kafkas: Tool, ours
     name = scene.topic(3)
     scene.produce(name, numbered(0, 29, 3))
     set_committed(scene.admin, scene.group, name, {0: 4, 1: 7, 2: 10})
-    with Outsider(scene.servers, scene.group, [name]) as other:
+    with OtherMember(scene.servers, scene.group, [name]) as other:
         await_until(lambda: len(other.partitions) == 3, what="its partitions")
         rows = shown(kafkas("--describe"))
         found = json.loads(ours("describe", "--json"))

@@ -12,7 +12,7 @@ from conftest import await_until
 from delta_files import living_rows
 from rebalance.accounts import describe
 from scenes import Scene
-from streams import END_S, forget, numbered
+from streams import END_S, numbered, remove_entry
 from test_docs import blocks
 from typer.testing import CliRunner
 
@@ -72,7 +72,7 @@ class Guide:
         last = max(int(path.name) for path in (checkpoint / "offsets").glob("[0-9]*"))
         await_until((checkpoint / "commits" / str(last)).exists, what="the end of the batch")
         self.names["query"].stop()
-        forget(checkpoint, "commits", last)
+        remove_entry(checkpoint, "commits", last)
 
     def finish_old(self) -> None:
         """What the guide says of a batch that is not finished."""

@@ -12,7 +12,7 @@ from delta_files import living_rows
 from kafka_words import SASL_PASSWORD, SASL_USER, set_committed
 from rebalance.accounts import describe
 from scenes import Scene, Shown
-from streams import PROTOCOLS, Outsider, numbered
+from streams import PROTOCOLS, OtherMember, numbered
 
 from spark_group_source import DeltaSink
 from spark_group_source.cli import offsets as deletion
@@ -124,7 +124,7 @@ def test_delete_offsets_of_an_active_group_matches_kafkas_tool(protocol: str, sc
     read, former = scene.topic(2), scene.topic(2)
     set_committed(scene.admin, scene.group, read, {0: 0, 1: 0})
     set_committed(scene.admin, scene.group, former, {0: 0, 1: 0})
-    with Outsider(scene.servers, scene.group, [read], protocol) as member:
+    with OtherMember(scene.servers, scene.group, [read], protocol) as member:
         await_until(lambda: len(member.partitions) == 2, what="its partitions")
         await_until(lambda: describe(scene.admin, scene.group).state == "stable", what="a stable group")
         dry = run("delete-offsets", "--topic", read, "--topic", former, "--json")
@@ -173,7 +173,7 @@ def test_delete_group_deletes_group_and_offsets(scene: Scene, run: Run) -> None:
 @pytest.mark.broker
 def test_broker_refuses_deletion_for_a_member_that_joined_meanwhile(scene: Scene) -> None:
     name = scene.topic(1)
-    with Outsider(scene.servers, scene.group, [name]) as member:
+    with OtherMember(scene.servers, scene.group, [name]) as member:
         await_until(lambda: member.partitions, what="its partition")
         with pytest.raises(GroupError, match="The group is not empty") as refused:
             GroupAdmin({"bootstrap.servers": scene.servers}, retries=0).delete_group(scene.group)

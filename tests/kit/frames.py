@@ -1,7 +1,7 @@
-"""Spark for the sink's tests, without a JVM: frames of pyarrow, and the calls of a session that the sink makes.
+"""A fake of Spark for the sink's tests, without a JVM: DataFrames of pyarrow, and the session calls of the sink.
 
-Runs in: tests. Deliberately absent: SQL, queries, Delta. A table is a real one: ``deltalake`` makes its log, and a
-frame writes real Parquet files where Spark's tasks would. ``tests/delta/test_contract.py`` runs the same cases on
+Runs in: tests. Deliberately absent: SQL, queries, Delta. Tables are real: ``deltalake`` writes the log, and a
+DataFrame writes real Parquet files like Spark's tasks. ``tests/delta/test_contract.py`` runs the same cases on
 Spark. :func:`without_ranges` replaces the function of that name in :mod:`spark_group_source.delta.sink`, which needs a
 JVM.
 """
@@ -23,7 +23,7 @@ NAMES = {pa.string(): "string", pa.int32(): "integer", pa.int64(): "long"}
 
 
 class Frame:
-    """A DataFrame, as far as a sink uses one."""
+    """The part of a DataFrame that a sink uses."""
 
     def __init__(self, session: "Session", rows: pa.Table) -> None:
         self.sparkSession, self.rows = session, rows
@@ -79,11 +79,11 @@ class _Writer:
 
 
 class Session:
-    """A classic session whose file system is this machine's, and that has no Delta Lake."""
+    """A classic session with the local file system and without Delta Lake."""
 
     def __init__(self) -> None:
         self.properties: dict[str, str] = {}
-        """The local properties that Spark sets on the thread of a query's batch."""
+        """Local properties that Spark sets in the thread of a batch."""
         self.sparkContext = SimpleNamespace(getLocalProperty=self.properties.get)
         self._jsparkSession = SimpleNamespace(sessionState=lambda: SimpleNamespace(newHadoopConf=lambda: None))
         system = SimpleNamespace(getProperty=lambda name: "17")
@@ -112,7 +112,7 @@ class _Conf:
 
 
 class _HadoopPath:
-    """A path, its file system, and an open file: Hadoop's three classes in one."""
+    """A path, its file system and an open file: three classes of Hadoop in one."""
 
     def __init__(self, text: str) -> None:
         self._path = Path(text.removeprefix("file:")).absolute()
@@ -140,10 +140,10 @@ class _HadoopPath:
 
 
 def without_ranges(df: Frame, drop: Sequence[OffsetRange], table: str) -> Frame:
-    """The rows of a batch but those in the given ranges."""
+    """The rows of a batch, except those in the given ranges."""
     keep = [
         not any(
-            (row["topic"], row["partition"]) == r.tp and r.start <= row["offset"] < r.end  # a null topic is no range's
+            (row["topic"], row["partition"]) == r.tp and r.start <= row["offset"] < r.end  # a null topic is in no range
             for r in drop
         )
         for row in df.rows.to_pylist()

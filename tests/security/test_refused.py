@@ -36,11 +36,11 @@ def plain_text(secured: SecuredBroker) -> dict[str, str]:
 
 CASES: dict[str, tuple[Callable[[SecuredBroker], dict[str, str]], str]] = {
     "wrong password": (lambda g: g.scram(password=WRONG), "kafka.sasl.* and kafka.ssl.*"),
-    "unknown_certificate user": (lambda g: g.scram("nobody", WRONG), "kafka.sasl.* and kafka.ssl.*"),
+    "unknown user": (lambda g: g.scram("nobody", WRONG), "kafka.sasl.* and kafka.ssl.*"),
     "wrong secret": (lambda g: g.oidc(WRONG), "kafka.sasl.* and kafka.ssl.*"),
-    "expired certificate": (lambda g: g.mutual(g.authority.issue("late", days=0)), "client's certificate"),
-    "unknown_certificate certificate": (unknown_certificate, "client's certificate"),
-    "no certificate": (without_certificate, "client's certificate"),
+    "expired certificate": (lambda g: g.mutual(g.authority.issue("late", days=0)), "client certificate"),
+    "unknown certificate": (unknown_certificate, "client certificate"),
+    "no certificate": (without_certificate, "client certificate"),
     "wrong CA": (wrong_ca, "ssl.ca.location"),
     "no TLS": (plain_text, "kafka.security.protocol"),
 }
@@ -60,7 +60,7 @@ def test_G9_wrong_credentials_fail_a_query_at_its_start(
 
 
 @pytest.mark.parametrize(
-    "case", ["wrong password", "wrong secret", "wrong CA", "unknown_certificate certificate", "no certificate"]
+    "case", ["wrong password", "wrong secret", "wrong CA", "unknown certificate", "no certificate"]
 )
 def test_wrong_credentials_fail_a_task(case: str, secured: SecuredBroker, group_id: str) -> None:
     """Certificate files and environment variables of an executor may differ from the driver's."""

@@ -11,7 +11,7 @@ from confluent_kafka import Producer
 from confluent_kafka.admin import AdminClient
 from conftest import await_until, committed_of, create_topic, end_offsets_of, produce_to
 from kit.broker_cluster import BrokerCluster
-from streams import Engine, Seen, options_of, texts
+from streams import Engine, SourceRow, options_of, texts
 
 from spark_group_source.errors import DataLoss
 from spark_group_source.kafka import Environment, EpochEnds
@@ -52,8 +52,8 @@ def write(alone: BrokerCluster) -> Write:
     return one_by_one
 
 
-def rows_of(name: str, offsets: range, first: int) -> list[Seen]:
-    return [Seen(name, 0, offset, str(first + offset - offsets.start)) for offset in offsets]
+def rows_of(name: str, offsets: range, first: int) -> list[SourceRow]:
+    return [SourceRow(name, 0, offset, str(first + offset - offsets.start)) for offset in offsets]
 
 
 def truncate_log(broker: BrokerCluster, data: Path, tp: TopicPartition, end: int) -> None:

@@ -17,7 +17,7 @@ from kafka_words import await_markers
 from rebalance.accounts import describe
 from rebalance.ordinary import OrdinaryConsumer
 from scenes import Scene
-from streams import PROTOCOLS, Engine, Outsider, numbered, texts, values_of
+from streams import PROTOCOLS, Engine, OtherMember, numbered, texts, values_of
 
 from spark_group_source.errors import InvariantBroken, RebalanceTimeout
 from spark_group_source.model import TopicPartition
@@ -88,7 +88,7 @@ def test_G1_a_replayed_batch_has_the_same_rows_while_another_member_has_its_part
         first = dying.read(end)
     assert values_of(first) == texts(0, 7)
     scene.produce(name, numbered(8, 11, 4))
-    with Outsider(scene.servers, scene.group, [name]) as other:
+    with OtherMember(scene.servers, scene.group, [name]) as other:
         await_until(lambda: len(other.partitions) == 4, what="another member with everything")
         with one.running() as again:
             again.coordinator.replay(parse(end.to_json()))
@@ -101,7 +101,7 @@ def test_G7_a_restart_within_the_session_timeout_causes_no_rebalance(protocol: s
     name = scene.topic(6)
     scene.produce(name, numbered(0, 11, 6))
     given = patient(scene, protocol, subscribe=name, groupMembers=2)
-    with Outsider(scene.servers, scene.group, [name], protocol) as other:
+    with OtherMember(scene.servers, scene.group, [name], protocol) as other:
 
         def shared() -> bool:
             members = describe(scene.admin, scene.group).members

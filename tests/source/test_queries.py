@@ -19,13 +19,13 @@ from streams import (
     END_S,
     PROTOCOLS,
     Job,
-    Outsider,
-    forget,
+    OtherMember,
     numbered,
     options_of,
     planned,
     readers_below,
-    rewrite,
+    remove_entry,
+    replace_entry,
     texts,
     values_of,
 )
@@ -152,7 +152,7 @@ def test_G1_batch_0_is_replayed_as_planned_after_latest_has_moved(scene: Scene) 
     scene.produce(name, numbered(0, 3, 2))
     one = scene.job(subscribe=name)
     one.run()
-    forget(one.checkpoint, "commits", 0)
+    remove_entry(one.checkpoint, "commits", 0)
     scene.produce(name, numbered(4, 5, 2))
     one.options["startingOffsets"] = "latest"
     one.run()
@@ -284,7 +284,7 @@ def test_a_listener_receives_statistics_after_every_batch(scene: Scene) -> None:
         with scene.job(subscribe=name, groupMembers=2).running(processingTime="100 milliseconds") as query:
             await_until(lambda: a_batch_shows((2, 2)), what="both members' partitions")
             alone = received[-1][1]
-            with Outsider(scene.servers, scene.group, [name]) as other:
+            with OtherMember(scene.servers, scene.group, [name]) as other:
                 await_until(lambda: other.partitions and a_batch_shows((2, 1)), what="what is left to ours")
             first, last = received[0], received[-1][1]
             assert (first[0], last.group, last.slots) == (str(query.id), scene.group, ("assigned",) * 2)
@@ -363,8 +363,8 @@ def test_an_unreadable_checkpoint_offset_stops_the_query_and_moves_nothing(scene
     one.run()
     before = scene.committed()
     last, offset = max(planned(one.checkpoint).items())
-    rewrite(one.checkpoint, last, json.dumps({**json.loads(offset.to_json()), "v": 2}))
-    forget(one.checkpoint, "commits", last)
+    replace_entry(one.checkpoint, last, json.dumps({**json.loads(offset.to_json()), "v": 2}))
+    remove_entry(one.checkpoint, "commits", last)
     scene.produce(name, numbered(4, 5))
     text = message_of(one.run)
     assert "CheckpointMismatch" in text
