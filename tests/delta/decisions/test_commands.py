@@ -61,10 +61,10 @@ class Admin:
         assert group == "etl"
         return self.offsets
 
-    def group(self, group: str) -> Any:
+    def describe_group(self, group: str) -> Any:
         return SimpleNamespace(state="empty", members=())
 
-    def existing(self, names: Iterable[str]) -> dict[str, Topic]:
+    def existing_topics(self, names: Iterable[str]) -> dict[str, Topic]:
         return {name: Topic("id-1", 1) for name in names if name == "orders"}
 
     def earliest(self, tps: Collection[TopicPartition]) -> dict[TopicPartition, int]:
