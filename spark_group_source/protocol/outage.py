@@ -15,13 +15,13 @@ from zlib import crc32
 from spark_group_source.errors import BrokerUnavailable
 from spark_group_source.protocol.rules import pause_ms
 
-ASK_AGAIN_MS_MAX = 2_000
+RETRY_PAUSE_MS_MAX = 2_000
 """The longest pause between two requests of Spark's call: this soon after an outage the query reads again."""
 JITTER_SHARE = 0.25
 """The jitter of a pause, as a share of it in both directions."""
 
 
-class Asker(Enum):
+class Requester(Enum):
     """The sender of requests."""
 
     CALL = "call"  # a step of Spark's call
@@ -29,7 +29,7 @@ class Asker(Enum):
 
 
 @dataclass(slots=True)
-class _Silence:
+class _Unanswered:
     """The unanswered requests of one sender."""
 
     since_ms: int
@@ -37,7 +37,7 @@ class _Silence:
     error: BrokerUnavailable
     """How the last of them failed."""
     tries: int = 0
-    again_at_ms: int = 0
+    retry_at_ms: int = 0
     """The earliest time of the next request."""
 
 
@@ -45,20 +45,20 @@ class Outage:
     """The outages of one run, one at a time."""
 
     def __init__(self) -> None:
-        self._silences: dict[Asker, _Silence] = {}
+        self._unanswered: dict[Requester, _Unanswered] = {}
         self.ended_ms = 0
         """When the last outage ended, on the run's clock; 0 before the first."""
 
     @property
     def since_ms(self) -> int | None:
         """When the oldest unanswered request was sent; None if all were answered."""
-        return min((silence.since_ms for silence in self._silences.values()), default=None)
+        return min((pending.since_ms for pending in self._unanswered.values()), default=None)
 
-    def not_answered(self, asker: Asker, error: BrokerUnavailable, *, name: str, now_ms: int) -> bool:
+    def request_failed(self, requester: Requester, error: BrokerUnavailable, *, name: str, now_ms: int) -> bool:
         """A request timed out.
 
         Args:
-            asker: its sender.
+            requester: its sender.
             error: how it failed; its ``waited_ms`` says how long the request took.
             name: the stream or group; it makes the jitter of this run different from that of others.
             now_ms: the time.
@@ -66,38 +66,38 @@ class Outage:
         Returns:
             Whether an outage starts with it.
         """
-        begins = not self._silences
+        starts = not self._unanswered
         waited_ms = error.fields.get("waited_ms", 0)
-        silence = self._silences.get(asker)
-        if silence is None:
+        pending = self._unanswered.get(requester)
+        if pending is None:
             began_ms = now_ms - (waited_ms if isinstance(waited_ms, int) else 0)
-            silence = self._silences[asker] = _Silence(began_ms, error)
-        pause = min(pause_ms(silence.tries), ASK_AGAIN_MS_MAX)
-        draw = crc32(f"{name} {silence.tries}".encode()) / 2**32
-        silence.error, silence.again_at_ms = error, now_ms + int(pause * (1 + JITTER_SHARE * (2 * draw - 1)))
-        silence.tries += 1
-        return begins
+            pending = self._unanswered[requester] = _Unanswered(began_ms, error)
+        pause = min(pause_ms(pending.tries), RETRY_PAUSE_MS_MAX)
+        draw = crc32(f"{name} {pending.tries}".encode()) / 2**32
+        pending.error, pending.retry_at_ms = error, now_ms + int(pause * (1 + JITTER_SHARE * (2 * draw - 1)))
+        pending.tries += 1
+        return starts
 
-    def answered(self, asker: Asker, *, now_ms: int) -> int | None:
+    def request_answered(self, requester: Requester, *, now_ms: int) -> int | None:
         """A request was answered. Returns the duration of the outage if it ends with it, else None."""
         since_ms = self.since_ms
-        if self._silences.pop(asker, None) is None or self._silences or since_ms is None:
+        if self._unanswered.pop(requester, None) is None or self._unanswered or since_ms is None:
             return None
         self.ended_ms = now_ms
         return now_ms - since_ms
 
-    def again_at_ms(self, asker: Asker) -> int:
+    def retry_at_ms(self, requester: Requester) -> int:
         """The earliest time of the next request."""
-        silence = self._silences.get(asker)
-        return 0 if silence is None else silence.again_at_ms
+        pending = self._unanswered.get(requester)
+        return 0 if pending is None else pending.retry_at_ms
 
-    def over(self, asker: Asker, bound_ms: int, *, now_ms: int) -> BrokerUnavailable | None:
+    def error_after(self, requester: Requester, bound_ms: int, *, now_ms: int) -> BrokerUnavailable | None:
         """The error that ends the run if the outage has lasted for ``bound_ms`` or longer; 0 means no bound."""
-        silence = self._silences.get(asker)
-        if silence is None or not bound_ms or (waited_ms := now_ms - silence.since_ms) < bound_ms:
+        pending = self._unanswered.get(requester)
+        if pending is None or not bound_ms or (waited_ms := now_ms - pending.since_ms) < bound_ms:
             return None
         return BrokerUnavailable(
-            f"the brokers have not answered for {waited_ms / 1000:.0f} s, in {silence.tries} attempts, so the query "
-            f"cannot continue. The last attempt: {silence.error}",
-            **{**silence.error.fields, "waited_ms": waited_ms},
+            f"the brokers have not answered for {waited_ms / 1000:.0f} s, in {pending.tries} attempts, so the query "
+            f"cannot continue. The last attempt: {pending.error}",
+            **{**pending.error.fields, "waited_ms": waited_ms},
         )

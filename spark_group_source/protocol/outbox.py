@@ -13,13 +13,13 @@ from spark_group_source.model import TopicPartition
 from spark_group_source.protocol import events as ev
 from spark_group_source.protocol.offsets import StreamOffset
 
-STORY_LINES_MAX = 200
+HISTORY_LINES_MAX = 200
 """The lines of the history: enough for several rebalances, small enough for an error text."""
 
 ITEMS_MAX = 8
 CHARS_MAX = 200
 """The limits of one line: the items of a collection, and the characters."""
-OFTEN = (
+UNRECORDED = (
     ev.NextBatchRequested,
     ev.BatchBoundary,
     ev.GroupDescribed,
@@ -38,29 +38,29 @@ class Outbox:
     def __init__(self) -> None:
         self.now_ms = 0
         self.commands: list[ev.Command] = []
-        self._story: deque[str] = deque(maxlen=STORY_LINES_MAX)
+        self._history: deque[str] = deque(maxlen=HISTORY_LINES_MAX)
 
     def begin(self, now_ms: int) -> None:
         """Start with no commands, at the time ``now_ms``."""
         self.now_ms, self.commands = now_ms, []
 
-    def happened(self, event: ev.Event) -> None:
+    def record(self, event: ev.Event) -> None:
         """Add an event to the history."""
-        if not isinstance(event, OFTEN):
-            self._story.append(f"{self.now_ms} {brief(event)}")
+        if not isinstance(event, UNRECORDED):
+            self._history.append(f"{self.now_ms} {brief(event)}")
 
     def order(self, command: ev.Command) -> None:
         """Add a command."""
-        self._story.append(f"{self.now_ms}   -> {brief(command)}")
+        self._history.append(f"{self.now_ms}   -> {brief(command)}")
         self.commands.append(command)
 
     def say(self, text: str, *, warn: bool = False) -> None:
         """Add a line for the log, ``<event>; <consequence>``. ``warn``: at level WARNING."""
         self.order(ev.LogLine(text=text, warn=warn))
 
-    def story(self) -> str:
-        """The last :data:`STORY_LINES_MAX` events and commands, one per line, oldest first."""
-        return "\n".join(self._story)
+    def history(self) -> str:
+        """The last :data:`HISTORY_LINES_MAX` events and commands, one per line, oldest first."""
+        return "\n".join(self._history)
 
 
 def brief(value: object) -> str:

@@ -23,7 +23,7 @@ from spark_group_source.protocol.commit_schedule import CommitSchedule
 from spark_group_source.protocol.data_loss import DataLossDetector
 from spark_group_source.protocol.lookups import PositionLookups
 from spark_group_source.protocol.offsets import StreamOffset
-from spark_group_source.protocol.outage import Asker, Outage
+from spark_group_source.protocol.outage import Outage, Requester
 from spark_group_source.protocol.outbox import Outbox
 from spark_group_source.protocol.partition_states import Known, Origin, Position, uncommitted_offset
 from spark_group_source.protocol.partitions import RENEW_CHECK_MS, Partitions
@@ -151,9 +151,9 @@ class Run:
                 step = self._next()
             except InvariantBroken as exc:
                 self._fail_invariant(exc)
-        again_at_ms = self.outage.again_at_ms(Asker.CALL)
-        if isinstance(step, ev.BrokerQuery) and now_ms < again_at_ms:
-            step = ev.Wait(until_ms=again_at_ms)
+        retry_at_ms = self.outage.retry_at_ms(Requester.CALL)
+        if isinstance(step, ev.BrokerQuery) and now_ms < retry_at_ms:
+            step = ev.Wait(until_ms=retry_at_ms)
         return step, self._out.commands
 
     # --- queries ----------------------------------------------------------------------------------------------------
@@ -243,7 +243,7 @@ class Run:
 
     def _apply(self, event: ev.Event) -> None:
         """Handle an event, from outside or produced by a step."""
-        self._out.happened(event)
+        self._out.record(event)
         if isinstance(event, ev.CallEvent):
             self._apply_call_event(event)
         elif not self.closed:
@@ -280,22 +280,22 @@ class Run:
                     self.placement.boundary()
             # batches
             case ev.Planned():
-                self._planned(event.offset)
+                self._batch_planned(event.offset)
             case ev.Durable():
-                self._durable(event.offset)
+                self._batch_durable(event.offset)
             case ev.RecordsMissing():
                 self.partitions.skip_missing(event.offsets, event.topics, event.truncated)
                 self.lookups.made_again(event.topics)
                 self._out.say(event.reason, warn=True)
             # positions of new partitions
             case ev.CommittedOffsetsRead():
-                self._broker_answered(Asker.LOOKUP)
+                self._broker_answered(Requester.LOOKUP)
                 self.lookups.committed_read(event, self.stream)
             case ev.StartsResolved():
-                self._broker_answered(Asker.LOOKUP)
+                self._broker_answered(Requester.LOOKUP)
                 self._fail(self.lookups.starts_resolved(event))
             case ev.LookupFailed():
-                self._broker_silent(Asker.LOOKUP, event.error)
+                self._broker_silent(Requester.LOOKUP, event.error)
                 self.lookups.ask_later(event.partitions, str(event.error))
             # offset commits
             case ev.OffsetsCommitted():
@@ -318,29 +318,29 @@ class Run:
             case ev.BatchStarted():
                 self._batch_started(event)
             case ev.StopRequested():
-                self._stopping(event)
+                self._stop_requested(event)
             # responses to the steps of a call
             case ev.TargetRead():
-                self._broker_answered(Asker.CALL)
+                self._broker_answered(Requester.CALL)
                 self.planner.set_target(event.ends)
                 self._choose_membership()
                 self._move(ev.TargetRead)
             case ev.TopicsListed():
-                self._broker_answered(Asker.CALL)
+                self._broker_answered(Requester.CALL)
                 self._topics = dict(event.topics)
                 if self.state is RunState.STARTING and not self._must_count_members:
                     self._start_members(self._topics)
             case ev.GroupDescribed():
-                self._broker_answered(Asker.CALL)
+                self._broker_answered(Requester.CALL)
                 if self.state is RunState.STARTING and self._topics is not None:
                     self._start_members(self._topics, self._former_slots(event))
                 else:
                     self._described = event
             case ev.LogEndsRead():
-                self._broker_answered(Asker.CALL)
+                self._broker_answered(Requester.CALL)
                 self._ends_request = None if self._ends_request is None else self.data_loss.take(event)
             case ev.RequestFailed():
-                self._broker_silent(Asker.CALL, event.error)
+                self._broker_silent(Requester.CALL, event.error)
                 if self._ends_request is not None:  # the positions may have changed since the read started
                     self._ends_request = self._first_ends_request()
             # the end of the run
@@ -403,12 +403,12 @@ class Run:
     def _former_slots(self, described: ev.GroupDescribed) -> int:
         """The number of slots whose members the group still has, as far as client ids tell."""
         numbers = [identifiers.slot_of(self._resumed_from.stream, client) for client in described.given]
-        places = 1 + max((number for number in numbers if number is not None), default=-1)
-        if places > self.rules.slots:
-            self._out.say(f"the group still has {places} members of this stream; starting as many")
-        return places
+        members = 1 + max((number for number in numbers if number is not None), default=-1)
+        if members > self.rules.slots:
+            self._out.say(f"the group still has {members} members of this stream; starting as many")
+        return members
 
-    def _start_members(self, topics: dict[str, int], places: int = 0) -> None:
+    def _start_members(self, topics: dict[str, int], former_slots: int = 0) -> None:
         """The topics are listed: start a new stream or continue the checkpoint's, and let the members join."""
         first, past = self._first_call, self._resumed_from
         if isinstance(first, ev.NextBatchRequested) and past.is_initial:
@@ -422,11 +422,11 @@ class Run:
             self._move(ev.StreamCreated)
         else:
             replayed = isinstance(first, ev.BatchStarted)
-            self._resume(past, tuple(topics), places, replay=replayed)
+            self._resume(past, tuple(topics), former_slots, replay=replayed)
             self._move(ev.Replay if replayed else ev.Durable)
         self._renew_at_ms = self._now_ms + RENEW_CHECK_MS
 
-    def _resume(self, offset: StreamOffset, topics: tuple[str, ...], places: int, *, replay: bool) -> None:
+    def _resume(self, offset: StreamOffset, topics: tuple[str, ...], former_slots: int, *, replay: bool) -> None:
         """Continue from a checkpoint: after its last batch, or before it if Spark runs that batch again."""
         self._is_resumed = True
         self.data_loss.restore(offset)
@@ -435,7 +435,7 @@ class Run:
         self.plan = offset if replay else None
         former = offset.known.keys() | offset.topic_ids.keys() | {tp.topic for tp in offset.ranges}
         before = tuple(topic for topic in topics if topic in former) or tuple(sorted(former))
-        self.slots.join_all(self.stream, topics, before=before, static=self.static, places=places)
+        self.slots.join_all(self.stream, topics, before=before, static=self.static, places=former_slots)
 
     def _choose_membership(self) -> None:
         """Static members, except for KIP-848 members of a run that ends by itself: static ones cannot leave the group
@@ -444,7 +444,7 @@ class Run:
 
     # --- batches ----------------------------------------------------------------------------------------------------
 
-    def _planned(self, offset: StreamOffset) -> None:
+    def _batch_planned(self, offset: StreamOffset) -> None:
         _require(
             offset.stream == self.stream and offset.seq == self.seq + 1 and self.plan is None,
             f"batch {offset.seq} does not follow {self.seq if self.plan is None else self.plan.seq}",
@@ -455,7 +455,7 @@ class Run:
         self.partitions.begin_batch(offset.ranges, offset.spans)
         self.plan = offset
 
-    def _durable(self, offset: StreamOffset) -> None:
+    def _batch_durable(self, offset: StreamOffset) -> None:
         _require(offset.stream == self.stream, f"offset of stream {offset.stream!r}, not of {self.stream!r}")
         if self.plan is None or offset.seq != self.plan.seq:  # possibly the previous start again
             _require(offset.seq <= self.seq, f"batch {offset.seq} is durable, but this run did not plan it")
@@ -572,17 +572,17 @@ class Run:
 
     # --- broker outages ---------------------------------------------------------------------------------------------
 
-    def _broker_silent(self, asker: Asker, error: BrokerUnavailable) -> None:
+    def _broker_silent(self, requester: Requester, error: BrokerUnavailable) -> None:
         name = self.stream or self.rules.group
-        if self.outage.not_answered(asker, error, name=name, now_ms=self._now_ms):
+        if self.outage.request_failed(requester, error, name=name, now_ms=self._now_ms):
             self._out.say(f"brokers do not answer ({error}); retrying", warn=True)
         bound_ms = self.rules.broker_timeout_ms
         if self.state in (RunState.TARGETING, RunState.STARTING):
             bound_ms = min(bound_ms or START_MS_MAX, START_MS_MAX)
-        self._fail(self.outage.over(asker, bound_ms, now_ms=self._now_ms))
+        self._fail(self.outage.error_after(requester, bound_ms, now_ms=self._now_ms))
 
-    def _broker_answered(self, asker: Asker) -> None:
-        if (took_ms := self.outage.answered(asker, now_ms=self._now_ms)) is not None:
+    def _broker_answered(self, requester: Requester) -> None:
+        if (took_ms := self.outage.request_answered(requester, now_ms=self._now_ms)) is not None:
             self._out.say(f"brokers answer again after {took_ms / 1000:.0f} s; continuing", warn=True)
 
     # --- steps of Spark's call, by state ----------------------------------------------------------------------------
@@ -616,7 +616,7 @@ class Run:
             case RunState.ENDING:
                 return self._ending()
             case RunState.STOPPING:
-                return self._closing()
+                return self._stopping()
             case _:
                 assert_never(self.state)
 
@@ -774,7 +774,7 @@ class Run:
             return None
         return ev.CloseMembers(leave=True)
 
-    def _stopping(self, event: ev.StopRequested) -> None:
+    def _stop_requested(self, event: ev.StopRequested) -> None:
         if self.state is RunState.STOPPING:
             return
         plan = self.plan
@@ -788,7 +788,7 @@ class Run:
             )
         self._move(ev.StopRequested)
 
-    def _closing(self) -> ev.Step | None:
+    def _stopping(self) -> ev.Step | None:
         """The run is stopped: wait a short time until its offsets are committed, then close the members."""
         if self._error is None and not self.all_committed and (wait := self._wait(STOP_COMMIT_MS_MAX)) is not None:
             return wait
@@ -832,14 +832,14 @@ class Run:
             f"group {self.rules.group!r} has not {done} within {waited_ms / 1000:.0f} s for all "
             f"{len(self.slots.all)} members of this query (slot states: {states}), so the query cannot continue. "
             f"{elsewhere}To see the members of the group: `spark-group describe --bootstrap-servers "
-            f"{self.rules.servers} --group {self.rules.group}`. The last events:\n{self._out.story()}",
+            f"{self.rules.servers} --group {self.rules.group}`. The last events:\n{self._out.history()}",
             group=self.rules.group,
             waited_ms=waited_ms,
         )
 
     def _fail_invariant(self, error: InvariantBroken) -> None:
         """Fail the run with a broken invariant, which is a bug; the error contains the last events."""
-        self._fail(InvariantBroken(f"{error}. The last events:\n{self._out.story()}"))
+        self._fail(InvariantBroken(f"{error}. The last events:\n{self._out.history()}"))
 
     def _fail(self, error: SourceError | None) -> None:
         """Fail the run with an error, if there is one. Its members close at once: the batch in flight may take long,

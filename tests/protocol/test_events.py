@@ -9,7 +9,7 @@ from kit.harness import GroupHarness, tps
 from spark_group_source.errors import BrokerUnavailable, InvariantBroken
 from spark_group_source.model import TopicPartition
 from spark_group_source.protocol import events as ev
-from spark_group_source.protocol.outbox import STORY_LINES_MAX
+from spark_group_source.protocol.outbox import HISTORY_LINES_MAX
 from spark_group_source.protocol.statistics import Statistics
 
 A, B = tps("orders", 0, 1)
@@ -24,7 +24,7 @@ def test_events_commands_and_steps_are_frozen_slotted_and_keyword_only() -> None
 def test_history_contains_events_and_commands_with_their_time(group: GroupHarness) -> None:
     group.clock.advance(ms=5)
     group.assigned(A)
-    assert group.run._out.story().splitlines() == [
+    assert group.run._out.history().splitlines() == [
         "0 TopicsListed(topics=1{orders: 4})",
         (
             "0   -> Join(slot=0, client=1, topics=1[orders], client_id=spark-group-9f2c-0, instance_id=etl.9f2c.0, "
@@ -35,15 +35,15 @@ def test_history_contains_events_and_commands_with_their_time(group: GroupHarnes
     ]
     group.committed({A: 7})
     group.plan({A: (7, 9)})
-    assert "5 Planned(offset=batch 0 of 9f2c 1{orders-0: [7,9)})" in group.run._out.story()
+    assert "5 Planned(offset=batch 0 of 9f2c 1{orders-0: [7,9)})" in group.run._out.history()
 
 
 def test_history_is_bounded_in_lines_and_width(group: GroupHarness) -> None:
     many = tuple(TopicPartition("orders", p) for p in range(5_000))
-    for _ in range(STORY_LINES_MAX):
+    for _ in range(HISTORY_LINES_MAX):
         group.feed(ev.LookupFailed(partitions=many, error=BrokerUnavailable("x")))
-    lines = group.run._out.story().splitlines()
-    assert len(lines) == STORY_LINES_MAX
+    lines = group.run._out.history().splitlines()
+    assert len(lines) == HISTORY_LINES_MAX
     assert max(map(len, lines)) < 250
 
 

@@ -8,7 +8,7 @@ from kit.run_harness import GIVEN_UP_MS, RunHarness
 
 from spark_group_source.errors import BrokerUnavailable, RebalanceTimeout
 from spark_group_source.protocol import events as ev
-from spark_group_source.protocol.outage import ASK_AGAIN_MS_MAX, JITTER_SHARE, Asker, Outage
+from spark_group_source.protocol.outage import JITTER_SHARE, RETRY_PAUSE_MS_MAX, Outage, Requester
 from spark_group_source.protocol.run import START_MS_MAX
 from spark_group_source.protocol.states import RunState
 
@@ -36,7 +36,7 @@ def test_run_waits_for_an_outage_to_end_and_logs_it_once(minutes: int) -> None:
     run.ends[A] = 20
     over_ms = down(run, minutes * MINUTE_MS)
     assert run.latest().batch()[0][1:] == (10, 20)
-    assert over_ms <= run.clock() <= over_ms + ASK_AGAIN_MS_MAX * (1 + JITTER_SHARE) + GIVEN_UP_MS + 1_000
+    assert over_ms <= run.clock() <= over_ms + RETRY_PAUSE_MS_MAX * (1 + JITTER_SHARE) + GIVEN_UP_MS + 1_000
     begun, ended = run.warned()
     assert begun == "brokers do not answer (no leaders); retrying"
     assert ended.startswith("brokers answer again after ")
@@ -141,19 +141,19 @@ def test_streams_retry_at_different_times() -> None:
     for name in ("9f2c", "77ab", "c0de"):
         outage = Outage()
         for _ in range(6):
-            outage.not_answered(Asker.CALL, BrokerUnavailable("x"), name=name, now_ms=0)
-        at_ms = outage.again_at_ms(Asker.CALL)
-        assert ASK_AGAIN_MS_MAX * (1 - JITTER_SHARE) <= at_ms <= ASK_AGAIN_MS_MAX * (1 + JITTER_SHARE)
+            outage.request_failed(Requester.CALL, BrokerUnavailable("x"), name=name, now_ms=0)
+        at_ms = outage.retry_at_ms(Requester.CALL)
+        assert RETRY_PAUSE_MS_MAX * (1 - JITTER_SHARE) <= at_ms <= RETRY_PAUSE_MS_MAX * (1 + JITTER_SHARE)
         pauses.add(at_ms)
     assert len(pauses) == 3
 
 
 def test_outage_ends_when_the_last_request_is_answered() -> None:
     outage = Outage()
-    assert outage.not_answered(Asker.CALL, BrokerUnavailable("x", waited_ms=500), name="n", now_ms=1_000)
-    assert not outage.not_answered(Asker.LOOKUP, BrokerUnavailable("x"), name="n", now_ms=2_000)
+    assert outage.request_failed(Requester.CALL, BrokerUnavailable("x", waited_ms=500), name="n", now_ms=1_000)
+    assert not outage.request_failed(Requester.LOOKUP, BrokerUnavailable("x"), name="n", now_ms=2_000)
     assert outage.since_ms == 500
-    assert outage.answered(Asker.CALL, now_ms=3_000) is None
-    assert outage.answered(Asker.LOOKUP, now_ms=4_000) == 2_000
-    assert outage.again_at_ms(Asker.CALL) == 0
+    assert outage.request_answered(Requester.CALL, now_ms=3_000) is None
+    assert outage.request_answered(Requester.LOOKUP, now_ms=4_000) == 2_000
+    assert outage.retry_at_ms(Requester.CALL) == 0
     assert outage.ended_ms == 4_000
