@@ -46,9 +46,9 @@ class ManualEnvironment(Environment):
         self.clock_ms = 1_000
         self.script: deque[Callable[[], object]] = deque()
         self.spawned: list[tuple[str, Callable[[], None]]] = []
-        self.consumers: list[HandConsumer] = []
-        self.producers: list[HandProducer] = []
-        self.admins: list[HandAdmin] = []
+        self.consumers: list[ManualConsumer] = []
+        self.producers: list[ManualProducer] = []
+        self.admins: list[ManualAdmin] = []
         self.answers: dict[str, deque[Any]] = {}
         """By method of a client: what its next calls return, or raise."""
         self.calls: list[tuple[str, Any]] = []
@@ -96,18 +96,18 @@ class ManualEnvironment(Environment):
     def spawn(self, name: str, run: Callable[[], None], *, died: Callable[[BaseException], None]) -> Any:
         self.spawned.append((name, run))
 
-    def consumer(self, settings: Mapping[str, Any]) -> "HandConsumer":
+    def consumer(self, settings: Mapping[str, Any]) -> "ManualConsumer":
         self.answer("Consumer", settings)
-        self.consumers.append(HandConsumer(self))
+        self.consumers.append(ManualConsumer(self))
         return self.consumers[-1]
 
-    def producer(self, settings: Mapping[str, Any]) -> "HandProducer":
+    def producer(self, settings: Mapping[str, Any]) -> "ManualProducer":
         self.answer("Producer", settings)
-        self.producers.append(HandProducer(self))
+        self.producers.append(ManualProducer(self))
         return self.producers[-1]
 
-    def admin(self, settings: Mapping[str, Any]) -> "HandAdmin":
-        self.admins.append(HandAdmin(self))
+    def admin(self, settings: Mapping[str, Any]) -> "ManualAdmin":
+        self.admins.append(ManualAdmin(self))
         return self.admins[-1]
 
 
@@ -133,7 +133,7 @@ class _Future(Future[Any]):
         return super().result(0)
 
 
-class HandConsumer:
+class ManualConsumer:
     """The callbacks are called by lines of the script (``assign_callback`` and others), inside ``poll``."""
 
     def __init__(self, environment: ManualEnvironment) -> None:
@@ -202,7 +202,7 @@ class HandConsumer:
         self.environment.answer("close")
 
 
-class HandProducer:
+class ManualProducer:
     """Records each call. Of offsets: the generation of the member, and what is committed."""
 
     def __init__(self, environment: ManualEnvironment) -> None:
@@ -225,7 +225,7 @@ class HandProducer:
         self.environment.answer("abort_transaction")
 
 
-class HandAdmin:
+class ManualAdmin:
     """Answers with completed futures, or with those of the test."""
 
     def __init__(self, environment: ManualEnvironment) -> None:

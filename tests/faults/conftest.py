@@ -1,4 +1,4 @@
-"""What the tests of faults share: clusters behind proxies. A test begins and ends with everything healed."""
+"""Fixtures of the fault tests: clusters behind proxies, healed before and after each test."""
 
 from collections.abc import Iterator
 
@@ -30,12 +30,12 @@ def faulty(one_node: FaultyCluster) -> Iterator[FaultyCluster]:
 
 @pytest.fixture
 def faulty_three(three_nodes: FaultyCluster) -> Iterator[FaultyCluster]:
-    """Three nodes, a proxy before each."""
+    """Three nodes, each behind a proxy."""
     yield three_nodes
     three_nodes.heal()
 
 
 @pytest.fixture
 def judge(faulty: FaultyCluster) -> AdminClient:
-    """Asks the node past its proxy."""
+    """An admin client that bypasses the proxy."""
     return AdminClient({"bootstrap.servers": faulty.direct_servers, "log_level": 0})

@@ -1,10 +1,10 @@
-"""Faults without end, drawn from a seed, against two queries and an ordinary consumer; and the account at the end.
+"""Random faults, drawn from a seed, against two queries and an ordinary consumer; and the account at the end.
 
 Runs in: ``test_soak`` and ``tests.bench faults``. One query shares its group with an ordinary consumer (classic
-protocol), the other has a group of its own (KIP-848); each writes to a Delta table. All three go through the proxies of
-a cluster of three nodes; the producer and the judge go past them. A fault begins, lasts some seconds and is healed;
-then everything that was produced until then must be committed by both groups, which is the time to recover; then the
-next. Deliberately absent: pytest.
+protocol), the other has its own group (KIP-848); each writes to a Delta table. All three use the proxies of a cluster
+of three nodes; the producer and the judge bypass them. A fault is applied for some seconds and healed; then both groups
+must commit everything produced until then, which is the recovery time; then the next fault follows. Deliberately
+absent: pytest.
 """
 
 import contextlib
@@ -38,18 +38,18 @@ PARTITIONS = 6
 RECORDS_PER_S = 200
 SESSION_MS = 45_000
 SETTINGS = {"group.consumer.session.timeout.ms": str(SESSION_MS)}
-"""Of the nodes: Kafka's default in both protocols, so members outlive faults that are not about members."""
+"""Of the brokers: Kafka's default in both protocols, so members survive faults that do not affect them."""
 CALM_S = 1.0
-"""Between the recovery from one fault and the next."""
+"""The pause between a recovery and the next fault."""
 FIRST_ROWS_S = 120
 RECOVERED_S = 180
-"""Bound of one recovery: a query that needs longer hangs."""
+"""The timeout of a recovery: a query that needs longer hangs."""
 ASK_S = 5.0
 TOPIC = "soaked"
 
 
 class Query:
-    """One query of ``format("kafka-group")`` into one table.
+    """One query of ``format("kafka-group")`` that writes to one table.
 
     Args:
         options: as a user writes them.
@@ -80,7 +80,7 @@ class Query:
             self._query.stop()
 
     def check(self) -> None:
-        """Raise what the query ended with."""
+        """Raise the query's error if it has stopped."""
         assert self._query is not None, "never started"
         if (error := self._query.exception()) is not None:
             raise AssertionError(f"the query ended: {error}") from error
@@ -88,24 +88,24 @@ class Query:
 
     @property
     def records(self) -> list[Record]:
-        """Every row of the table, by the files that its log names."""
+        """Every row of the table, from the files in its log."""
         return records_in(self.table)
 
 
 @dataclass
 class Struck:
-    """One fault, how long it lasted, and how long after its end everything was whole."""
+    """One fault, its duration, and the time from its end to full recovery."""
 
     fault: Fault
     lasted_s: float
     recovered_s: float
     moved: bool = False
-    """Whether a group has another generation than before: all of its members outlive a fault this short."""
+    """Whether a group has another generation than before: all of its members should survive a fault this short."""
 
 
 @dataclass
 class Account:
-    """What came of a soak."""
+    """The result of a soak."""
 
     seed: int
     struck: list[Struck] = field(default_factory=list)
@@ -113,16 +113,16 @@ class Account:
     lost: list[Record] = field(default_factory=list)
     doubled: list[Record] = field(default_factory=list)
     by_right: int = 0
-    """Processed twice because the ordinary consumer could not commit them, or a query counted them as lost on it."""
+    """Records processed twice because the ordinary consumer could not commit them, or a query counted them as lost."""
 
     @property
     def rebalances(self) -> int:
-        """Faults after which a group had been rebalanced."""
+        """Faults after which a group had rebalanced."""
         return sum(one.moved for one in self.struck)
 
     @property
     def recovery_s(self) -> tuple[float, float]:
-        """Median and worst."""
+        """Median and maximum."""
         times = [one.recovered_s for one in self.struck]
         return statistics.median(times), max(times)
 
@@ -140,8 +140,8 @@ class Soak:
 
     Args:
         cluster: three nodes behind proxies, healed.
-        for_s: how long new faults begin.
-        say: where each line of the report goes.
+        for_s: how long new faults are applied.
+        say: receives each line of the report.
     """
 
     def __init__(
@@ -177,7 +177,7 @@ class Soak:
         )
 
     def run(self) -> Account:
-        """Until the time is over and the last fault is recovered from. Raises if a query ended or hangs."""
+        """Run until the time is over and the last fault is recovered from. Raises if a query stopped or hangs."""
         shared = self._groups["shared"]
         self._say(f"soak: seed {self.account.seed}, new faults for {self._for_s:.0f} s")
         file = self._folder / "ordinary"
@@ -232,11 +232,11 @@ class Soak:
             stays(self._check, CALM_S, "the queries")
 
     def _generations(self) -> dict[str, list[int]]:
-        """Of each group, as the runs that are in it know it: a rebalance makes another one."""
+        """The generation of each group, as its runs know it: a rebalance changes it."""
         return {group: [int(run["generation"]) for run in run_files.read(group)] for group in self._groups.values()}
 
     def _await_whole(self, after: str) -> None:
-        """Everything that is produced by now is committed by both groups."""
+        """Assert that both groups have committed everything produced by now."""
         ends = [asking(partial(self._end, p), RECOVERED_S) for p in range(PARTITIONS)]
 
         def whole() -> bool:
@@ -254,7 +254,7 @@ class Soak:
         group = self._groups["alone"]
         try:
             found = self._asks[group].get_watermark_offsets(KafkaPartition(self._topic, partition), timeout=ASK_S)
-        except KafkaException as exc:  # asked again, whatever it is
+        except KafkaException as exc:  # retried, whatever the error
             self._ask_afresh(group)
             raise TimeoutError("no answer of the cluster") from exc
         if found is None:
@@ -270,12 +270,13 @@ class Soak:
             return [-1] * PARTITIONS
 
     def _ask_afresh(self, group: str) -> None:
-        """After a leader's death a client of the library may ask the dead node for ever; a new one is right at once."""
+        """After a leader's death a client may send to the dead node forever; a new client finds the new leader at
+        once."""
         self._asks[group].close()
         self._asks[group] = self._asker(group)
 
     def _settle(self, other: OrdinaryConsumer) -> None:
-        """Read back: the tables' files, the ordinary consumer's file, and what Kafka says was produced."""
+        """Read the tables' files, the ordinary consumer's file, and the produced records from Kafka."""
         every = produced(self._judge, [self._topic])
         self.account.produced = len(every)
         twice = other.unconfirmed()

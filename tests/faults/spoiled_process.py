@@ -1,7 +1,8 @@
-"""The program of a process that reads and asks while answers come spoiled, until its standard input ends: each result
-is a line of its output, as JSON.
+"""A program that reads and sends requests while responses are corrupted, until its stdin ends. Each result is a line of
+JSON on stdout.
 
-Runs in: a child of ``test_spoiled``, because a crash of the client library would end it. Deliberately absent: asserts.
+Runs in: a child process of ``test_spoiled``, because a crash of the client library ends it. Deliberately absent:
+assertions.
 """
 
 import json
@@ -21,12 +22,12 @@ DEADLINE_S = 5.0
 
 
 def value(partition: int, offset: int) -> bytes:
-    """What stands in a record."""
+    """The value of a record."""
     return (b"%d/%d " % (partition, offset)).ljust(1000, b"%d" % (offset % 10))
 
 
 def read(given: dict[str, Any], ranges: list[OffsetRange], seconds: float = DEADLINE_S) -> str:
-    """Every record of the ranges, or how what came differs."""
+    """Read every record of the ranges; return how they differ from the expected ones."""
     settings = {"bootstrap.servers": given["servers"], "reconnect.backoff.max.ms": "500", **given["settings"]}
     came: dict[TopicPartition, list[int]] = {r.tp: [] for r in ranges}
     for batch in read_ranges(Piece(tuple(ranges)), ReadOptions(settings, deadline_s=seconds)):
@@ -40,7 +41,7 @@ def read(given: dict[str, Any], ranges: list[OffsetRange], seconds: float = DEAD
 
 
 def ask(given: dict[str, Any], ranges: list[OffsetRange]) -> str:
-    """How far the partitions reach, by another admin client each time."""
+    """Read the end offsets, with a new admin client each time."""
     admin = Admin({"bootstrap.servers": given["servers"]}, retries=1, retry_interval_s=0.1)
     topics = admin.require_topics([given["topic"]])
     ends = admin.latest([r.tp for r in ranges])

@@ -31,7 +31,7 @@ GROUP = "watched"
 
 
 class Ahead(Environment):
-    """A clock that can be put forward."""
+    """A clock that can be advanced."""
 
     ahead_ms = 0
 
@@ -59,7 +59,7 @@ def exporter(faulty: FaultyCluster, environment: Ahead) -> Iterator[Exporter]:
 
 
 def firing(now: Scrape) -> set[str]:
-    """Alerts of groups whose expression holds at a scrape, whatever their ``for`` says."""
+    """Alerts of groups whose expression holds at a scrape, whatever their ``for`` is."""
     return {name for name, expression in RULES.items() if "increase(" not in expression and fires(expression, now, {})}
 
 
@@ -70,7 +70,7 @@ def test_alerts_fire_and_clear(
     producer = Producer({"bootstrap.servers": faulty.direct_servers, "log_level": 0})
 
     def produce() -> None:
-        """A record that was made seven minutes ago."""
+        """A record with a timestamp of seven minutes ago."""
         produce_to(producer, topic, [Record(b"x", timestamp_ms=round(time.time() - 420) * 1000)])
 
     def become(*alerts: str) -> Scrape:

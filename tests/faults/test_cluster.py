@@ -1,4 +1,4 @@
-"""A cluster behind proxies: every client goes through them, and nodes come back with what they had."""
+"""A cluster behind proxies: every client connects through them, and restarted nodes have their data."""
 
 import pytest
 from confluent_kafka import KafkaException, Producer

@@ -1,4 +1,4 @@
-"""What each fault of the proxy does to a plain connection, without a broker."""
+"""The effect of each proxy fault on a plain connection, without a broker."""
 
 import contextlib
 import itertools
@@ -13,15 +13,15 @@ from kit.proxy import CLEAR, Direction, Line, Proxy
 
 REPLY_S = 10
 SILENCE_S = 0.3
-"""How long nothing is listened for."""
+"""How long to wait for the absence of data."""
 LARGE = bytes(range(256)) * 8192
 HOUR_S = 3600.0
 MOMENTS = 500
-"""Connections that are cut, each at another moment of its beginning."""
+"""Connections that are reset, each at another moment of its start."""
 
 
 class Echo:
-    """A server that sends back what it gets; ``ended`` has how each of its connections ended."""
+    """An echo server; ``ended`` has how each of its connections ended."""
 
     def __init__(self) -> None:
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -85,7 +85,7 @@ def asked(connection: socket.socket, data: bytes) -> bytes:
 
 
 def received(connection: socket.socket, count: int) -> bytes:
-    """So many bytes, or those before the connection's end."""
+    """Receive this many bytes, or those before the connection's end."""
     found = b""
     while len(found) < count and (data := connection.recv(count - len(found))):
         found += data
@@ -93,7 +93,7 @@ def received(connection: socket.socket, count: int) -> bytes:
 
 
 def silent(connection: socket.socket) -> bool:
-    """Nothing comes, and no end either."""
+    """Assert that neither data nor the end arrives."""
     connection.settimeout(SILENCE_S)
     try:
         return connection.recv(1) is None
@@ -151,7 +151,7 @@ def test_a_refusing_port_resets_and_refuses_connections(proxy: Proxy, client: so
     for _ in range(2):
         with pytest.raises(ConnectionRefusedError):
             connect(proxy)
-    proxy.refuse()  # what is so already stays so
+    proxy.refuse()  # what is refused already stays so
     await_until(lambda: echo.ended == ["reset"], REPLY_S, what="the server to hear of it")
     proxy.accept()
     with connect(proxy) as again:
@@ -178,7 +178,7 @@ def test_dropped_bytes_leave_the_connection_open(
     assert (echo.heard, echo.ended, proxy.connections) == (arrived, [], 1)
     proxy.heal()
     with pytest.raises(ConnectionResetError):
-        client.recv(1)  # what would come now is not what comes next
+        client.recv(1)  # what arrives now is not the next byte
 
 
 def test_the_client_of_a_half_open_connection_receives_nothing(proxy: Proxy, client: socket.socket, echo: Echo) -> None:
@@ -219,7 +219,7 @@ def test_a_response_is_reset_in_the_middle(count: int, proxy: Proxy, client: soc
 
 def test_without_a_server_connections_are_reset() -> None:
     with Proxy() as proxy:
-        with pytest.raises(ConnectionResetError), connect(proxy) as connection:  # the reset may be heard in connecting
+        with pytest.raises(ConnectionResetError), connect(proxy) as connection:  # connect may already fail
             connection.recv(1)
         probe = socket.create_server(("127.0.0.1", 0))
         proxy.target = probe.getsockname()
@@ -250,7 +250,7 @@ def test_a_seed_draws_the_same_faults_of_every_kind() -> None:
 
 
 def test_a_connection_that_is_reset_while_it_is_opened_closes(proxy: Proxy) -> None:
-    """A cancellation that comes together with the server's answer is not forgotten: ``cut`` returns, each time."""
+    """A cancellation that coincides with the server's response is not lost: ``cut`` returns each time."""
     for _ in range(MOMENTS):
         with socket.create_connection(("127.0.0.1", proxy.port), REPLY_S):
             proxy.cut()

@@ -1,6 +1,6 @@
-"""A real Spark query whose broker cannot be reached for six seconds stays alive; its table has every row once.
+"""A real Spark query whose broker is unreachable for 6 s continues; its table has every row once.
 
-``test_runs`` has each phase of a batch, without Spark.
+``test_runs`` covers each phase of a batch, without Spark.
 """
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Clients of an executor that says in which rack it is read from the replica there: seen by what passes each node."""
+"""Clients of an executor with a rack read from the replica in that rack, measured by the bytes of each node."""
 
 import os
 from collections.abc import Callable
@@ -19,14 +19,14 @@ pytestmark = [pytest.mark.broker, pytest.mark.soak]
 RECORDS, RECORD_BYTES = 5_000, 1_000
 IN_SYNC_S = 30
 SMALL = 0.1
-"""Of what is read: questions, and what a leader is asked before it names the replica."""
+"""Bytes that are not records: requests, and responses of the leader before it names the replica."""
 
 Passed = Callable[[], dict[int, int]]
 
 
 @pytest.fixture
 def tp(faulty_three: FaultyCluster, request: pytest.FixtureRequest) -> TopicPartition:
-    """One partition on all nodes, with records that do not compress."""
+    """One partition with replicas on all nodes, with records that do not compress."""
     admin = AdminClient({"bootstrap.servers": faulty_three.direct_servers, "log_level": 0})
     found = TopicPartition(f"racks-{request.node.name.replace('[', '-').replace(']', '')}", 0)
     create_topic(admin, found.topic, 1)
@@ -45,13 +45,13 @@ def partition_of(admin: AdminClient, tp: TopicPartition):  # type: ignore[no-unt
 
 @pytest.fixture
 def passed(faulty_three: FaultyCluster) -> Passed:
-    """Bytes that each node has sent to clients since the test began."""
+    """Bytes that each node has sent to clients since the test started."""
     before = {node: proxy.passed[Direction.TO_CLIENT] for node, proxy in faulty_three.proxies.items()}
     return lambda: {n: p.passed[Direction.TO_CLIENT] - before[n] for n, p in faulty_three.proxies.items()}
 
 
 def settings(cluster: FaultyCluster, environ: dict[str, str], **more: str) -> dict[str, str]:
-    """As an executor with this environment has them."""
+    """The client settings of an executor with this environment."""
     given = {"kafka.bootstrap.servers": cluster.bootstrap_servers, "kafka.group.id": "g", "subscribe": "t", **more}
     return Options.parse(given | {"clientRackEnv": "ZONE"}).on_executor(environ).consumer_settings()
 

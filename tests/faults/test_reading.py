@@ -1,7 +1,7 @@
-"""A task's read of a range while the node cannot be reached for seconds: it waits, skips nothing and ends by itself.
+"""A task's read of a range while the node is unreachable for seconds: it waits, skips nothing and completes.
 
-The ranges are large and the line stops in their middle, where the fault comes. What a client library guesses of
-a topic that it has no connection for is not an answer of a broker: no record is lost that the log still has.
+The ranges are large and the connection stops in their middle, where the fault is applied. A guess of the client library
+about a topic without a connection is not a broker's answer: no record that is still in the log is lost.
 """
 
 import threading
@@ -30,7 +30,7 @@ PARTITIONS = 3
 FAULT_S = 6.0
 DEADLINE_S = 60.0
 PASSED = 8_000_000
-"""Bytes until the fault begins; the line stops there, so it begins in the middle of the read."""
+"""Bytes until the fault: the connection stops there, so the fault hits the middle of the read."""
 TOPIC = "large"
 
 
@@ -55,14 +55,14 @@ def fill(servers: str) -> None:
 
 
 class Trouble:
-    """Begins in the middle of what the clients are sent and is healed some seconds later, on a thread of its own."""
+    """Applies a fault in the middle of the responses and heals it some seconds later, on its own thread."""
 
     def __init__(self, cluster: FaultyCluster, fault: Fault) -> None:
         self._cluster, self._fault = cluster, fault
         self._thread = threading.Thread(target=self._run, name="trouble")
         self._over = threading.Event()
         self.struck = False
-        """The fault was there, and is over."""
+        """Assert that the fault was applied and is healed."""
         self._stop_at = self._passed() + PASSED
 
     def _run(self) -> None:

@@ -1,7 +1,7 @@
-"""Runs whose broker cannot be reached for six seconds, in each phase of a batch: none ends, each record comes once.
+"""Runs whose broker is unreachable for 6 s, in each phase of a batch: none stops, each record is read once.
 
-Without Spark; the phase in which tasks read is in ``test_reading``. Runs go through the proxies; the producer, ordinary
-consumers and the judge go past them.
+Without Spark; the phase in which tasks read is in ``test_reading``. Runs use the proxies; the producer, ordinary
+consumers and the judge bypass them.
 """
 
 import threading
@@ -21,12 +21,12 @@ FAULT_S = 6.0
 RESETS, RESET_PAUSE_S = 20, 0.4
 PARTITIONS = 4
 SESSION_MS = 45_000
-"""Kafka's default: members outlive the faults here."""
+"""Kafka's default: members survive the faults here."""
 REFUSED = Fault("refuse", 1)
 
 
 class FaultScene(GroupScene):
-    """A group of one strategy whose runs go through the proxies of a cluster."""
+    """A group of one strategy whose runs use the proxies of a cluster."""
 
     def __init__(self, request: pytest.FixtureRequest, group: str, cluster: FaultyCluster, strategy: str) -> None:
         super().__init__(request, group)
@@ -52,7 +52,7 @@ def scene(request: pytest.FixtureRequest, group_id: str, faulty: FaultyCluster) 
 
 
 def endures(run: Run) -> None:
-    """The fault lasts so long, and the run goes on."""
+    """Wait for the fault's duration and heal it; the run continues."""
 
     def alive() -> bool:
         run.check()
@@ -62,7 +62,7 @@ def endures(run: Run) -> None:
 
 
 def test_connections_refused_between_the_sink_and_the_offset_commit(scene: FaultScene) -> None:
-    """The batch is durable, and its offsets cannot be brought to Kafka."""
+    """The batch is durable, and its offsets cannot be committed."""
     with scene.started() as run, scene.flow() as flow:
         run.await_partitions(PARTITIONS)
         run.hold()
@@ -77,7 +77,7 @@ def test_connections_refused_between_the_sink_and_the_offset_commit(scene: Fault
 
 
 def test_connections_refused_while_a_revocation_is_held(scene: FaultScene) -> None:
-    """Partitions are asked for while a batch is in flight; when it is durable nobody can be told."""
+    """Partitions are revoked during a batch; when it is durable, their offsets cannot be committed."""
     with scene.started() as run, scene.flow() as flow:
         run.await_partitions(PARTITIONS)
         run.hold()
@@ -105,7 +105,7 @@ def test_connections_refused_at_the_start(scene: FaultScene) -> None:
 
 
 def test_connections_reset_repeatedly(scene: FaultScene) -> None:
-    """A question to the coordinator that meets a reset may never be answered, though the broker is there at once."""
+    """A request to the coordinator may stay unanswered after a reset, although the broker is reachable at once."""
     pause = threading.Event()
     with scene.started() as run, scene.flow() as flow:
         run.await_(lambda: run.records, "the first records")

@@ -1,6 +1,6 @@
-"""Random faults: nothing lost, nothing doubled, no query ended. A short run always; a long one in `make soak`.
+"""Random faults: no loss, no duplicates, no stopped query. A short run always; a long one in `make soak`.
 
-``FAULT_SEED`` and ``FAULT_SOAK_S`` choose the seed and the length of the long one; the seed is printed.
+``FAULT_SEED`` and ``FAULT_SOAK_S`` set the seed and the duration of the long one; the seed is printed.
 """
 
 import os

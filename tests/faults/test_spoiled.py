@@ -1,5 +1,5 @@
-"""Answers with wrong lengths and wrong bytes: who reads and who asks gets what is right, or an error that names the
-brokers; no process ends, and no record is skipped, doubled or another one. Seeded; the longer one prints its seed."""
+"""Responses with wrong lengths and bytes: readers and requests get the right result, or an error that names the
+brokers. No process crashes, and no record is skipped, duplicated or changed. Seeded; the long test prints its seed."""
 
 import json
 import os
@@ -36,7 +36,7 @@ SEEDS = 2**32
 
 @pytest.fixture(scope="module")
 def ends(one_node: FaultyCluster) -> dict[int, int]:
-    """Records in batches as large as the broker takes, so that nearly every byte of them is under a checksum."""
+    """Records in batches as large as the broker accepts, so that nearly every byte of them is under a checksum."""
     create_topic(AdminClient({"bootstrap.servers": one_node.direct_servers, "log_level": 0}), TOPIC, PARTITIONS)
     producer = Producer(
         {"bootstrap.servers": one_node.direct_servers, "log_level": 0, "linger.ms": 200, "batch.size": 900_000}
@@ -58,12 +58,12 @@ def suffered(
     needed: str = "",
     **settings: str,
 ) -> Counter[str]:
-    """What a process got while answers were spoiled: each result, and how often.
+    """The results of a process while responses are corrupted, and the count of each.
 
     Args:
         folder: for its output.
-        results: it goes on until it has so many, and an answer was spoiled;
-        needed: and this one is among them.
+        results: it runs until it has this many results, and a response was corrupted,
+        needed: and this result is among them.
     """
     given = {
         "servers": cluster.bootstrap_servers,

@@ -1,4 +1,4 @@
-"""Clients that are moved by hand, and what asks through them."""
+"""A manual environment, and the clients that use it."""
 
 import pytest
 from manual_environment import ManualEnvironment

@@ -1,4 +1,4 @@
-"""The fenced commit, with a producer whose answers the test writes down."""
+"""The transactional offset commit, with a scripted producer."""
 
 import pytest
 from confluent_kafka import KafkaError
@@ -49,7 +49,7 @@ def test_a_stale_member_is_identified_and_the_transaction_is_aborted(
 def test_G6_an_unanswered_commit_is_finished_by_the_same_producer(
     environment: ManualEnvironment, committer: OffsetCommitter
 ) -> None:
-    """Another one would take the id back from a driver that was started instead of this one meanwhile."""
+    """A new producer would take the id back from a driver that has replaced this one meanwhile."""
     environment.will("commit_transaction", TIMED_OUT, TIMED_OUT)
     for _ in range(2):
         with pytest.raises(CommitFailed):
@@ -73,7 +73,7 @@ def test_G6_unanswered_offsets_are_aborted_before_the_next_commit(
     with pytest.raises(CommitFailed):
         committer.commit([(ONE, {A0: 5})], NOTES)
     environment.will("abort_transaction", FENCED)
-    for _ in range(2):  # and what was said once stays so
+    for _ in range(2):  # and it stays fenced
         with pytest.raises(Fenced):
             committer.commit([(ONE, {A0: 5})], NOTES)
     assert environment.called("init_transactions") == [None]
@@ -188,7 +188,7 @@ def test_an_unanswered_probe_raises(environment: ManualEnvironment, committer: O
 def test_G6_a_proof_of_membership_is_used_at_once_or_not_at_all(
     environment: ManualEnvironment, committer: OffsetCommitter
 ) -> None:
-    """A process that stands still after it would take the id back from its successor with its next commit."""
+    """A process that freezes after the proof would take the id back from its successor with its next commit."""
     environment.will(*BROKEN["an outage in the middle"])
     with pytest.raises(CommitFailed):
         committer.commit([(ONE, {A0: 5})], NOTES)

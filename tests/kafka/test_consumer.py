@@ -1,10 +1,10 @@
-"""The consumer behind a member, with a library that is moved by hand: who it is, and what that means."""
+"""The consumer of a member, with a scripted library: its identity and expulsions."""
 
 from collections import deque
 
 import pytest
 from confluent_kafka import KafkaError, KafkaException
-from manual_environment import A0, A1, HandConsumer, ManualEnvironment, metadata
+from manual_environment import A0, A1, ManualConsumer, ManualEnvironment, metadata
 
 from spark_group_source.errors import AccessDenied, CommitFailed, GroupError
 from spark_group_source.kafka import MemberConsumer
@@ -12,7 +12,7 @@ from spark_group_source.kafka import MemberConsumer
 COOPERATIVE = {"bootstrap.servers": "b", "group.id": "g", "partition.assignment.strategy": "cooperative-sticky"}
 
 
-def joined(environment: ManualEnvironment, **more: str) -> tuple[MemberConsumer, HandConsumer]:
+def joined(environment: ManualEnvironment, **more: str) -> tuple[MemberConsumer, ManualConsumer]:
     consumer = MemberConsumer(
         {**COOPERATIVE, **more},
         own_member_ids=deque(),
@@ -28,8 +28,8 @@ def joined(environment: ManualEnvironment, **more: str) -> tuple[MemberConsumer,
 def test_a_member_that_was_expelled_and_rejoined_silently_is_detected(
     environment: ManualEnvironment,
 ) -> None:
-    """A cooperative holder that was thrown out gets an empty assignment while it is nobody; it keeps what it had, and
-    comes back under another id with what others read meanwhile."""
+    """An expelled incremental member that holds a revocation gets an empty assignment while it is not a member; it
+    keeps its partitions, and rejoins under another id with partitions that others have read meanwhile."""
     consumer, library = joined(environment)
     library.assign_callback(A0, A1, member="before")
     library.assign_callback(generation=-1, member="")
@@ -49,7 +49,7 @@ def test_a_membership_still_in_use_is_recognised_by_the_error_text(environment: 
 
 
 class _Told:
-    """What the library tells of a connection."""
+    """An error of a connection that the library reports."""
 
     def error(self) -> KafkaError:
         return KafkaError(KafkaError._AUTHENTICATION, "SaslAuthenticateRequest failed: invalid_token")
@@ -62,7 +62,7 @@ class _Told:
 def test_a_repeatedly_refused_login_fails_a_member_unless_its_token_may_have_expired(
     environment: ManualEnvironment, mechanism: str
 ) -> None:
-    """A client goes on with the token that it has where no other one comes. Questions have new clients, and tell."""
+    """A client keeps its token when it gets no other one. Requests use new clients, whose login is conclusive."""
     consumer, _ = joined(environment, **{"sasl.mechanism": mechanism})
     environment.will("poll", *[_Told()] * 4)
     environment.script.extend([lambda: None] * 4)

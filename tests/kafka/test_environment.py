@@ -1,4 +1,4 @@
-"""The real environment: no thread ends, or fails to begin, without a word."""
+"""The real environment: every failure of a thread is reported."""
 
 import os
 import threading
@@ -52,7 +52,7 @@ def test_a_process_detects_the_end_of_its_parent(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("tripped", [False, True])
 def test_a_token_function_without_a_token_counts_as_unanswered(tripped: bool) -> None:
-    """It raises SystemError where a line of the log comes while it raises, with the reason as its cause."""
+    """The library raises SystemError when it logs a line while raising; the reason is its cause."""
     no_token = KafkaException(KafkaError(KafkaError.SASL_AUTHENTICATION_FAILED, "OAuth token not set within 10 s"))
 
     def make(settings: object) -> NoReturn:

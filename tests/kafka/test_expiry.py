@@ -1,7 +1,6 @@
-"""When Kafka forgets offsets (KIP-211, KIP-496), on a broker that keeps them for a minute.
+"""Expiry of committed offsets (KIP-211, KIP-496), on a broker with a retention of one minute.
 
-One minute of several groups is played once, and each test looks at one rule. What is deleted is in
-``tests/cli/test_offsets.py``.
+One minute with several groups is played once; each test checks one rule. Deletion is in ``tests/cli/test_offsets.py``.
 """
 
 import time
@@ -28,12 +27,11 @@ pytestmark = [pytest.mark.broker, pytest.mark.slow]
 
 RETENTION_S = 60
 CHECKED_S = 15
-"""An expired offset is gone by then: the broker looks every second, but the machine is busy."""
+"""An expired offset is deleted by then: the broker checks every second, but the machine is busy."""
 
 
 class Member:
-    """An ordinary consumer that has joined, and commits when it is told to. Within ``max.poll.interval.ms`` it need not
-    be polled."""
+    """An ordinary consumer that joins, and commits on command. Within ``max.poll.interval.ms`` it need not poll."""
 
     def __init__(self, servers: str, group: str, topic: str, protocol: str = "classic") -> None:
         settings = {"bootstrap.servers": servers, "group.id": group, "group.protocol": protocol, "log_level": 3}
@@ -55,13 +53,13 @@ class Member:
 
 @dataclass
 class Minute:
-    """What was seen of the groups. ``kept``: what each had after its offsets' minute was over, before members left."""
+    """The observations of the groups. ``kept``: the offsets of each after a minute, before members left."""
 
     kept: dict[str, set[str]] = field(default_factory=dict)
     just_left: dict[str, set[str]] = field(default_factory=dict)
     gone_s: dict[str, float] = field(default_factory=dict)
     at_s: dict[str, float] = field(default_factory=dict)
-    """When something was done, or looked at: what a look says of offsets that are kept holds within a retention."""
+    """When something was done or read: offsets count as kept only within a retention from it."""
     described: dict[str, Any] = field(default_factory=dict)
     statistics: dict[str, Statistics] = field(default_factory=dict)
     rows: list[str] = field(default_factory=list)
@@ -103,14 +101,14 @@ def played(servers: str) -> Minute:
     running = Engine(options_of(servers, "running", protocol="consumer", subscribe=read))
     running.run()
     brief = Engine(options_of(servers, "brief", subscribe=read, leaveOnStop="always"))
-    with brief:  # a source that ends at once
+    with brief:  # a source that stops at once
         brief.run()
     t0 = time.monotonic()
     set_committed(admin, "simple", read, {0: 0})
     for member in members.values():
         member.commit(READ, FORMER)
     left.commit(READ)
-    # With all of the retention before it: on a busy machine the tool's JVM needs a good part of a minute.
+    # With the full retention left: on a busy machine the tool's JVM needs a good part of a minute.
     seen.theirs = kafka_consumer_groups(servers, "--describe", "--group", "classic")
     until(RETENTION_S / 2, "half of the retention")
     seen.at_s["left"] = time.monotonic() - t0

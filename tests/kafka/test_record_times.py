@@ -1,4 +1,4 @@
-"""What is read of partitions that answer, of some that do not, and how long these are waited for."""
+"""Record times of partitions that answer and of some that do not, and the bound of the wait."""
 
 from collections.abc import Iterator
 

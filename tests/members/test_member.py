@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from confluent_kafka import KafkaError
-from manual_environment import A0, A1, HandConsumer, ManualEnvironment, metadata, refusal
+from manual_environment import A0, A1, ManualConsumer, ManualEnvironment, metadata, refusal
 
 from spark_group_source.kafka import Environment, Identity, MemberStale
 from spark_group_source.kafka.consumer import TAKE_OVER_MS_MAX
@@ -51,7 +51,7 @@ class Scene:
             self.reported.append(event)
 
     @property
-    def consumer(self) -> HandConsumer:
+    def consumer(self) -> ManualConsumer:
         return self.environment.consumers[-1]
 
     def run(self, *script: Callable[[], object]) -> None:
@@ -77,8 +77,8 @@ class Scene:
         """Order a commit at 5, as ``identity`` or as its identity then; :attr:`done` has the result."""
 
         def order() -> None:
-            share = MemberCommit(self.member, identity or self.member.identity, dict.fromkeys(tps, 5))
-            self.done.append(self.member.commit(share, dict.fromkeys(tps, "x")))
+            part = MemberCommit(self.member, identity or self.member.identity, dict.fromkeys(tps, 5))
+            self.done.append(self.member.commit(part, dict.fromkeys(tps, "x")))
 
         return order
 

@@ -260,10 +260,10 @@ def test_held_partitions_shrink_when_the_release_is_sent(pair: Pair) -> None:
     member = pair.place()
     pair.report(assigned(A0, A1))
     pair.report(ev.Revoking(slot=3, client=2, partitions=(A0,), eager=False))
-    share = MemberCommit(member, member.identity, {A0: 1})
+    part = MemberCommit(member, member.identity, {A0: 1})
     member.submit(ev.Release(slot=3, client=2))
     assert member.partitions == (A1,)
-    assert share.stale_reason is not None
+    assert part.stale_reason is not None
 
 
 def test_the_identity_arrives_before_the_assignment(pair: Pair) -> None:

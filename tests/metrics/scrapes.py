@@ -1,7 +1,7 @@
-"""A scrape as Prometheus reads it, and what its expressions mean there.
+"""A scrape as Prometheus reads it, and the evaluation of alert expressions.
 
-Runs in: tests. Deliberately absent: most of PromQL. The rules of ``conf/alerts.yml`` are so simple that two kinds are
-enough: a metric compared with a number, and what a counter gained, compared with a number.
+Runs in: tests. Deliberately absent: most of PromQL. The rules of ``conf/alerts.yml`` need two kinds only: a metric
+compared with a number, and a counter's increase compared with a number.
 """
 
 import operator
@@ -27,7 +27,7 @@ Scrape = dict[Sample, float]
 
 
 def parsed(text: str) -> Scrape:
-    """Every sample, read by prometheus-client's own parser; each is there once."""
+    """Every sample, read by prometheus-client's own parser; each exists once."""
     found: Scrape = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -44,7 +44,7 @@ def scrape(port: int) -> Scrape:
 
 
 def values(of: Scrape, name: str, **labels: str) -> list[float]:
-    """The samples of a metric that have these labels."""
+    """The samples of a metric with these labels."""
     return [value for sample, value in of.items() if sample.name == name and sample.labels >= labels.items()]
 
 
@@ -54,7 +54,7 @@ def value(of: Scrape, name: str, **labels: str) -> float:
 
 
 def fires(expression: str, now: Scrape, before: Scrape) -> bool:
-    """Whether an alert's expression holds for any series; ``before``: the scrape with which its window began."""
+    """Whether an alert's expression holds for any series; ``before``: the scrape at the start of its window."""
     found = RULE.fullmatch(expression)
     assert found, f"{expression!r} is not of the simple kinds that are evaluated here"
     name, compare, bound = found[1], OPERATORS[found[2]], float(found[3])

@@ -1,4 +1,4 @@
-"""Where Prometheus asks: ports, addresses, and peers that are slow or too many."""
+"""The metrics endpoint: ports, addresses, and slow or too many clients."""
 
 import socket
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from spark_group_source.metrics.endpoint import Endpoint
 
 
 class Counted(Collector):
-    """Tells how often it was asked."""
+    """Counts its scrapes."""
 
     def __init__(self) -> None:
         self.asked = 0

@@ -1,4 +1,4 @@
-"""Lag in seconds on a real Kafka, where it is known: records have timestamps of the test's choice."""
+"""Lag in seconds on a real Kafka: records have timestamps of the test's choice."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +16,7 @@ from spark_group_source.metrics.sweep import GroupSweeper, SweepResult
 from spark_group_source.model import TopicPartition
 
 WITHIN_S = 0.002
-"""Timestamps are whole milliseconds. The sweeps have the test's clock, so nothing else makes a difference."""
+"""Timestamps are in whole milliseconds. The sweeps use the test's clock, so there is no other difference."""
 HANG_S = 600
 KEEP = {"retention.ms": "-1"}
 COMPACT = {
@@ -47,7 +47,7 @@ def sweeps(scene: Scene) -> Iterator[MakeSweeps]:
 
 
 def aged(*ages_s: float, size: int = 10) -> list[Record]:
-    """Records that were made so many seconds ago."""
+    """Records of this age in seconds."""
     return [Record(b"x" * size, timestamp_ms=round((NOW_S - age_s) * 1000), partition=0) for age_s in ages_s]
 
 
@@ -75,7 +75,7 @@ def transactions(scene: Scene, topic: str, *parts: tuple[str, float]) -> Produce
 
 
 def compact(scene: Scene, topic: str) -> None:
-    """Fifty records of one key, the last of which stays."""
+    """Fifty records of one key, of which compaction keeps the last."""
     old = [record._replace(key=b"same") for record in aged(*[600.0] * 49, 120)]
     scene.produce(topic, old)
     consumer = Consumer({"bootstrap.servers": scene.servers, "group.id": topic, "log_level": 3})
@@ -122,7 +122,7 @@ def test_lag_in_seconds_is_the_age_of_the_next_record(scene: Scene, sweeps: Make
     lags = {name: group.partitions[TopicPartition(topics[name], 0)].lag for name in names}
     assert lags["plain"] == 3 and lags["idle"] == lags["open"] == 0 and lags["nothing"] == 4
 
-    # What did not change is not fetched again; what changed is.
+    # Unchanged records are not fetched again; changed ones are.
     assert seen.records_read == 7
     assert one.sweep().records_read == 7
     scene.admin.delete_records([KafkaPartition(topics["plain"], 0, 4)])[KafkaPartition(topics["plain"], 0)].result(
@@ -136,7 +136,7 @@ def test_lag_in_seconds_is_the_age_of_the_next_record(scene: Scene, sweeps: Make
     assert age_of(again, topics["large"]) == pytest.approx(400, abs=WITHIN_S)
     assert again.records_read == 10
 
-    # For a consumer that reads uncommitted records the open and the aborted ones are the next.
+    # For a consumer that reads uncommitted records the open and the aborted ones are next.
     everything = sweeps("read_uncommitted").sweep()
     assert age_of(everything, topics["open"]) == pytest.approx(800, abs=WITHIN_S)
     assert age_of(everything, topics["aborted"]) == pytest.approx(800, abs=WITHIN_S)

@@ -1,4 +1,4 @@
-"""What is told of a run and of groups: names, units, and what is left out."""
+"""The metrics of a run and of groups: names, units, and omitted values."""
 
 import re
 from dataclasses import replace

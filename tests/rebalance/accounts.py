@@ -1,7 +1,7 @@
-"""Records that flow while members come and go, and the account at the end: everything once.
+"""Records that are produced while members join and leave, and the account at the end: each is processed once.
 
-Runs in: tests. What was produced is asked from Kafka's admin API; what was processed comes from the runs' sinks and the
-ordinary consumers' own files.
+Runs in: tests. The produced records are read from Kafka's admin API; the processed ones from the runs' sinks and the
+ordinary consumers' files.
 """
 
 import threading
@@ -46,18 +46,18 @@ MOVING_CODES = frozenset(
         KafkaError._TRANSPORT,
     }
 )
-"""What Kafka answers while a broker is down or a group moves to another."""
+"""Errors of Kafka while a broker is down or a group's coordinator moves."""
 
 
 class Recorded(Protocol):
-    """A run of ours, in this process or in one of its own."""
+    """A run, in this process or in one of its own."""
 
     @property
     def records(self) -> list[Record]: ...
 
 
 class Flow:
-    """Records at an even pace to every partition of ``topic``, until the block ends."""
+    """Produce records at an even pace to every partition of ``topic``, until the block ends."""
 
     def __init__(self, servers: str, topic: str, partitions: int, *, per_s: int = 200) -> None:
         self.topic, self.partitions, self.per_s = topic, partitions, per_s
@@ -103,7 +103,7 @@ class Flow:
 
 
 def produced(admin: AdminClient, topics: Iterable[str]) -> set[Record]:
-    """Every record that the topics hold: plain records from offset 0, so the end offsets say it all."""
+    """Every record in the topics: they hold plain records from offset 0, so the end offsets are enough."""
     return {
         (tp.topic, tp.partition, offset)
         for topic in topics
@@ -120,7 +120,7 @@ def await_all_processed(
     *,
     stalled_s: float = STALLED_S,
 ) -> None:
-    """Wait until everything that was produced was processed; fail when nothing is processed for ``stalled_s``."""
+    """Wait until everything produced was processed; fail when nothing is processed for ``stalled_s``."""
 
     def missing() -> set[Record]:
         for run in runs:
@@ -153,12 +153,11 @@ def assert_once(
     twice: Iterable[Record] = (),
     counted: int = 0,
 ) -> None:
-    """Everything produced was processed, and each record once.
+    """Assert that everything produced was processed, and each record once.
 
     Args:
-        twice: records that may have been processed a second time, by right: a member was killed or thrown out before
-            it could commit them.
-        counted: how many more a run of ours lost without a commit, by its own statistics.
+        twice: records that may be processed twice: a member was killed or expelled before it could commit them.
+        counted: the number of further duplicates that a run's own statistics allow.
     """
     await_all_processed(admin, topics, runs, ordinary)
     counts = Counter(record for run in runs for record in run.records)
@@ -171,7 +170,7 @@ def assert_once(
 
 
 def records_in(table: Path) -> list[Record]:
-    """The records in a Delta table that has the source's columns."""
+    """The records in a Delta table with the source's columns."""
     rows = living_rows(table, ["topic", "partition", "offset"])
     return [(row["topic"], row["partition"], row["offset"]) for row in rows]
 
@@ -182,7 +181,7 @@ def parties(runs: Sequence[Recorded], ordinary: Sequence[OrdinaryConsumer]) -> l
 
 
 def await_committed(admin: AdminClient, group: str, topics: Sequence[str], stalled_s: float = STALLED_S) -> None:
-    """G2: Kafka's committed offsets reach the end of what was produced, and no further."""
+    """Assert G2: the committed offsets reach the end of what was produced, and not beyond."""
     at: Offsets = {}
 
     def committed() -> bool:
@@ -195,7 +194,7 @@ def await_committed(admin: AdminClient, group: str, topics: Sequence[str], stall
 
 
 def stays(holds: Callable[[], object], for_s: float, what: str) -> None:
-    """Look all the time, for ``for_s`` seconds, that something is so."""
+    """Assert continuously, for ``for_s`` seconds, that a condition holds."""
     pause = threading.Event()
     for _ in range(int(for_s / POLL_S)):
         assert holds(), f"{what} did not stay so"
@@ -203,7 +202,7 @@ def stays(holds: Callable[[], object], for_s: float, what: str) -> None:
 
 
 def asking(ask: Callable[[], T], within_s: float = ADMIN_S) -> T:
-    """An answer of Kafka's admin API, also while a broker is down: asked again until there is one."""
+    """Return an answer of Kafka's admin API; retry while a broker is down."""
     answer: list[T] = []
 
     def once() -> bool:
@@ -222,7 +221,7 @@ def asking(ask: Callable[[], T], within_s: float = ADMIN_S) -> T:
 
 
 def measured(text: str) -> None:
-    """Show a figure: `pytest -s`, or in the report of a failure."""
+    """Print a figure: visible with `pytest -s`, or in the report of a failure."""
     print(text)  # noqa: T201
 
 
@@ -232,22 +231,22 @@ class Seen(NamedTuple):
     state: str
     coordinator: int
     members: dict[str, set[TopicPartition]]
-    """Instance id, else client id -> partitions."""
+    """Partitions by instance id, else by client id."""
     clients: dict[str, str]
-    """Member id -> client id."""
+    """Client id by member id."""
 
     def of(self, client: str) -> set[TopicPartition]:
         return next((tps for name, tps in self.members.items() if client in name), set())
 
 
 def describe(admin: AdminClient, group: str) -> Seen:
-    """Ask Kafka; while a coordinator moves or loads, ask again."""
+    """Describe a group; retry while its coordinator moves or loads."""
     return asking(lambda: described(admin, group))
 
 
 def described(admin: AdminClient, group: str) -> Seen:
-    """Ask Kafka once. The library's own timeout is out of reach: what it gave up on and is answered late ends the
-    whole process."""
+    """Describe a group once. The library's own timeout is out of reach, because a late answer after it aborts the whole
+    process."""
     found: Any = admin.describe_consumer_groups([group], request_timeout=3600)[group].result(ANSWER_S)
     return Seen(
         found.state.name.lower(),

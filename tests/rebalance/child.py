@@ -1,4 +1,4 @@
-"""A process of a test's own that obeys lines on its stdin: told, frozen, killed, closed.
+"""A child process that a test commands by lines on its stdin, freezes, kills or closes.
 
 Runs in: tests. Deliberately absent: what the process does (``ordinary``, ``runs``).
 """
@@ -9,10 +9,10 @@ import subprocess
 
 
 class Child:
-    """``process`` is what a subclass starts, with a pipe to its stdin.
+    """A subclass starts ``process``, with a pipe to its stdin.
 
     Args:
-        end_s: bound of its end.
+        end_s: the timeout of its end.
     """
 
     process: subprocess.Popen[str]
@@ -32,12 +32,12 @@ class Child:
         self.process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
-        """End it without a word to the group."""
+        """Kill it; the group is not notified."""
         self.process.kill()
         self.process.wait(self._end_s)
 
     def end(self, order: str) -> None:
-        """Let it end in order, by its word for that."""
+        """End it gracefully, by its own command for that."""
         if self.process.poll() is None:
             with contextlib.suppress(BrokenPipeError):
                 self.send(order)

@@ -1,4 +1,4 @@
-"""What the tests of rebalances share: a group with runs of ours and ordinary consumers in it, and its accounts."""
+"""Fixtures of the rebalance tests: a group with runs and ordinary consumers, and its accounts."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -12,7 +12,7 @@ from rebalance.ordinary import OrdinaryConsumer, settings_of
 
 
 class GroupScene(Scene):
-    """The test's group with runs of ours and ordinary consumers in it."""
+    """The test's group, with runs and ordinary consumers."""
 
     members = 0
 
@@ -23,18 +23,18 @@ class GroupScene(Scene):
         return make_options(self.servers, self.group, topic, strategy, session_ms=session_ms, **more)
 
     def ordinary(self, *topics: str, **more: Any) -> OrdinaryConsumer:
-        """Start an ordinary consumer in the test's group; close it."""
+        """Start an ordinary consumer in the test's group; close it after the test."""
         self.members += 1
         file = self.folder / f"ordinary-{self.members}.txt"
         return OrdinaryConsumer(self.servers, self.group, list(topics), file, **more)
 
     def fill(self, topic: str, each: int) -> None:
-        """So many more records for each partition of the topic."""
+        """Produce this many more records to each partition of the topic."""
         partitions = len(self.end_offsets(topic))
         self.produce(topic, numbered(0, each * partitions - 1, partitions))
 
     def describe(self) -> Seen:
-        """The test's group, by Kafka's account."""
+        """Describe the test's group."""
         return describe(self.admin, self.group)
 
     def await_committed(self, *topics: str) -> None:

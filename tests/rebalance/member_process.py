@@ -1,10 +1,9 @@
-"""An ordinary consumer as a program: processes records, writes each down, commits them; told what to do by lines.
+"""An ordinary consumer as a program: it processes records, writes each one down, commits, and takes commands.
 
-Runs in: a child process of the tests (:class:`rebalance.ordinary.OrdinaryConsumer`). Deliberately absent: everything
-of this package. One JSON object a line: commands come in on stdin, what happened goes out on stdout, with the monotonic
-time.
+Runs in: a child process of the tests (:class:`rebalance.ordinary.OrdinaryConsumer`). Deliberately absent: any import of
+this package. One JSON object per line: commands arrive on stdin, events are written to stdout with the monotonic time.
 
-Commands: ``{"do": "close"}`` leave and end; ``stall`` stop polling; ``subscribe`` with ``topics``.
+Commands: ``{"do": "close"}`` leaves the group and ends; ``stall`` stops polling; ``subscribe`` with ``topics``.
 """
 
 import json
@@ -28,7 +27,7 @@ class Application:
     def __init__(self, topics: list[str], file: str, settings: dict[str, Any], keep: bool) -> None:
         self.consumer = Consumer(settings)
         self.topics = topics
-        self.out = open(file, "a", encoding="ascii")  # noqa: SIM115 - as long as the process
+        self.out = open(file, "a", encoding="ascii")  # noqa: SIM115 - open for the life of the process
         self.keep = keep
         self.stalled = self.ending = False
         self.next: dict[tuple[str, int], int] = {}
@@ -39,7 +38,7 @@ class Application:
     def listen(self) -> None:
         for line in sys.stdin:
             self.commands.put(json.loads(line))
-        os._exit(1)  # the test is gone
+        os._exit(1)  # the test process has ended
 
     def run(self) -> None:
         self.subscribe()
@@ -125,7 +124,7 @@ class Application:
 
     def on_revoke(self, consumer: Any, partitions: list[Any]) -> None:
         self.commit()
-        say("revoked", partitions=self.forget(partitions, of=self.next))  # what could not be committed
+        say("revoked", partitions=self.forget(partitions, of=self.next))  # the uncommitted ones
 
     def on_lost(self, consumer: Any, partitions: list[Any]) -> None:
         say("lost", partitions=self.forget(partitions))

@@ -1,6 +1,6 @@
-"""An ordinary consumer in the group: :class:`OrdinaryConsumer` starts, tells, kills and freezes it.
+"""An ordinary consumer in the group: :class:`OrdinaryConsumer` starts, commands, kills and freezes it.
 
-Runs in: tests. Deliberately absent: what the member does (``member_process``, the program in the child process).
+Runs in: tests. Deliberately absent: the member itself (``member_process``, the program of the child process).
 """
 
 import contextlib
@@ -21,16 +21,16 @@ PROGRAM = Path(__file__).with_name("member_process.py")
 END_S = 30
 
 KINDS = ("range", "cooperative-sticky", "consumer")
-"""In which ways a group shares its partitions: an eager and the incremental assignor of the classic protocol, and the
-broker's own assignment (KIP-848)."""
+"""The assignors of a group: an eager and the incremental one of the classic protocol, and the broker's own
+(KIP-848)."""
 
 Record = tuple[str, int, int]
 """topic, partition, offset"""
 
 
 def settings_of(strategy: str, *, session_ms: int = 6000) -> dict[str, object]:
-    """Settings of librdkafka for one of :data:`KINDS`, another assignor, or a list of assignors."""
-    if strategy == "consumer":  # the broker has the rest
+    """librdkafka settings for one of :data:`KINDS`, another assignor, or a list of assignors."""
+    if strategy == "consumer":  # the broker has the other settings
         return {"group.protocol": "consumer"}
     return {
         "group.protocol": "classic",
@@ -41,10 +41,10 @@ def settings_of(strategy: str, *, session_ms: int = 6000) -> dict[str, object]:
 
 
 class OrdinaryConsumer(Child):
-    """It runs in a child process. Every record it processes, and every commit, is a line in ``file``.
+    """It runs in a child process. Every processed record and every commit is a line in ``file``.
 
     Args:
-        settings: librdkafka's, above the usual ones; see :func:`settings_of`.
+        settings: librdkafka settings besides the usual ones; see :func:`settings_of`.
         keep: process without committing.
     """
 
@@ -91,14 +91,14 @@ class OrdinaryConsumer(Child):
         self._reader = threading.Thread(target=self._read, name="ordinary", daemon=True)
         self._reader.start()
 
-    # --- telling it ------------------------------------------------------------------------------------------------
+    # --- commands ---------------------------------------------------------------------------------------------------
 
     def tell(self, order: str, **more: object) -> None:
-        """Give an order; it is obeyed between two records."""
+        """Send a command; it is executed between two records."""
         self.send(json.dumps({"do": order, **more}))
 
     def do(self, order: str, **more: object) -> None:
-        """Give an order and wait until it was obeyed."""
+        """Send a command and wait until it was executed."""
         before = len(self._obeyed(order))
         self.tell(order, **more)
         await_progress(
@@ -122,11 +122,11 @@ class OrdinaryConsumer(Child):
         self._log.close()
         self.close_pipes()
 
-    # --- what it says ----------------------------------------------------------------------------------------------
+    # --- events -----------------------------------------------------------------------------------------------------
 
     @property
     def partitions(self) -> set[TopicPartition]:
-        """What it has, by its own account."""
+        """Its partitions, according to its events."""
         has: set[TopicPartition] = set()
         for event in list(self.events):
             named = {TopicPartition(*tp) for tp in event.get("partitions", ())}
@@ -138,14 +138,14 @@ class OrdinaryConsumer(Child):
 
     @property
     def joined(self) -> bool:
-        """Whether it has had an assignment, maybe an empty one."""
+        """Whether it has had an assignment, possibly an empty one."""
         return bool(self.said("assigned"))
 
     def said(self, event: str) -> list[dict[str, Any]]:
         return [e for e in list(self.events) if e["event"] == event]
 
     def progress(self) -> object:
-        """How far it is, for ``await_progress``: what it has said and written."""
+        """Its progress, for ``await_progress``: its events and written lines."""
         return len(self.events), size_of(self.file, self.file.with_suffix(".log"))
 
     def await_said(self, event: str, count: int = 1) -> dict[str, Any]:
@@ -164,35 +164,35 @@ class OrdinaryConsumer(Child):
         return self.partitions
 
     def first_assigned_at(self) -> float:
-        """When it got its first partitions, on the machine's monotonic clock."""
+        """When it got its first partitions, on the host's monotonic clock."""
         return float(next(e["at"] for e in self.said("assigned") if e["partitions"]))
 
     def starts(self) -> dict[TopicPartition, int]:
-        """The committed offset of each partition when it came (last time)."""
+        """The committed offset of each partition at its last assignment."""
         return {TopicPartition(t, p): offset for e in self.said("starts") for t, p, offset in e["offsets"]}
 
     def starts_of(self, tps: Iterable[TopicPartition]) -> dict[TopicPartition, int]:
-        """The same for these, once it has said so: it looks them up after it was given the partitions."""
+        """The same for these partitions, once reported: it reads them after the assignment."""
         wanted = set(tps)
         await_progress(lambda: wanted <= self.starts().keys(), self.progress, what="the other's committed offsets")
         return {tp: at for tp, at in self.starts().items() if tp in wanted}
 
     def firsts(self) -> dict[TopicPartition, int]:
-        """Offset of the first record of each partition after it came (first time)."""
+        """The first processed offset of each partition after its first assignment."""
         found: dict[TopicPartition, int] = {}
         for e in self.said("first"):
             found.setdefault(TopicPartition(e["topic"], e["partition"]), e["offset"])
         return found
 
-    # --- what it wrote down ----------------------------------------------------------------------------------------
+    # --- written records --------------------------------------------------------------------------------------------
 
     def processed(self) -> list[Record]:
         """Every record that it processed, in order, from its file."""
         return [(topic, partition, offset) for word, topic, partition, offset in self._lines() if word == "P"]
 
     def unconfirmed(self) -> set[Record]:
-        """Records that it processed and had not committed when it lost them or ended: the next member reads them
-        again, by right."""
+        """Records that it processed but had not committed when it lost them or ended: the next member may read them
+        again."""
         waiting: dict[tuple[str, int], set[Record]] = {}
         lost: set[Record] = set()
         for word, topic, partition, offset in self._lines():

@@ -1,7 +1,7 @@
-"""Our side of a rebalance without Spark: a coordinator driven as Spark drives it, with a gate before the sink.
+"""Runs without Spark: a coordinator driven as Spark drives it, with a gate before the sink.
 
 Runs in: tests, and in a child process of theirs (:class:`RunProcess` starts this file), so that a run can be killed and
-frozen. Deliberately absent: judgements; what was produced is asked from Kafka's admin API (``accounts``).
+frozen. Deliberately absent: judgements (``accounts``).
 """
 
 import json
@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__":  # a child process: the modules of the tests are found as pytest finds them
+if __name__ == "__main__":  # a child process: make the test modules importable, as pytest does
     sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
 
 from kafka_words import STALLED_S, await_progress, size_of
@@ -32,7 +32,7 @@ from spark_group_source.protocol.offsets import StreamOffset, parse
 log = logging.getLogger(__name__)
 
 GATE_S = 120
-"""The longest that a test keeps a batch in flight."""
+"""The longest time that a test keeps a batch in flight."""
 CLOSE_S = 60
 
 Record = tuple[str, int, int]
@@ -40,13 +40,13 @@ Record = tuple[str, int, int]
 
 
 class Run:
-    """One run of a query on a thread of its own: plan, read, sink, and again.
+    """One run of a query on its own thread: plan, read, sink, repeat.
 
     Args:
         options: as a user writes them.
-        log: offsets of earlier runs of the stream, as its checkpoint has them, all durable.
+        log: offsets of earlier runs of the stream, as in its checkpoint; all are durable.
         file: the sink: a line for each durable record, and one for each durable batch (``B`` and its offset).
-        available_now: fix first how far it reads, as a run does that ends by itself.
+        available_now: fix its end offsets first, as an AvailableNow run does.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Run:
                 self.engine.log.append(end.to_json())
                 self.durable_at_s.append(time.monotonic())
                 self._full.clear()
-        except BaseException as exc:  # noqa: BLE001 - the test looks at it
+        except BaseException as exc:  # noqa: BLE001 - the test checks it
             self.error = exc
 
     def _keep(self, end: StreamOffset, rows: Sequence[Record]) -> None:
@@ -109,22 +109,22 @@ class Run:
                 out.writelines(f"P {topic} {partition} {offset}\n" for topic, partition, offset in rows)
                 out.write(f"B {end.to_json()}\n")
 
-    # --- the gate before the sink ----------------------------------------------------------------------------------
+    # --- the gate before the sink -----------------------------------------------------------------------------------
 
     def rest(self) -> None:
-        """Stop between two triggers, until :meth:`hold` or :meth:`let_go`."""
+        """Pause between two triggers, until :meth:`hold` or :meth:`let_go`."""
         self._trigger.clear()
         self.await_(self._resting.is_set, "the end of the trigger")
 
     def hold(self) -> StreamOffset:
-        """Keep the next batch with records in flight; returns its plan."""
+        """Keep the next batch with records in flight; return its plan."""
         self._gate.clear()
         self._trigger.set()
         await_progress(self._holds, self.progress, what="a batch in flight")
         return self.planned[-1]
 
     def let_go(self, *, rest: bool = False) -> float:
-        """The batch in flight becomes durable; returns the moment.
+        """Make the batch in flight durable; return the time.
 
         Args:
             rest: plan no other batch before the next :meth:`hold`.
@@ -142,7 +142,7 @@ class Run:
         self.check()
         return self._full.is_set()
 
-    # --- looking at it ---------------------------------------------------------------------------------------------
+    # --- state ------------------------------------------------------------------------------------------------------
 
     @property
     def records(self) -> list[Record]:
@@ -155,11 +155,11 @@ class Run:
 
     @property
     def partitions(self) -> set[TopicPartition]:
-        """What its members have."""
+        """The partitions of its members."""
         return set(self.engine.coordinator._run.partitions.ours.keys())
 
     def progress(self) -> object:
-        """How far it is, for ``await_progress``: batches, partitions, the states of its slots."""
+        """Its progress, for ``await_progress``: batches, partitions, the states of its slots."""
         slots = self.statistics["slots"]
         return len(self.planned), len(self.durable_at_s), frozenset(self.partitions), tuple(slots)
 
@@ -174,13 +174,14 @@ class Run:
         self.await_(lambda: len(self.partitions) == count, f"{count} partitions in the run", stalled_s)
 
     def await_idle(self) -> None:
-        """Wait until two questions in a row found nothing to read: what was durable before is echoed or under way."""
+        """Wait until two triggers in a row found no records: earlier durable offsets are committed or being
+        committed."""
         before = self._idle
         self.await_(lambda: self._idle >= before + 2, "an idle run")
 
     def await_echo(self) -> None:
-        """Let one more trigger tell the source what is durable, as a query that is stopped in order between two
-        batches does; then stop before the next batch."""
+        """Let one more trigger report the durable offset to the source, as in a query that is stopped gracefully
+        between two batches; then stop before the next batch."""
         self.rest()
         self.engine.coordinator._handle(ev.Durable(offset=parse(self.engine.log[-1])))
 
@@ -206,7 +207,7 @@ class Run:
 
 
 class RunProcess(Child):
-    """A :class:`Run` in a process of its own. Its sink and checkpoint are one file, which a next one goes on from.
+    """A :class:`Run` in its own process. Its sink and checkpoint are one file, from which the next one continues.
 
     Args:
         held: keep the first batch with records in flight until :meth:`let_go`.
@@ -230,13 +231,13 @@ class RunProcess(Child):
         self.send(order)
 
     def rest(self) -> None:
-        """Stop between two triggers, until it is told to hold: what is produced now is in one batch."""
+        """Pause between two triggers, until the command to hold: records produced meanwhile are in one batch."""
         before = self.output.count("resting")
         self.tell("rest")
         await_progress(lambda: self.output.count("resting") > before, self.progress, what="the end of the trigger")
 
     def await_in_flight(self) -> None:
-        """After the order to hold: wait for a batch with records."""
+        """Wait for a batch with records, after the command to hold."""
         await_progress(lambda: "batch in flight" in self.output, self.progress, what="a batch in flight")
 
     def await_partitions(self, count: int) -> None:
@@ -247,21 +248,21 @@ class RunProcess(Child):
         )
 
     def progress(self) -> object:
-        """What it has written, and its slots: for ``await_progress``."""
+        """Its output and its slots, for ``await_progress``."""
         return size_of(self.file, self.file.with_suffix(".log")), self.statistics.get("slots")
 
     @property
     def statistics(self) -> dict[str, Any]:
-        """What the run publishes on this host; nothing until it begins."""
+        """What the run publishes on this host; nothing until it starts."""
         return next((doc for doc in progress.read(self._group) if doc["pid"] == self.process.pid), {})
 
     def close(self) -> None:
-        """End it in order: the batch in flight is finished."""
+        """Stop it gracefully: the batch in flight is finished."""
         self.end("close")
 
     @property
     def output(self) -> str:
-        """What it printed: its log, and the error that ended it."""
+        """Its output: the log, and the error that stopped it."""
         return self.file.with_suffix(".log").read_text(errors="replace")
 
     @property
@@ -288,7 +289,7 @@ class RunProcess(Child):
 
 
 STOPPED = os.pipe() if __name__ == "__main__" else (-1, -1)
-"""Readable as soon as SIGTERM came."""
+"""Readable after SIGTERM."""
 
 
 def _serve(options: dict[str, str], file: str, earlier: list[str], held: bool) -> None:
@@ -315,7 +316,7 @@ def _serve(options: dict[str, str], file: str, earlier: list[str], held: bool) -
 
 
 def _orders() -> Iterator[str]:
-    """Lines of stdin until it ends, or is closed by the signal that asks to stop."""
+    """Lines of stdin until its end, or until the signal to stop closes it."""
     while True:
         ready, _, _ = select.select([STOPPED[0], 0], [], [])
         if STOPPED[0] in ready or not (line := sys.stdin.readline()):

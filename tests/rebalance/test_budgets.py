@@ -1,4 +1,4 @@
-"""B60, B63, G3, G8: sinks that take longer than Kafka likes, with nobody waiting and with somebody waiting."""
+"""Batches that take longer than the poll interval, with and without a rebalance during them (G3, G8)."""
 
 import pytest
 from conftest import await_until

@@ -1,9 +1,9 @@
-"""B66, G2, G3, G8: the group's coordinator is killed in every phase of a rebalance, and becomes unreachable.
+"""The group's coordinator is killed in every phase of a rebalance, and becomes unreachable (G2, G3, G8).
 
-Classic groups go through four phases: members join, one of them computes the assignment, the others fetch it (sync),
-and then the group is stable. Each test brings the group into one of them, has Kafka say so, and kills the broker that
-coordinates the group. All share one cluster of three nodes; the killed one is back before the next test. The stable
-group is in every run; the three passing phases, a minute each, are in `make soak`.
+A classic group has four phases: members join, one of them computes the assignment, the others fetch it (sync), then the
+group is stable. Each test brings the group into one phase, verified by Kafka, and kills the coordinator's broker. All
+tests share one cluster of three nodes; the killed one is restarted before the next test. The stable phase is in every
+test run; the three transient phases, a minute each, are in `make soak`.
 """
 
 import time
@@ -13,7 +13,7 @@ from functools import partial
 
 import pytest
 from confluent_kafka import KafkaException
-from confluent_kafka.admin import AdminClient, NewTopic  # type: ignore[attr-defined]  # its stubs hide it
+from confluent_kafka.admin import AdminClient, NewTopic  # type: ignore[attr-defined]  # missing in the stubs
 from conftest import ADMIN_S, await_until, create_topic
 from kit.broker_cluster import BrokerCluster
 
@@ -31,7 +31,7 @@ CLIENTS_MAX = 40
 
 
 class ClusterScene(GroupScene):
-    """One group on the cluster: a run of ours, ordinary consumers, and records that flow."""
+    """One group on the cluster: a run, ordinary consumers, and records that are produced."""
 
     def __init__(self, request: pytest.FixtureRequest, group: str, strategy: str) -> None:
         super().__init__(request, group)
@@ -46,7 +46,7 @@ class ClusterScene(GroupScene):
         self.killed_at_s = 0.0
 
     def client(self) -> AdminClient:
-        """A new one, which knows no old coordinator."""
+        """A new client, which knows no old coordinator."""
         return AdminClient({"bootstrap.servers": self.cluster.bootstrap_servers, "log_level": 0})
 
     def run_of(self, topic: str, session_ms: int = SESSION_MS) -> Run:
@@ -59,7 +59,7 @@ class ClusterScene(GroupScene):
         return self.others[-1]
 
     def shared(self, stack: ExitStack) -> tuple[Run, Flow]:
-        """An ordinary consumer had all partitions, and our run has half of them now."""
+        """An ordinary consumer had all partitions, and the run has half of them now."""
         create_topic(self.admin, self.name, PARTITIONS)
         self.member(stack).await_partitions(PARTITIONS)
         run = stack.enter_context(self.run_of(self.name))
@@ -68,12 +68,12 @@ class ClusterScene(GroupScene):
         return run, flow
 
     def look(self) -> Seen:
-        """The group now; after a failed question with a new client, which finds a moved coordinator at once."""
+        """Describe the group; after a failure with a new client, which finds a moved coordinator at once."""
         while True:
             try:
                 return described(self.admin, self.group)
             except (KafkaException, TimeoutError):
-                self.clients.append(self.admin)  # kept: one that is collected drops what it waits for
+                self.clients.append(self.admin)  # kept: a garbage-collected client drops its pending requests
                 assert len(self.clients) < CLIENTS_MAX, "nobody coordinates the group"
                 self.admin = self.client()
                 self.admin.poll(0.5)
@@ -96,7 +96,7 @@ class ClusterScene(GroupScene):
             self.killed = None
 
     def settle(self, phase: str, run: Run, flow: Flow) -> None:
-        """Everybody is a member again, shares the partitions and goes on; everything was processed once."""
+        """Assert that all are members again, share the partitions and continue; everything was processed once."""
         count = len(self.others) + 1
 
         def whole() -> bool:
@@ -117,7 +117,7 @@ class ClusterScene(GroupScene):
         measured(f"{self.strategy}, killed while {phase}: the group was whole after {whole_s:.1f} s")
         flow.stop()
         twice = {record for member in self.others for record in member.unconfirmed()}
-        # A member that was thrown out loses what it has in flight; how much of it may be read twice is counted.
+        # An expelled member loses its uncommitted records; the number of possible duplicates is counted.
         self.assert_once([self.name], [run], self.others, twice=twice, counted=run.statistics["possible_duplicates"])
         self.await_committed(self.name)
         assert run.statistics["hold_overruns"] == 0
@@ -139,7 +139,7 @@ def _in_sync(admin: AdminClient) -> bool:
 
 @pytest.mark.soak
 def test_the_coordinator_dies_while_members_join(scene: ClusterScene) -> None:
-    """Our run holds its revocation for the batch in flight, so the join cannot end."""
+    """The run holds its revocation for the batch in flight, so the join cannot complete."""
     with ExitStack() as stack:
         run, flow = scene.shared(stack)
         run.hold()
@@ -152,8 +152,8 @@ def test_the_coordinator_dies_while_members_join(scene: ClusterScene) -> None:
 
 @pytest.mark.soak
 def test_the_coordinator_dies_while_the_assignment_is_computed(scene: ClusterScene) -> None:
-    """The leader (the member that came first) has joined, waits for the others, and is killed before its answer comes:
-    the join ends, and nobody computes."""
+    """The leader (the first member) has joined, waits for the others, and is killed before its response: the join
+    completes, and no member computes the assignment."""
     with ExitStack() as stack:
         run, flow = scene.shared(stack)
         leader = scene.others[0]
@@ -161,7 +161,7 @@ def test_the_coordinator_dies_while_the_assignment_is_computed(scene: ClusterSce
         scene.member(stack)
         scene.await_state("preparing_rebalancing")
         leader.await_said("revoked", count=len(leader.said("assigned")))
-        stays(lambda: scene.state == "preparing_rebalancing", 1.0, "the join")  # the leader's request is on its way
+        stays(lambda: scene.state == "preparing_rebalancing", 1.0, "the join")  # the leader's request is in transit
         leader.freeze()
         run.let_go()
         scene.await_state("completing_rebalancing")
@@ -172,7 +172,7 @@ def test_the_coordinator_dies_while_the_assignment_is_computed(scene: ClusterSce
 
 @pytest.mark.soak
 def test_the_coordinator_dies_while_members_fetch_their_assignment(scene: ClusterScene) -> None:
-    """The newcomer has joined and is killed: the leader's assignment is there, and one member has not fetched it."""
+    """The newcomer has joined and is killed: the assignment is computed, and one member has not fetched it."""
     with ExitStack() as stack:
         run, flow = scene.shared(stack)
         run.hold()
@@ -208,7 +208,7 @@ def test_the_coordinator_of_a_stable_group_dies_in_the_middle_of_a_batch(scene: 
 @pytest.mark.soak
 @pytest.mark.parametrize("scene", ["consumer"], indirect=True)
 def test_the_coordinator_dies_while_partitions_move_under_KIP_848(scene: ClusterScene) -> None:
-    """Our run holds what the broker has given to the newcomer."""
+    """The run holds partitions that the broker has assigned to the newcomer."""
     with ExitStack() as stack:
         create_topic(scene.admin, scene.name, PARTITIONS)
         run = stack.enter_context(scene.run_of(scene.name))
@@ -232,7 +232,7 @@ def test_reading_continues_and_commits_wait_while_the_coordinator_is_unreachable
     others = [node for node in scene.cluster.nodes if node != coordinator]
     new = NewTopic(scene.name, num_partitions=2, replica_assignment=[others, others[::-1]])  # its records are elsewhere
     scene.admin.create_topics([new])[scene.name].result(ADMIN_S)
-    # A session that outlasts the coordinator's absence on a slow machine, too.
+    # A session that outlasts the coordinator's absence, also on a slow machine.
     with scene.run_of(scene.name, 6 * SESSION_MS) as run, Flow(scene.servers, scene.name, 2) as flow:
         run.await_partitions(2)
         run.await_(lambda: len(run.planned) > 3, "batches")

@@ -1,4 +1,4 @@
-"""G3, G5: a group goes from an ordinary application to the source and back (jobs/hand_over.py)."""
+"""A group is handed from an ordinary application to the source and back (jobs/hand_over.py; G3, G5)."""
 
 import os
 import subprocess
@@ -28,11 +28,11 @@ ROOT = Path(__file__).parents[2]
 JOB = ROOT / "jobs" / "hand_over.py"
 PARTITIONS = 4
 SPARK_S = 120
-"""Bound of a Spark job's start and end, on a machine that is busy."""
+"""The timeout of a Spark job's start and end on a busy machine."""
 
 
 class Party(Recorded, Protocol):
-    """A run or a job of ours, in a process of its own."""
+    """A run or a job, in its own process."""
 
     process: subprocess.Popen[Any]
 
@@ -41,10 +41,10 @@ class Party(Recorded, Protocol):
 
 
 class HandOver(GroupScene):
-    """A group that goes from one application to another while records flow."""
+    """A group that is handed between applications while records are produced."""
 
     def there_and_back(self, topic: str, strategy: str, ours: AbstractContextManager[Party]) -> None:
-        """An application begins, ours takes over, an application takes over again; each record has one reader."""
+        """An application starts, the source takes over, an application takes over again; each record has one reader."""
         flowing = Flow(self.servers, topic, PARTITIONS)
         with self.ordinary(topic, strategy=strategy) as before, flowing as flow, ours as run:
             await_progress(before.processed, before.progress, what="the ordinary application")
@@ -95,7 +95,7 @@ def test_G3_G5_a_group_is_handed_to_the_source_and_back_without_loss_or_duplicat
 def test_G3_G5_a_group_is_handed_to_a_spark_job_and_back_without_loss_or_duplicates(
     strategy: str, scene: HandOver
 ) -> None:
-    """The job is asked to end in the middle of its batches: it drains, so that nothing of them is read again."""
+    """The job is stopped in the middle of its batches: it drains, so that none of them is read again."""
     name = scene.topic(PARTITIONS)
     options = scene.run_options(name, strategy, leaveOnStop="always")
     scene.there_and_back(name, strategy, SparkJob(options, scene.folder))

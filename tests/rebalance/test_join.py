@@ -1,4 +1,4 @@
-"""B57, B58, B61, G3, G5: a member comes and goes while a batch is in flight: nothing is read twice or skipped."""
+"""A member joins and leaves during a batch: nothing is read twice or skipped (G3, G5)."""
 
 import pytest
 from conftest import await_until
@@ -42,7 +42,7 @@ def test_G3_G5_a_member_that_joins_during_a_batch_gets_its_partitions_after_it(
 
             run.await_partitions(2)
             kept = run.partitions
-            run.hold()  # and it goes on with what it kept
+            run.hold()  # and it continues with the kept partitions
             run.let_go()
             assert set(run.planned[-1].ranges) <= kept
 

@@ -1,4 +1,4 @@
-"""B57, B58, B59, G3: members that are killed, frozen, or of a second run; and our own run frozen past its session."""
+"""Members that are killed or frozen, and a run that is frozen past its session (G3)."""
 
 import pytest
 from conftest import await_until
@@ -16,7 +16,7 @@ PROTOCOLS = ("range", "consumer")
 def test_a_killed_members_partitions_are_assigned_when_its_session_expires(strategy: str, scene: GroupScene) -> None:
     name = scene.topic(PARTITIONS)
     with Run(scene.run_options(name, strategy)) as run:
-        run.await_partitions(PARTITIONS)  # so that the other reads only what it keeps
+        run.await_partitions(PARTITIONS)  # so that the other one reads only its final partitions
         with (
             scene.ordinary(name, strategy=strategy, session_ms=2000) as other,
             Flow(scene.servers, name, PARTITIONS) as flow,
@@ -24,7 +24,7 @@ def test_a_killed_members_partitions_are_assigned_when_its_session_expires(strat
             gained = other.await_partitions(2)
             run.await_partitions(2)
             await_until(lambda: other.firsts().keys() == gained, what="a record of every partition there")
-            plan = run.hold()  # and it dies in the middle of a batch of ours
+            plan = run.hold()  # and it dies in the middle of a batch of the run
             other.kill()
             committed = scene.committed()
             run.await_(lambda: not scene.describe().of("ordinary"), "the end of its session")
@@ -57,14 +57,14 @@ def test_partitions_lost_while_the_run_was_frozen_are_never_committed(strategy: 
         run.await_in_flight()
         ours = {TopicPartition(name, p) for p in range(PARTITIONS)} - other.partitions
         run.freeze()
-        other.await_partitions(PARTITIONS)  # our session ended
-        scene.await_committed(name)  # it read what we have in flight
+        other.await_partitions(PARTITIONS)  # the run's session expired
+        scene.await_committed(name)  # it read the records of the batch in flight
         scene.fill(name, 5)
         scene.await_committed(name)
         run.thaw()
         await_until(lambda: run.statistics["partitions_lost"] >= 2, what="the loss to be known")
         assert run.statistics["possible_duplicates"] == 20
-        run.tell("let_go")  # its rows become durable after all; Kafka must not hear of them
+        run.tell("let_go")  # its rows become durable after all; they must not be committed
         await_until(lambda: len(run.records) >= 40, what="the batch")
         stays(lambda: min(scene.committed().values()) == 25, 1.0, "the newer offsets")
         run.await_partitions(2)

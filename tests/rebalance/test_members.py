@@ -1,4 +1,4 @@
-"""B65, B67, B70, B71, G6, G7: places in the group, whose they are, and what others see and may do."""
+"""Static memberships and their take-over, operators, and rebalances seen from outside (G6, G7)."""
 
 import pytest
 from confluent_kafka import Consumer
@@ -24,7 +24,7 @@ PROTOCOLS = ("range", "consumer")
 @pytest.mark.parametrize("strategy", PROTOCOLS)
 @pytest.mark.parametrize("for_s", [CALM_S, pytest.param(SOAK_S, marks=pytest.mark.soak)])
 def test_G7_an_unchanged_group_does_not_rebalance(strategy: str, for_s: int, scene: GroupScene) -> None:
-    """Idle and busy; its topics are listed again twice a second all the time, under a pattern."""
+    """Idle and busy; under a pattern, whose topics are listed twice a second."""
     name = scene.topic(PARTITIONS)
     with Run(scene.run_options(None, strategy, subscribePattern=name)) as run:
         run.await_partitions(PARTITIONS)
@@ -55,7 +55,7 @@ def test_G6_classic_a_second_run_takes_over_the_memberships_and_the_first_stops(
         scene.await_committed(name)
         generation = old.statistics["generation"]
         old.rest()
-        with Run(scene.run_options(name), log=old.engine.log) as new:  # same checkpoint, same stream, same places
+        with Run(scene.run_options(name), log=old.engine.log) as new:  # same checkpoint, same stream, same instance ids
             new.await_partitions(PARTITIONS)
             assert new.statistics["generation"] == generation, "a take-over is no rebalance"
             scene.produce(name, ["e", "f"])
@@ -67,9 +67,9 @@ def test_G6_classic_a_second_run_takes_over_the_memberships_and_the_first_stops(
             assert "newer" in str(old.error) and scene.group in str(old.error)
             assert not old.error.retriable
             old.close()
-            old.error = None  # seen, and meant
+            old.error = None  # expected
             scene.produce(name, ["g"])
-            # What it still put into its own sink before it heard: a plain sink is not fenced as a DeltaSink is.
+            # Rows that it wrote before it was fenced: a plain sink is not fenced, unlike a DeltaSink.
             scene.assert_once([name], [old, new], twice=old.records[4:])
             scene.await_committed(name)
             assert new.statistics["generation"] == generation
@@ -124,13 +124,13 @@ def test_offsets_of_a_group_can_be_reset_only_while_it_has_no_members(strategy: 
 @pytest.mark.proves("G10", level="kafka")
 @pytest.mark.parametrize("strategy", PROTOCOLS)
 def test_no_conclusions_are_drawn_from_a_rebalancing_group(strategy: str, scene: GroupScene) -> None:
-    """A run that ends by itself starts while another member keeps the group from being stable."""
+    """An AvailableNow run starts while another member keeps the group rebalancing."""
     name = scene.topic(PARTITIONS)
     scene.fill(name, 10)
     with scene.ordinary(name, strategy=strategy, keep=True) as other:
         other.await_partitions(PARTITIONS)
         await_progress(lambda: len(other.processed()) == 40, other.progress, what="the other's records")
-        other.do("stall")  # it has everything, committed nothing, and gives nothing back
+        other.do("stall")  # it has all partitions, commits nothing, and does not release them
         with Run(scene.run_options(name, strategy), available_now=True) as run:
             await_until(lambda: len(scene.describe().clients) == 2, what="both in the group")
             stays(lambda: run._idle == 0, 1.5, "not believing that there is nothing to read")
@@ -148,11 +148,11 @@ def test_no_conclusions_are_drawn_from_a_rebalancing_group(strategy: str, scene:
 def test_G5_a_partition_continues_exactly_at_its_committed_offset(
     strategy: str, at: int, count: int, scene: GroupScene
 ) -> None:
-    """Offset 0; the end of the log; and the end of a log that was cut behind it."""
+    """Offset 0, the end of the log, and the end of a log whose records were deleted."""
     name = scene.topic(1)
     tp = TopicPartition(name, 0)
     scene.produce(name, ["a", "b", "c"])
-    if count == 0:  # all records are gone, the committed offset is both the beginning and the end
+    if count == 0:  # all records are deleted; the committed offset is both start and end
         scene.admin.delete_records([KafkaPartition(name, 0, 3)])
         await_until(lambda: _begin(scene.broker, tp) == 3, what="the deleted records")
     GroupAdmin({"bootstrap.servers": scene.servers, "log_level": "3"}).move_committed(scene.group, {tp: at})

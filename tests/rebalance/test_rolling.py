@@ -1,5 +1,5 @@
-"""G3, G5: a group changes its subscription, its assignment strategy or its protocol member by member, in the middle of
-the data."""
+"""A group changes its subscription, assignment strategy or protocol, one member at a time, while records flow (G3,
+G5)."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -17,7 +17,7 @@ from rebalance.runs import Run
 
 @pytest.mark.parametrize("strategy", ["range", "consumer"])
 def test_a_subscription_is_changed_one_member_at_a_time(strategy: str, scene: GroupScene) -> None:
-    """Members with the old and the new subscription share the group meanwhile, each with partitions that fit it."""
+    """Members with the old and the new subscription share the group meanwhile, each with partitions of its topics."""
     first = scene.topic(4)
     second = scene.topic(4, name=f"{first}.new")
     both = f"{first},{second}"
@@ -28,9 +28,9 @@ def test_a_subscription_is_changed_one_member_at_a_time(strategy: str, scene: Gr
         flows = [stack.enter_context(Flow(scene.servers, name, 4, per_s=100)) for name in (first, second)]
         old.await_partitions(2)
         old.await_(lambda: len(old.records) > 20, "records of the old subscription")
-        old.close()  # as a query is stopped, and started again with another option
+        old.close()  # as a query is stopped and restarted with another option
         new = stack.enter_context(Run(scene.run_options(both, strategy), log=old.engine.log))
-        # The broker itself takes no notice of what a static member that comes back subscribes to.
+        # The broker ignores a changed subscription of a static member that rejoins.
         new.await_(lambda: second in {tp.topic for tp in new.partitions}, "the topic that nobody had")
         other.tell("subscribe", topics=[first, second])
         await_until(lambda: {tp.topic for tp in new.partitions | other.partitions} == {first, second}, what="both")
@@ -42,7 +42,7 @@ def test_a_subscription_is_changed_one_member_at_a_time(strategy: str, scene: Gr
 
 
 def test_an_assignment_strategy_is_changed_through_a_list_of_both(scene: GroupScene) -> None:
-    """range -> `roundrobin,range` in one member -> in the other: the group changes with the last of them."""
+    """range -> `roundrobin,range` in one member -> in the other: the strategy changes with the last member."""
     name = scene.topic(4)
     with ExitStack() as stack:
         other = stack.enter_context(scene.ordinary(name, strategy="range"))
@@ -73,7 +73,7 @@ def test_an_assignment_strategy_is_changed_through_a_list_of_both(scene: GroupSc
 
 
 def test_a_running_group_is_moved_between_the_classic_and_the_consumer_protocol(scene: GroupScene) -> None:
-    """Another member stays classic all the time; the broker changes the kind of the group below it."""
+    """Another member stays classic all the time; the broker converts the group."""
     name = scene.topic(4)
     with ExitStack() as stack:
         other = stack.enter_context(scene.ordinary(name, strategy="range"))
@@ -101,14 +101,14 @@ def test_a_running_group_is_moved_between_the_classic_and_the_consumer_protocol(
 def test_a_classic_group_whose_assignor_keeps_data_cannot_be_converted(
     scene: GroupScene, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The broker refuses; we go on trying, and are in as soon as the other member has left."""
+    """The broker refuses; the run retries, and joins as soon as the other member has left."""
     name = scene.topic(4)
     with scene.ordinary(name, strategy="cooperative-sticky") as other:
         other.await_partitions(4)
         scene.produce(name, [f"{n}" for n in range(20)])
         await_progress(lambda: len(other.processed()) == 20, other.progress, what="the other's records")
         with Run(scene.run_options(name, "cooperative-sticky", leaveOnStop="always")) as old:
-            old.await_partitions(2)  # the data comes with a member's second generation
+            old.await_partitions(2)  # the assignor's data exists from a member's second generation on
         other.await_partitions(4)
         with Run(scene.run_options(name, "consumer"), log=old.engine.log) as run:
             run.await_(lambda: "members whose assignor keeps data of its own" in caplog.text, "the reason")
@@ -121,8 +121,8 @@ def test_a_classic_group_whose_assignor_keeps_data_cannot_be_converted(
 
 
 def last_batch(run: Run) -> set[tuple[str, int, int]]:
-    """What became durable in the very moment of the end: its echo comes with the next start of the stream, and the
-    next owner of a partition may come before that."""
+    """Offsets that become durable at the very end are committed at the next start of the stream, possibly after the
+    next owner of a partition has started."""
     ranges = run.planned[-1].ranges.items()
     return {(tp.topic, tp.partition, offset) for tp, (start, end) in ranges for offset in range(start, end)}
 

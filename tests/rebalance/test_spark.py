@@ -1,4 +1,4 @@
-"""B53, B57, G3, G4: the same with real Spark queries, end to end."""
+"""Rebalances with real Spark queries (G3, G4)."""
 
 import threading
 import time
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.spark, pytest.mark.slow]
 
 PARTITIONS = 4
 HANG_S = 300
-"""The longest that a test keeps a batch in flight."""
+"""The longest time that a test keeps a batch in flight."""
 
 
 class Query:

@@ -1,4 +1,4 @@
-"""B55, G6: drivers that stood still, or died, in the moment that counts, and those that go on with their checkpoint."""
+"""Drivers that freeze or die at a critical moment, and their successors with the same checkpoint (G6)."""
 
 import shutil
 
@@ -19,8 +19,8 @@ from spark_group_source.protocol.identifiers import parse_note
 def test_G6_a_frozen_driver_with_an_idle_slot_stops_and_its_successor_continues(
     strategy: str, scene: GroupScene
 ) -> None:
-    """Two slots and one partition: the library tells the idle one nothing of its lost session, or with an empty list,
-    and joins again by itself under a name that is the successor's by now."""
+    """Two slots and one partition: the library does not report the idle slot's lost session, or reports an empty list,
+    and rejoins by itself under an instance id that belongs to the successor by now."""
     name = scene.topic()
     given = scene.run_options(name, strategy, session_ms=2000, groupMembers=2)
 
@@ -45,10 +45,10 @@ def test_G6_a_frozen_driver_with_an_idle_slot_stops_and_its_successor_continues(
             scene.await_committed(name)
 
             old.thaw()
-            old.tell("let_go")  # its rows become durable after all; Kafka must not hear of them
+            old.tell("let_go")  # its rows become durable after all; they must not be committed
             fenced = "another driver runs this stream"
             await_progress(lambda: fenced in old.output, old.progress, what="the end of the old driver")
-            # While the successor asks whether it was replaced itself, a transaction hides the offset for a moment.
+            # While the successor checks whether it was replaced itself, a transaction hides the offset for a moment.
             tp = TopicPartition(name, 0)
             stays(lambda: scene.committed().get(tp, 25) == 25, 1.0, "the successor's offset")
             await_progress(lambda: whole(new), new.progress, what="the successor in both places")
@@ -67,8 +67,7 @@ def test_G6_a_frozen_driver_with_an_idle_slot_stops_and_its_successor_continues(
 def test_an_applied_rewind_survives_the_death_of_the_run_before_its_next_batch(
     strategy: str, scene: GroupScene
 ) -> None:
-    """By then the offset stands under the run's own name, and only the note beside it tells that it is newer than what
-    the checkpoint says."""
+    """By then the offset was committed by the run itself; only its note tells that it is newer than the checkpoint."""
     name = scene.topic(2)
     scene.fill(name, 10)
     given = scene.run_options(name, strategy, session_ms=2000, leaveOnStop="always")
@@ -83,7 +82,7 @@ def test_an_applied_rewind_survives_the_death_of_the_run_before_its_next_batch(
     with RunProcess(given, file, held=True) as second:
         second.await_in_flight()
         assert _committed_by_a_stream(scene.admin, scene.group) == back
-        second.kill()  # nobody ever heard of that batch
+        second.kill()  # that batch was never committed
     with RunProcess(given, file) as third:
         enough = 20 + 12
         await_progress(lambda: len(third.records) >= enough, third.progress, what="what the operator's offsets give")
@@ -95,5 +94,5 @@ def test_an_applied_rewind_survives_the_death_of_the_run_before_its_next_batch(
 
 
 def _committed_by_a_stream(admin: AdminClient, group: str) -> dict[TopicPartition, int]:
-    """The offsets that a stream committed, by the notes beside them."""
+    """The offsets that a stream committed, according to their notes."""
     return {tp: at for tp, (at, note) in noted_of(admin, group).items() if parse_note(note).stream is not None}

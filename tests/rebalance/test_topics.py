@@ -1,4 +1,4 @@
-"""B14, B41, B61, G5, G7: partitions and topics that come and go, members that do, and runs that come back."""
+"""Partitions and topics that are added and removed, and runs that restart (G5, G7)."""
 
 import pytest
 from conftest import await_until
@@ -14,7 +14,7 @@ PROTOCOLS = ("range", "consumer")
 
 @pytest.mark.parametrize("strategy", KINDS)
 def test_partitions_added_while_running_are_read_from_their_start(strategy: str, scene: GroupScene) -> None:
-    """Also under startingOffsets=latest: nothing between their creation and our noticing is lost."""
+    """Also under startingOffsets=latest: no record between their creation and their detection is lost."""
     name = scene.topic(4)
     with (
         Run(scene.run_options(name, strategy, startingOffsets="latest")) as run,
@@ -22,7 +22,7 @@ def test_partitions_added_while_running_are_read_from_their_start(strategy: str,
     ):
         other.await_partitions(2)
         run.await_partitions(2)
-        run.await_idle()  # its starts are fixed: what comes from now on is later than "latest"
+        run.await_idle()  # its starting offsets are fixed: later records are after "latest"
         with Flow(scene.servers, name, 4) as flow:
             run.hold()
             scene.grow(name, 12)
@@ -57,7 +57,7 @@ def test_kept_partitions_progress_while_others_are_reassigned(strategy: str, sce
         scene.await_committed(name)
         at: dict[TopicPartition, int] = {}
         elsewhere = {(t, p, o) for member in members for t, p, o in member.processed()}
-        for plan in run.planned:  # ranges chain: what lies between two of ours was read by another member
+        for plan in run.planned:  # ranges chain: records between two ranges of this run were read by another member
             for tp, (start, end) in plan.ranges.items():
                 between = {(tp.topic, tp.partition, o) for o in range(at.get(tp, 0), start)}
                 assert start >= at.get(tp, 0) and between <= elsewhere, f"{tp}: {at.get(tp)} -> {start}"
@@ -106,7 +106,7 @@ def _of(topic: str, partitions: int) -> set[TopicPartition]:
 
 
 class _Without:
-    """The records of a run without those of a topic that is gone."""
+    """The records of a run without those of a deleted topic."""
 
     def __init__(self, run: Run, topic: str) -> None:
         self.run, self.topic = run, topic
@@ -133,12 +133,12 @@ def test_G7_a_killed_run_regains_its_memberships_and_latest_is_not_resolved_agai
         before = scene.describe()
         generation = run.statistics["generation"]
         run.kill()
-    scene.fill(name, 1)  # while nobody is there
+    scene.fill(name, 1)  # while no member is in the group
     with RunProcess(patient, file) as again:
         await_until(lambda: len(again.records) == 4, what="the records of the meantime")
         assert {offset for _, _, offset in again.records} == {1}
         scene.await_committed(name)
         after = scene.describe()
         assert after.members == before.members
-        if strategy == "range":  # under KIP-848 a killed member's place is free when its session ends: the same place
+        if strategy == "range":  # under KIP-848 the killed member's membership is free only after its session
             assert again.statistics["generation"] == generation, "a rebalance"

@@ -31,7 +31,7 @@ UNKNOWN = refusal(KafkaError.UNKNOWN_MEMBER_ID, abort=True)
 B0 = TopicPartition("b", 0)
 
 
-class HandMember:
+class FakeMember:
     """A member without a thread: its identity, its commands, and the result of its own commits."""
 
     def __init__(self, slot: int, environment: ManualEnvironment) -> None:
@@ -47,10 +47,10 @@ class HandMember:
     def submit(self, command: Any) -> None:
         self.commands.append(command)
 
-    def commit(self, share: Any, notes: Mapping[TopicPartition, str]) -> Any:
+    def commit(self, part: Any, notes: Mapping[TopicPartition, str]) -> Any:
         done = self.environment.future()
         if self.refusal is None:
-            self.committed.append((dict(share.offsets), {tp: notes[tp] for tp in share.offsets}))
+            self.committed.append((dict(part.offsets), {tp: notes[tp] for tp in part.offsets}))
             done.set_result(None)
         elif not isinstance(self.refusal, TimeoutError):
             done.set_exception(self.refusal)
@@ -66,12 +66,12 @@ class Scene:
         self.transactions: list[bool] = []
         """The values of TransactionsChecked."""
         self.topics: list[Mapping[str, int] | Exception] = []
-        self.members = {slot: HandMember(slot, self.environment) for slot in range(3)}
+        self.members = {slot: FakeMember(slot, self.environment) for slot in range(3)}
         given = {"kafka.bootstrap.servers": "b", "kafka.group.id": "g", "subscribe": "a,b"} | options
         if "subscribePattern" in given:
             del given["subscribe"]
         self.options = parsed = Options.parse(given)
-        self.worker = RequestThread(
+        self.thread = RequestThread(
             parsed,
             Admin(parsed.admin_settings(), environment=self.environment, retries=0),
             environment=self.environment,
@@ -96,8 +96,8 @@ class Scene:
         return found  # type: ignore[no-any-return]
 
     def run(self, *script: Callable[[], object]) -> None:
-        self.worker.start("s")
-        self.environment.run(*script, self.worker.stop)
+        self.thread.start("s")
+        self.environment.run(*script, self.thread.stop)
 
     def ordered(self, order: Any) -> Any:
         """Capture the members of a commit, as the coordinator does."""
@@ -106,7 +106,7 @@ class Scene:
     def order(self, *orders: Any) -> Callable[[], None]:
         def give() -> None:
             for order in orders:
-                self.worker.submit(self.ordered(order))
+                self.thread.submit(self.ordered(order))
 
         return give
 
@@ -115,7 +115,7 @@ class Scene:
 
         def give() -> None:
             self.environment.clock_ms += ms
-            self.worker.submit(self.ordered(order))
+            self.thread.submit(self.ordered(order))
 
         return give
 
@@ -135,7 +135,7 @@ def scene() -> Scene:
     return Scene()
 
 
-def echo(slots: Mapping[TopicPartition, int] | None = None, **more: Any) -> ev.CommitOffsets:
+def commit_command(slots: Mapping[TopicPartition, int] | None = None, **more: Any) -> ev.CommitOffsets:
     slots = {A0: 0, A1: 1} if slots is None else slots
     return ev.CommitOffsets(
         offsets={tp: 5 + slot for tp, slot in slots.items()}, slots=slots, stream="s", seq=4, **more
@@ -148,7 +148,7 @@ FETCH = ev.FetchCommittedOffsets(partitions=(A0, A1, B0))
 
 
 def test_an_older_driver_is_fenced_before_the_first_lookup(scene: Scene) -> None:
-    scene.worker.submit(FETCH)
+    scene.thread.submit(FETCH)
     scene.run()
     assert scene.environment.called("init_transactions", "committed") == ["init_transactions", "committed"]
 
@@ -222,7 +222,7 @@ def test_an_unexpected_error_of_a_request_fails_the_run_but_not_the_thread(scene
 
 
 def test_the_death_of_the_request_thread_fails_the_run(scene: Scene) -> None:
-    scene.worker._died(MemoryError())
+    scene.thread._died(MemoryError())
     (broken,) = scene.handled
     assert isinstance(broken, ev.InternalFailure)
 
@@ -271,7 +271,7 @@ def test_without_transactions_replacement_is_unclear(scene: Scene) -> None:
     scene.shows({A0: 5, A1: 6})
     question = ev.CheckReplaced(slot=1)
     only_possible = ev.CheckReplaced(slot=2, confirmed=False)
-    scene.run(*(scene.order(order) for order in (question, echo(), question, only_possible)))
+    scene.run(*(scene.order(order) for order in (question, commit_command(), question, only_possible)))
     before, done, after, joins_again = scene.handled
     assert isinstance(before, ev.ReplacedUnclear) and not before.final
     assert isinstance(done, ev.OffsetsCommitted)
@@ -318,11 +318,11 @@ def test_G6_without_its_id_a_run_checks_its_static_memberships(
     broken: Scene, instance: str, member: str, answer: type
 ) -> None:
     scene = broken
-    scene.worker.own_member_ids.append("mine")
+    scene.thread.own_member_ids.append("mine")
     scene.environment.will("describe_consumer_groups", *[group_of(member_at(instance, member))] * 2)
     question = ev.CheckReplaced(slot=0)
     later = scene.order_after(2 * scene.options.session_timeout_ms, question)
-    scene.run(scene.order(echo()), scene.order(question), later)
+    scene.run(scene.order(commit_command()), scene.order(question), later)
     failed, first, second = (type(event) for event in scene.handled)
     assert failed is ev.OffsetCommitFailed
     assert first is (ev.NotReplaced if answer is ev.NotReplaced else ev.ReplacedUnclear)
@@ -338,7 +338,7 @@ def test_G6_the_id_is_regained_after_a_commit_by_static_members(broken: Scene, s
         member.static = static
     for _ in range(2):
         broken.shows({A0: 5, A1: 6})
-    broken.run(*[broken.order(echo())] * 3)
+    broken.run(*[broken.order(commit_command())] * 3)
     assert [type(event) for event in broken.handled] == [
         ev.OffsetCommitFailed,
         ev.OffsetsCommitted,
@@ -354,7 +354,7 @@ def test_G6_the_id_is_not_regained_when_a_member_was_skipped(broken: Scene) -> N
     broken.members[0].refusal = MemberStale("fenced", expelled=True)
     for _ in range(2):
         broken.shows({A1: 6})
-    broken.run(*[broken.order(echo())] * 3)
+    broken.run(*[broken.order(commit_command())] * 3)
     assert len(broken.environment.producers) == 1
 
 
@@ -362,7 +362,11 @@ def test_transactions_are_used_again_when_they_are_allowed_again(scene: Scene) -
     scene.environment.will("init_transactions", DENIED, DENIED)
     for _ in range(3):
         scene.shows({A0: 5, A1: 6})
-    scene.run(scene.order(echo()), scene.order(echo()), scene.order_after(TRANSACTION_RETRY_MS, echo()))
+    scene.run(
+        scene.order(commit_command()),
+        scene.order(commit_command()),
+        scene.order_after(TRANSACTION_RETRY_MS, commit_command()),
+    )
     assert [type(event) for event in scene.handled] == [ev.OffsetsCommitted] * 3
     assert [len(member.committed) for member in scene.members.values()] == [2, 2, 0]
     assert len(scene.environment.called("commit_transaction")) == 1
@@ -373,7 +377,11 @@ def test_a_run_that_may_not_commit_at_all_fails_with_that_reason(scene: Scene) -
     scene.environment.will("send_offsets", barred, barred, barred)
     scene.topics_there(a=2)
     scene.topics_there(a=2)
-    scene.run(scene.order(echo()), scene.order(echo()), scene.order_after(COMMIT_DENIED_MS, echo()))
+    scene.run(
+        scene.order(commit_command()),
+        scene.order(commit_command()),
+        scene.order_after(COMMIT_DENIED_MS, commit_command()),
+    )
     assert [type(event) for event in scene.handled] == [
         ev.OffsetCommitFailed,
         ev.OffsetCommitFailed,
@@ -402,7 +410,7 @@ def test_without_a_matching_topic_replacement_is_unclear() -> None:
 
 def test_offsets_are_committed_with_notes_and_read_back(scene: Scene) -> None:
     scene.shows({A0: 5, A1: 6})
-    scene.run(scene.order(echo(reset_number=2, followed=frozenset({A1}))))
+    scene.run(scene.order(commit_command(reset_number=2, followed=frozenset({A1}))))
     assert scene.handled == [ev.OffsetsCommitted(offsets={A0: 5, A1: 6})]
     assert scene.environment.called("send_offsets") == [
         (1, {A0: (5, "spark-group:s:4:2:at=7")}),
@@ -414,7 +422,7 @@ def test_G2_a_closed_slot_does_not_delay_the_commits_of_the_others(scene: Scene)
     scene.members[1].identity = None
     del scene.members[2]
     scene.shows({A0: 5})
-    scene.run(scene.order(echo({A0: 0, A1: 1, B0: 2})))
+    scene.run(scene.order(commit_command({A0: 0, A1: 1, B0: 2})))
     (done,) = scene.handled
     assert isinstance(done, ev.OffsetsCommitted)
     assert (done.offsets, sorted(done.left)) == ({A0: 5}, [1, 2])
@@ -423,7 +431,7 @@ def test_G2_a_closed_slot_does_not_delay_the_commits_of_the_others(scene: Scene)
 def test_offsets_of_a_stale_member_are_skipped_and_the_others_committed(scene: Scene) -> None:
     scene.environment.will("send_offsets", None, STALE)
     scene.shows({A0: 5, B0: 7})
-    scene.run(scene.order(echo({A0: 0, A1: 1, B0: 2})))
+    scene.run(scene.order(commit_command({A0: 0, A1: 1, B0: 2})))
     (done,) = scene.handled
     assert isinstance(done, ev.OffsetsCommitted)
     assert (done.offsets, list(done.left)) == ({A0: 5, B0: 7}, [1])
@@ -434,7 +442,7 @@ def test_offsets_of_a_stale_member_are_skipped_and_the_others_committed(scene: S
 def test_an_expelled_member_is_replaced(scene: Scene) -> None:
     scene.environment.will("send_offsets", UNKNOWN)
     scene.shows({A1: 6})
-    scene.run(scene.order(echo()))
+    scene.run(scene.order(commit_command()))
     failed, done = scene.handled
     assert isinstance(failed, ev.MemberFailed) and (failed.slot, failed.client) == (0, 7)
     assert isinstance(done, ev.OffsetsCommitted) and done.offsets == {A1: 6}
@@ -443,7 +451,7 @@ def test_an_expelled_member_is_replaced(scene: Scene) -> None:
 
 def test_a_commit_without_any_valid_member_fails_as_stale(scene: Scene) -> None:
     scene.environment.will("send_offsets", STALE, STALE)
-    scene.run(scene.order(echo()))
+    scene.run(scene.order(commit_command()))
     (failed,) = scene.handled
     assert isinstance(failed, ev.OffsetCommitFailed) and failed.stale
     assert scene.environment.called("commit_transaction") == []
@@ -457,7 +465,7 @@ def test_G3_offsets_are_committed_for_members_and_partitions_as_of_the_order(sce
     scene.shows({A1: 6})
 
     def ordered_then_changed() -> None:
-        scene.worker.submit(scene.ordered(echo()))
+        scene.thread.submit(scene.ordered(commit_command()))
         if since == "joined again":
             scene.members[0].identity = Identity(9, "m", metadata(9))
         else:
@@ -479,9 +487,9 @@ def test_G3_partitions_released_while_an_older_commit_is_finished_are_not_commit
             scene.members[0].partitions = (B0,)
 
         scene.environment.producers[-1].commit_transaction = answered_at_last  # type: ignore[method-assign]
-        scene.worker.submit(scene.ordered(echo()))
+        scene.thread.submit(scene.ordered(commit_command()))
 
-    scene.run(scene.order(echo()), the_next_one)
+    scene.run(scene.order(commit_command()), the_next_one)
     failed, done = scene.handled
     assert isinstance(failed, ev.OffsetCommitFailed)
     assert isinstance(done, ev.OffsetsCommitted) and (done.offsets, list(done.left)) == ({A1: 6}, [0])
@@ -491,14 +499,14 @@ def test_G3_partitions_released_while_an_older_commit_is_finished_are_not_commit
 def test_a_refused_commit_is_reported(scene: Scene) -> None:
     scene.environment.will("commit_transaction", TIMED_OUT)
     scene.topics_there(a=2)
-    scene.run(scene.order(echo()))
+    scene.run(scene.order(commit_command()))
     (failed,) = scene.handled
     assert isinstance(failed, ev.OffsetCommitFailed) and not failed.stale
 
 
 def test_a_run_with_a_fenced_commit_was_replaced(scene: Scene) -> None:
     scene.environment.will("commit_transaction", FENCED)
-    scene.run(scene.order(echo(), echo()))
+    scene.run(scene.order(commit_command(), commit_command()))
     assert [type(event) for event in scene.handled] == [ev.Replaced, ev.Replaced]
     assert scene.environment.called("init_transactions") == [None]
 
@@ -507,7 +515,7 @@ def test_a_deleted_partition_does_not_delay_the_commits_of_the_others(scene: Sce
     scene.environment.will("send_offsets", None, refusal(KafkaError.UNKNOWN_TOPIC_OR_PART, abort=True))
     scene.topics_there(a=1)
     scene.shows({A0: 5})
-    scene.run(scene.order(echo()))
+    scene.run(scene.order(commit_command()))
     assert scene.handled == [ev.OffsetsCommitted(offsets={A0: 5, A1: 6})]
     assert scene.environment.called("send_offsets")[2:] == [(1, {A0: (5, "spark-group:s:4:0:at=7")})]
 
@@ -523,7 +531,7 @@ def denied(scene: Scene) -> Scene:
 
 def test_without_transactions_each_member_commits_its_offsets(denied: Scene) -> None:
     denied.shows({A0: 5, A1: 6})
-    denied.run(denied.order(echo()))
+    denied.run(denied.order(commit_command()))
     assert denied.handled == [ev.OffsetsCommitted(offsets={A0: 5, A1: 6})]
     assert denied.members[1].committed == [({A1: 6}, {A1: "spark-group:s:4:0:at=7"})]
 
@@ -532,7 +540,7 @@ def test_without_transactions_each_member_commits_its_offsets(denied: Scene) -> 
 def test_without_transactions_a_stale_member_is_skipped(denied: Scene, expelled: bool) -> None:
     denied.members[0].refusal = MemberStale("again", expelled=expelled)
     denied.shows({A1: 6})
-    denied.run(denied.order(echo()))
+    denied.run(denied.order(commit_command()))
     done = denied.handled[-1]
     assert isinstance(done, ev.OffsetsCommitted) and (done.offsets, done.left) == ({A1: 6}, {0: "again"})
     assert bool(denied.members[0].commands) == expelled
@@ -542,7 +550,7 @@ def test_without_transactions_a_stale_member_is_skipped(denied: Scene, expelled:
 def test_a_member_that_does_not_commit_in_time_fails_the_commit(denied: Scene, why: Exception) -> None:
     denied.members[0].refusal = why
     denied.topics_there(a=2)
-    denied.run(denied.order(echo()), *[lambda: None] * isinstance(why, TimeoutError))
+    denied.run(denied.order(commit_command()), *[lambda: None] * isinstance(why, TimeoutError))
     (failed,) = denied.handled
     assert isinstance(failed, ev.OffsetCommitFailed) and not failed.stale
 
@@ -559,7 +567,7 @@ def test_a_change_of_permitted_transactions_is_reported() -> None:
     refused.shows({A0: 5, A1: 6})
     for member in refused.members.values():
         member.partitions = (A0, A1)
-    refused.run(refused.order(echo(), echo(), echo()))
+    refused.run(refused.order(commit_command(), commit_command(), commit_command()))
     assert refused.transactions == [False]
 
 
@@ -568,7 +576,7 @@ def test_placed_members_do_not_commit_without_transactions() -> None:
     scene.members[0].agent = "h1"
     scene.environment.will("init_transactions", *[DENIED] * 9)
     scene.topics_there(a=2)
-    scene.run(scene.order(echo()))
+    scene.run(scene.order(commit_command()))
     (failed,) = scene.handled
     assert isinstance(failed, ev.OffsetCommitFailed) and "they must return first" in failed.reason
     assert not scene.members[0].committed and not scene.members[1].committed
@@ -591,7 +599,7 @@ def test_G6_the_id_is_regained_when_the_group_has_all_placed_members(
     def goes_out() -> None:
         scene.members[1].identity = None if out else scene.members[1].identity
 
-    scene.run(scene.order(echo()), goes_out, scene.order(echo()))
+    scene.run(scene.order(commit_command()), goes_out, scene.order(commit_command()))
     again = bool(others) and not out
     assert [type(event) for event in scene.handled] == [
         ev.OffsetCommitFailed,
@@ -614,7 +622,7 @@ def test_a_denied_regain_recalls_placed_members_without_failing_the_run(broken: 
     def denies() -> None:
         scene.environment.will("init_transactions", *[DENIED] * 4)
 
-    scene.run(scene.order(echo()), denies, scene.order(echo()), scene.order(echo()))
+    scene.run(scene.order(commit_command()), denies, scene.order(commit_command()), scene.order(commit_command()))
     assert [type(event) for event in scene.handled] == [ev.OffsetCommitFailed] * 3
     assert "they must return first" in scene.handled[-1].reason  # type: ignore[union-attr]
     assert scene.transactions[-1] is False

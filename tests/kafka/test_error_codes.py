@@ -1,4 +1,4 @@
-"""What each of Kafka's codes means, and how often it must be said."""
+"""The meaning of Kafka's error codes, retries and confirmations."""
 
 import itertools
 from types import SimpleNamespace
@@ -25,18 +25,18 @@ REFUSED = refusal(KafkaError.TOPIC_AUTHORIZATION_FAILED)
 
 
 def bounds(environment: ManualEnvironment) -> list[float]:
-    """How long each question about offsets was to be waited for."""
+    """The timeout of each request for offsets."""
     return [bound_s for client in environment.admins for bound_s in client.bounds_s]
 
 
 @pytest.fixture
 def admin(environment: ManualEnvironment) -> Admin:
-    """One that asks nothing again but what is confirmed."""
+    """A client without retries, except confirmations."""
     return Admin(SETTINGS, environment=environment, retries=0)
 
 
 def test_every_code_of_the_table_is_known_to_the_library_and_has_one_meaning() -> None:
-    """Whatever is in no table is asked again."""
+    """A code that is in no table is retried."""
     assert CODES.items() <= NAMES.items()
     assert MEANINGS.keys() == set(CODES.values())
     assert all(code in MEANINGS and MEANINGS[code] is not means for (_, code), means in EXCEPTIONS.items())
@@ -66,7 +66,7 @@ def test_a_suspicion_is_confirmed_by_a_second_report_after_the_grace_period() ->
 
 @pytest.mark.parametrize("request_", Request, ids=lambda request: request.name)
 def test_retry_follows_every_row_of_the_table(request_: Request) -> None:
-    """Asked again, believed the second time, or the end: for each code in the answer to each kind of request."""
+    """Retried, confirmed by the second report, or final: for each code in the response to each kind of request."""
     for code in MEANINGS.keys() - {KafkaError.NO_ERROR}:
         environment = ManualEnvironment()
         tries = itertools.count(1)
@@ -102,7 +102,7 @@ def test_a_refusal_is_raised_only_when_it_is_repeated(environment: ManualEnviron
 def test_a_refused_connection_is_raised_only_when_a_new_client_is_refused_too(
     environment: ManualEnvironment, admin: Admin
 ) -> None:
-    """The library tells of it once in half a minute; an old one said nothing of a slow answer days later."""
+    """The library reports it once in 30 s; an old report is unrelated to a slow answer days later."""
     told = KafkaError(KafkaError._AUTHENTICATION)
     admin._on_error(told)
     environment.will("list_offsets", {A0: _info(5)})
@@ -110,7 +110,7 @@ def test_a_refused_connection_is_raised_only_when_a_new_client_is_refused_too(
     environment.will("list_offsets", {A0: _Slow(None, admin)})
     assert admin.latest([A0]) == {A0: 6}  # slow only
     environment.will("list_offsets", {A0: _Slow(told, admin)}, {A0: _info(7)})
-    assert admin.latest([A0]) == {A0: 7}  # refused, and not again
+    assert admin.latest([A0]) == {A0: 7}  # refused, and not confirmed
     environment.will("list_offsets", {A0: _Slow(told, admin)}, {A0: _Slow(told, admin)})
     with pytest.raises(AccessDenied):
         admin.latest([A0])
@@ -158,7 +158,7 @@ def test_an_OAuth_error_of_the_token_endpoint_is_a_refusal(
 def test_other_partitions_wait_only_the_short_timeout_for_an_unavailable_leader(
     environment: ManualEnvironment,
 ) -> None:
-    """A question is answered as a whole: after one that some did not answer in time the next is given up sooner."""
+    """A request is answered as a whole: after a partly unanswered one the next has the short timeout."""
     admin = Admin(SETTINGS, environment=environment, retries=1)
     moves, there = {A0: _info(5), A1: refusal(KafkaError._TIMED_OUT)}, {A0: _info(5), A1: _info(6)}
     environment.will("list_offsets", moves, moves, there, there)
@@ -172,7 +172,7 @@ def test_other_partitions_wait_only_the_short_timeout_for_an_unavailable_leader(
 def test_a_topic_request_after_an_unanswered_one_has_the_short_timeout(
     environment: ManualEnvironment,
 ) -> None:
-    """It goes to one broker, which each client is told by the cluster: it may be the one that is away."""
+    """It goes to one broker, which the cluster names to each client: it may be the unavailable one."""
     admin = Admin(SETTINGS, environment=environment, retries=3)
     gone = refusal(KafkaError._TIMED_OUT)
     environment.will("describe_topics", {"a": gone}, {"a": gone}, {"a": gone})
@@ -205,7 +205,8 @@ def test_a_slow_cluster_gets_the_full_timeout_until_an_answer_is_fast(environmen
 def test_one_slow_leader_gets_the_full_timeout_although_others_are_fast(
     environment: ManualEnvironment,
 ) -> None:
-    """What the others said is an answer: without it their rows would wait, and with it the slow one might for ever."""
+    """A partial answer is an answer: without it the other partitions would wait, and with it the slow one may
+    starve."""
     admin = Admin(SETTINGS, environment=environment, retries=9)
     late = {A0: _info(5), A1: _TakesTooLong(environment)}
     environment.will("list_offsets", late, late, {A0: _info(5), A1: _info(6)})
@@ -230,7 +231,7 @@ def test_one_partition_without_a_leader_fails_a_request_only_with_whole(
 
 
 def test_G10_a_partition_unknown_to_the_library_is_retried(environment: ManualEnvironment) -> None:
-    """It says so at once of each partition whose broker it cannot reach."""
+    """The library reports it at once for each partition whose broker it cannot reach."""
     admin = Admin(SETTINGS, environment=environment, retries=1)
     environment.will("list_offsets", {A0: refusal(KafkaError._UNKNOWN_PARTITION)}, {A0: _info(5)})
     environment.will("describe_topics", {"a": SimpleNamespace(partitions=[0])})
@@ -238,7 +239,7 @@ def test_G10_a_partition_unknown_to_the_library_is_retried(environment: ManualEn
 
 
 class _Slow:
-    """An answer that is waited for; meanwhile the library may tell that it was refused."""
+    """A pending answer; meanwhile the library may report a refusal."""
 
     def __init__(self, error: KafkaError | None, admin: Admin, end: Exception | None = None) -> None:
         self._error, self._admin, self._end, self._looks = error, admin, end, 0
@@ -255,7 +256,7 @@ class _Slow:
 
 
 class _TakesTooLong:
-    """An answer that does not come in the time of the first questions."""
+    """An answer that exceeds the timeout of first requests."""
 
     def __init__(self, environment: ManualEnvironment) -> None:
         self._environment = environment
@@ -270,7 +271,7 @@ def _info(offset: int) -> object:
 
 
 NOTHING = -1001
-"""The library's offset where no broker answered in time; there is no error beside it."""
+"""The library's offset when no broker answered in time, without an error."""
 
 
 @pytest.mark.parametrize("ask", ["latest", "earliest", "at_time"])
@@ -292,7 +293,7 @@ def test_no_record_at_or_after_a_timestamp_is_an_answer(environment: ManualEnvir
 
 
 def test_a_failed_request_is_retried_by_a_new_client(environment: ManualEnvironment) -> None:
-    """One goes on asking a leader that died, or says that its epoch is fenced, for ever."""
+    """A client keeps sending to a leader that died or has lost the partition."""
     admin = Admin(SETTINGS, environment=environment, retries=2)
     fenced = {A0: refusal(KafkaError.FENCED_LEADER_EPOCH)}
     environment.will("list_offsets", fenced, fenced, {A0: _info(7)}, {A0: _info(8)})

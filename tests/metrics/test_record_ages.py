@@ -1,4 +1,4 @@
-"""Which records are read, and what is known without."""
+"""Which next records are read, and which are known without reading."""
 
 from spark_group_source.kafka import RecordTime
 from spark_group_source.kafka.record_times import NO_TIME

@@ -1,4 +1,4 @@
-"""Admin and GroupOffsets, with clients whose answers the test writes down."""
+"""Admin, GroupAdmin and GroupOffsets, with scripted clients."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +19,7 @@ B0, B1 = TopicPartition("b", 0), TopicPartition("b", 1)
 
 
 def at(tp: TopicPartition, offset: int, text: str = "", *, error: int | None = None) -> Any:
-    """An answer; the library's own object cannot be given an error."""
+    """An answer; unlike the library's own object, it can have an error."""
     if error is None:
         return KafkaPartition(tp.topic, tp.partition, offset, text)
     return SimpleNamespace(topic=tp.topic, partition=tp.partition, error=KafkaError(error))
@@ -31,7 +31,7 @@ def info(offset: int) -> Any:
 
 @pytest.fixture
 def admin(environment: ManualEnvironment) -> Admin:
-    """One that asks nothing again but what is confirmed."""
+    """A client without retries, except confirmations."""
     return Admin(SETTINGS, environment=environment, retries=0)
 
 
@@ -75,11 +75,11 @@ def test_a_request_is_retried_after_a_pause_and_then_fails(environment: ManualEn
 
 
 NO_LEADERS = refusal(KafkaError._NOENT)
-"""What the library says where none of the partitions that were asked for has a leader that it knows."""
+"""The library's error when none of the requested partitions has a known leader."""
 
 
 UNKNOWN = refusal(KafkaError._UNKNOWN_PARTITION)
-"""What it says of one such partition beside others."""
+"""The library's error for one such partition beside others."""
 
 
 def test_partitions_that_a_broker_reports_missing_are_left_out(environment: ManualEnvironment, admin: Admin) -> None:
@@ -96,7 +96,7 @@ def test_partitions_that_a_broker_reports_missing_are_left_out(environment: Manu
         admin.latest([B0, B1])
     environment.will("list_offsets", {B0: UNKNOWN})
     with pytest.raises(BrokerUnavailable):
-        admin.latest([B0])  # the broker does not say which partitions there are
+        admin.latest([B0])  # the broker does not return the partitions of the topic
 
 
 def test_G10_the_end_of_a_partition_unknown_to_a_broker_is_retried(
@@ -212,7 +212,7 @@ def test_a_list_without_the_groups_of_one_broker_is_an_error(environment: Manual
 def test_committed_offsets_require_an_answer_for_every_partition(
     environment: ManualEnvironment,
 ) -> None:
-    """Left out, its offsets would look like none."""
+    """If it were left out, its offsets would seem absent."""
     environment.will("list_topics", SimpleNamespace(topics={"a": SimpleNamespace(partitions={})}))
     with pytest.raises(BrokerUnavailable, match="no partitions of topic a"):
         GroupAdmin(SETTINGS, environment=environment).committed("g")

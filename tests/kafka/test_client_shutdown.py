@@ -1,7 +1,8 @@
-"""Admin clients end with their run: the library ends the whole process where one ends on its own thread.
+"""Admin clients are destroyed when their run stops: the library aborts the process if one is destroyed on its own
+thread.
 
-Of the other end of a process, which the library's question for all offsets of a group is, the clients that tests move
-by hand know nothing: what asks it fails.
+The library's request for all offsets of a group can abort the process too. The scripted clients do not model that: a
+request for it fails the test.
 """
 
 import weakref
@@ -18,7 +19,7 @@ from spark_group_source.kafka import Environment
 
 
 class Watching(Environment):
-    """Remembers the admin clients that it made, and holds none."""
+    """Remembers the admin clients that it created, and keeps none alive."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +37,8 @@ class Watching(Environment):
 def test_the_admin_clients_of_a_run_are_destroyed_when_it_stops(
     broker: BrokerCluster, topic: TopicFactory, produce: Produce, group_id: str
 ) -> None:
-    """No test collects garbage before it ends. A late answer lets the client's own thread do so, and then abort."""
+    """No test collects garbage before it ends. A late answer may run the collection on the client's own thread, which
+    then aborts."""
     name, environment = topic(1), Watching()
     produce(name, ["a"])
     with Engine(options_of(broker.bootstrap_servers, group_id, subscribe=name), environment=environment) as engine:
