@@ -26,7 +26,7 @@ from spark_group_source.host.run_files import drain
 from spark_group_source.protocol.statistics import Statistics
 
 if TYPE_CHECKING:
-    from spark_group_source.cli.public import describe, reset
+    from spark_group_source.cli.functions import describe, reset
     from spark_group_source.delta.sink import DeltaSink
     from spark_group_source.host.listener import GroupListener
     from spark_group_source.source import KafkaGroupDataSource
@@ -76,7 +76,7 @@ def __getattr__(name: str) -> Any:
 
         return KafkaGroupDataSource
     if name in ("describe", "reset"):
-        from spark_group_source.cli import public
+        from spark_group_source.cli import functions
 
-        return getattr(public, name)
+        return getattr(functions, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

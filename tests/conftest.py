@@ -40,7 +40,7 @@ from kit.broker_cluster import BrokerCluster
 from rich.console import ConsoleDimensions
 from scenes import WIDTH, Scene
 
-from spark_group_source.cli import shared
+from spark_group_source.cli import common
 from spark_group_source.local.conf import local_spark_settings
 from spark_group_source.local.jars import delta_jars, kafka_tools_jars, spark_kafka_jars
 

@@ -18,7 +18,7 @@ from kit.broker_cluster import BrokerCluster
 from streams import Job, QueryWithoutSpark, options_of
 from typer.testing import CliRunner
 
-from spark_group_source.cli import shared
+from spark_group_source.cli import common
 from spark_group_source.cli.app import app
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ class Scene:
             yield self.spark if wanted else None
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(shared, "session", session)
+            patch.setattr(common, "session", session)
             result = CliRunner().invoke(app, words, env={"COLUMNS": str(WIDTH)})
         return Shown(result.exit_code, result.output, result.stdout)
 

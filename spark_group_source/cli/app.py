@@ -2,10 +2,10 @@
 
 Runs in: a terminal. Deliberately absent: anything a job needs; a job imports the package.
 
-A command is a function with ``@app.command()`` (or of a group such as ``broker_app``). It raises ``SourceError`` for
-what the person at the terminal can settle: that becomes one line on stderr and an exit code that says whether the same
-command can help later (:data:`EXIT_CODES`). Heavy imports (Kafka, Spark) belong inside the functions, so that
-``--help`` answers at once.
+A command is a function that is registered with ``app.command()`` (or with a subcommand group such as ``broker_app``).
+It raises ``SourceError`` for errors that the user can resolve: these are printed as one line on stderr, and the exit
+code shows whether a retry can help (:data:`EXIT_CODES`). Heavy imports (Kafka, Spark) belong inside the functions, so
+that ``--help`` answers at once.
 """
 
 import json
@@ -19,14 +19,8 @@ import typer
 from typer.core import TyperGroup
 
 from spark_group_source import __version__, compatibility
-from spark_group_source.cli import shared
-from spark_group_source.cli.group import describe, list_groups, watch
-from spark_group_source.cli.ledger import ledger_app
-from spark_group_source.cli.migrate import migrate
-from spark_group_source.cli.offsets import delete_group, delete_offsets
-from spark_group_source.cli.reset import reset_command
-from spark_group_source.cli.run import run
-from spark_group_source.cli.shared import (
+from spark_group_source.cli import common
+from spark_group_source.cli.common import (
     CheckpointOption,
     ConfigOption,
     GroupOption,
@@ -37,24 +31,30 @@ from spark_group_source.cli.shared import (
     stop_on_signals,
     table_of,
 )
+from spark_group_source.cli.group import describe, list_groups, watch
+from spark_group_source.cli.ledger import ledger_app
+from spark_group_source.cli.migrate import migrate
+from spark_group_source.cli.offsets import delete_group, delete_offsets
+from spark_group_source.cli.reset import reset_command
+from spark_group_source.cli.run import run
 from spark_group_source.errors import OptionError, SourceError
 from spark_group_source.host import run_files
 
 SPARKS = ("pyspark.errors", "py4j")
-"""Where Spark's own errors come from: a table or path that it cannot read."""
+"""Modules of Spark's own errors, such as a table or path that it cannot read."""
 LEVELS = ("read_committed", "read_uncommitted")
 WATCH_S = 1.0
-"""How often a broker in the foreground looks whether a node still runs."""
+"""Interval in which a broker in the foreground checks that its node still runs."""
 
 
-FINAL, RETRIABLE = 1, 75
-"""Exit codes of what was refused or is wrong, and of what may work later (EX_TEMPFAIL of sysexits.h)."""
+FINAL, USAGE, RETRIABLE = 1, 2, 75
+"""Exit codes of errors: a retry cannot help, the options are wrong, a retry can help (EX_TEMPFAIL of sysexits.h)."""
 EXIT_CODES = {
-    0: "done",
-    FINAL: "refused or wrong: the same command fails again until somebody changes something",
-    2: "the command line itself is wrong",
-    3: "`broker status`: there is no broker",
-    RETRIABLE: "no answer, or not now: the same command may work later",
+    0: "success",
+    FINAL: "refused or failed; the same command fails again until something changes",
+    USAGE: "wrong or contradictory options",
+    3: "`broker status`: no broker is running",
+    RETRIABLE: "timeout, or not possible now; the same command may succeed later",
 }
 
 
@@ -64,18 +64,21 @@ class _Commands(TyperGroup):
     def invoke(self, ctx: Any) -> Any:  # Any: as in the base class, whose context class typer does not export
         try:
             return super().invoke(ctx)
-        except BrokenPipeError:  # whoever reads the output has enough of it
+        except BrokenPipeError:  # the reader of the output closed it
             raise
         except (SourceError, OSError) as exc:
-            typer.echo(f"error: {type(exc).__name__}: {exc}", err=True)
-            raise typer.Exit(RETRIABLE if getattr(exc, "retriable", False) else FINAL) from exc
-        except ModuleNotFoundError as exc:  # Spark is no dependency, and most commands do without
+            wrong_options = isinstance(exc, common.UsageError)
+            name = OptionError.__name__ if wrong_options else type(exc).__name__
+            typer.echo(f"error: {name}: {exc}", err=True)
+            code = USAGE if wrong_options else RETRIABLE if getattr(exc, "retriable", False) else FINAL
+            raise typer.Exit(code) from exc
+        except ModuleNotFoundError as exc:  # Spark is no dependency, and most commands do not need it
             if (trouble := compatibility.problem()) is None:
                 raise
             typer.echo(f"error: SetupError: {trouble}", err=True)
             raise typer.Exit(FINAL) from exc
         except Exception as exc:
-            if not type(exc).__module__.startswith(SPARKS):  # ours: a traceback tells more
+            if not type(exc).__module__.startswith(SPARKS):  # of this package: the traceback is needed
                 raise
             typer.echo(f"error: Spark: {next(iter(str(exc).strip().splitlines()), type(exc).__name__)}", err=True)
             raise typer.Exit(FINAL) from exc
@@ -109,7 +112,7 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def main(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show it and end.")
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
     """Kafka consumer groups in PySpark."""
@@ -117,7 +120,8 @@ def main(
 
 PortOption = Annotated[int, typer.Option(min=1, max=65_535, help="The port for clients.")]
 DataOption = Annotated[
-    Path | None, typer.Option(file_okay=False, help="Keep the data here; by default it goes when the broker stops.")
+    Path | None,
+    typer.Option(file_okay=False, help="Keep the data here; by default it is deleted when the broker stops."),
 ]
 TopicOption = Annotated[
     list[str] | None, typer.Option("--topic", metavar="NAME[:PARTITIONS]", help="Create this topic; repeatable.")
@@ -143,7 +147,7 @@ def broker_start(
 
 @broker_app.command("stop")
 def broker_stop(as_json: JsonOption = False) -> None:
-    """Stop the broker that ``broker start`` started; nothing else is touched."""
+    """Stop the broker that ``broker start`` started, and no other process."""
     from spark_group_source.local import background as local_broker
 
     state = local_broker.stop()
@@ -196,12 +200,12 @@ def broker_run(
         while not stop.wait(WATCH_S) and broker.pids:
             pass
         if not stop.is_set():
-            raise SourceError(f"the broker ended by itself; see {broker.log_dir}")
+            raise SourceError(f"the broker stopped unexpectedly; see its log in {broker.log_dir}")
 
 
 @app.command(hidden=True)
 def jars() -> None:
-    """Download the jars that the demo and most tests need, print where they are, and make later starts quick."""
+    """Download the jars of the demo and most tests, print their location, and speed up later broker starts."""
     from spark_group_source.local.broker import prepare
     from spark_group_source.local.jars import delta_jars, kafka_jars
 
@@ -221,18 +225,18 @@ def drain(
     checkpoint: CheckpointOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Let a group's queries finish their batch and begin no other: then they can be stopped.
+    """Let a group's queries finish their batch and start no other, so that they can be stopped.
 
-    Those of this host; or with --checkpoint the one of that checkpoint, wherever its driver runs, if it writes with
-    DeltaSink and has written a batch.
+    Without --checkpoint: the queries of this host. With --checkpoint: the query of that checkpoint on any host, if it
+    uses DeltaSink and has written a batch.
     """
-    with console.status("waiting for the batch in hand ..."):
+    with console.status("waiting for the batch in flight ..."):
         if checkpoint is None:
             count = run_files.drain(group, timeout_s=timeout_s)
         else:
             from spark_group_source.delta import checkpoint_status
 
-            with shared.checkpoint_files(checkpoint) as (files, root):
+            with common.checkpoint_files(checkpoint) as (files, root):
                 count = checkpoint_status.drain(checkpoint_status.StatusFiles(files, root), group, timeout_s=timeout_s)
     if as_json:
         typer.echo(json.dumps({"group": group, "drained": count}))
@@ -246,25 +250,29 @@ def drain(
 @app.command()
 def exporter(
     bootstrap_servers: ServersOption,
-    port: Annotated[int, typer.Option("--port", min=0, max=65_535, help="Where Prometheus asks; 0: any free one.")],
+    port: Annotated[int, typer.Option("--port", min=0, max=65_535, help="Port to listen on; 0 selects a free one.")],
     group: Annotated[list[str] | None, typer.Option("--group", help="A consumer group; repeatable.")] = None,
-    all_groups: Annotated[bool, typer.Option("--all-groups", help="Every group that may be described.")] = False,
-    host: Annotated[str, typer.Option("--host", help="Listen at this address alone; else at all.")] = "",
-    interval: Annotated[float, typer.Option("--interval", min=1, help="Seconds from sweep to sweep.")] = 15.0,
+    all_groups: Annotated[bool, typer.Option("--all-groups", help="Every group that the user may describe.")] = False,
+    host: Annotated[str, typer.Option("--host", help="Listen on this address only; default: all.")] = "",
+    interval: Annotated[float, typer.Option("--interval", min=1, help="Seconds between two sweeps.")] = 15.0,
     isolation_level: Annotated[
-        str, typer.Option("--isolation-level", help="Of the groups' consumers: read_committed or read_uncommitted.")
+        str,
+        typer.Option(
+            "--isolation-level", help="Isolation level of the groups' consumers: read_committed or read_uncommitted."
+        ),
     ] = LEVELS[0],
     command_config: ConfigOption = None,
 ) -> None:
-    """Tell Prometheus of groups: offsets, lag in records and in seconds, members, rebalances. It joins none of them."""
+    """Serve Prometheus metrics of groups: offsets, lag in records and seconds, members, rebalances. It joins no
+    group."""
     from spark_group_source.kafka import check_settings
     from spark_group_source.metrics.groups import Exporter
     from spark_group_source.metrics.sweep import GroupSweeper
 
     if bool(group) == all_groups:
-        raise OptionError("say which groups: --group, once for each, or --all-groups")
+        raise common.UsageError("give either --group (repeatable) or --all-groups")
     if isolation_level not in LEVELS:
-        raise OptionError(f"--isolation-level is {isolation_level!r}; write one of {', '.join(LEVELS)}")
+        raise common.UsageError(f"--isolation-level is {isolation_level!r}; it must be {' or '.join(LEVELS)}")
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
     options = options_of(bootstrap_servers, "-", command_config)
     check_settings(options)

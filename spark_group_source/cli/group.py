@@ -1,7 +1,7 @@
-"""``spark-group list``, ``describe`` and ``watch``: looking at groups.
+"""``spark-group list``, ``describe`` and ``watch``: show groups.
 
-Runs in: a terminal. Deliberately absent: what is found out, and how a look is drawn (``report``). ``watch`` has one
-thread, which asks, draws, and waits for the next look; each question has the bounds of ``kafka.admin``.
+Runs in: a terminal. Deliberately absent: reading a group and drawing it (``report``). ``watch`` has one thread, which
+reads, draws and waits; each request has the bounds of ``kafka.admin``.
 """
 
 import json
@@ -15,9 +15,8 @@ import typer
 from rich.live import Live
 from rich.table import Table
 
-from spark_group_source.cli import report, shared
-from spark_group_source.cli.report import NOBODY, GroupReport, name_of, picture, spans
-from spark_group_source.cli.shared import (
+from spark_group_source.cli import common, report
+from spark_group_source.cli.common import (
     CheckpointOption,
     ConfigOption,
     GroupOption,
@@ -30,14 +29,15 @@ from spark_group_source.cli.shared import (
     stop_on_signals,
     table_of,
 )
-from spark_group_source.errors import BrokerUnavailable, OptionError
+from spark_group_source.cli.report import UNASSIGNED, GroupReport, group_view, name_of, spans
+from spark_group_source.errors import BrokerUnavailable
 from spark_group_source.protocol.statistics import Statistics
 
 INTERVAL_MIN_S = 0.2
 EVENTS_MAX = 8
-"""Lines of what happened that are kept."""
+"""Events that are kept."""
 ROWS_BESIDE = 18
-"""Lines of a screen that are not partitions: the head, the frames, the events; members come on top."""
+"""Lines of the screen besides partitions and members: heading, frames, events."""
 ROWS_MIN = 5
 STATES = (
     "stable",
@@ -49,21 +49,23 @@ STATES = (
     "reconciling",
     "unknown",
 )
-"""A group's states as the client library spells them; Kafka's own tool writes PreparingRebalance."""
+"""A group's states in the client library's spelling; Kafka's own tool prints PreparingRebalance."""
 
 
 def list_groups(
     bootstrap_servers: ServersOption,
-    state: Annotated[bool, typer.Option("--state", help="With state and protocol.")] = False,
-    states: Annotated[str, typer.Argument(help="After --state: only groups in these, such as stable,empty.")] = "",
+    state: Annotated[bool, typer.Option("--state", help="Show state and protocol.")] = False,
+    states: Annotated[
+        str, typer.Argument(help="With --state: only groups in these states, such as stable,empty.")
+    ] = "",
     command_config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """List the consumer groups of a cluster, one a line."""
     if states and not state:
-        raise OptionError(f"{states!r} stands alone; for groups in these states write --state {states}")
+        raise common.UsageError(f"{states!r} needs --state before it: --state {states}")
     wanted = _states(states)
-    groups = shared.admin_of(bootstrap_servers, "-", command_config).groups()
+    groups = common.admin_of(bootstrap_servers, "-", command_config).groups()
     found = [one for one in groups if not wanted or one.state in wanted]
     if as_json:
         fields = ({"group": one.group, "state": one.state, "protocol": one.protocol} for one in found)
@@ -80,26 +82,26 @@ def describe(
     group: Annotated[list[str] | None, typer.Option("--group", help="A consumer group; repeatable.")] = None,
     all_groups: Annotated[bool, typer.Option("--all-groups", help="Every group of the cluster.")] = False,
     offsets: Annotated[bool, typer.Option("--offsets", help="Only offsets and lag.")] = False,
-    members: Annotated[bool, typer.Option("--members", help="Only who is in the group.")] = False,
+    members: Annotated[bool, typer.Option("--members", help="Only the members.")] = False,
     state: Annotated[bool, typer.Option("--state", help="Only state, coordinator and assignor.")] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", help="Also which partitions each member has.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Also the partitions of each member.")] = False,
     table: TableOption = None,
     checkpoint: CheckpointOption = None,
     command_config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show who is in a group, where it stands, and what its queries on this host did.
+    """Show a group's members, offsets and lag, and the statistics of its queries on this host.
 
-    JSON has all of it, for one --group as one object, else as a list.
+    JSON always contains everything: one object for one --group, a list otherwise.
     """
     if all_groups == bool(group):
-        raise OptionError("say which groups: --group, once or several times, or --all-groups")
+        raise common.UsageError("give either --group (repeatable) or --all-groups")
     if checkpoint is not None and len(group or []) != 1:
-        raise OptionError("--checkpoint is of one query: give its --group with it, and no other")
-    admin = shared.admin_of(bootstrap_servers, group[0] if group else "-", command_config)
+        raise common.UsageError("--checkpoint belongs to one query: give exactly one --group with it")
+    admin = common.admin_of(bootstrap_servers, group[0] if group else "-", command_config)
     names = list(dict.fromkeys(group or [one.group for one in admin.groups()]))
     ledgers = {}
-    with shared.session(table is not None) as spark:
+    with common.session(table is not None) as spark:
         if spark is not None and table is not None:
             from spark_group_source.delta.ledger_store import read_ledger
 
@@ -108,18 +110,18 @@ def describe(
     if checkpoint is not None:
         from spark_group_source.delta import checkpoint_status
 
-        with shared.checkpoint_files(checkpoint) as (files, root):
+        with common.checkpoint_files(checkpoint) as (files, root):
             elsewhere = [checkpoint_status.last_status(checkpoint_status.StatusFiles(files, root), names[0])]
     everything = not (offsets or members or state)
     asked = offsets or everything or as_json
     found = []
     for name in names:
         told = elsewhere if name == names[0] else []
-        one = report.look(admin, name, ledgers.get(name), offsets=asked, elsewhere=told)
+        one = report.read_group(admin, name, ledgers.get(name), offsets=asked, elsewhere=told)
         if one is not None:
             found.append(one)
         elif group:
-            raise report.not_there(name)  # of all groups, one may go after they were listed
+            raise report.missing_group(name)  # a group may be deleted after --all-groups listed it
     if as_json:
         shown = [one.as_dict() for one in found]
         typer.echo(json.dumps(shown[0] if group and len(shown) == 1 else shown, indent=2))
@@ -140,7 +142,7 @@ def describe(
 
 
 def _states(text: str) -> set[str]:
-    """The states that were named, in the library's words; Kafka's are understood."""
+    """Parse group states in the client library's or Kafka's spelling."""
 
     def plain(word: str) -> str:
         return word.strip().lower().replace("_", "").replace("rebalancing", "rebalance")
@@ -148,7 +150,7 @@ def _states(text: str) -> set[str]:
     known = {plain(one): one for one in STATES}
     wanted = [plain(word) for word in text.split(",") if word.strip()]
     if wrong := [word for word in wanted if word not in known]:
-        raise OptionError(f"there is no state {wrong[0]!r}; the states are {', '.join(STATES)}")
+        raise common.UsageError(f"unknown state {wrong[0]!r}; the states are {', '.join(STATES)}")
     return {known[word] for word in wanted}
 
 
@@ -158,7 +160,7 @@ def _show_states(found: list[GroupReport]) -> None:
 
 
 def _show_runs(described: GroupReport) -> None:
-    """Members that read nothing, and what the queries of this host, or of a checkpoint, did."""
+    """Print members without partitions, and statistics of the queries of this host or of a checkpoint."""
     idle = [report.name_of(m) for m in described.members if not m.partitions]
     if idle:
         console.print(f"members without partitions: {', '.join(idle)}")
@@ -166,13 +168,12 @@ def _show_runs(described: GroupReport) -> None:
         at = f"process {run['pid']}" + (f" on {run['host']}" if "host" in run else "")
         now_s = run["now_ms"] / 1000 if "now_ms" in run else time.monotonic()
         if "written_ms" in run:
-            at += f", as it said {time.time() - run['written_ms'] / 1000:.0f} s ago"
+            at += f", reported {time.time() - run['written_ms'] / 1000:.0f} s ago"
         console.print(
             f"query in {at}: generation {run['generation']}, {run['rebalances']} rebalances"
             f"{', the last: ' + run['reason'] if run['reason'] else ''}, "
             f"longest hold {run['hold_max_ms']} ms, {run['commits']} commits, "
-            f"{run['commits_failed']} failed, {run['partitions_lost']} partitions lost, "
-            f"{run['records_lost']} records lost"
+            f"{run['commits_failed']} failed, {run['lost']} partitions lost, {run['records_lost']} records lost"
         )
         console.print(_slots(Statistics.from_dict(run), now_s))
         if since_ms := run.get("unreachable_since_ms"):
@@ -180,16 +181,16 @@ def _show_runs(described: GroupReport) -> None:
 
 
 def _slots(run: Statistics, now_s: float) -> Table:
-    """Where each slot of a query is placed, and what is read there. Tasks report only where agents can run."""
+    """Placement of each slot of a query and its rows. Row counts exist only if agents are possible."""
     columns = ("slot", "state", "partitions", "placed on", "for", "prefetched", "rows from memory", "rows from brokers")
     table = table_of(*columns, "recalls")
     for slot, (state, partitions) in enumerate(zip(run.slots, run.assigned, strict=True)):
-        agent, placed_s = run.agents[slot], now_s - run.placed_since_ms[slot] / 1000
+        host, lent_s = run.hosts[slot], now_s - run.lent_since_ms[slot] / 1000
         rows = run.rows_from_memory[slot], run.rows_from_brokers[slot]
         held = f"{run.buffered_rows[slot]:,} rows, {run.buffered_bytes[slot] / 1024:,.0f} KiB"
-        at = (agent, f"{placed_s:.0f} s", held) if agent else ("the stream reader", None, None)
+        at = (host, f"{lent_s:.0f} s", held) if host else ("the stream reader", None, None)
         read = rows if any(rows) else (None, None)
-        table.add_row(*cells((slot, state, partitions, *at, *read, run.slot_recalls[slot])))
+        table.add_row(*cells((slot, state, partitions, *at, *read, run.recalled[slot])))
     return table
 
 
@@ -200,14 +201,14 @@ def watch(
     group: GroupOption,
     bootstrap_servers: ServersOption,
     interval_s: Annotated[
-        float, typer.Option("--interval-s", min=INTERVAL_MIN_S, help="From one look to the next.")
+        float, typer.Option("--interval-s", min=INTERVAL_MIN_S, help="Seconds between two snapshots.")
     ] = 1.0,
-    once: Annotated[bool, typer.Option("--once", help="One look, printed plainly.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print one snapshot and exit.")] = False,
     command_config: ConfigOption = None,
 ) -> None:
-    """Show a group as it lives: members, partitions, lag, and rebalances as they happen. Ctrl-C ends it.
+    """Show a group continuously: members, partitions, lag and rebalances. Ctrl-C stops it.
 
-    Without a terminal it prints one look, and then a line for everything that happens.
+    Without a terminal it prints one snapshot, then one line for each event.
     """
     admin = admin_of(bootstrap_servers, group, command_config)
     before = report.describe(admin, group)
@@ -223,7 +224,7 @@ def watch(
         while True:
             if live is not None:
                 room = max(ROWS_MIN, console.height - ROWS_BESIDE - len(after.members))
-                shown = picture(after, events=events, per_s=per_s, silent=silent, rows_max=room, bars=True)
+                shown = group_view(after, events=events, per_s=per_s, silent=silent, rows_max=room, bars=True)
                 live.update(shown, refresh=True)
             if stop.wait(interval_s):
                 return
@@ -231,13 +232,13 @@ def watch(
                 after, silent = report.describe(admin, group), ""
             except BrokerUnavailable as exc:
                 if live is None and not silent:
-                    typer.echo(f"not answered: {exc}")
+                    typer.echo(f"no answer: {exc}")
                 silent = str(exc)
                 continue
             now_s = time.monotonic()
             per_s = rate(before, after, now_s - looked_s)
             for change in changes(before, after):
-                line = f"{datetime.now():%H:%M:%S}  {change}"  # noqa: DTZ005 - the clock of who looks at it
+                line = f"{datetime.now():%H:%M:%S}  {change}"  # noqa: DTZ005 - the local time of the user
                 events.append(line)
                 if live is None:
                     typer.echo(line)
@@ -245,7 +246,7 @@ def watch(
 
 
 def changes(before: GroupReport, after: GroupReport) -> list[str]:
-    """What happened between two looks, a line each: of the state, members, partitions, queries."""
+    """The events between two snapshots: state, members, partitions, queries."""
     said = []
     if before.state != after.state:
         said.append(f"the group is {after.state or 'unknown'}, it was {before.state or 'unknown'}")
@@ -257,7 +258,7 @@ def changes(before: GroupReport, after: GroupReport) -> list[str]:
     for row in after.partitions:
         former = owners.get((row.topic, row.partition), "")
         if former != row.member:
-            moves.setdefault((row.topic, former or NOBODY, row.member or NOBODY), []).append(row.partition)
+            moves.setdefault((row.topic, former or UNASSIGNED, row.member or UNASSIGNED), []).append(row.partition)
     said += [
         f"{topic} {spans(partitions)}: {former} → {new}" for (topic, former, new), partitions in sorted(moves.items())
     ]
@@ -270,7 +271,7 @@ def changes(before: GroupReport, after: GroupReport) -> list[str]:
 
 
 def rate(before: GroupReport, after: GroupReport, elapsed_s: float) -> float:
-    """Records a second that were committed between two looks; a reset backwards counts as none."""
+    """Committed records per second between two snapshots; a backward reset counts as none."""
     at = {(row.topic, row.partition): row.committed for row in before.partitions}
     moved = 0
     for row in after.partitions:

@@ -1,6 +1,6 @@
-"""``spark-group ledger``: what a table holds of its groups, and whether that fits its rows.
+"""``spark-group ledger``: show the ledgers in a table, and compare them with its rows.
 
-Runs in: a terminal. Deliberately absent: Kafka, and setting a ledger (``spark-group reset --table``).
+Runs in: a terminal. Deliberately absent: Kafka, and changing a ledger (``spark-group reset --table``).
 """
 
 import json
@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from spark_group_source.cli import shared
-from spark_group_source.cli.shared import JsonOption, console
+from spark_group_source.cli import common
+from spark_group_source.cli.common import JsonOption, console
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 TableArgument = Annotated[str, typer.Argument(help="A Delta table, by path or name.")]
 
-ledger_app = typer.Typer(no_args_is_help=True, help="What a Delta table holds of its groups.")
+ledger_app = typer.Typer(no_args_is_help=True, help="The ledgers in a Delta table.")
 
 
 @ledger_app.command("show")
 def show(table: TableArgument, as_json: JsonOption = False) -> None:
-    """Show the ledger of each group in a table: who wrote it last, when, and where it stands."""
-    with shared.session(True) as spark:
+    """Show the ledger of each group in a table: next offsets, last writer and time."""
+    with common.session(True) as spark:
         assert spark is not None
         found = _shown(spark, table)
     if as_json:
@@ -45,15 +45,15 @@ def show(table: TableArgument, as_json: JsonOption = False) -> None:
                 head = ("", "", "", "", "")
         if not one["topics"]:
             shown.add_row(*head, "", "", "")
-    console.print(shown if found else f"no group ever wrote to {table}")
+    console.print(shown if found else f"no group has written to {table}")
 
 
 @ledger_app.command("verify")
 def verify(table: TableArgument, as_json: JsonOption = False) -> None:
-    """Compare the rows of a table with the ledgers of its groups; exit 1 if something does not fit."""
+    """Compare the rows of a table with the ledgers of its groups; exit code 1 if they differ."""
     from spark_group_source.delta import verification
 
-    with shared.session(True) as spark:
+    with common.session(True) as spark:
         assert spark is not None
         found = verification.verify(spark, table)
     if as_json:
@@ -64,7 +64,7 @@ def verify(table: TableArgument, as_json: JsonOption = False) -> None:
             typer.echo(f"{one.kind}: {one.text}{where}")
         for note in found.notes:
             typer.echo(f"note: {note}")
-        verdict = f"{len(found.findings)} things do not fit" if found.findings else "all of it fits"
+        verdict = f"{len(found.findings)} differences" if found.findings else "no differences"
         typer.echo(f"{len(found.groups)} groups, {found.commits} commits, {found.rows:,} rows: {verdict}")
     if found.findings:
         raise typer.Exit(1)
@@ -89,7 +89,7 @@ def _group(group: str, ledger: "Ledger | None", commit: "Commit | None", at: "Ma
     version = None if commit is None else commit.version
     written = None if version is None else at.get(version)
     if ledger is None or commit is None:
-        gone = "the table's log does not go back to it"
+        gone = "older than the table's log"
         return {"group": group, "number": None, "version": version, "written": written, "by": gone} | {
             "reset": None, "streams": {}, "topics": {}
         }  # fmt: skip

@@ -1,11 +1,11 @@
-"""``spark-group migrate``: a job changes over from Spark's own Kafka connector, or back to it.
+"""``spark-group migrate``: move a job from Spark's own Kafka connector to this source, or back.
 
 Runs in: a terminal. Deliberately absent: the files of a checkpoint (``delta.checkpoint``), and what a group commits
 (``reset``).
 
-The connector's offset is JSON, ``{"orders":{"0":23,"1":5}}``: where the batch ends, of every partition that the source
-knows (``JsonUtils`` and ``KafkaSourceOffset`` of Spark). A new batch begins where the last one ended, so the end of the
-last finished batch is where whoever takes over begins.
+The connector's offset is JSON, ``{"orders":{"0":23,"1":5}}``: the end of the batch for every partition that the source
+knows (``JsonUtils`` and ``KafkaSourceOffset`` of Spark). A new batch starts where the last one ended, so the next
+reader starts at the end of the last finished batch.
 """
 
 import json
@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from spark_group_source.cli import reset, shared
-from spark_group_source.cli.report import DEAD, not_there
+from spark_group_source.cli import common, reset
+from spark_group_source.cli.common import ConfigOption, GroupOption, JsonOption, ServersOption, TableOption, console
+from spark_group_source.cli.report import DEAD, missing_group
 from spark_group_source.cli.reset import Scope, TopicsOption, in_scope, scope_of
-from spark_group_source.cli.shared import ConfigOption, GroupOption, JsonOption, ServersOption, TableOption, console
 from spark_group_source.errors import CheckpointMismatch, GroupError, OptionError
 from spark_group_source.kafka import GroupAdmin
 from spark_group_source.model import TopicPartition
@@ -28,21 +28,21 @@ if TYPE_CHECKING:
     from spark_group_source.delta.checkpoint import CheckpointFiles
 
 NO_OFFSET = "-"
-"""Stands for a source that has none so far."""
+"""Entry of a source that has no offset yet."""
 
 
 class Progress(NamedTuple):
-    """Where a query of Spark's own Kafka connector stands."""
+    """Position of a query of Spark's own Kafka connector."""
 
     batch: int
-    """The last finished one."""
+    """Number of the last finished batch."""
     offsets: dict[TopicPartition, int]
     source: dict[TopicPartition, str]
-    """The source of the query that a partition is of."""
+    """The query's source that reads each partition."""
     others: int = 0
-    """Sources of other kinds in the query."""
+    """Number of other sources in the query."""
     stateful: bool = False
-    """The checkpoint also holds what the query remembers: aggregations, deduplication, joins of streams."""
+    """Whether the checkpoint contains state: aggregations, deduplication, stream joins."""
 
 
 def migrate(
@@ -62,52 +62,52 @@ def migrate(
     topic: TopicsOption = None,
     table: TableOption = None,
     out: Annotated[
-        Path | None, typer.Option("--out", dir_okay=False, help="With --to-checkpoint: write it to this file.")
+        Path | None, typer.Option("--out", dir_okay=False, help="With --to-checkpoint: write the JSON to this file.")
     ] = None,
-    execute: Annotated[bool, typer.Option("--execute", help="Do it; without this it is only shown.")] = False,
+    execute: Annotated[
+        bool, typer.Option("--execute", help="Commit the offsets; without this the command only shows them.")
+    ] = False,
     command_config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Take over where a stopped query of Spark's own Kafka connector was, or show that connector where to go on.
+    """Take over the position of a stopped query of Spark's Kafka connector, or export the group's for that connector.
 
-    With --from-checkpoint the group's offsets become those of the query's last finished batch. With --to-checkpoint
-    they are printed as the connector's option startingOffsets; with --table the table's ledger counts too, where a
-    query was stopped before Kafka knew of its last batch.
+    With --from-checkpoint the group's offsets are set to the query's last finished batch. With --to-checkpoint the
+    group's offsets are printed as the connector's option startingOffsets; with --table the table's ledger is used too,
+    for a query that was stopped before its last offsets were committed.
     """
     if (from_checkpoint is None) != to_checkpoint:
-        raise OptionError("say which way: exactly one of --from-checkpoint and --to-checkpoint")
+        raise common.UsageError("give exactly one of --from-checkpoint and --to-checkpoint")
     there = {"--source": bool(source), "--execute": execute}
     back = {"--table": table is not None, "--out": out is not None}
     if wrong := [name for name, given in (there if to_checkpoint else back).items() if given]:
-        raise OptionError(f"{wrong[0]} does not go with --{'to' if to_checkpoint else 'from'}-checkpoint")
+        raise common.UsageError(f"{wrong[0]} cannot be used with --{'to' if to_checkpoint else 'from'}-checkpoint")
     scope = scope_of(topic or [])
-    admin = shared.admin_of(bootstrap_servers, group, command_config)
+    admin = common.admin_of(bootstrap_servers, group, command_config)
     if from_checkpoint is None:
-        text = json.dumps(_back(admin, group, table, scope))
+        text = json.dumps(_starting_offsets(admin, group, table, scope))
         if out is None:
             typer.echo(text)
         else:
             _write(out, f"{text}\n")
         return
-    with shared.checkpoint_files(from_checkpoint) as (files, root):
-        found = progress(files, root, source or [])
-    done = reset.reset(admin, group, targets_of(admin, found, scope), execute=execute)
+    with common.checkpoint_files(from_checkpoint) as (files, root):
+        found = progress(files, root, source or [], servers=bootstrap_servers)
+    done = reset.reset(admin, group, group_offsets(admin, found, scope), execute=execute)
     if as_json:
         typer.echo(json.dumps(done.as_dict() | {"batch": found.batch}, indent=2))
         return
     console.print(done)
     typer.echo(f"the query's last finished batch is {found.batch}")
     if found.stateful:
-        typer.echo(
-            "the query keeps state in its checkpoint, which does not move along: the new query begins without it"
-        )
+        typer.echo("the query keeps state in its checkpoint, which is not moved: the new query starts without it")
     if found.others:
-        typer.echo(f"{found.others} sources of other kinds are in the query too; they stay where they are")
+        typer.echo(f"the query has {found.others} other sources, which are not moved")
     typer.echo(
         f"moved {len(done.moves)} partitions of group {group}; start the new query with this kafka.group.id and a new "
         "checkpointLocation"
         if execute
-        else "nothing was changed; stop the old query for good, and add --execute to do it"
+        else "nothing was changed; stop the old query, then add --execute"
     )
 
 
@@ -118,16 +118,18 @@ def _write(out: Path, text: str) -> None:
         raise OptionError(f"--out {out} cannot be written: {exc.strerror}. Nothing was changed") from None
 
 
-def progress(files: "CheckpointFiles", root: str, sources: Collection[str] = ()) -> Progress:
-    """Where the query of a checkpoint stands.
+def progress(
+    files: "CheckpointFiles", root: str, sources: Collection[str] = (), *, servers: str = "SERVERS"
+) -> Progress:
+    """The position of a checkpoint's query.
 
     Args:
-        sources: only these sources of the query, by their numbers (or names, where it has some).
+        sources: only these sources of the query, by number, or by name if they have names.
+        servers: bootstrap servers for the command in an error.
 
     Raises:
-        OptionError: this is no such checkpoint, or it has none of those sources.
-        CheckpointMismatch: the last batch is not finished, or the offsets cannot be read, or they contradict each
-            other.
+        OptionError: the checkpoint has another format, or none of those sources.
+        CheckpointMismatch: the last batch is not finished, or the offsets are unreadable or contradict each other.
     """
     from spark_group_source.delta.checkpoint import batch_lines
 
@@ -139,7 +141,7 @@ def progress(files: "CheckpointFiles", root: str, sources: Collection[str] = ())
     for source, line in sorted(lines.items()):
         if (sources and source not in sources) or line == NO_OFFSET:
             continue
-        offsets = _offsets(line, root)
+        offsets = _offsets(line, root, servers)
         if offsets is None:
             others += 1
             continue
@@ -147,27 +149,29 @@ def progress(files: "CheckpointFiles", root: str, sources: Collection[str] = ())
             if found.offsets.setdefault(tp, at) != at:
                 raise CheckpointMismatch(
                     f"{root}: sources {found.source[tp]} and {source} both read {tp}, up to {found.offsets[tp]} and up "
-                    f"to {at}. A group has one offset of a partition: take over one at a time, each into a group of "
-                    f"its own, with --source {found.source[tp]} and --source {source}",
+                    f"to {at}. A group has one offset for each partition: migrate one source at a time, each to its "
+                    f"own group, with --source {found.source[tp]} and --source {source}",
                     checkpoint=root,
                 )
             found.source.setdefault(tp, source)
     if not found.offsets:
         raise OptionError(
-            f"{root} has no source of Spark's Kafka connector with a partition, but {others} of other kinds",
+            f"{root} has no source of Spark's Kafka connector with a partition, and {others} other sources",
             checkpoint=root,
         )
     return found._replace(others=others)
 
 
-def _offsets(line: str, root: str) -> dict[TopicPartition, int] | None:
-    """The connector's offset; None for a source of another kind, or one that has none so far."""
+def _offsets(line: str, root: str, servers: str) -> dict[TopicPartition, int] | None:
+    """The connector's offset; None for another source, or one without an offset yet."""
     from spark_group_source.delta.checkpoint import is_kafka_group
 
     if is_kafka_group(line):
+        group = json.loads(line)["group"]
         raise OptionError(
-            f"{root} is the checkpoint of a kafka-group query, whose group has its offsets. To move the group to it: "
-            "spark-group reset --to-checkpoint",
+            f"{root} is the checkpoint of a kafka-group query: its group {group!r} has its offsets. To move the "
+            f"group back to the checkpoint: `spark-group reset --group {group} --bootstrap-servers {servers} "
+            f"--to-checkpoint {root} --execute`",
             checkpoint=root,
         )
     try:
@@ -180,13 +184,13 @@ def _offsets(line: str, root: str) -> dict[TopicPartition, int] | None:
     return found if all(type(at) is int and at >= 0 for at in found.values()) else None
 
 
-def targets_of(admin: GroupAdmin, found: Progress, scope: Scope) -> dict[TopicPartition, int]:
-    """What the group is to commit: where the query was, and the first record of partitions that it had not seen yet.
+def group_offsets(admin: GroupAdmin, found: Progress, scope: Scope) -> dict[TopicPartition, int]:
+    """The offsets to commit: the query's position, and the first record of partitions that it had not discovered yet.
 
-    An offset before the first record that is still there stays as it is: `failOnDataLoss` decides what then.
+    An offset before the first existing record is kept: `failOnDataLoss` decides what the new query does.
 
     Raises:
-        OptionError: a partition is not there, or ends before that offset.
+        OptionError: a partition does not exist, or ends before the query's offset.
     """
     offsets = {tp: at for tp, at in found.offsets.items() if in_scope(tp, scope)}
     topics = admin.require_topics({tp.topic for tp in offsets})
@@ -196,34 +200,34 @@ def targets_of(admin: GroupAdmin, found: Progress, scope: Scope) -> dict[TopicPa
         if tp not in end or at > end[tp]:
             is_now = f"ends at {end[tp]}" if tp in end else "does not exist"
             raise OptionError(
-                f"the checkpoint says {at} of {tp}, which {is_now}: the topic was made again since, or this is another "
-                "cluster. To leave it out, name the other topics with --topic"
+                f"the checkpoint has offset {at} of {tp}, which {is_now}: the topic was recreated, or this is another "
+                "cluster. To leave it out, select the other topics with --topic"
             )
     unseen = {tp: at for tp, at in first.items() if tp not in offsets and in_scope(tp, scope)}
     return offsets | unseen
 
 
-def _back(admin: GroupAdmin, group: str, table: str | None, scope: Scope) -> dict[str, dict[str, int]]:
+def _starting_offsets(admin: GroupAdmin, group: str, table: str | None, scope: Scope) -> dict[str, dict[str, int]]:
     """``startingOffsets`` of every partition of the group's topics."""
     described = admin.describe_group(group)
     if described.members:
         raise GroupError(
-            f"group {group!r} has {len(described.members)} members, so its offsets still move. Drain its queries "
-            "(spark-group drain), stop them, and do this again",
+            f"group {group!r} has {len(described.members)} members, so its offsets still change. Drain its queries "
+            f"(`spark-group drain --group {group}`), stop them, and run this command again",
             group=group,
         )
     committed = admin.committed(group)
     ledger = None
-    with shared.session(table is not None) as spark:
+    with common.session(table is not None) as spark:
         if spark is not None and table is not None:
             from spark_group_source.delta.ledger_store import require_ledger
 
             ledger = require_ledger(spark, table, group)
     if described.state == DEAD and not committed and ledger is None:
-        raise not_there(group)
+        raise missing_group(group)
     known = {tp.topic for tp in (*committed, *(ledger.offsets if ledger else ()))}
     topics = admin.existing_topics(known)
-    offsets: Mapping[TopicPartition, int] = reset.plan({}, committed, ledger, topics).offsets
+    offsets: Mapping[TopicPartition, int] = reset.plan_reset({}, committed, ledger, topics).offsets
     found: dict[str, dict[str, int]] = {}
     for name, there in sorted(topics.items()):
         for tp in (TopicPartition(name, p) for p in range(there.partitions)):

@@ -1,10 +1,10 @@
-"""``spark-group delete-offsets`` and ``delete-group``: what a group has committed is forgotten.
+"""``spark-group delete-offsets`` and ``delete-group``: delete a group's committed offsets.
 
 Runs in: a terminal. Deliberately absent: the request itself (``kafka.offset_deletion``).
 
-The broker deletes what may expire: offsets of a group without members, and of topics that no member subscribes to
-(KIP-496). Kafka tells who has which partition, and not who subscribes to what; so before the request only a refusal is
-sure, and that only where a member has a partition of the topic.
+The broker deletes offsets of a group without members, and of topics that no member subscribes to (KIP-496). Kafka
+reports the owners of partitions, but not subscriptions. So before the request only a refusal can be predicted, and only
+if a member owns a partition of the topic.
 """
 
 import json
@@ -15,9 +15,7 @@ from typing import Annotated
 
 import typer
 
-from spark_group_source.cli.report import DEAD, not_there
-from spark_group_source.cli.reset import scope_of
-from spark_group_source.cli.shared import (
+from spark_group_source.cli.common import (
     ConfigOption,
     GroupOption,
     JsonOption,
@@ -26,32 +24,36 @@ from spark_group_source.cli.shared import (
     console,
     table_of,
 )
+from spark_group_source.cli.report import DEAD, missing_group
+from spark_group_source.cli.reset import scope_of
 from spark_group_source.error_codes import CODES
 from spark_group_source.errors import BrokerUnavailable, GroupError, OptionError
 from spark_group_source.kafka import CommittedOffset, GroupAdmin, GroupDescription
 from spark_group_source.kafka.offset_deletion import name_of
 from spark_group_source.model import TopicPartition
 
-ExecuteOption = Annotated[bool, typer.Option("--execute", help="Do it; without this it is only shown.")]
+ExecuteOption = Annotated[
+    bool, typer.Option("--execute", help="Delete; without this the command only shows what it would do.")
+]
 TopicsOption = Annotated[
-    list[str], typer.Option("--topic", metavar="NAME[:0,1,2]", help="This topic, or partitions of it; repeatable.")
+    list[str], typer.Option("--topic", metavar="NAME[:0,1,2]", help="A topic, or some of its partitions; repeatable.")
 ]
 
-DRY = "nothing was changed; add --execute to do it"
-STAYS = "A query of this package goes on where its checkpoint says all the same, not at startingOffsets."
+NOT_EXECUTED = "nothing was changed; add --execute to do it"
+CHECKPOINT_WINS = "A query of this package continues at its checkpoint, not at startingOffsets."
 
 
-SUBSCRIBED = "a member subscribes to the topic; end its subscription, or stop it"
+SUBSCRIBED = "a member subscribes to the topic; stop it or change its subscription"
 REASONS: Mapping[int, str] = {
     CODES["GROUP_SUBSCRIBED_TO_TOPIC"]: SUBSCRIBED,
-    CODES["UNKNOWN_TOPIC_OR_PART"]: "there is no such partition",
+    CODES["UNKNOWN_TOPIC_OR_PART"]: "the partition does not exist",
     CODES["TOPIC_AUTHORIZATION_FAILED"]: "the user needs Read on the topic",
 }
-"""Why a broker keeps an offset, by its code."""
+"""Why a broker keeps an offset, by error code."""
 
 
 class Outcome(Enum):
-    """What became, or would become, of one committed offset."""
+    """Result of the deletion of one committed offset, or the prediction of it."""
 
     WOULD_GO = "would be deleted"
     WOULD_STAY = "would be refused"
@@ -62,95 +64,103 @@ class Outcome(Enum):
     AGAIN = "committed again"
 
 
-LEFT = frozenset({Outcome.REFUSED, Outcome.NOT_ANSWERED, Outcome.AGAIN})
-"""Outcomes of a deletion that did not do what was asked."""
+NOT_DELETED = frozenset({Outcome.REFUSED, Outcome.NOT_ANSWERED, Outcome.AGAIN})
+"""Outcomes after which the offset was not deleted, or may not have been."""
 
 
 @dataclass(frozen=True, slots=True)
-class Fate:
-    """One partition of a deletion. ``committed``: the offset before; None: nothing."""
+class DeletionResult:
+    """Deletion of one partition's offset. ``committed``: the offset before the deletion; None if there was none."""
 
     committed: int | None
     outcome: Outcome
     reason: str = ""
 
 
-Fates = dict[TopicPartition, Fate]
+DeletionResults = dict[TopicPartition, DeletionResult]
 
 
-def chosen(
+def select_offsets(
     scope: Mapping[str, Collection[int]], committed: Mapping[TopicPartition, CommittedOffset]
 ) -> dict[TopicPartition, int | None]:
-    """The partitions that are meant, each with what is committed: of a topic without a list those with an offset.
+    """The selected partitions with their committed offsets; of a topic without named partitions those with an offset.
 
     Args:
-        scope: topics, and for each the partitions that were named, if any were.
+        scope: topics, each with its named partitions; empty: all.
 
     Raises:
-        OptionError: nothing is committed of a topic.
+        OptionError: a topic has no committed offset.
     """
     if not committed:
-        raise OptionError("the group has committed nothing that could be deleted")
+        raise OptionError("the group has no committed offsets to delete")
     found: dict[TopicPartition, int | None] = {}
     for name, partitions in scope.items():
         have = {tp: at.offset for tp, at in committed.items() if tp.topic == name}
         if not have:
             theirs = ", ".join(sorted({tp.topic for tp in committed}))
-            raise OptionError(f"the group has committed nothing of topic {name!r}; it has offsets of: {theirs}")
+            raise OptionError(f"the group has no committed offsets of topic {name!r}; it has offsets of: {theirs}")
         named = [TopicPartition(name, p) for p in partitions] if partitions else list(have)
         found |= {tp: have.get(tp) for tp in named}
     return found
 
 
-def foretell(offsets: Mapping[TopicPartition, int | None], group: GroupDescription) -> Fates:
-    """What the broker would say now, as far as the description of the group tells."""
+def predict_deletion(offsets: Mapping[TopicPartition, int | None], group: GroupDescription) -> DeletionResults:
+    """Predict the broker's response from the description of the group."""
     subscribed = {tp.topic for member in group.members for tp in member.partitions}
 
-    def fate(tp: TopicPartition, offset: int | None) -> Fate:
+    def result(tp: TopicPartition, offset: int | None) -> DeletionResult:
         if offset is None:
-            return Fate(offset, Outcome.NOTHING)
+            return DeletionResult(offset, Outcome.NOTHING)
         if tp.topic in subscribed:
-            return Fate(offset, Outcome.WOULD_STAY, SUBSCRIBED)
-        unless = "unless a member subscribes to the topic: no member has a partition of it" if group.members else ""
-        return Fate(offset, Outcome.WOULD_GO, unless)
+            return DeletionResult(offset, Outcome.WOULD_STAY, SUBSCRIBED)
+        unless = "unless a member subscribes to the topic without owning a partition of it" if group.members else ""
+        return DeletionResult(offset, Outcome.WOULD_GO, unless)
 
-    return {tp: fate(tp, offset) for tp, offset in sorted(offsets.items())}
+    return {tp: result(tp, offset) for tp, offset in sorted(offsets.items())}
 
 
-def delete(admin: GroupAdmin, group: str, offsets: Mapping[TopicPartition, int | None]) -> Fates:
-    """Delete what is committed of these, and read back what is there then.
+def delete(admin: GroupAdmin, group: str, offsets: Mapping[TopicPartition, int | None]) -> DeletionResults:
+    """Delete committed offsets and read the result back.
 
     Raises:
-        GroupError: the request was refused as a whole, or not answered.
+        GroupError: the whole request was refused or timed out.
     """
     asked = [tp for tp, offset in offsets.items() if offset is not None]
     codes = admin.delete_offsets(group, asked) if asked else {}
     after = admin.read_offsets(group, asked) if asked else {}
-    return {tp: _became(tp, offset, codes, after) for tp, offset in sorted(offsets.items())}
+    return {tp: _result_of(tp, offset, codes, after) for tp, offset in sorted(offsets.items())}
 
 
-def _became(
+def _result_of(
     tp: TopicPartition,
     offset: int | None,
     codes: Mapping[TopicPartition, int],
     after: Mapping[TopicPartition, CommittedOffset | None],
-) -> Fate:
+) -> DeletionResult:
     if offset is None:
-        return Fate(offset, Outcome.NOTHING)
+        return DeletionResult(offset, Outcome.NOTHING)
     code = codes.get(tp)
     if code is None:
-        return Fate(offset, Outcome.NOT_ANSWERED, "do it again")
+        return DeletionResult(offset, Outcome.NOT_ANSWERED, "run the command again")
     if code:
-        return Fate(offset, Outcome.REFUSED, f"{name_of(code)}: {REASONS.get(code, 'see docs/answers.md')}")
+        return DeletionResult(offset, Outcome.REFUSED, f"{name_of(code)}: {REASONS.get(code, 'see docs/answers.md')}")
     if tp not in after:
-        return Fate(offset, Outcome.NOT_ANSWERED, "it was deleted, but what is there now was not told: look again")
+        return DeletionResult(
+            offset,
+            Outcome.NOT_ANSWERED,
+            "it was deleted, but reading it back timed out; check with spark-group describe",
+        )
     now = after[tp]
-    return Fate(offset, Outcome.DELETED) if now is None else Fate(offset, Outcome.AGAIN, f"now at {now.offset}")
+    return (
+        DeletionResult(offset, Outcome.DELETED)
+        if now is None
+        else DeletionResult(offset, Outcome.AGAIN, f"now at {now.offset}")
+    )
 
 
-def left(fates: Mapping[TopicPartition, Fate]) -> Collection[TopicPartition]:
-    """Those that were to go and did not."""
-    return [tp for tp, fate in fates.items() if fate.outcome in LEFT]
+def not_deleted(results: Mapping[TopicPartition, DeletionResult]) -> Collection[TopicPartition]:
+    """The partitions whose offsets were not deleted."""
+    return [tp for tp, result in results.items() if result.outcome in NOT_DELETED]
 
 
 # --- the commands ----------------------------------------------------------------------------------------------------
@@ -166,21 +176,21 @@ def delete_offsets(
 ) -> None:
     """Delete committed offsets of topics that no member subscribes to; the group may have members.
 
-    Exit code 1: an offset is still there.
+    Exit code 1: an offset still exists.
     """
     scope = scope_of(topic)
     admin = admin_of(bootstrap_servers, group, command_config)
     described, committed = admin.describe_group(group), admin.committed(group)
     if described.state == DEAD and not committed:
-        raise not_there(group)
-    offsets = chosen(scope, committed)
-    fates = delete(admin, group, offsets) if execute else foretell(offsets, described)
-    _show(group, fates, executed=execute, as_json=as_json)
-    if stay := left(fates):
-        why = "; ".join(sorted({fates[tp].reason for tp in stay}))
-        silent = all(fates[tp].outcome is Outcome.NOT_ANSWERED for tp in stay)
+        raise missing_group(group)
+    offsets = select_offsets(scope, committed)
+    results = delete(admin, group, offsets) if execute else predict_deletion(offsets, described)
+    _show(group, results, executed=execute, as_json=as_json)
+    if stay := not_deleted(results):
+        why = "; ".join(sorted({results[tp].reason for tp in stay}))
+        silent = all(results[tp].outcome is Outcome.NOT_ANSWERED for tp in stay)
         kind = BrokerUnavailable if silent else GroupError
-        raise kind(f"{len(stay)} of {len(fates)} offsets of group {group!r} were not deleted: {why}", group=group)
+        raise kind(f"{len(stay)} of {len(results)} offsets of group {group!r} were not deleted: {why}", group=group)
 
 
 def delete_group(
@@ -190,19 +200,19 @@ def delete_group(
     command_config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Delete a group without members, with all that it has committed.
+    """Delete a group without members, and all its committed offsets.
 
-    Exit code 1: it is still there.
+    Exit code 1: the group still exists.
     """
     admin = admin_of(bootstrap_servers, group, command_config)
     found = admin.describe_group(group)
     offsets = admin.committed(group)
     if found.state == DEAD and not offsets:
-        raise not_there(group)
+        raise missing_group(group)
     if found.members:
         raise GroupError(
-            f"group {group!r} has {len(found.members)} members, and Kafka deletes only a group without. Stop its "
-            "queries and consumers, and wait for their session timeout",
+            f"group {group!r} has {len(found.members)} members, and Kafka deletes only groups without members. Stop "
+            "its queries and consumers, and wait for their session timeout",
             group=group,
         )
     if execute:
@@ -213,18 +223,19 @@ def delete_group(
         return
     if not execute:
         console.print(f"group {group} is {found.state}, without members, and has {len(offsets)} committed offsets")
-        console.print(DRY)
+        console.print(NOT_EXECUTED)
         return
-    console.print(f"deleted group {group} with {len(offsets)} committed offsets\n{STAYS}")
+    console.print(f"deleted group {group} with {len(offsets)} committed offsets\n{CHECKPOINT_WINS}")
 
 
-def _show(group: str, fates: Fates, *, executed: bool, as_json: bool) -> None:
+def _show(group: str, results: DeletionResults, *, executed: bool, as_json: bool) -> None:
     if as_json:
-        rows = [{**tp._asdict(), **asdict(fate), "outcome": fate.outcome.value} for tp, fate in fates.items()]
+        rows = [{**tp._asdict(), **asdict(result), "outcome": result.outcome.value} for tp, result in results.items()]
         typer.echo(json.dumps({"group": group, "executed": executed, "partitions": rows}, indent=2))
         return
     shown = [
-        (tp.topic, str(tp.partition), fate.committed, fate.outcome.value, fate.reason) for tp, fate in fates.items()
+        (tp.topic, str(tp.partition), result.committed, result.outcome.value, result.reason)
+        for tp, result in results.items()
     ]
     console.print(table_of("topic", "partition", "committed", "outcome", "why", rows=shown))
-    console.print(STAYS if executed else DRY)
+    console.print(CHECKPOINT_WINS if executed else NOT_EXECUTED)

@@ -1,8 +1,8 @@
-"""What ``spark-group describe`` and ``watch`` show: a group as Kafka sees it, beside the ledger and the runs of this
-host; as a value, and as tables.
+"""A group's state for ``spark-group describe`` and ``watch``: Kafka's view, the ledger and the runs of this host, as a
+value and as tables.
 
-Runs in: a terminal, the user's driver. Deliberately absent: changing anything (``reset`` does), and Spark: a ledger is
-passed in by whoever has a session.
+Runs in: a terminal, the user's driver. Deliberately absent: changes (``reset``), and Spark: callers with a session pass
+a ledger.
 """
 
 import time
@@ -18,7 +18,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from spark_group_source.cli.shared import cells, table_of
+from spark_group_source.cli.common import cells, table_of
 from spark_group_source.errors import GroupError
 from spark_group_source.host import run_files
 from spark_group_source.kafka import GroupAdmin, GroupDescription, GroupMember
@@ -26,43 +26,42 @@ from spark_group_source.model import TopicPartition
 from spark_group_source.protocol.identifiers import parse_note
 
 DEAD = "dead"
-"""Kafka's word for a group that it has nothing of."""
-NOBODY = "nobody"
-NEAR = 0.75
-"""An offset nears its end when so much of the retention is over."""
+"""State of a group that has neither members nor offsets."""
+UNASSIGNED = "unassigned"
+EXPIRING_SHARE = 0.75
+"""An offset expires soon when this share of its retention is over."""
 BAR = 20
-"""Characters of the longest bar of a lag."""
+"""Length in characters of the longest lag bar."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionRow:
-    """One partition of the group; None where there is no such value."""
+    """One partition of the group; None for missing values."""
 
     topic: str
     partition: int
     committed: int | None
     end: int | None
     lag: int | None
-    """Records between committed and end; of a partition without a commit: None."""
+    """Offsets between ``committed`` and ``end``; None without a committed offset."""
     ledger: int | None
     member: str
-    """The instance id of who has it now, or the member id; empty: nobody."""
+    """Instance id or member id of the owner; empty: unassigned."""
     stream: str
-    """The stream that committed last; empty: another kind of client, or an operator."""
+    """Id of the stream that committed last; empty: another client or an operator."""
     expires: str = ""
-    """What the brokers' retention of the offset is counted from now (:class:`Clock`); empty without an offset."""
+    """From when the offset's retention counts (:class:`RetentionStart`); empty without an offset."""
     expires_after_ms: int | None = None
-    """It is kept until then at least, in milliseconds since the epoch; None where nothing counts, or it is not known
-    since when."""
+    """Earliest expiry in milliseconds since the epoch; None if it does not expire now, or the time is not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupReport(JupyterMixin):
-    """One moment of a group; notebooks show it as tables. ``runs``: the statistics of this host's queries in it, and of
-    one whose checkpoint was named.
+    """A snapshot of a group; notebooks show it as tables.
 
-    ``offsets_retention_ms``: how long its coordinator keeps offsets that nobody needs; None where it may not be asked.
-    ``offsets_expiring``: partitions whose offset may go in the last quarter of that.
+    ``runs``: statistics of this host's queries in the group, and of the query with the given checkpoint.
+    ``offsets_retention_ms``: the retention of the group's coordinator; None if the user may not read it.
+    ``offsets_expiring``: partitions whose offsets may expire within the last quarter of the retention.
     """
 
     group: str
@@ -78,21 +77,21 @@ class GroupReport(JupyterMixin):
 
     @property
     def lag(self) -> int:
-        """Records behind, over all partitions that have a commit."""
+        """Sum of the lags of all partitions with a committed offset."""
         return sum(row.lag or 0 for row in self.partitions)
 
     def __rich__(self) -> RenderableType:
-        return picture(self)
+        return group_view(self)
 
     def as_dict(self) -> dict[str, Any]:
         members = [{**asdict(m), "partitions": sorted(map(str, m.partitions))} for m in self.members]
         return {**asdict(self), "lag": self.lag, "members": members}
 
 
-def not_there(group: str, then: str = "spark-group list shows those that are there") -> GroupError:
-    """The error for a group that Kafka has nothing of; ``then``: what to do."""
+def missing_group(group: str, then: str = "spark-group list shows the existing groups") -> GroupError:
+    """The error for a group that does not exist; ``then``: the remedy."""
     return GroupError(
-        f"there is no group {group!r}: it has no members and no committed offsets. It was never used, or it was "
+        f"group {group!r} does not exist: it has no members and no committed offsets. It was never used, it was "
         f"deleted, or its offsets expired; {then}",
         group=group,
     )
@@ -105,22 +104,22 @@ def describe(
     *,
     offsets: bool = True,
 ) -> GroupReport:
-    """Ask the cluster about a group.
+    """Read a group from the cluster.
 
     Args:
-        ledger: the table's next offsets, where a table is of interest.
-        offsets: False leaves the partitions out, and the questions for them.
+        ledger: the next offsets of a table, or None.
+        offsets: False leaves out the partitions and their requests.
 
     Raises:
-        GroupError: there is no such group, neither at Kafka nor in the ledger nor among the runs of this host.
+        GroupError: the group does not exist, neither in Kafka nor in the ledger nor among the runs of this host.
     """
-    found = look(admin, group, ledger, offsets=offsets)
+    found = read_group(admin, group, ledger, offsets=offsets)
     if found is None:
-        raise not_there(group)
+        raise missing_group(group)
     return found
 
 
-def look(
+def read_group(
     admin: GroupAdmin,
     group: str,
     ledger: Mapping[TopicPartition, int] | None = None,
@@ -128,10 +127,10 @@ def look(
     offsets: bool = True,
     elsewhere: Sequence[dict[str, Any]] = (),
 ) -> GroupReport | None:
-    """What :func:`describe` returns, or None: there is no such group, or not any more.
+    """Like :func:`describe`, but None if the group does not exist.
 
     Args:
-        elsewhere: what runs on other hosts said of themselves.
+        elsewhere: statistics of runs on other hosts.
     """
     described = admin.describe_group(group)
     committed = admin.committed(group) if offsets or described.state == DEAD else {}
@@ -160,7 +159,7 @@ def look(
                 ledger=(ledger or {}).get(tp),
                 member=owner.get(tp, ""),
                 stream="" if at is None else parse_note(at.metadata).stream or "",
-                expires=expiry[tp].clock.value if tp in expiry else "",
+                expires=expiry[tp].counts_from.value if tp in expiry else "",
                 expires_after_ms=expiry[tp].earliest_ms if tp in expiry else None,
             )
         )
@@ -174,72 +173,74 @@ def look(
         partitions=tuple(rows),
         runs=running,
         offsets_retention_ms=retention_ms,
-        offsets_expiring=tuple(map(str, near(expiry, now_ms=int(time.time() * 1000), retention_ms=retention_ms))),
+        offsets_expiring=tuple(
+            map(str, expiring_soon(expiry, now_ms=int(time.time() * 1000), retention_ms=retention_ms))
+        ),
     )
 
 
-class Clock(Enum):
-    """What the retention of an offset is counted from: ``offsets.retention.minutes``, 7 days unless set (KIP-211,
-    KIP-496; ``ClassicGroup`` and ``ConsumerGroup.offsetExpirationCondition`` of Kafka 4.2). An offset that is committed
-    again begins anew, also when it stands where it stood. Who subscribes to what, and when somebody left, Kafka's APIs
-    do not say."""
+class RetentionStart(Enum):
+    """From when an offset's retention counts: ``offsets.retention.minutes``, 7 days by default (KIP-211, KIP-496;
+    ``ClassicGroup`` and ``ConsumerGroup.offsetExpirationCondition`` of Kafka 4.2). Each commit restarts it, also one of
+    the same offset. Kafka's APIs report neither subscriptions nor when a member left."""
 
-    NONE = "kept"  # a member has a partition of the topic, so it is subscribed
+    NONE = "kept"  # a member owns a partition of the topic, so the topic is subscribed
     COMMIT = "its last commit"
-    EMPTY = "the last member's leaving"
+    EMPTY = "the time the last member left"
     NOT_STABLE = "nothing, while the group rebalances"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expiry:
-    """What is known of one offset's end. Times are milliseconds since the epoch.
+    """Expiry of one offset, as far as it is known.
 
-    ``earliest_ms``: it does not go before; None where the time of its last commit is not known, or nothing counts.
+    ``earliest_ms``: it does not expire before, in milliseconds since the epoch; None if the commit time is not known,
+    or the retention does not count now.
     """
 
-    clock: Clock
+    counts_from: RetentionStart
     earliest_ms: int | None = None
 
 
-def clock_of(group: GroupDescription) -> Clock:
-    """What counts for the offsets of topics of which no member has a partition."""
+def retention_start(group: GroupDescription) -> RetentionStart:
+    """From when the retention counts for topics of which no member owns a partition."""
     if group.simple or group.protocol == "consumer":
-        return Clock.COMMIT
+        return RetentionStart.COMMIT
     if not group.members:
-        return Clock.EMPTY
-    return Clock.COMMIT if group.state == "stable" else Clock.NOT_STABLE
+        return RetentionStart.EMPTY
+    return RetentionStart.COMMIT if group.state == "stable" else RetentionStart.NOT_STABLE
 
 
 def expiries(
     group: GroupDescription, committed_ms: Mapping[TopicPartition, int | None], *, retention_ms: int | None
 ) -> dict[TopicPartition, Expiry]:
-    """What is known of the end of each offset of a group.
+    """The expiry of each offset of a group.
 
     Args:
-        committed_ms: when each was committed, as its note says (``names.parse_note``); None: nobody wrote that down,
-            as Kafka does not tell it.
-        retention_ms: of the group's coordinator; None where it may not be asked for.
+        committed_ms: commit time of each offset from its metadata (``identifiers.parse_note``); None if the metadata
+            does not contain it, because Kafka does not report it.
+        retention_ms: of the group's coordinator; None if the user may not read it.
     """
     subscribed = {tp.topic for member in group.members for tp in member.partitions}
     newest = max((at for at in committed_ms.values() if at is not None), default=None)
     found = {}
     for tp, at in committed_ms.items():
-        clock = Clock.NONE if tp.topic in subscribed else clock_of(group)
-        # A member committed the newest one, so the last of them left after it.
-        since = at if clock is Clock.COMMIT else newest if clock is Clock.EMPTY else None
+        clock = RetentionStart.NONE if tp.topic in subscribed else retention_start(group)
+        # A member made the newest commit, so the last member left after it.
+        since = at if clock is RetentionStart.COMMIT else newest if clock is RetentionStart.EMPTY else None
         earliest_ms = None if since is None or retention_ms is None else since + retention_ms
-        found[tp] = Expiry(clock=clock, earliest_ms=earliest_ms)
+        found[tp] = Expiry(counts_from=clock, earliest_ms=earliest_ms)
     return found
 
 
-def near(
+def expiring_soon(
     expiries: Mapping[TopicPartition, Expiry], *, now_ms: int, retention_ms: int | None
 ) -> Collection[TopicPartition]:
-    """The offsets that may go within the last quarter of their retention; one whose time is not known is not among
-    them, which says nothing."""
+    """The offsets that may expire within the last quarter of their retention. Offsets with an unknown time are not
+    included."""
     if retention_ms is None:
         return []
-    soon_ms = now_ms + (1 - NEAR) * retention_ms
+    soon_ms = now_ms + (1 - EXPIRING_SHARE) * retention_ms
     known = {tp: expiry.earliest_ms for tp, expiry in expiries.items() if expiry.earliest_ms is not None}
     return sorted(tp for tp, earliest_ms in known.items() if earliest_ms <= soon_ms)
 
@@ -247,12 +248,12 @@ def near(
 def _retention_ms(admin: GroupAdmin, group: str) -> int | None:
     try:
         return admin.retention_ms(group)
-    except GroupError:  # not allowed, or not answered: the rest can be shown all the same
+    except GroupError:  # refused or timed out: the rest can still be shown
         return None
 
 
 def name_of(member: GroupMember) -> str:
-    """What a member is called: the same after a restart where it is static."""
+    """The instance id of a static member, which survives a restart; else the member id."""
     return member.instance_id or member.member_id
 
 
@@ -268,7 +269,7 @@ def spans(numbers: Iterable[int]) -> str:
 
 
 def heading(report: GroupReport, per_s: float | None = None) -> Text:
-    """A group in one line; ``per_s``: records committed a second, where that is known."""
+    """A group in one line; ``per_s``: committed records per second, or None."""
     return Text.assemble(
         "group ",
         (report.group, "bold"),
@@ -281,7 +282,7 @@ def heading(report: GroupReport, per_s: float | None = None) -> Text:
 
 
 def members_table(report: GroupReport, *, assignment: bool = True) -> Table:
-    """The members with the number and lag of their partitions; with ``assignment`` also which they are."""
+    """The members with number and lag of their partitions; with ``assignment`` also the partitions."""
     table = table_of("member", "client", "host", "partitions", "lag", *(["assignment"] if assignment else []))
     lags: dict[str, int] = {}
     for row in report.partitions:
@@ -295,12 +296,12 @@ def members_table(report: GroupReport, *, assignment: bool = True) -> Table:
         shown = (name_of(m), m.client_id, m.host, len(m.partitions), lag, *(assigned if assignment else []))
         table.add_row(*cells(shown))
     if unowned := lags.get("", 0):
-        table.add_row(*cells((NOBODY, "", "", "", unowned)), style="red")
+        table.add_row(*cells((UNASSIGNED, "", "", "", unowned)), style="red")
     return table
 
 
 def partitions_table(report: GroupReport, *, rows_max: int | None = None, bars: bool = False) -> RenderableType:
-    """The partitions by their names; of more than ``rows_max`` those with most lag."""
+    """The partitions by name; if there are more than ``rows_max``, those with the largest lag."""
     chosen = sorted(report.partitions, key=lambda row: -(row.lag or 0))[:rows_max]
     longest = max((row.lag or 0 for row in chosen), default=0)
     with_ledger = ["ledger"] if any(row.ledger is not None for row in report.partitions) else []
@@ -316,7 +317,7 @@ def partitions_table(report: GroupReport, *, rows_max: int | None = None, bars: 
     return Group(table, Text(f"and {left} partitions with less lag")) if left else table
 
 
-def picture(
+def group_view(
     report: GroupReport,
     *,
     events: Sequence[str] = (),
@@ -325,38 +326,38 @@ def picture(
     rows_max: int | None = None,
     bars: bool = False,
 ) -> RenderableType:
-    """One look at a group.
+    """The whole view of a group.
 
     Args:
-        events: what happened, the newest last.
-        per_s: records committed a second; None: not known.
-        silent: why this is an old look; empty: it is not.
-        rows_max: partitions that have room; None: all.
+        events: recent events, the newest last.
+        per_s: committed records per second; None: not known.
+        silent: why the view is outdated; empty: it is not.
+        rows_max: the largest number of partitions to show; None: all.
         bars: draw the lag of each partition.
     """
     parts: list[RenderableType] = [heading(report, per_s)]
     if silent:
-        parts.append(Text(f"not answered: {silent}", style="bold red"))
+        parts.append(Text(f"no answer: {silent}", style="bold red"))
     parts += [members_table(report), partitions_table(report, rows_max=rows_max, bars=bars)]
     if events:
-        parts.append(Panel(Text("\n".join(events)), title="what happened", title_align="left"))
+        parts.append(Panel(Text("\n".join(events)), title="events", title_align="left"))
     return Group(*parts)
 
 
 def expiry_text(report: GroupReport) -> list[str]:
-    """What is to be said of the end of the group's offsets, a line each; nothing where all of them are kept."""
+    """One line for each way in which offsets of the group expire; no line if all are kept."""
     counted: dict[str, list[PartitionRow]] = {}
     for row in report.partitions:
-        if row.expires and row.expires != Clock.NONE.value:
+        if row.expires and row.expires != RetentionStart.NONE.value:
             counted.setdefault(row.expires, []).append(row)
     if not counted:
         return []
     retention_ms = report.offsets_retention_ms
-    kept = "a time that is not told" if retention_ms is None else f"{retention_ms / 3_600_000:g} h"
+    kept = "an unknown time" if retention_ms is None else f"{retention_ms / 3_600_000:g} h"
     lines = []
     for clock, rows in counted.items():
         known = [row.expires_after_ms for row in rows if row.expires_after_ms is not None]
-        first = f", the first not before {_moment(min(known))}" if known else ", since when is not known"
+        first = f", the first not before {_moment(min(known))}" if known else ", start not known"
         lines.append(f"{len(rows)} offsets are kept for {kept}, counted from {clock}{first}")
     if report.offsets_expiring:
         lines.append(f"about to expire: {', '.join(report.offsets_expiring)}")

@@ -1,16 +1,14 @@
-"""``spark-group reset``: moving a group on purpose. Kafka's committed offsets, and with a table its ledger, go to the
-same place; the command has the words of Kafka's own tool.
+"""``spark-group reset``: move a group's committed offsets in Kafka and, with a table, its ledger to the same position.
 
-Runs in: a terminal, the user's driver. Deliberately absent: the Spark session (the caller passes one where a ledger is
-to be moved too).
+Runs in: a terminal, the user's driver. Deliberately absent: the Spark session (the caller passes one for a ledger).
 
-A reset has a number, which is written beside every offset of the group and into the ledger (``group.names``). What was
-planned before it is void: a batch that a stopped query has in its checkpoint can no longer be taken back, but neither
-the sink nor the source goes by it.
+The options are those of Kafka's own tool. A reset has a number, which is stored in the metadata of every committed
+offset and in the ledger (``protocol.identifiers``). Plans from before the reset are void: the batch in a stopped
+query's checkpoint cannot be removed, but sink and source ignore it.
 
-A plan may be written down as ``kafka-consumer-groups --export`` writes it and ``--from-file`` reads it: a line is
-``topic,partition,offset``, without a header; Kafka's tool puts the group before it where it is told of several groups
-(KIP-222, and ``CsvUtils`` of Kafka's tools).
+A plan can be exported to a file and read with ``--from-file``, in the format of ``kafka-consumer-groups``: lines of
+``topic,partition,offset`` without a header. With several groups Kafka's tool adds the group as first column (KIP-222,
+and ``CsvUtils`` of Kafka's tools).
 """
 
 import contextlib
@@ -30,9 +28,8 @@ from rich.console import Group, RenderableType
 from rich.jupyter import JupyterMixin
 from rich.text import Text
 
-from spark_group_source.cli import shared
-from spark_group_source.cli.report import DEAD, not_there
-from spark_group_source.cli.shared import (
+from spark_group_source.cli import common
+from spark_group_source.cli.common import (
     ConfigOption,
     GroupOption,
     JsonOption,
@@ -41,6 +38,7 @@ from spark_group_source.cli.shared import (
     console,
     table_of,
 )
+from spark_group_source.cli.report import DEAD, missing_group
 from spark_group_source.delta.ledger_format import Ledger, LedgerDamaged
 from spark_group_source.errors import GroupError, OptionError
 from spark_group_source.kafka import CommittedOffset, GroupAdmin, Topic
@@ -53,39 +51,39 @@ if TYPE_CHECKING:
 
 TopicsOption = Annotated[
     list[str] | None,
-    typer.Option("--topic", metavar="NAME[:0,1]", help="Only this topic, or these partitions of it; repeatable."),
+    typer.Option("--topic", metavar="NAME[:0,1]", help="Only this topic, or some of its partitions; repeatable."),
 ]
 DURATION = re.compile(r"P(?:(\d+)D)?(?:T(?=\d)(?:(\d+)H)?(?:(\d+)M)?(?:(\d+(?:\.\d{1,9})?)S)?)?")
 
 ACTIVE = frozenset({"stable", "preparing_rebalancing", "completing_rebalancing", "assigning", "reconciling"})
-"""States in which Kafka refuses to move a group's offsets, because its members go on from where they are."""
+"""States in which Kafka refuses to move a group's offsets: its members would overwrite them."""
 
 
 Scope = Mapping[str, frozenset[int]]
-"""Topics, and of each the partitions that are meant; none named: all of it. An empty scope is all that a group has."""
+"""Topics, each with the selected partitions; none: all partitions. An empty scope selects all that the group has."""
 
 
 class Shift(NamedTuple):
-    """So many offsets further than the group is; negative: back."""
+    """Move by this many offsets; negative: back."""
 
     by: int
 
 
 class Offsets(NamedTuple):
-    """An offset for each partition (-1 latest, -2 earliest). ``written``: somebody wrote them down, and a partition
-    that does not exist is an error; else it is left out."""
+    """An offset for each partition (-1 latest, -2 earliest). ``explicit``: the user named them, so a partition that
+    does not exist is an error; otherwise it is left out."""
 
     each: Mapping[TopicPartition, int]
-    written: bool = True
+    explicit: bool = True
 
 
-To = StartAt | Shift | Offsets | Literal["current"]
-"""Where a group is to go."""
+Destination = StartAt | Shift | Offsets | Literal["current"]
+"""Where a group is moved to."""
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """One partition of a :class:`GroupReset`; ``now`` is None where the group has no offset yet."""
+    """One partition of a :class:`GroupReset`; ``now`` is None if the group has no committed offset."""
 
     topic: str
     partition: int
@@ -95,8 +93,8 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class GroupReset(JupyterMixin):
-    """What a reset does, or did; notebooks show it as a table. ``number``: how many resets the group had then; None:
-    nothing was changed."""
+    """A planned or executed reset; notebooks show it as a table. ``number``: the reset number; None if nothing was
+    changed."""
 
     group: str
     moves: tuple[Move, ...]
@@ -113,37 +111,37 @@ class GroupReset(JupyterMixin):
         return Group(Text(f"group {self.group}: {done}"), table)
 
 
-def find(admin: GroupAdmin, group: str, to: To, scope: Scope) -> dict[TopicPartition, int]:
-    """The offset that each partition is to get. Partitions that are gone are left out.
+def resolve_targets(admin: GroupAdmin, group: str, to: Destination, scope: Scope) -> dict[TopicPartition, int]:
+    """The new offset of each partition. Partitions that do not exist any more are left out.
 
     Raises:
-        OptionError: a partition that was named does not exist, or has no committed offset to go on from.
-        GroupError: there is no such group, and no topics are named.
+        OptionError: a named partition does not exist, or has no committed offset to shift.
+        GroupError: the group does not exist, and no topics are named.
     """
     if isinstance(to, Offsets):
         chosen = {tp: at for tp, at in to.each.items() if in_scope(tp, scope)}
-        found = named_targets(admin, chosen)
-        if to.written and (gone := sorted(chosen.keys() - found.keys())):
+        found = resolve_offsets(admin, chosen)
+        if to.explicit and (gone := sorted(chosen.keys() - found.keys())):
             raise OptionError(f"partition {gone[0]} does not exist; create the topic, or leave the partition out")
         return found
     tps = partitions_of(admin, group, scope)
     if not tps and admin.describe_group(group).state == DEAD:
-        raise not_there(group, "to begin it somewhere, name the topics with --topic")
+        raise missing_group(group, "to create it, name the topics with --topic")
     if isinstance(to, StartAt):
-        return targets(admin, tps, to)
+        return start_offsets(admin, tps, to)
     committed = admin.committed(group)
-    if to == "current":  # where it never committed the end, as in Kafka's own tool
-        return named_targets(admin, {tp: committed[tp].offset if tp in committed else LATEST_OFFSET for tp in tps})
+    if to == "current":  # without a committed offset the end, like Kafka's own tool
+        return resolve_offsets(admin, {tp: committed[tp].offset if tp in committed else LATEST_OFFSET for tp in tps})
     if without := [tp for tp in tps if tp not in committed]:
-        raise OptionError(f"--shift-by {to.by}: group {group!r} has no committed offset of {without[0]} to go on from")
-    return named_targets(admin, {tp: max(0, committed[tp].offset + to.by) for tp in tps})
+        raise OptionError(f"--shift-by {to.by}: group {group!r} has no committed offset of {without[0]} to shift")
+    return resolve_offsets(admin, {tp: max(0, committed[tp].offset + to.by) for tp in tps})
 
 
 def partitions_of(admin: GroupAdmin, group: str, scope: Scope) -> list[TopicPartition]:
     """The partitions to move: those of the scope, or all that the group ever committed.
 
     Raises:
-        OptionError: a topic does not have a partition that was named.
+        OptionError: a named partition does not exist.
     """
     if not scope:
         return sorted(admin.committed(group))
@@ -157,23 +155,23 @@ def partitions_of(admin: GroupAdmin, group: str, scope: Scope) -> list[TopicPart
 
 
 def in_scope(tp: TopicPartition, scope: Scope) -> bool:
-    """Whether a partition is meant."""
+    """Whether a partition is selected."""
     return not scope or (tp.topic in scope and (not scope[tp.topic] or tp.partition in scope[tp.topic]))
 
 
-def targets(admin: GroupAdmin, tps: Iterable[TopicPartition], to: StartAt) -> dict[TopicPartition, int]:
-    """Where a word, an offset or a time means for each partition. Partitions that are gone are left out."""
+def start_offsets(admin: GroupAdmin, tps: Iterable[TopicPartition], to: StartAt) -> dict[TopicPartition, int]:
+    """Resolve a position for each partition. Partitions that do not exist any more are left out."""
     tps = list(tps)
     if to.kind == "time":
         found = admin.offsets_at_time(dict.fromkeys(tps, to.value))
         end = admin.latest(tp for tp, at in found.items() if at is None)
         return {tp: at for tp, at in (found | end).items() if at is not None}
     number = {"earliest": EARLIEST_OFFSET, "latest": LATEST_OFFSET}.get(to.kind, to.value)
-    return named_targets(admin, dict.fromkeys(tps, number))
+    return resolve_offsets(admin, dict.fromkeys(tps, number))
 
 
-def named_targets(admin: GroupAdmin, offsets: Mapping[TopicPartition, int]) -> dict[TopicPartition, int]:
-    """The same for an offset each (-1 latest, -2 earliest); one that is outside the log becomes its nearest end."""
+def resolve_offsets(admin: GroupAdmin, offsets: Mapping[TopicPartition, int]) -> dict[TopicPartition, int]:
+    """Resolve an offset for each partition (-1 latest, -2 earliest); one outside the log becomes its nearest end."""
     first, end = admin.earliest(offsets), admin.latest(offsets)
     words = {EARLIEST_OFFSET: first, LATEST_OFFSET: end}
     return {
@@ -183,33 +181,33 @@ def named_targets(admin: GroupAdmin, offsets: Mapping[TopicPartition, int]) -> d
     }
 
 
-class Reset(NamedTuple):
-    """One reset of a group: its number, and what it commits. ``offsets`` has every partition that the group ever had,
-    because each of them must say that plans of before are void."""
+class PlannedReset(NamedTuple):
+    """One reset of a group. ``offsets`` contains every partition that the group ever committed, because the metadata of
+    each one must contain the new reset number."""
 
     reset_number: int
     offsets: dict[TopicPartition, int]
     notes: dict[TopicPartition, str]
 
 
-def plan(
+def plan_reset(
     targets: Mapping[TopicPartition, int],
     committed: Mapping[TopicPartition, CommittedOffset],
     ledger: Ledger | None,
     topics: Mapping[str, Topic],
-) -> Reset:
-    """The reset that brings a group to ``targets`` and leaves every other partition where it stands.
+) -> PlannedReset:
+    """The reset that moves a group to ``targets`` and keeps the position of every other partition.
 
-    A partition that is not moved keeps its note, with the new number: nobody moved it, so a sink that has more of it
-    than Kafka knows leaves that out instead of refusing it. Where ``ledger`` is further than Kafka, the last commit of
-    a run was lost; the table decides. It decides as well where a stream committed that had not heard of the last reset
-    and whose batch the sink left out: Kafka is further then by records that are not in the table. It does not where it
-    has not heard of the reset that Kafka's offset knows, as after one with another table of the group.
+    A partition that is not moved keeps its metadata, with the new number: a sink that has more of it than Kafka then
+    leaves rows out instead of refusing the batch. The ledger decides about such a partition in two cases: it is ahead
+    of Kafka, because a run's last offset commit was lost; or Kafka's offset is of a stream that did not know the last
+    reset, so that the sink left its batch out. It does not decide if its reset number is older than that of Kafka's
+    offset, as after a reset with another table.
 
     Args:
-        committed: what the group committed so far.
-        ledger: of the table that is reset too, if there is one.
-        topics: those that exist now. Partitions of others are left out: Kafka would refuse all for one of them.
+        committed: the group's committed offsets.
+        ledger: of the table that is reset too, or None.
+        topics: existing topics. Other partitions are left out: Kafka would refuse the whole commit for one of them.
     """
     notes = {tp: identifiers.parse_note(at.metadata) for tp, at in committed.items()}
     reset_number = 1 + max(
@@ -234,11 +232,11 @@ def plan(
             texts[tp] = identifiers.note_text(
                 note.stream, note.seq, reset_number, followed=note.followed, truncated_from=note.truncated_from
             )
-    return Reset(reset_number, offsets, texts)
+    return PlannedReset(reset_number, offsets, texts)
 
 
 def _of_void_batch(note: identifiers.Note | None, ledger: Ledger) -> bool:
-    """Whether the stream that made a commit had a batch left out for a reset that it did not know of."""
+    """Whether a commit is of a stream whose batch the sink left out, because it did not know the last reset."""
     return note is not None and note.stream in ledger.void and note.reset_number < ledger.reset_number
 
 
@@ -251,11 +249,11 @@ def reset(
     table: str | None = None,
     execute: bool,
 ) -> GroupReset:
-    """What a reset to these offsets does; with ``execute`` the group goes there and then, with a table, its ledger.
+    """Plan a reset to these offsets; with ``execute``, move the group and then, with a table, its ledger.
 
-    Kafka goes first: it refuses while the group is active. If the table does not follow (this process dies, Delta
-    refuses), a query stops where it would write something twice, and says so; another reset settles it, because its
-    number is higher. The other way round every batch would be void, as the source had never heard of the reset.
+    Kafka is first, because it refuses while the group is active. If the table is not updated afterwards (this process
+    dies, Delta refuses), a query fails before it writes rows twice, and another reset with a higher number repairs it.
+    In the other order every batch would be void, because the source would not know the reset.
 
     Raises:
         GroupError: the group has members; stop them first.
@@ -275,11 +273,11 @@ def reset(
 
     ledger = None
     if spark is not None and table is not None:
-        with contextlib.suppress(LedgerDamaged):  # nobody can read it: it is written anew
+        with contextlib.suppress(LedgerDamaged):  # unreadable: it is replaced
             ledger = ledger_store.read_ledger(spark, table, group)
     known = [*targets, *committed, *({} if ledger is None else ledger.offsets)]
     topics = admin.existing_topics(tp.topic for tp in known)
-    found = plan(targets, committed, ledger, topics)
+    found = plan_reset(targets, committed, ledger, topics)
     admin.move_committed(group, found.offsets, notes=found.notes)
     if spark is not None and table is not None:
         ids = {tp.topic: topics[tp.topic].id for tp in found.offsets}
@@ -317,45 +315,52 @@ def reset_command(
     group: GroupOption,
     bootstrap_servers: ServersOption,
     topic: TopicsOption = None,
-    all_topics: Annotated[
-        bool, typer.Option("--all-topics", help="All that the group has; so it is without --topic, too.")
+    all_topics: Annotated[bool, typer.Option("--all-topics", help="All topics of the group (the default).")] = False,
+    to_earliest: Annotated[bool, typer.Option("--to-earliest", help="To the first existing record.")] = False,
+    to_latest: Annotated[
+        bool, typer.Option("--to-latest", help="To the end of the log: skip all existing records.")
     ] = False,
-    to_earliest: Annotated[bool, typer.Option("--to-earliest", help="To the first record still there.")] = False,
-    to_latest: Annotated[bool, typer.Option("--to-latest", help="To the end: skip what is there.")] = False,
-    to_current: Annotated[bool, typer.Option("--to-current", help="To where the group is, for --export.")] = False,
+    to_current: Annotated[bool, typer.Option("--to-current", help="To the current position, for --export.")] = False,
     to_offset: Annotated[int | None, typer.Option("--to-offset", min=0, help="To this offset.")] = None,
     to_offsets: Annotated[str | None, typer.Option("--to-offsets", help='JSON: {"orders":{"0":23,"1":-1}}')] = None,
-    to_datetime: Annotated[str | None, typer.Option("--to-datetime", help="ISO 8601 with its zone.")] = None,
+    to_datetime: Annotated[
+        str | None, typer.Option("--to-datetime", help="To this time: ISO 8601 with a time zone.")
+    ] = None,
     by_duration: Annotated[
-        str | None, typer.Option("--by-duration", metavar="PnDTnHnMnS", help="To so long ago, such as PT1H30M.")
+        str | None, typer.Option("--by-duration", metavar="PnDTnHnMnS", help="To this long ago, such as PT1H30M.")
     ] = None,
-    shift_by: Annotated[
-        int | None, typer.Option("--shift-by", help="So many offsets further; a negative number goes back.")
-    ] = None,
+    shift_by: Annotated[int | None, typer.Option("--shift-by", help="By this many offsets; negative: back.")] = None,
     from_file: Annotated[
         Path | None,
-        typer.Option("--from-file", exists=True, dir_okay=False, help="To what a CSV of --export says; Kafka's too."),
+        typer.Option(
+            "--from-file",
+            exists=True,
+            dir_okay=False,
+            help="To the offsets of a CSV file from --export of this or Kafka's tool.",
+        ),
     ] = None,
-    to_ledger: Annotated[bool, typer.Option("--to-ledger", help="To what the table of --table holds.")] = False,
+    to_ledger: Annotated[bool, typer.Option("--to-ledger", help="To the ledger of --table.")] = False,
     to_checkpoint: Annotated[
-        str | None, typer.Option("--to-checkpoint", help="To the last finished batch of a query's checkpointLocation.")
+        str | None, typer.Option("--to-checkpoint", help="To the end of the last finished batch of a checkpoint.")
     ] = None,
     batch: Annotated[
         int | None,
-        typer.Option("--batch", min=0, help="With --to-checkpoint: to where this batch began."),
+        typer.Option("--batch", min=0, help="With --to-checkpoint: to the start of this batch."),
     ] = None,
     table: TableOption = None,
-    execute: Annotated[bool, typer.Option("--execute", help="Do it; without this it is only shown.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show it; so it is without --execute, too.")] = False,
-    export: Annotated[bool, typer.Option("--export", help="Print the plan as CSV and nothing else.")] = False,
+    execute: Annotated[
+        bool, typer.Option("--execute", help="Move the offsets; without this the command only shows the plan.")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show the plan (the default).")] = False,
+    export: Annotated[bool, typer.Option("--export", help="Print only the plan, as CSV.")] = False,
     command_config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Move a stopped group's offsets; with --table the table's ledger moves along, so that nothing is refused later.
+    """Move a stopped group's offsets and, with --table, the table's ledger, so that the next batch is not refused.
 
-    The queries go on with the checkpoints they have.
+    The queries continue with their checkpoints.
     """
-    to = parse_to(
+    to = parse_destination(
         {
             "--to-earliest": to_earliest,
             "--to-latest": to_latest,
@@ -372,26 +377,26 @@ def reset_command(
         group,
     )
     if to_ledger and table is None:
-        raise OptionError("--to-ledger needs --table: the Delta table whose ledger is meant")
+        raise common.UsageError("--to-ledger needs --table, the Delta table with the ledger")
     if batch is not None and to_checkpoint is None:
-        raise OptionError("--batch needs --to-checkpoint: the checkpoint that has the batch")
-    _contradict({"--execute": execute, "--dry-run": dry_run})
-    _contradict({"--export": export, "--json": as_json})
-    _contradict({"--topic": bool(topic), "--all-topics": all_topics})
+        raise common.UsageError("--batch needs --to-checkpoint, the checkpoint with the batch")
+    _refuse_both({"--execute": execute, "--dry-run": dry_run})
+    _refuse_both({"--export": export, "--json": as_json})
+    _refuse_both({"--topic": bool(topic), "--all-topics": all_topics})
     scope = scope_of(topic or [])
-    admin = shared.admin_of(bootstrap_servers, group, command_config)
-    with shared.session(table is not None) as spark:
+    admin = common.admin_of(bootstrap_servers, group, command_config)
+    with common.session(table is not None) as spark:
         if to == "checkpoint":
             from spark_group_source.delta.checkpoint import positions
 
-            with shared.checkpoint_files(str(to_checkpoint)) as (files, root):
-                to = Offsets(positions(files, root, group, batch), written=False)
+            with common.checkpoint_files(str(to_checkpoint)) as (files, root):
+                to = Offsets(positions(files, root, group, batch), explicit=False)
         elif to == "ledger":
             from spark_group_source.delta.ledger_store import require_ledger
 
             assert spark is not None
-            to = Offsets(require_ledger(spark, str(table), group).offsets, written=False)
-        targets = find(admin, group, to, scope)
+            to = Offsets(require_ledger(spark, str(table), group).offsets, explicit=False)
+        targets = resolve_targets(admin, group, to, scope)
         new = not admin.committed(group) and admin.describe_group(group).state == DEAD
         done = reset(admin, group, targets, spark=spark, table=table, execute=execute)
     if export:
@@ -402,29 +407,30 @@ def reset_command(
     else:
         console.print(done)
     if new:
-        typer.echo(f"there is no group {group} yet; this begins it", err=export)
-    text = f"moved {len(done.moves)} partitions of group {group}; this was its reset {done.number}"
+        typer.echo(f"group {group} does not exist yet; the reset creates it", err=export)
+    text = f"moved {len(done.moves)} partitions of group {group}; this is its reset #{done.number}"
     typer.echo(text if execute else "nothing was changed; add --execute to do it", err=export)
 
 
-def _contradict(given: Mapping[str, bool]) -> None:
+def _refuse_both(given: Mapping[str, bool]) -> None:
     if all(given.values()):
-        raise OptionError(f"{' and '.join(given)} contradict each other; give one of them")
+        raise common.UsageError(f"{' and '.join(given)} contradict each other; give one of them")
 
 
-def parse_to(given: Mapping[str, Any], group: str) -> To | Literal["ledger", "checkpoint"]:
-    """Where the group is to go, by the one option that was given.
+def parse_destination(given: Mapping[str, Any], group: str) -> Destination | Literal["ledger", "checkpoint"]:
+    """The destination, from the one option that was given.
 
     Args:
-        given: all options that name a place, each with its value.
-        group: whose lines of a file are meant.
+        given: all options that name a destination, with their values.
+        group: the group whose lines of a file are used.
 
     Raises:
-        OptionError: none or several are given, or the value of the one cannot be read.
+        UsageError: no or several options are given, or the value is invalid.
+        OptionError: the file of ``--from-file`` is invalid.
     """
     chosen = {name: value for name, value in given.items() if value is not None and value is not False}
     if len(chosen) != 1:
-        raise OptionError(f"say where to: exactly one of {', '.join(given)}")
+        raise common.UsageError(f"give exactly one of {', '.join(given)}")
     ((name, value),) = chosen.items()
     match name:
         case "--to-earliest":
@@ -452,15 +458,15 @@ def parse_to(given: Mapping[str, Any], group: str) -> To | Literal["ledger", "ch
 
 
 def scope_of(texts: Sequence[str]) -> dict[str, frozenset[int]]:
-    """``NAME`` or ``NAME:0,1``, as Kafka's own tool takes them."""
+    """Parse ``NAME`` or ``NAME:0,1``, like Kafka's own tool."""
     found: dict[str, frozenset[int]] = {}
     for text in texts:
         name, colon, numbers = text.partition(":")
         each = [number.strip() for number in numbers.split(",")] if colon else []
         if not name or not all(number.isdecimal() for number in each):
-            raise OptionError(f"--topic is {text!r}; write NAME, or NAME:0,1 for some of its partitions")
+            raise common.UsageError(f"--topic is {text!r}; it must be NAME, or NAME:0,1 for some of its partitions")
         if name in found and not (each and found[name]):
-            raise OptionError(f"--topic names {name} twice, once with all of its partitions")
+            raise common.UsageError(f"--topic names {name} twice, once with all partitions")
         found[name] = found.get(name, frozenset()) | {int(number) for number in each}
     return found
 
@@ -469,9 +475,9 @@ def _named(text: str) -> dict[TopicPartition, int]:
     try:
         named = parse_offsets(text)
     except ValueError as exc:
-        raise OptionError(f"--to-offsets: {exc}") from None
+        raise common.UsageError(f"--to-offsets: {exc}") from None
     if isinstance(named, StartAt):
-        raise OptionError("--to-offsets takes JSON; for a word use --to-earliest or --to-latest")
+        raise common.UsageError("--to-offsets must be JSON; for one position use --to-earliest or --to-latest")
     return dict(named)
 
 
@@ -479,18 +485,17 @@ def _moment_ms(text: str) -> int:
     try:
         moment = datetime.fromisoformat(text)
     except ValueError:
-        raise OptionError(f"--to-datetime is {text!r}; write it as 2026-01-31T12:00:00+00:00") from None
+        raise common.UsageError(f"--to-datetime is {text!r}; it must look like 2026-01-31T12:00:00+00:00") from None
     if moment.tzinfo is None:
-        raise OptionError(f"--to-datetime {text!r} has no zone; add one, such as +00:00")
+        raise common.UsageError(f"--to-datetime {text!r} has no time zone; add one, such as +00:00")
     return int(moment.timestamp() * 1000)
 
 
 def duration_ms(text: str) -> int:
-    """Milliseconds of a duration as Kafka's own tool reads it (``java.time.Duration``): ISO 8601 without years and
-    months, whose lengths differ."""
+    """Parse a duration like Kafka's own tool (``java.time.Duration``): ISO 8601 without years and months."""
     found = DURATION.fullmatch(text.strip().upper())
     if found is None or not any(found.groups()):
-        raise OptionError(f"--by-duration is {text!r}; write it as PnDTnHnMnS, such as PT1H30M or P7D")
+        raise common.UsageError(f"--by-duration is {text!r}; it must be PnDTnHnMnS, such as PT1H30M or P7D")
     days, hours, minutes, seconds = (float(part or 0) for part in found.groups())
     return round(((days * 24 + hours) * 60 + minutes) * 60_000 + seconds * 1000)
 
@@ -499,7 +504,7 @@ def duration_ms(text: str) -> int:
 
 
 def plan_text(offsets: Mapping[TopicPartition, int]) -> str:
-    """The lines of a plan, for one group."""
+    """The CSV lines of one group's plan."""
     text = io.StringIO()
     lines = csv.writer(text, lineterminator="\n")
     for tp, offset in sorted(offsets.items()):
@@ -508,10 +513,10 @@ def plan_text(offsets: Mapping[TopicPartition, int]) -> str:
 
 
 def read_plan(path: Path, group: str) -> dict[TopicPartition, int]:
-    """The plan in a file; of a file with several groups, the lines of this one.
+    """Read a plan from a file; of a file with several groups, the lines of this group.
 
     Raises:
-        OptionError: a line cannot be read, stands there twice, or none is of this group.
+        OptionError: a line is invalid or appears twice, or no line is of this group.
     """
     found: dict[TopicPartition, int] = {}
     for number, row in enumerate(csv.reader(path.read_text(encoding="utf-8").splitlines()), 1):
@@ -528,7 +533,7 @@ def read_plan(path: Path, group: str) -> dict[TopicPartition, int]:
         if whose.strip() != group:
             continue
         if tp in found:
-            raise OptionError(f"{path}, line {number}: {tp} stands there twice")
+            raise OptionError(f"{path}, line {number}: {tp} appears twice")
         found[tp] = int(numbers[1])
     if not found:
         raise OptionError(f"{path} has no line of group {group!r}")

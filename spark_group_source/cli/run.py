@@ -1,10 +1,10 @@
 """``spark-group run``: a consumer group into a Delta table, exactly once.
 
-Runs in: the user's driver. Deliberately absent: a master, memory and everything else that ``spark-submit`` is told. The
-arguments are checked before Spark is imported.
+Runs in: the user's driver. Deliberately absent: a master, memory and other settings of ``spark-submit``. The arguments
+are checked before Spark is imported.
 
-``jobs/group_to_delta.py`` is the same as a script for ``spark-submit``, which gives it a master, memory and jars.
-Without ``spark-submit`` the command brings Delta's jars itself and runs on this machine::
+``jobs/group_to_delta.py`` is the same job as a script for ``spark-submit``, which sets master, memory and jars.
+Without ``spark-submit`` the command downloads Delta's jars and runs on this machine::
 
     spark-submit --packages io.delta:delta-spark_4.2_2.13:4.4.0 \\
         --conf spark.sql.extensions=io.delta.sql.DeltaSparkSessionExtension \\
@@ -13,9 +13,9 @@ Without ``spark-submit`` the command brings Delta's jars itself and runs on this
         --table /lake/orders --checkpoint /lake/_chk/orders --schema "order_id BIGINT, amount DOUBLE"
 
 The rows have the fields of ``--schema``, then ``malformed`` (the value of a record that is not such a JSON object, else
-null), then Kafka's columns. Without ``--schema`` they are the source's columns as they come. Only rows that the table
-holds are committed to the group, so the job may be stopped or killed at any time and started again. A signal to the
-Python process lets the batch in hand end first, so that another member of the group can go on without reading it again.
+null), then Kafka's columns. Without ``--schema`` the rows have the source's columns. Only offsets of rows in the
+table are committed, so the job may be stopped or killed at any time. On a signal the Python process finishes the batch
+in flight first, so that another member of the group does not read it again.
 """
 
 import logging
@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from spark_group_source import compatibility
-from spark_group_source.cli.shared import settings_in
+from spark_group_source.cli.common import settings_in
 from spark_group_source.delta import table_names
 from spark_group_source.errors import GroupError
 from spark_group_source.host.run_files import drain
@@ -47,14 +47,14 @@ log = logging.getLogger(__name__)
 
 INTERVAL: Final = re.compile(r"\d+ (millisecond|second|minute|hour)s?")
 SECRET: Final = re.compile(r"password|passphrase|secret|jaas|token|\.pem$|\.key$", re.IGNORECASE)
-"""Names of options whose values do not belong on a command line, where every user of the machine can read them."""
+"""Names of secret options. They are refused on the command line, which every user of the machine can read."""
 
 MALFORMED: Final = "malformed"
 KAFKA_COLUMNS: Final = ("key", "topic", "partition", "offset", "timestamp", "headers")
-"""Those of the source that stay beside the parsed fields; headers only where they are asked for."""
+"""Columns of the source that are kept beside the parsed fields; headers only with ``includeHeaders``."""
 
 LOOK_S: Final = 1
-"""Pause between two looks at the query: the longest time until a signal is followed."""
+"""Interval in which the query is checked: the longest reaction time to a signal."""
 ASKED_TO_STOP: Final = threading.Event()
 
 DELTA_SETTINGS: Final = {
@@ -65,38 +65,39 @@ DELTA_SETTINGS: Final = {
 
 def run(
     bootstrap_servers: Annotated[
-        str, typer.Option("--bootstrap-servers", "--bootstrap-server", help="Brokers to ask first: host:port,…")
+        str, typer.Option("--bootstrap-servers", "--bootstrap-server", help="Brokers to connect to first: host:port,…")
     ],
-    group: Annotated[str, typer.Option(help="Consumer group to join; its committed offsets are where the job starts.")],
+    group: Annotated[str, typer.Option(help="Consumer group to join; the job starts at its committed offsets.")],
     table: Annotated[str, typer.Option(help="Delta table: a path (it has a slash in it) or a table name.")],
     checkpoint: Annotated[str, typer.Option(help="Directory of the query's checkpoint; one for each query.")],
     topics: Annotated[str | None, typer.Option(help="Topics to read: name,…")] = None,
     pattern: Annotated[str | None, typer.Option(help="Topics to read: a regular expression.")] = None,
     trigger: Annotated[
-        str, typer.Option(help='available-now or once: read what is there and end. "5 seconds": go on, this often.')
+        str,
+        typer.Option(
+            help='available-now or once: read all records and stop. "5 seconds": run continuously in this interval.'
+        ),
     ] = "available-now",
     schema: Annotated[
         str | None, typer.Option(help='Fields of the JSON values, as Spark DDL: "id BIGINT, amount DOUBLE".')
     ] = None,
-    kafka_prefix: Annotated[str, typer.Option(help="With --schema: put before the names of Kafka's columns.")] = "",
-    partition_by: Annotated[
-        list[str] | None, typer.Option(help="Column to partition a new table by; may be repeated.")
-    ] = None,
+    kafka_prefix: Annotated[str, typer.Option(help="With --schema: prefix of the names of Kafka's columns.")] = "",
+    partition_by: Annotated[list[str] | None, typer.Option(help="Partition column of a new table; repeatable.")] = None,
     merge_schema: Annotated[bool, typer.Option("--merge-schema", help="Add new columns to the table.")] = False,
     option: Annotated[
         list[str] | None,
-        typer.Option(metavar="KEY=VALUE", help="An option of the source, such as groupMembers=2; may be repeated."),
+        typer.Option(metavar="KEY=VALUE", help="An option of the source, such as groupMembers=2; repeatable."),
     ] = None,
     option_file: Annotated[
         list[Path] | None,
         typer.Option(
             dir_okay=False,
-            help="File of key=value lines with options of the source; ${NAME} is taken from the "
-            "environment. The place for secrets. May be repeated.",
+            help="File of key=value lines with options of the source, such as secrets; ${NAME} is read from "
+            "the environment. Repeatable.",
         ),
     ] = None,
     log_level: Annotated[
-        str, typer.Option(envvar="SPARK_GROUP_LOG_LEVEL", help="Of this job and of the source.")
+        str, typer.Option(envvar="SPARK_GROUP_LOG_LEVEL", help="Log level of this job and of the source.")
     ] = "INFO",
 ) -> None:
     """Read Kafka topics as a member of a consumer group into a Delta table, exactly once."""
@@ -107,9 +108,9 @@ def run(
         "subscribePattern": pattern,
     }
     if (topics is None) == (pattern is None):
-        raise typer.BadParameter("give one of --topics and --pattern")
+        raise typer.BadParameter("give either --topics or --pattern")
     if kafka_prefix and schema is None:
-        raise typer.BadParameter("--kafka-prefix is for the columns beside parsed fields: give --schema too")
+        raise typer.BadParameter("--kafka-prefix renames the columns beside parsed fields: give --schema too")
     table_names.require_separate_folders(table_names.canonical(table), checkpoint)
     files = {name: value for path in option_file or [] for name, value in settings_in(path).items()}
     source = given | files | _from_command_line(option or [])
@@ -131,10 +132,10 @@ def run(
         _stop_on_signals()
         _follow(writer.queryName(group).trigger(**timing))
     except Exception as exc:
-        if ASKED_TO_STOP.is_set():  # under spark-submit the JVM hears the signal too, and may be gone first
-            log.info("stopped by a signal; the next start goes on where the table stands")
+        if ASKED_TO_STOP.is_set():  # under spark-submit the JVM gets the signal too, and may end first
+            log.info("group %s: stopped by a signal; the next start continues at the table's position", group)
             raise typer.Exit(0) from None
-        log.debug("the whole story", exc_info=exc)
+        log.debug("full traceback", exc_info=exc)
         log.error("%s", reason(exc))
         raise typer.Exit(1) from None
     finally:
@@ -151,7 +152,7 @@ def _timing(trigger: str) -> dict[str, Any]:
         return {"once": True}
     if INTERVAL.fullmatch(trigger):
         return {"processingTime": trigger}
-    raise typer.BadParameter(f"--trigger {trigger!r}: give available-now, once, or an interval such as '5 seconds'")
+    raise typer.BadParameter(f"--trigger {trigger!r} must be available-now, once, or an interval such as '5 seconds'")
 
 
 def _from_command_line(pairs: Iterable[str]) -> dict[str, str]:
@@ -159,11 +160,11 @@ def _from_command_line(pairs: Iterable[str]) -> dict[str, str]:
     for pair in pairs:
         name, has_value, value = pair.partition("=")
         if not has_value or not name:
-            raise typer.BadParameter(f"--option {name!r}: write KEY=VALUE")
+            raise typer.BadParameter(f"--option {name!r} must be KEY=VALUE")
         if SECRET.search(name):
             raise typer.BadParameter(
-                f"--option {name}: secrets on a command line can be read by others on this machine; put it into a file "
-                "and name that with --option-file"
+                f"--option {name}: other users of this machine can read secrets on a command line; put it into a file "
+                "and pass that with --option-file"
             )
         found[name] = value
     return found
@@ -174,7 +175,7 @@ def _log_to_stderr(level: str) -> None:
     try:
         logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     except ValueError:
-        raise typer.BadParameter(f"--log-level {level!r}: give DEBUG, INFO, WARNING or ERROR") from None
+        raise typer.BadParameter(f"--log-level {level!r} must be DEBUG, INFO, WARNING or ERROR") from None
     logging.getLogger("py4j").setLevel(logging.WARNING)
 
 
@@ -182,10 +183,10 @@ def _log_to_stderr(level: str) -> None:
 
 
 def parsed(fields: "StructType", *, prefix: str = "") -> "Callable[[DataFrame], DataFrame]":
-    """A transform that makes columns of JSON objects; a value that is none is kept as it is, in ``malformed``.
+    """A transform that parses JSON objects into columns; a value that is no JSON object is kept in ``malformed``.
 
     Raises:
-        typer.BadParameter: a field has the name of another column of the table.
+        typer.BadParameter: a field has the same name as another column of the table.
     """
     from pyspark.sql import functions as F
     from pyspark.sql.types import StringType, StructField, StructType
@@ -205,7 +206,7 @@ def parsed(fields: "StructType", *, prefix: str = "") -> "Callable[[DataFrame], 
     def transform(df: "DataFrame") -> "DataFrame":
         text = F.col("value").cast("string")
         json = F.from_json(text, wanted, {"mode": "PERMISSIVE", "columnNameOfCorruptRecord": corrupt})
-        # from_json alone takes the first of several values and forgets the rest.
+        # from_json alone parses the first of several values and drops the rest.
         values = F.coalesce(F.json_array_length(F.concat(F.lit("["), text, F.lit("]"))), F.lit(0))
         one = (values == 1) & ~F.ltrim(text).startswith("[")
         good = one & F.col("json").isNotNull() & F.col(f"json.{corrupt}").isNull()
@@ -227,7 +228,7 @@ def _ddl(spark: "SparkSession", schema: str) -> "StructType":
     except PySparkException as exc:
         raise typer.BadParameter(f"--schema {schema!r} is not Spark DDL: {reason(exc)}") from None
     if not fields:
-        raise typer.BadParameter("--schema names no field; leave it out to keep the value as it is")
+        raise typer.BadParameter("--schema has no field; leave it out to keep the value unparsed")
     return fields
 
 
@@ -235,33 +236,33 @@ def _ddl(spark: "SparkSession", schema: str) -> "StructType":
 
 
 def _follow(writer: "DataStreamWriter") -> None:
-    """Start the query and follow it until it ends or a signal asks for its end."""
+    """Start the query and wait until it stops or a signal arrives."""
     query = writer.start()
     last = -1
     while not query.awaitTermination(LOOK_S):
         last = _tell(query, last)
         if ASKED_TO_STOP.is_set():
-            log.info("a signal asks for the end: the batch in hand is finished, and its offsets go to Kafka")
+            log.info("received a signal; finishing the batch in flight and committing its offsets")
             _drain(query)
             query.stop()
             return
     _tell(query, last)
-    log.info("the query has ended: all that was there is in the table")
+    log.info("the query has stopped; all available records are in the table")
 
 
 def _drain(query: "StreamingQuery") -> None:
-    """Let the batch in hand end. Without it the next owner of a partition could read its rows again."""
+    """Finish the batch in flight. Otherwise the next owner of a partition could read its rows again."""
     from pyspark.sql import SparkSession
 
     jvm: Any = SparkSession.active()._jvm
     try:
         drain(str(query.name), driver=jvm.java.lang.ProcessHandle.current().pid())
     except GroupError as exc:
-        log.warning("%s; what of it is not in the table is read again by the next start", exc)
+        log.warning("%s; the next start reads the records that are not in the table again", exc)
 
 
 def _tell(query: "StreamingQuery", last: int) -> int:
-    """Log the batches that ended since ``last``; returns the newest."""
+    """Log the batches that finished after batch ``last``; returns the newest."""
     for progress in query.recentProgress:
         if progress.batchId > last and progress.numInputRows:
             last = progress.batchId
@@ -292,7 +293,7 @@ def _check_delta(spark: "SparkSession") -> None:
 
 
 def _stop_on_signals() -> None:
-    """After the session is there: pyspark sets a handler of its own for SIGINT."""
+    """Install handlers after the session exists: pyspark installs its own handler for SIGINT."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: ASKED_TO_STOP.set())
 
@@ -300,12 +301,12 @@ def _stop_on_signals() -> None:
 def _end(spark: "SparkSession") -> None:
     try:
         spark.stop()
-    except Exception as exc:  # noqa: BLE001  # the JVM may be gone; nothing is left to end then
-        log.debug("the session could not be stopped: %r", exc)
+    except Exception as exc:  # noqa: BLE001  # the JVM may be gone already
+        log.debug("cannot stop the session: %r", exc)
 
 
 def reason(exc: BaseException) -> str:
-    """The one line of an error that says what to do; Spark wraps it into stack traces of several processes."""
+    """The line of an error with its remedy; Spark wraps it in stack traces of several processes."""
     text = str(exc)
     found = re.findall(r"(?:spark_group_source\.errors|pyspark\.errors\.exceptions\.\w+)\.(\w+): (.+)", text)
     if found:

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from spark_group_source.cli import migrate
+from spark_group_source.cli.common import local_path
 from spark_group_source.cli.migrate import Progress
-from spark_group_source.cli.shared import local_path
 from spark_group_source.delta.checkpoint import local_files
 from spark_group_source.errors import CheckpointMismatch, OptionError, SourceError
 from spark_group_source.model import TopicPartition
@@ -75,9 +75,9 @@ ENDED = ['{"orders":{"0":3}}']
     [
         ({0: ENDED, 1: ENDED}, [0], CheckpointMismatch, "batch 1 was planned and is not finished.*availableNow=True"),
         ({0: ENDED}, [], CheckpointMismatch, "batch 0 was planned and is not finished"),
-        ({}, [], OptionError, "it is no query's checkpointLocation, or its query never planned one"),
+        ({}, [], OptionError, "it is not the checkpointLocation of a query, or the query never planned one"),
         ({0: ENDED}, [0, 1], CheckpointMismatch, "has commits/1 and no offsets/1"),
-        ({0: ["0"]}, [0], OptionError, "no source of Spark's Kafka connector with a partition, but 1 of other kinds"),
+        ({0: ["0"]}, [0], OptionError, "no source of Spark's Kafka connector with a partition, and 1 other sources"),
         ({0: ['{"group":"etl","v":1}']}, [0], OptionError, "is the checkpoint of a kafka-group query"),
     ],
 )

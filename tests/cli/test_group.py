@@ -101,14 +101,14 @@ def test_describe_names_the_owner_of_each_partition(scene: Scene, run: Run) -> N
 
 def test_describe_of_a_missing_group_is_refused(run: Run) -> None:
     for command in (("describe",), ("reset", "--to-latest"), ("migrate", "--to-checkpoint")):
-        assert "there is no group" in refused(run(*command)), command
+        assert "does not exist" in refused(run(*command)), command
 
 
 def test_reset_creates_a_group(scene: Scene, run: Run) -> None:
     name = scene.topic()
     scene.produce(name, numbered(0, 4))
     shown = run("reset", "--topic", name, "--to-latest", "--execute")
-    assert f"there is no group {scene.group} yet; this begins it" in shown.output
+    assert f"group {scene.group} does not exist yet; the reset creates it" in shown.output
     assert scene.committed() == {TopicPartition(name, 0): 5}
 
 
@@ -120,7 +120,7 @@ def test_group_deleted_after_listing_is_skipped(scene: Scene, monkeypatch: pytes
     every = scene.typed("describe", "--all-groups", "--json", "--bootstrap-server", scene.servers)
     assert [one["group"] for one in json.loads(every.output)] == [here]
     named = scene.typed("describe", "--group", here, "--group", gone, "--bootstrap-server", scene.servers)
-    assert f"there is no group {gone!r}" in refused(named)
+    assert f"group {gone!r} does not exist" in refused(named)
 
 
 def test_list_and_describe_show_all_groups_with_state(scene: Scene) -> None:
@@ -197,7 +197,7 @@ def test_reset_is_refused_while_the_group_has_members(scene: Scene, run: Run) ->
     ("arguments", "message"),
     [
         (("--to-latest", "--topic", "no-such-topic"), "topic no-such-topic does not exist"),
-        (("--to-latest", "--execute"), "its offsets expired; to begin it somewhere, name the topics with --topic"),
+        (("--to-latest", "--execute"), "its offsets expired; to create it, name the topics with --topic"),
         (("--to-current", "--topic", "no-such-topic:0"), "topic no-such-topic does not exist"),
         (("--to-offsets", '{"no-such-topic":{"0":1}}'), "partition no-such-topic-0 does not exist"),
     ],
@@ -223,7 +223,7 @@ def test_reset_number_is_stored_in_all_commit_metadata(scene: Scene, run: Run) -
     set_committed(scene.admin, scene.group, other, {0: 0})
     for number in (1, 2):
         shown = run("reset", "--topic", one, "--to-earliest", "--execute")
-        assert f"moved 2 partitions of group {scene.group}; this was its reset {number}" in shown.output
+        assert f"moved 2 partitions of group {scene.group}; this is its reset #{number}" in shown.output
         here = {TopicPartition(one, 0): 0, TopicPartition(one, 1): 0, TopicPartition(other, 0): 0}
         assert scene.committed() == here
         assert notes(scene) == dict.fromkeys(here, Note(reset_number=number))
@@ -342,7 +342,7 @@ def test_batch_pending_at_a_reset_is_void(to: str, skipped: range, scene: Scene,
     assert set(pending.ranges.values()) == {(8, 10)}
     for _ in range(2):
         shown = run("reset", to, "--table", str(table), "--execute")
-    assert "this was its reset 2" in shown.output
+    assert "this is its reset #2" in shown.output
     scene.produce(name, numbered(20, 23, 2))
     into(one, table)
 
@@ -428,5 +428,5 @@ def test_reset_to_checkpoint_uses_start_of_batch_or_last_end(scene: Scene, run: 
         positions(files, checkpoint, scene.group, 77)
     with pytest.raises(OptionError, match=r"batch 0 in .* has no partition of group 'other'"):
         positions(files, checkpoint, "other", 0)
-    with pytest.raises(OptionError, match=r"has no planned batch: it is no query's checkpointLocation"):
+    with pytest.raises(OptionError, match=r"has no planned batch: it is not the checkpointLocation"):
         positions(files, f"{checkpoint}-no", scene.group)

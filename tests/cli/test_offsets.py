@@ -16,7 +16,7 @@ from streams import PROTOCOLS, OtherMember, numbered
 
 from spark_group_source import DeltaSink
 from spark_group_source.cli import offsets as deletion
-from spark_group_source.cli.offsets import Fate, Outcome, chosen, foretell
+from spark_group_source.cli.offsets import DeletionResult, Outcome, predict_deletion, select_offsets
 from spark_group_source.error_codes import CODES
 from spark_group_source.errors import BrokerUnavailable, GroupError, OptionError
 from spark_group_source.kafka import CommittedOffset, GroupAdmin, GroupDescription, GroupMember
@@ -47,24 +47,26 @@ def outcomes(shown: Shown) -> dict[tuple[str, int], str]:
 
 
 def test_topic_option_selects_committed_or_named_partitions() -> None:
-    assert chosen({"a": ()}, AT) == {A0: 5, A1: 7}
-    assert chosen({"a": {1}, "b": ()}, AT) == {A1: 7, B0: 9}
-    assert chosen({"a": (0, 4)}, AT) == {A0: 5, TopicPartition("a", 4): None}
+    assert select_offsets({"a": ()}, AT) == {A0: 5, A1: 7}
+    assert select_offsets({"a": {1}, "b": ()}, AT) == {A1: 7, B0: 9}
+    assert select_offsets({"a": (0, 4)}, AT) == {A0: 5, TopicPartition("a", 4): None}
 
 
 def test_topic_without_offsets_is_refused_with_those_that_have_some() -> None:
-    with pytest.raises(OptionError, match="nothing of topic 'c'; it has offsets of: a, b"):
-        chosen({"c": ()}, AT)
+    with pytest.raises(OptionError, match="no committed offsets of topic 'c'; it has offsets of: a, b"):
+        select_offsets({"c": ()}, AT)
 
 
 def test_only_assigned_partitions_prove_a_subscription() -> None:
     member = GroupMember("m", "c", "", "h", (A1,))
     offsets = {A0: 5, B0: 9, TopicPartition("b", 1): None}
-    found = foretell(offsets, GroupDescription("stable", "classic", "range", (member,)))
+    found = predict_deletion(offsets, GroupDescription("stable", "classic", "range", (member,)))
     assert found[A0].outcome is Outcome.WOULD_STAY, "also of the partitions that nobody has"
     assert found[B0].outcome is Outcome.WOULD_GO and "unless a member subscribes" in found[B0].reason
     assert found[TopicPartition("b", 1)].outcome is Outcome.NOTHING
-    assert foretell({A0: 5}, GroupDescription("empty", "classic", "", ())) == {A0: Fate(5, Outcome.WOULD_GO)}
+    assert predict_deletion({A0: 5}, GroupDescription("empty", "classic", "", ())) == {
+        A0: DeletionResult(5, Outcome.WOULD_GO)
+    }
 
 
 class Scripted:
@@ -83,17 +85,17 @@ class Scripted:
 def test_G10_partition_missing_in_response_is_not_reported_as_deleted() -> None:
     left = Scripted({A0: 0}, {A0: None, A1: None})
     found = deletion.delete(left, "g", {A0: 5, A1: 7})  # type: ignore[arg-type]
-    assert [fate.outcome for fate in found.values()] == [Outcome.DELETED, Outcome.NOT_ANSWERED]
-    assert deletion.left(found) == [A1]
+    assert [result.outcome for result in found.values()] == [Outcome.DELETED, Outcome.NOT_ANSWERED]
+    assert deletion.not_deleted(found) == [A1]
 
 
 def test_offset_that_is_not_read_back_is_not_reported_as_deleted() -> None:
     again = Scripted({A0: 0, A1: 0, B0: 99}, {A0: CommittedOffset(6, ""), B0: CommittedOffset(9, "")})
     found = deletion.delete(again, "g", {A0: 5, A1: 7, B0: 9})  # type: ignore[arg-type]
-    assert found[A0] == Fate(5, Outcome.AGAIN, "now at 6")
+    assert found[A0] == DeletionResult(5, Outcome.AGAIN, "now at 6")
     assert found[A1].outcome is Outcome.NOT_ANSWERED
     assert (found[B0].outcome, "INVALID_UPDATE" in found[B0].reason) == (Outcome.REFUSED, False)
-    assert len(deletion.left(found)) == 3
+    assert len(deletion.not_deleted(found)) == 3
 
 
 # --- on a real group ------------------------------------------------------------------------------------------------
@@ -161,12 +163,12 @@ def test_delete_group_deletes_group_and_offsets(scene: Scene, run: Run) -> None:
     assert scene.group not in kafka_consumer_groups(scene.servers, "--list")
     again = run("delete-group", "--execute")
     assert again.code == 1 and again.output.count("\n") == 1
-    assert again.output.startswith(f"error: GroupError: there is no group {scene.group!r}")
-    assert run("delete-offsets", "--topic", name).output.startswith("error: GroupError: there is no group")
+    assert again.output.startswith(f"error: GroupError: group {scene.group!r} does not exist")
+    assert run("delete-offsets", "--topic", name).output.startswith("error: GroupError: group ")
     admin = GroupAdmin({"bootstrap.servers": scene.servers}, retries=0)
-    with pytest.raises(GroupError, match="there is no group"):
+    with pytest.raises(GroupError, match="does not exist"):
         admin.delete_group(scene.group)
-    with pytest.raises(GroupError, match="there is no group"):  # in the library's text alone: `library._said`
+    with pytest.raises(GroupError, match="does not exist"):  # in the library's text alone: `library._said`
         admin.delete_offsets(scene.group, [TopicPartition(name, 0)])
 
 
@@ -232,7 +234,7 @@ def test_G4_G5_query_with_deleted_offsets_writes_each_record_once(scene: Scene, 
     name, table, numbers = scene.topic(2), scene.folder / "table", range(10)
 
     def lost(*command: str) -> None:
-        """No member and no offset is left, and there are new records."""
+        """No member and no offset is not_deleted, and there are new records."""
         await_until(lambda: not describe(scene.admin, scene.group).members, what="the end of its members")
         assert run(*command, "--execute").code == 0
         assert scene.committed() == {}

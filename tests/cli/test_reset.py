@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from confluent_kafka import KafkaError
 from manual_environment import A0, A1, ManualEnvironment, refusal
 
-from spark_group_source.cli.reset import plan, targets
+from spark_group_source.cli.reset import plan_reset, start_offsets
 from spark_group_source.delta.ledger_format import Ledger
 from spark_group_source.kafka import CommittedOffset, GroupAdmin, Topic
 from spark_group_source.model import StartAt, TopicPartition
@@ -26,7 +26,7 @@ def ledger(offsets: dict[TopicPartition, int], *, reset_number: int = 0, topic_i
 
 
 def test_first_reset_has_number_1_in_all_commit_metadata() -> None:
-    found = plan({P0: 5}, committed({P0: (9, "anyone"), P1: (7, "")}), None, TOPICS)
+    found = plan_reset({P0: 5}, committed({P0: (9, "anyone"), P1: (7, "")}), None, TOPICS)
     assert found.reset_number == 1
     assert found.offsets == {P0: 5, P1: 7}
     assert found.notes == {P0: reset_text(1), P1: reset_text(1)}
@@ -34,52 +34,56 @@ def test_first_reset_has_number_1_in_all_commit_metadata() -> None:
 
 def test_reset_number_follows_the_highest_of_kafka_and_table() -> None:
     before = committed({P0: (9, note_text("s1", 4, 2)), P1: (7, reset_text(3)), P2: (7, note_text("s1", 4))})
-    assert plan({P0: 5}, before, None, TOPICS).reset_number == 4
-    assert plan({P0: 5}, before, ledger({}, reset_number=2), TOPICS).reset_number == 4
-    assert plan({P0: 5}, before, ledger({}, reset_number=6), TOPICS).reset_number == 7
-    assert plan({P0: 5}, {}, None, TOPICS).reset_number == 1
+    assert plan_reset({P0: 5}, before, None, TOPICS).reset_number == 4
+    assert plan_reset({P0: 5}, before, ledger({}, reset_number=2), TOPICS).reset_number == 4
+    assert plan_reset({P0: 5}, before, ledger({}, reset_number=6), TOPICS).reset_number == 7
+    assert plan_reset({P0: 5}, {}, None, TOPICS).reset_number == 1
 
 
 def test_unmoved_partition_keeps_stream_id_with_new_reset_number() -> None:
     before = committed({P0: (9, note_text("s1", 4)), P1: (7, note_text("s1", 3)), P2: (8, note_text("s1", 3, 1))})
-    found = plan({P0: 5}, before, None, TOPICS)
+    found = plan_reset({P0: 5}, before, None, TOPICS)
     assert found.notes[P0] == reset_text(2)
     assert [parse_note(found.notes[tp]) for tp in (P1, P2)] == [Note("s1", 3, 2)] * 2
     more = note_text("s1", 3, followed=True, truncated_from=90)
-    kept = plan({P0: 5}, committed({P1: (7, more)}), None, TOPICS)
+    kept = plan_reset({P0: 5}, committed({P1: (7, more)}), None, TOPICS)
     assert parse_note(kept.notes[P1]) == Note("s1", 3, 1, followed=True, truncated_from=90)
 
 
 def test_unmoved_partition_follows_a_ledger_that_is_ahead() -> None:
     """The last commit of a run was lost. Left behind the ledger, the partition would look like one that was rewound."""
     before = committed({P0: (9, note_text("s1", 4)), P1: (7, note_text("s1", 4))})
-    found = plan({P0: 5}, before, ledger({P0: 12, P1: 10, P2: 3}), TOPICS)
+    found = plan_reset({P0: 5}, before, ledger({P0: 12, P1: 10, P2: 3}), TOPICS)
     assert found.offsets == {P0: 5, P1: 10, P2: 3}
-    assert plan({P0: 5}, before, ledger({P1: 2}), TOPICS).offsets == {P0: 5, P1: 7}, "another member had it since"
+    assert plan_reset({P0: 5}, before, ledger({P1: 2}), TOPICS).offsets == {P0: 5, P1: 7}, "another member had it since"
 
 
 def test_ledger_with_older_reset_number_does_not_undo_a_reset() -> None:
     """The group went back to another table's ledger. Before, the next reset of this one skipped what that lacks."""
     before = committed({P0: (9, note_text("s1", 4, 1)), P1: (7, note_text("s2", 4, 1)), P2: (7, reset_text(1))})
-    assert plan({P0: 5}, before, ledger({P1: 10, P2: 10}), TOPICS).offsets == {P0: 5, P1: 7, P2: 7}
-    assert plan({P0: 5}, before, ledger({P1: 10, P2: 10}, reset_number=1), TOPICS).offsets == {P0: 5, P1: 10, P2: 10}
+    assert plan_reset({P0: 5}, before, ledger({P1: 10, P2: 10}), TOPICS).offsets == {P0: 5, P1: 7, P2: 7}
+    assert plan_reset({P0: 5}, before, ledger({P1: 10, P2: 10}, reset_number=1), TOPICS).offsets == {
+        P0: 5,
+        P1: 10,
+        P2: 10,
+    }
 
 
 def test_commit_of_a_void_batch_is_ignored() -> None:
     """It had not heard of the last reset. Left where Kafka stands, the records of that batch would be lost."""
     before = committed({P0: (9, note_text("s1", 4)), P1: (7, note_text("s1", 4)), P2: (7, note_text("s2", 4, 1))})
     table = replace(ledger({P1: 2, P2: 2}, reset_number=1), void=frozenset({"s1"}))
-    assert plan({P0: 5}, before, table, TOPICS).offsets == {P0: 5, P1: 2, P2: 7}
+    assert plan_reset({P0: 5}, before, table, TOPICS).offsets == {P0: 5, P1: 2, P2: 7}
 
 
 def test_ledger_of_a_recreated_topic_is_ignored() -> None:
-    found = plan({P0: 0}, committed({P1: (2, "")}), ledger({P0: 100, P1: 100, P2: 100}, topic_id="id-0"), TOPICS)
+    found = plan_reset({P0: 0}, committed({P1: (2, "")}), ledger({P0: 100, P1: 100, P2: 100}, topic_id="id-0"), TOPICS)
     assert found.offsets == {P0: 0, P1: 2}
 
 
 def test_deleted_partitions_are_left_out() -> None:
     gone, beyond = TopicPartition("gone", 0), TopicPartition("orders", 3)
-    found = plan({P0: 5}, committed({gone: (1, ""), beyond: (1, ""), P1: (7, "")}), ledger({gone: 4}), TOPICS)
+    found = plan_reset({P0: 5}, committed({gone: (1, ""), beyond: (1, ""), P1: (7, "")}), ledger({gone: 4}), TOPICS)
     assert found.offsets.keys() == found.notes.keys() == {P0, P1}
 
 
@@ -90,4 +94,4 @@ def test_partition_deleted_during_the_request_is_left_out() -> None:
     gone, unknown = refusal(KafkaError.UNKNOWN_TOPIC_OR_PART), refusal(KafkaError._UNKNOWN_PARTITION)
     environment.will("list_offsets", {A0: no_record, A1: there}, {A0: unknown})
     environment.will("describe_topics", {"a": gone})
-    assert targets(admin, [A0, A1], StartAt("time", 7)) == {A1: 5}
+    assert start_offsets(admin, [A0, A1], StartAt("time", 7)) == {A1: 5}

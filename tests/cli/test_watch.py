@@ -21,7 +21,7 @@ from rich.console import Console
 import spark_group_source
 from spark_group_source import OptionError
 from spark_group_source.cli.group import changes, rate
-from spark_group_source.cli.report import BAR, GroupReport, PartitionRow, picture, spans
+from spark_group_source.cli.report import BAR, GroupReport, PartitionRow, group_view, spans
 from spark_group_source.kafka import GroupMember
 from spark_group_source.local.broker import Broker
 from spark_group_source.model import TopicPartition
@@ -54,7 +54,7 @@ def report(
 
 def shown(look: GroupReport, **more: Any) -> str:
     console = Console(width=120, record=True, file=io.StringIO())
-    console.print(picture(look, bars=True, **more))
+    console.print(group_view(look, bars=True, **more))
     return console.export_text()
 
 
@@ -69,7 +69,7 @@ def shown(look: GroupReport, **more: Any) -> str:
         (
             report({0: "a", 2: "b"}),
             report({0: "a", 2: ""}, state="preparing_rebalancing"),
-            ["the group is preparing_rebalancing, it was stable", "b left", "t 2: b → nobody"],
+            ["the group is preparing_rebalancing, it was stable", "b left", "t 2: b → unassigned"],
         ),
         (
             report({0: "a"}, rebalances=2),
@@ -111,7 +111,7 @@ def test_watch_view_shows_partitions_with_largest_lag() -> None:
 
 
 def test_outdated_watch_view_is_marked() -> None:
-    assert "not answered: no broker" in shown(report({0: "a"}), silent="no broker")
+    assert "no answer: no broker" in shown(report({0: "a"}), silent="no broker")
 
 
 def in_a_notebook(value: Any) -> str:
@@ -200,7 +200,7 @@ def test_watch_without_terminal_prints_one_line_per_event(broker: Broker, name: 
             await_until(lambda: consumer.poll(0.1) is not None, WATCH_S, what="the consumer's first record")
             for line in watching.stdout:
                 said.append(line)
-                if f"{name} 0-1: nobody → second" in line:
+                if f"{name} 0-1: unassigned → second" in line:
                     break
         finally:
             consumer.close()

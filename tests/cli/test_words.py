@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from spark_group_source.cli import shared
-from spark_group_source.cli.app import EXIT_CODES, FINAL, RETRIABLE, app
-from spark_group_source.cli.reset import Offsets, Shift, duration_ms, parse_to, plan_text, read_plan, scope_of
+from spark_group_source.cli import common
+from spark_group_source.cli.app import EXIT_CODES, FINAL, RETRIABLE, USAGE, app
+from spark_group_source.cli.reset import Offsets, Shift, duration_ms, parse_destination, plan_text, read_plan, scope_of
 from spark_group_source.errors import BrokerUnavailable, GroupError, OptionError, SourceError
 from spark_group_source.model import EARLIEST, StartAt, TopicPartition
 
@@ -35,14 +35,14 @@ def test_duration_is_parsed_like_kafkas_tool(text: str, then_ms: int) -> None:
 
 @pytest.mark.parametrize("text", ["P", "PT", "P1DT", "1h", "P1M", "P1Y", "PT1H30", "-PT1H", ""])
 def test_invalid_duration_is_refused(text: str) -> None:
-    with pytest.raises(OptionError, match="write it as PnDTnHnMnS"):
+    with pytest.raises(OptionError, match="must be PnDTnHnMnS"):
         duration_ms(text)
 
 
 def test_topic_option_may_name_partitions() -> None:
     assert scope_of(["a", "b:0,2", "b:1"]) == {"a": frozenset(), "b": frozenset({0, 1, 2})}
     for wrong in (["b:"], ["b:x"], [":1"], ["b:0-3"]):
-        with pytest.raises(OptionError, match="write NAME, or NAME:0,1"):
+        with pytest.raises(OptionError, match="must be NAME, or NAME:0,1"):
             scope_of(wrong)
     with pytest.raises(OptionError, match="twice, once with all"):
         scope_of(["a", "a:1"])
@@ -66,9 +66,9 @@ NOWHERE = dict.fromkeys(
     ],
 )
 def test_reset_target_is_the_one_given_option(name: str, value: object, to: object) -> None:
-    assert parse_to(NOWHERE | {"--to-latest": False, name: value}, "etl") == to
+    assert parse_destination(NOWHERE | {"--to-latest": False, name: value}, "etl") == to
     with pytest.raises(OptionError, match="exactly one of --to-earliest, --to-latest"):
-        parse_to(NOWHERE | {name: value, "--to-checkpoint": "/c"}, "etl")
+        parse_destination(NOWHERE | {name: value, "--to-checkpoint": "/c"}, "etl")
 
 
 # --- files of settings ----------------------------------------------------------------------------------------------
@@ -80,16 +80,16 @@ def test_settings_file_expands_environment_without_showing_values(
     monkeypatch.setenv("KAFKA_SECRET", "a=b c")
     path = tmp_path / "client.properties"
     path.write_text("# comment\n\nsasl.username=me\nsasl.password = ${KAFKA_SECRET}\n")
-    settings = dict(shared.options_of("b:1", "etl", path).settings)
+    settings = dict(common.options_of("b:1", "etl", path).settings)
     assert (settings["sasl.username"], settings["sasl.password"]) == ("me", "a=b c")
     for text, why in (
         ("a=1\na=hunter2", "line 2: 'a' is there twice"),
         ("# one\nhunter2", "line 2: write key=value"),
-        ("a=hunter2${NOT_SET_ANYWHERE}", "a needs the variable NOT_SET_ANYWHERE"),
+        ("a=hunter2${NOT_SET_ANYWHERE}", "a uses the variable NOT_SET_ANYWHERE"),
     ):
         path.write_text(text)
         with pytest.raises(OptionError, match=why) as caught:
-            shared.settings_in(path)
+            common.settings_in(path)
         assert "hunter2" not in str(caught.value) and str(path) in str(caught.value)
 
 
@@ -120,7 +120,7 @@ def test_invalid_plan_line_is_named(line: str, tmp_path: Path) -> None:
     with pytest.raises(OptionError, match=f"line 2: '{line}' is not topic,partition,offset"):
         read_plan(path, "etl")
     path.write_text("orders,0,5\norders,0,6\n")
-    with pytest.raises(OptionError, match="line 2: orders-0 stands there twice"):
+    with pytest.raises(OptionError, match="line 2: orders-0 appears twice"):
         read_plan(path, "etl")
 
 
@@ -140,7 +140,7 @@ def test_exit_code_shows_whether_a_retry_can_help(error: Exception, code: int, m
     def fail(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(shared, "admin_of", fail)
+    monkeypatch.setattr(common, "admin_of", fail)
     shown = CliRunner().invoke(app, ["list", "--bootstrap-server", NOBODY])
     assert (shown.exit_code, shown.output) == (code, f"error: {type(error).__name__}: {error}\n")
     assert issubclass(type(error), SourceError | OSError)
@@ -164,20 +164,20 @@ def test_unreachable_brokers_give_one_line_and_a_retriable_exit_code() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["describe"], "say which groups: --group, once or several times, or --all-groups"),
-        (["describe", "--group", "a", "--all-groups"], "say which groups"),
-        (["list", "stable"], "'stable' stands alone"),
-        (["list", "--state", "calm"], "there is no state 'calm'; the states are stable,"),
+        (["describe"], "give either --group (repeatable) or --all-groups"),
+        (["describe", "--group", "a", "--all-groups"], "give either --group"),
+        (["list", "stable"], "'stable' needs --state before it"),
+        (["list", "--state", "calm"], "unknown state 'calm'; the states are stable,"),
         *[
             (["reset", "--group", "a", *arguments], message)
             for arguments, message in (
-                ([], "say where to: exactly one of"),
-                (["--to-earliest", "--to-offset", "3"], "say where to: exactly one of"),
+                ([], "give exactly one of"),
+                (["--to-earliest", "--to-offset", "3"], "give exactly one of"),
                 (["--to-ledger"], "--to-ledger needs --table"),
                 (["--to-latest", "--batch", "3"], "--batch needs --to-checkpoint"),
-                (["--to-datetime", "yesterday"], "write it as 2026-01-31T12:00:00"),
-                (["--to-datetime", "2026-01-31T12:00:00"], "has no zone"),
-                (["--to-offsets", "latest"], "takes JSON"),
+                (["--to-datetime", "yesterday"], "must look like 2026-01-31T12:00:00"),
+                (["--to-datetime", "2026-01-31T12:00:00"], "has no time zone"),
+                (["--to-offsets", "latest"], "must be JSON"),
                 (["--to-offsets", "{"], "--to-offsets: "),
                 (["--to-latest", "--execute", "--dry-run"], "--execute and --dry-run contradict"),
                 (["--to-latest", "--export", "--json"], "--export and --json contradict"),
@@ -188,7 +188,7 @@ def test_unreachable_brokers_give_one_line_and_a_retriable_exit_code() -> None:
 )
 def test_contradictory_options_exit_2_before_any_request(arguments: list[str], message: str) -> None:
     shown = CliRunner().invoke(app, [*arguments, "--bootstrap-server", NOBODY])
-    assert shown.exit_code == FINAL
+    assert shown.exit_code == USAGE
     assert message in shown.output
     assert len(shown.output.splitlines()) == 1
 

@@ -12,7 +12,7 @@ from sink_source import offset
 from sink_words import NewQuery, Query, actions, commits, one
 from typer.testing import CliRunner
 
-from spark_group_source.cli import shared
+from spark_group_source.cli import common
 from spark_group_source.cli.app import app
 from spark_group_source.delta import verification
 from spark_group_source.delta.ledger_store import set_ledger
@@ -60,7 +60,7 @@ def test_the_command_shows_a_correct_table_rows_behind_the_ledger_and_a_restore(
         assert wanted
         yield query.spark
 
-    monkeypatch.setattr(shared, "session", session)
+    monkeypatch.setattr(common, "session", session)
     run, table = CliRunner(), str(written)
     (shown,) = json.loads(run.invoke(app, ["ledger", "show", table, "--json"]).output)
     assert shown["topics"] == {"orders": {"0": 30, "1": 3}}
@@ -71,7 +71,7 @@ def test_the_command_shows_a_correct_table_rows_behind_the_ledger_and_a_restore(
     set_ledger(query.spark, table, "etl", {P0: 35}, reason="r", reset_number=1)
     anew.run(anew.sink(written), 1, offset(1, one(35, 40), stream="s2", reset_number=1))
     clean = run.invoke(app, ["ledger", "verify", table])
-    assert (clean.exit_code, clean.output.strip()) == (0, "1 groups, 7 commits, 43 rows: all of it fits")
+    assert (clean.exit_code, clean.output.strip()) == (0, "1 groups, 7 commits, 43 rows: no differences")
     query.rows(offset(9, one(50, 51))).write.format("delta").mode("append").save(table)
     bad = run.invoke(app, ["ledger", "verify", table])
     assert bad.exit_code == 1

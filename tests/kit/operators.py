@@ -110,7 +110,7 @@ class Operator:
                 return
             known = [*targets, *committed, *({} if ledger is None else ledger.offsets)]
             topics = self._admin.existing_topics(tp.topic for tp in known)
-            plan = reset.plan(targets, committed, ledger, topics)
+            plan = reset.plan_reset(targets, committed, ledger, topics)
             self._world.note(f"operator: reset {plan.reset_number} to {_text(targets)}: {_text(plan.offsets)}")
             self._truth.resets(plan.reset_number)
             try:
@@ -132,7 +132,7 @@ class Operator:
         held = {} if table.ledger is None else dict(table.ledger.offsets)
         if not self._admin.committed(self._group):  # all topics were deleted: the command asks for their names
             scope = dict.fromkeys(self._admin.existing_topics(tp.topic for tp in held), frozenset[int]())
-            first = reset.targets(
+            first = reset.start_offsets(
                 self._admin, reset.partitions_of(self._admin, self._group, scope), StartAt("earliest")
             )
             self.by_reset(lambda _: first, tables)

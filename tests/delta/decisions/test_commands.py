@@ -19,7 +19,7 @@ from sink_source import offset
 from sink_words import Query, expire_log, offsets_in, one, records, rows
 from typer.testing import CliRunner
 
-from spark_group_source.cli import shared
+from spark_group_source.cli import common
 from spark_group_source.cli.app import app
 from spark_group_source.delta import checkpoint
 from spark_group_source.delta.checkpoint import QUERY_ID, RUN_ID
@@ -91,8 +91,8 @@ def admin(query: Query, monkeypatch: pytest.MonkeyPatch) -> Admin:
         assert (servers, group) == (SERVERS, "etl")
         return kafka
 
-    monkeypatch.setattr(shared, "session", session)
-    monkeypatch.setattr(shared, "admin_of", admin_of)
+    monkeypatch.setattr(common, "session", session)
+    monkeypatch.setattr(common, "admin_of", admin_of)
     return kafka
 
 

@@ -1,6 +1,6 @@
-"""What the commands share: their options, files of settings, the admin client, a small Spark session.
+"""Code that several commands use: options, settings files, the admin client, a local Spark session, tables.
 
-Runs in: a terminal. Deliberately absent: any one command.
+Runs in: a terminal. Deliberately absent: the commands.
 """
 
 import logging
@@ -32,23 +32,30 @@ if TYPE_CHECKING:
 
 console = Console()
 
+
+class UsageError(OptionError):
+    """Options of a command are wrong or contradict each other; ``spark-group`` exits with code 2."""
+
+
 VARIABLE = re.compile(r"\$\{(\w+)\}")
 
 GroupOption = Annotated[str, typer.Option("--group", help="The consumer group.")]
 ServersOption = Annotated[str, typer.Option("--bootstrap-servers", "--bootstrap-server", help="host:port, …")]
-TableOption = Annotated[str | None, typer.Option("--table", help="A Delta table, by path or name: its ledger too.")]
+TableOption = Annotated[
+    str | None, typer.Option("--table", help="A Delta table, by path or name; includes its ledger.")
+]
 CheckpointOption = Annotated[
     str | None,
-    typer.Option("--checkpoint", metavar="DIR", help="The query's checkpointLocation, where it runs elsewhere."),
+    typer.Option("--checkpoint", metavar="DIR", help="The checkpointLocation of a query on another host."),
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="For programs.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 ConfigOption = Annotated[
     Path | None,
     typer.Option(
         "--command-config",
         exists=True,
         dir_okay=False,
-        help="Client settings (security), one name=value a line; ${NAME} is taken from the environment.",
+        help="File of client settings (security), one name=value a line; ${NAME} is read from the environment.",
     ),
 ]
 
@@ -59,7 +66,7 @@ def admin_of(
     """An admin client with the settings of ``--command-config``.
 
     Args:
-        group: whose offsets are asked for; "-" where none is meant.
+        group: the group whose offsets are requested; "-" for none.
         options: settings with the names of the source's options.
     """
     return GroupAdmin(options_of(servers, group, config, options).admin_settings(), retries=0)
@@ -68,19 +75,18 @@ def admin_of(
 def options_of(
     servers: str, group: str, config: Path | None = None, options: Mapping[str, str] | None = None
 ) -> Options:
-    """The client settings of ``--command-config``, checked and translated as those of a query are."""
+    """The client settings of ``--command-config``, checked and translated like those of a query."""
     given = {} if config is None else {f"kafka.{name}": value for name, value in settings_in(config).items()}
     own = {"kafka.bootstrap.servers": servers, "kafka.group.id": group, "subscribe": "-"}
     return Options.parse({**given, **(options or {}), **own})
 
 
 def settings_in(path: Path) -> dict[str, str]:
-    """The ``name=value`` lines of a file; ``#`` starts a comment line, ``${NAME}`` is taken from the environment.
+    """The ``name=value`` lines of a file; ``#`` starts a comment line, ``${NAME}`` is read from the environment.
 
     Raises:
-        OptionError: the file cannot be read, or a line is something else. No value is shown.
+        OptionError: the file cannot be read or a line is invalid. The message contains no value.
     """
-
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeError) as exc:
@@ -91,7 +97,7 @@ def settings_in(path: Path) -> dict[str, str]:
         raise OptionError(str(exc)) from None
     for name, value in found.items():
         if absent := [word for word in VARIABLE.findall(value) if word not in os.environ]:
-            raise OptionError(f"{path}: {name} needs the variable {absent[0]}, which the environment does not have")
+            raise OptionError(f"{path}: {name} uses the variable {absent[0]}, which is not set in the environment")
         found[name] = VARIABLE.sub(lambda match: os.environ[match[1]], value)
     return found
 
@@ -105,7 +111,7 @@ def stop_on_signals() -> threading.Event:
 
 
 def table_of(*columns: str, rows: Iterable[Sequence[object]] = ()) -> Table:
-    """A table whose cells are folded, as a name that is cut short names nothing. No value is taken for markup."""
+    """A table whose long cells are wrapped, not truncated. Values are not interpreted as markup."""
     table = Table(*columns)
     for column in table.columns:
         column.overflow = "fold"
@@ -115,13 +121,13 @@ def table_of(*columns: str, rows: Iterable[Sequence[object]] = ()) -> Table:
 
 
 def cells(values: Iterable[object]) -> list[Text]:
-    """Values as they stand in a table: numbers with commas, a dash where there is none."""
+    """Values as table cells: numbers with commas, a dash for no value."""
     return [Text("-" if v in (None, "") else f"{v:,}" if type(v) is int else str(v)) for v in values]
 
 
 @contextmanager
 def session(wanted: bool) -> "Iterator[SparkSession | None]":
-    """A small local session that can read checkpoints and Delta tables, and write these, if one is wanted."""
+    """A local Spark session that can read checkpoints and read and write Delta tables; None unless ``wanted``."""
     if not wanted:
         yield None
         return
@@ -142,7 +148,7 @@ def session(wanted: bool) -> "Iterator[SparkSession | None]":
 
 
 def local_path(place: str) -> Path | None:
-    """The path of a checkpoint on this machine; None: it is in another file system, which Spark can read."""
+    """The path of a checkpoint on this machine; None if it is in a file system that only Spark can read."""
     parts = urlsplit(place)
     if parts.scheme in ("", "file") and not parts.netloc:
         return Path(unquote(parts.path) if parts.scheme else place)
@@ -151,7 +157,7 @@ def local_path(place: str) -> Path | None:
 
 @contextmanager
 def checkpoint_files(root: str) -> "Iterator[tuple[CheckpointFiles, str]]":
-    """How the files of a checkpoint are reached, and its path there. Spark is started only where Python cannot."""
+    """Access to the files of a checkpoint, and its path. Spark is started only if Python cannot read them."""
     path = local_path(root)
     with session(path is None) as spark:
         from spark_group_source.delta.checkpoint import local_files, spark_files
