@@ -173,7 +173,8 @@ def _show_runs(described: GroupReport) -> None:
             f"query in {at}: generation {run['generation']}, {run['rebalances']} rebalances"
             f"{', the last: ' + run['reason'] if run['reason'] else ''}, "
             f"longest hold {run['hold_max_ms']} ms, {run['commits']} commits, "
-            f"{run['commits_failed']} failed, {run['lost']} partitions lost, {run['records_lost']} records lost"
+            f"{run['commits_failed']} failed, {run['partitions_lost']} partitions lost, "
+            f"{run['records_lost']} records lost"
         )
         console.print(_slots(Statistics.from_dict(run), now_s))
         if since_ms := run.get("unreachable_since_ms"):
@@ -181,16 +182,16 @@ def _show_runs(described: GroupReport) -> None:
 
 
 def _slots(run: Statistics, now_s: float) -> Table:
-    """Placement of each slot of a query and its rows. Row counts exist only if agents are possible."""
+    """Where each slot of a query is placed, and what is read there. Tasks report only where agents can run."""
     columns = ("slot", "state", "partitions", "placed on", "for", "prefetched", "rows from memory", "rows from brokers")
     table = table_of(*columns, "recalls")
     for slot, (state, partitions) in enumerate(zip(run.slots, run.assigned, strict=True)):
-        host, lent_s = run.hosts[slot], now_s - run.lent_since_ms[slot] / 1000
+        agent, placed_s = run.agents[slot], now_s - run.placed_since_ms[slot] / 1000
         rows = run.rows_from_memory[slot], run.rows_from_brokers[slot]
         held = f"{run.buffered_rows[slot]:,} rows, {run.buffered_bytes[slot] / 1024:,.0f} KiB"
-        at = (host, f"{lent_s:.0f} s", held) if host else ("the stream reader", None, None)
+        at = (agent, f"{placed_s:.0f} s", held) if agent else ("the stream reader", None, None)
         read = rows if any(rows) else (None, None)
-        table.add_row(*cells((slot, state, partitions, *at, *read, run.recalled[slot])))
+        table.add_row(*cells((slot, state, partitions, *at, *read, run.slot_recalls[slot])))
     return table
 
 
