@@ -72,7 +72,7 @@ if (
 os.environ.setdefault("PYSPARK_PYTHON", sys.executable)  # Spark's Python workers; default: python3
 
 # A fixed width. The default is COLUMNS at import time, which readline sets to 80 in workers of pytest-xdist.
-shared.console.size = ConsoleDimensions(WIDTH, 25)
+common.console.size = ConsoleDimensions(WIDTH, 25)
 
 JVM_MARKERS = ("broker", "spark", "crash")
 """Markers of tests that start JVMs without the fixture ``jvm``."""
