@@ -1,13 +1,13 @@
-"""What becomes of members that live beside executors: kills, and faults of the control channel.
+"""Members on agents under kills and faults of the control channel.
 
-``python -m tests.bench agents [--kills N] [--seed S] [--protocol classic|consumer]``: N times each, agents, executors
-and Python workers in the middle of a read are killed
-``python -m tests.bench agents --channel N``: the control channel is cut, swallows and delays, N times each
+``python -m tests.bench agents [--kills N] [--seed S] [--protocol classic|consumer]``: kills agents, executors and
+Python workers that are reading, N times each
+``python -m tests.bench agents --channel N``: closes, blocks and delays the control channel, N times each
 
-A real broker, a real Spark with three executors, a Delta table, a producer that never stops. Prints each event with
-the time until all that was produced before it is committed, and until every member lives beside an executor again; and
-the account: nothing may be lost or doubled, and a classic group has no rebalance at all. The same seed draws the same
-kills; what they meet differs.
+A real broker, a real Spark with three executors, a Delta table, a producer that never stops. Prints for each event the
+time until everything that was produced before it is committed, and until every member is placed on an executor again;
+and the account: nothing may be lost or duplicated, and a classic group must not rebalance. The same seed gives the same
+kills, at other moments of the application.
 """
 
 import argparse
@@ -32,7 +32,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--seed", type=int, default=secrets.randbelow(SEEDS))
     parser.add_argument("--protocol", choices=("classic", "consumer"), default="classic")
     parser.add_argument("--kills", type=int, default=5, help="of each kind")
-    parser.add_argument("--channel", type=int, default=0, help="instead: faults of the channel, each so many times")
+    parser.add_argument("--channel", type=int, default=0, help="instead: faults of the channel, each N times")
     given = parser.parse_args(arguments)
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     session_ms = channel_faults.SESSION_MS if given.channel else SESSION_MS
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _wrong(broker: BrokerCluster, folder: Path, given: argparse.Namespace) -> bool:
-    """Whether something was lost or doubled, or a classic group had a rebalance."""
+    """Whether a record was lost or duplicated, or a classic group rebalanced."""
     if given.channel:
         faults = channel_faults.ChannelFaults(broker, folder, protocol=given.protocol, say=_say, rounds=given.channel)
         account = faults.run()

@@ -334,6 +334,8 @@ class Bench:
             producer.flush(10)
             found = batches_of(query)
             from_memory = rows_from_memory()
+        if len(found) < 2:
+            raise AssertionError(f"{kind}: {len(found)} batches in {SETTLE_S + LATENCY_S} s: {query.exception()}")
         since_s = found[-1].ended_s - LATENCY_S
         took_s = []
         for before, batch in itertools.pairwise(found):

@@ -1,11 +1,11 @@
-"""What faults cost: random ones against two queries and an ordinary consumer, and how long everything needs afterwards.
+"""Measure the recovery of two queries and an ordinary consumer from random faults.
 
 ``python -m tests.bench faults [--seed N] [--seconds N] [--kinds refuse kill ...]``
 
-Kafka's own elections wait for its metadata log on the disk: with ``TMPDIR=/dev/shm`` other writers do not hold them up.
+Kafka's elections wait for writes of its metadata log: set ``TMPDIR=/dev/shm`` to exclude delays of the disk.
 
 Prints each fault with the time from its end until both groups have committed everything that was produced by then, and
-the account: nothing may be lost or doubled. The same seed draws the same faults; what they meet differs.
+the account: nothing may be lost or duplicated. The same seed gives the same faults, at other moments of the queries.
 """
 
 import argparse
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str]) -> int:
 
     with tempfile.TemporaryDirectory(prefix="spark-group-faults-") as scratch:
         builder = SparkSession.builder.master("local[2]").appName("faults")
-        patient = {"spark.python.authenticate.socketTimeout": "120s"}  # of Spark for processes that it starts
+        patient = {"spark.python.authenticate.socketTimeout": "120s"}  # Spark's limit for the start of its processes
         for key, value in (local_spark_settings(scratch) | patient).items():
             builder = builder.config(key, value)
         spark = builder.getOrCreate()

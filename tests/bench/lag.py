@@ -1,9 +1,9 @@
-"""What an exporter's sweep costs: every partition behind, and the group's commits moving between two sweeps.
+"""Measure an exporter's sweep: every partition lags, and the group's commits move between two sweeps.
 
 ``python -m tests.bench lag [--partitions N] [--sweeps N] [--value BYTES]``
 
-The worst case: nothing that was read before is of use, so each sweep has one record of every partition to read. Then
-the same group at rest, where all of it is.
+This is the worst case: cached timestamps are useless, and each sweep reads one record of every partition. Then the same
+group at rest, where all timestamps are cached.
 """
 
 import argparse
@@ -25,10 +25,10 @@ from spark_group_source.metrics.sweep import GroupSweeper, SweepResult
 RECORDS = 20
 BATCH = 5
 SWEEP_S_MAX, CORE_MAX = 2.0, 0.2
-"""What the project promises of 1,000 partitions on 2 cores, at the interval that is the default."""
+"""Targets for 1,000 partitions on 2 cores at the default interval."""
 INTERVAL_S = 15.0
 TOPIC_PARTITIONS = 1_000
-"""A controller makes no topic of ten thousand at once."""
+"""Partitions of one topic; a controller cannot create 10,000 in one request."""
 CREATE_S = 60
 
 
@@ -71,13 +71,13 @@ def main(arguments: Sequence[str]) -> int:
         )
     Console().print(table)
     if chosen.partitions > TOPIC_PARTITIONS or chosen.value > 100:
-        return 0  # nothing is promised
-    print(f"promised: under {SWEEP_S_MAX:.0f} s and {CORE_MAX:.0%}: {'kept' if kept else 'NOT KEPT'}")
+        return 0  # there is no target
+    print(f"target: under {SWEEP_S_MAX:.0f} s and {CORE_MAX:.0%}: {'met' if kept else 'MISSED'}")
     return 0 if kept else 1
 
 
 def _timed(sweeps: GroupSweeper, partitions: int) -> tuple[float, float]:
-    """How long a sweep took, and the processor's seconds in it."""
+    """The duration of a sweep and its CPU time, in seconds."""
     before = _cpu_s()
     seen = sweeps.sweep()
     _check(seen, partitions)
@@ -97,7 +97,7 @@ def _cpu_s() -> float:
 
 
 def _fill(servers: str, topics: Sequence[str], size: int) -> None:
-    """Records in small batches, as producers of many partitions make them; a minute old."""
+    """Produce records in small batches, as with many partitions; they are a minute old."""
     producer = Producer({"bootstrap.servers": servers, "queue.buffering.max.messages": 1_000_000, "log_level": 0})
     made_ms = round((time.time() - 60) * 1000)
     for topic in topics:

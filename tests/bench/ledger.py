@@ -1,12 +1,11 @@
-"""What the ledger costs: a batch with it, by each writer, beside the same rows written by Delta alone.
+"""Measure the cost of the ledger: a batch by each writer, and the same rows written by Delta alone.
 
 ``python -m tests.bench ledger [--batches N] [--partitions N ...] [--rows N] [--snapshot-partitions N]``
 
-No Kafka: the sink is called as ``foreachBatch`` calls it. The kinds take turns, batch by batch, each with a table of
-its own; the first fifth of the batches is not counted. ``plain`` is an append; ``idempotent`` has the batch's number,
-as Delta's documents advise (``txnAppId`` and ``txnVersion``). Delta computes a table's state in 50 tasks unless
-``spark.databricks.delta.snapshotPartitions`` says otherwise. Milliseconds, medians, and the ratio to each of the two.
-"""
+Without Kafka: the sink is called as ``foreachBatch`` calls it. The kinds take turns, batch by batch, each with its own
+table; the first fifth of the batches is not measured. ``plain`` is an append; ``idempotent`` sets the batch's number,
+as Delta's documentation recommends (``txnAppId`` and ``txnVersion``). Delta computes a table's state in
+``spark.databricks.delta.snapshotPartitions`` tasks, 50 by default. Prints medians in ms, and ratios to both."""
 
 import argparse
 import json
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 UNCOUNTED = 5
-"""One in so many batches, at the beginning."""
+"""One of so many batches is a warm-up."""
 
 
 def batch(number: int, partitions: int) -> StreamOffset:
@@ -91,14 +90,14 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--partitions", type=int, nargs="+", default=[10, 10_000])
     parser.add_argument("--rows", type=int, default=10_000)
     parser.add_argument("--snapshot-partitions", type=int, default=50)
-    told = parser.parse_args(arguments)
+    chosen = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         spark = session(Path(folder))
-        spark.conf.set("spark.databricks.delta.snapshotPartitions", str(told.snapshot_partitions))
+        spark.conf.set("spark.databricks.delta.snapshotPartitions", str(chosen.snapshot_partitions))
         try:
-            for partitions in told.partitions:
+            for partitions in chosen.partitions:
                 root = Path(folder) / str(partitions)
-                compare(spark, root, batches=told.batches, partitions=partitions, rows=told.rows)
+                compare(spark, root, batches=chosen.batches, partitions=partitions, rows=chosen.rows)
         finally:
             spark.stop()
     return 0

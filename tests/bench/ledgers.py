@@ -1,13 +1,13 @@
-"""What becomes of a table's ledgers: kills, two applications, races for one number.
+"""A table's ledger under kills, with two applications, and in races for one commit number.
 
-``python -m tests.bench ledgers --kills N [--minutes M] [--way W] [--seed S]``: a query is killed N times, or as often
-as there is time for, and a tenth of its checkpoints deleted
+``python -m tests.bench ledgers --kills N [--minutes M] [--way W] [--seed S]``: kills a query N times, or as often as
+there is time for, and deletes a tenth of its checkpoints
 ``python -m tests.bench ledgers --both [--minutes M] ...``: the same for two applications of one group and one table
-``python -m tests.bench ledgers --races N [--minutes M]``: two sinks race for the next number N times, by each way and
-by both
+``python -m tests.bench ledgers --races N [--minutes M]``: two sinks race for the next number N times, with each writer
+and with both
 
-Every way into a table is taken in turn, unless one is named. The same seed draws the same kills; what they meet
-differs. What was written is read back from the files of the table's log.
+All ways of writing are used in turn, unless one is named. The same seed gives the same kills, at other moments of the
+query. Written rows are read back from the files of the table's log.
 """
 
 import argparse
@@ -45,11 +45,11 @@ if TYPE_CHECKING:
 SEEDS = 2**32
 PARTITIONS = 4
 KILLS = 10
-"""Of each way, where neither a number nor a time is given: as by ``make bench``, which must end."""
+"""Kills of each way if neither a number nor a time is given, as in ``make bench``."""
 PYTHONS = 45
-"""So many of a hundred kills hit a Python process of Spark's; the others take the JVM."""
+"""Percentage of kills that hit one of Spark's Python processes; the others hit the JVM."""
 MEET_S = 120
-"""Bound of the wait for the other one."""
+"""Bound of the wait for the other query."""
 PAIRS: dict[str, tuple[Writer, Writer]] = {
     "native": ("native", "native"),
     "options": ("options", "options"),
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--both", action="store_true", help="two applications of one group")
     parser.add_argument("--minutes", type=float, default=math.inf, help="the longest time")
     parser.add_argument("--races", type=int, default=0, help="instead of kills")
-    parser.add_argument("--pairs", choices=PAIRS, nargs="+", default=list(PAIRS), help="who races")
+    parser.add_argument("--pairs", choices=PAIRS, nargs="+", default=list(PAIRS), help="the writers of a race")
     given = parser.parse_args(arguments)
     if given.kills is None and given.minutes == math.inf:
         given.kills = KILLS
@@ -85,7 +85,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _killed(broker: Broker, folder: Path, way: Way, given: argparse.Namespace) -> bool:
-    """Whether anything was wrong."""
+    """Whether there was a violation."""
     admin = AdminClient({"bootstrap.servers": broker.bootstrap_servers, "log_level": 0})
     group = f"ledgers-{way}"
     hammer = Hammer(
@@ -119,8 +119,8 @@ def _say(text: str) -> None:
 
 
 class Race:
-    """Two queries of one group and one table: sinks that are called as ``foreachBatch`` calls them, with the same
-    records, and neither goes on to its commit before both have decided."""
+    """Two queries of one group and one table: their sinks are called as ``foreachBatch`` calls them, with the same
+    records, and neither commits before both have decided."""
 
     def __init__(self, spark: "SparkSession", root: Path, pair: tuple[Writer, Writer]) -> None:
         self.table = root / "table"
@@ -131,8 +131,8 @@ class Race:
         self._rounds = 0
 
     def run(self, rounds: int, for_s: float) -> str:
-        """So many rounds, or as many as there is time for. Both are given the same records in each: one wins the
-        number, the other leaves the records out."""
+        """Run ``rounds`` rounds, or as many as there is time for. In each both get the same records: one commits under
+        the next number, the other skips the records."""
         began_s, took_ms = time.monotonic(), list[float]()
         with ThreadPoolExecutor(2) as pool, counted() as lost:
             first = self._queries[0]
@@ -148,19 +148,19 @@ class Race:
             retries = lost[0]
         self._rounds = len(took_ms)
         return (
-            f"{self._rounds} races, {retries} commits tried again, {len(commits(self.table))} commits, median "
+            f"{self._rounds} races, {retries} commits retried, {len(commits(self.table))} commits, median "
             f"of a race {statistics.median(took_ms):.0f} ms, {(time.monotonic() - began_s) / 60:.0f} minutes"
         )
 
     def wrong(self) -> list[str]:
-        """Each record once, each number once."""
+        """The violations: each record and each number must occur once."""
         rounds = self._rounds
         found = Counter(row[2] for row in rows(self.table))
         wrong = [] if set(found) == set(range(rounds + 1)) else ["records are lost"]
-        wrong += ["records are there twice"] * (max(found.values()) > 1)
+        wrong += ["records are duplicated"] * (max(found.values()) > 1)
         its = [txn for commit in commits(self.table) for txn in actions(commit, "txn")]
         numbers = [txn["version"] for txn in its if txn["appId"] == "spark-group-source.etl"]
-        # The first batch, and both of each round: the winner's, and that of the other one, who says what it left out.
+        # The first batch, and two commits of each round: the winner's, and the other's, which notes what it skipped.
         if numbers != list(range(1, 2 * rounds + 2)):
             wrong.append(f"{len(numbers)} numbers, from {min(numbers)} to {max(numbers)}")
         return wrong
@@ -180,7 +180,7 @@ class Race:
 
 @contextmanager
 def counted() -> Iterator[list[int]]:
-    """How many commits lost to another one, in the first element."""
+    """The number of commits that lost a race, in the first element."""
     count = [0]
 
     class Counting(logging.Handler):

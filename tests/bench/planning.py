@@ -1,10 +1,9 @@
-"""What a boundary costs the coordinator for many partitions, and what a churning group of many members costs it.
+"""Measure the coordinator's work at a batch boundary with many partitions, and for a group with many changes.
 
 ``python -m tests.bench planning [--repeat N]``
 
-No Kafka and no Spark: the group machine, the planner and the offset JSON alone, on one core. CPU time, the best of some
-runs, so that the figures mean the same on a busy machine.
-"""
+Without Kafka and Spark: the run, the planner and the offset JSON alone, on one core. CPU time, the best of some runs,
+so that the figures are comparable on a busy machine."""
 
 import argparse
 import time
@@ -27,13 +26,13 @@ from spark_group_source.protocol.states import RunState
 SIZES = (100, 1_000, 10_000, 100_000)
 SLOTS = 500
 TARGET_MS = 50.0
-"""For 10,000 partitions and 500 slots: a batch of half a second can afford it."""
+"""Target for 10,000 partitions and 500 slots: a tenth of a batch of 0.5 s."""
 GROWTH_MAX = 1.5
-"""Linear growth: counted in dict comprehensions over the same partitions, a boundary may cost this much more for any
-size than for the smallest. In time, even those cost more per key when 100,000 keys leave the processor's caches."""
+"""Target for linear growth. The cost of a boundary is measured in dict comprehensions over the same partitions, and may
+grow by this factor over the sizes: in time, even those cost more per key when 100,000 keys exceed the CPU's caches."""
 MEMBERS = 5_000
 CHURN = 0.01
-"""Share of the members that join, leave or fail in a second."""
+"""Share of the members that change per second."""
 GROUP, STREAM = "bench", "9f2c"
 T = TypeVar("T")
 STEPS = ("durable", "plan", "planned", "json")
@@ -86,9 +85,9 @@ def boundary(partitions: int, slots: int, repeat: int) -> dict[str, float]:
     best = dict.fromkeys((*STEPS, "dict"), float("inf"))
     for _ in range(repeat):
         spent, orders = measure(lambda start=start: run.handle(ev.Durable(offset=start), now_ms=0))  # type: ignore[misc]
-        for echo in orders:
-            if isinstance(echo, ev.CommitOffsets):
-                run.handle(ev.OffsetsCommitted(offsets=echo.offsets), now_ms=0)
+        for order in orders:
+            if isinstance(order, ev.CommitOffsets):
+                run.handle(ev.OffsetsCommitted(offsets=order.offsets), now_ms=0)
         start, parts = plan(run, planner)
         for step, ms in {"durable": spent, **parts}.items():
             best[step] = min(best[step], ms)
@@ -96,7 +95,7 @@ def boundary(partitions: int, slots: int, repeat: int) -> dict[str, float]:
 
 
 def running(partitions: int, slots: int) -> Run:
-    """A run whose slots have equal shares of the partitions, all of them at 100."""
+    """A run whose slots have equal shares of the partitions, with all positions at 100."""
     run = Run(Rules(group=GROUP, starting=StartingPosition(), slots=slots))
     run.handle(ev.NextBatchRequested(start=StreamOffset.initial(GROUP), name=STREAM), now_ms=0)
     run.handle(ev.TopicsListed(topics={"orders": partitions}), now_ms=0)
@@ -127,15 +126,15 @@ def plan(run: Run, planner: Planner) -> tuple[StreamOffset, dict[str, float]]:
     )
     assert planned is not None
     parts["dict"], _ = measure(lambda: {tp: at + 1 for tp, at in positions.items()})
-    run.state = RunState.FETCHING_ENDS  # the call of Spark has come that far
+    run.state = RunState.FETCHING_ENDS  # the state of Spark's call at this point
     parts["planned"], _ = measure(lambda: run.handle(ev.Planned(offset=planned), now_ms=0))
     parts["json"], _ = measure(planned.to_json)
     return planned, parts
 
 
 def churn(members: int, share: float, *, seconds: int) -> tuple[float, float]:
-    """Events a second that ``share`` of the members cause by failing, joining, losing and giving back; and how many
-    of them one core can handle."""
+    """Events per second that ``share`` of the members cause by failing, joining, losing and revoking, and how many of
+    them one core can handle per second."""
     run = running(members, members)
     clients = dict.fromkeys(range(members), 1)
     handled = 0
@@ -163,7 +162,7 @@ def churn(members: int, share: float, *, seconds: int) -> tuple[float, float]:
 
 
 def _change(slot: int, clients: dict[int, int], kind: int) -> list[ev.Event]:
-    """One member fails and comes back later, or one partition is given back, or lost, and comes again."""
+    """A member fails and joins again later, or its partition is revoked or lost and assigned again."""
     tps = (TopicPartition("orders", slot),)
     client = clients[slot]
     if kind == 0:

@@ -1,13 +1,13 @@
-"""How fast a full topic is read to the noop sink: this source beside Spark's own Kafka connector.
+"""Compare the throughput of this source and Spark's own Kafka connector, from a full topic to the noop sink.
 
 ``python -m tests.bench throughput [--records N] [--bytes N] [--partitions N] [--runs N] [--option name=value ...]``
 
 Both read the same topic of a local broker in one session, with the AvailableNow trigger, in turns, after a warm-up of
-each; a run is a new query with a new checkpoint (and a new group). Two times are taken of a run: that of the batch's
-tasks (Spark's ``addBatch``), which is what the reading of records costs, and the whole query from ``start()`` to its
-end, which also has the start of a process and the joining of a group. The ratio is of medians of the first.
+each; a run is a new query with a new checkpoint (and a new group). Two times are measured: that of the batch's tasks
+(Spark's ``addBatch``), which is the cost of reading records, and the whole query from ``start()`` to its end, which
+includes the start of a process and joining the group. The ratio is that of the first time's medians.
 
-Broker, JVM and Python share the machine's cores, so the numbers are for comparing the two columns, not for planning.
+Broker, JVM and Python share the machine's cores, so the figures serve to compare the two sources, not to plan capacity.
 """
 
 import argparse
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 BROKER_JAVA = ("-Xms512m", "-Xmx1g", "-XX:+UseSerialGC")
-"""With both compilers: the broker is not what is measured."""
+"""With both compilers: the broker must not be the bottleneck."""
 QUERY_S = 300
 """Bound of one run; a run takes seconds."""
 SAMPLE_S = 0.2
-"""Pause between two looks at the memory of Python processes. The kernel keeps each one's peak, so none is missed
-unless its process ends between two looks."""
+"""Interval of the memory samples. The kernel keeps each process's peak, so none is missed unless a process ends between
+two samples."""
 OURS, SPARKS = "kafka-group", "kafka"
 
 
@@ -50,7 +50,7 @@ class Run(NamedTuple):
 
 
 class Memory:
-    """Peak resident memory of every Python process below this one, by what it runs."""
+    """Measures the peak resident memory of Spark's Python processes, by kind."""
 
     def __init__(self) -> None:
         self.peak_mib: dict[str, int] = {}
@@ -87,8 +87,8 @@ def _kind(command: str) -> str | None:
 
 
 def fill(servers: str, topic: str, *, records: int, size: int, partitions: int) -> None:
-    """Create the topic with ``records`` of ``size`` bytes, spread evenly; half of each is random, so that it is not
-    all compression."""
+    """Create the topic with ``records`` records of ``size`` bytes, evenly over the partitions. Half of each is random,
+    so that it does not compress well."""
     admin = AdminClient({"bootstrap.servers": servers})
     admin.create_topics([NewTopic(topic, partitions, 1)])[topic].result(30)
     producer = Producer(
@@ -114,7 +114,7 @@ def fill(servers: str, topic: str, *, records: int, size: int, partitions: int) 
 def session(scratch: Path) -> "SparkSession":
     from pyspark.sql import SparkSession
 
-    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)  # the workers' Python; a setting alone is not looked at
+    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)  # the workers' Python; the setting alone has no effect
     settings = local_spark_settings(scratch)
     jars = ",".join([settings["spark.jars"], *map(str, spark_kafka_jars())])
     builder = SparkSession.builder.master("local[2]").appName("throughput")
@@ -132,7 +132,7 @@ def read_once(
     reader = spark.readStream.format(source).option("kafka.bootstrap.servers", servers).option("subscribe", topic)
     reader = reader.option("startingOffsets", "earliest")
     if source == OURS:
-        options = {"memberHost": "driver", **options}  # a run that is over before an agent is lent anything
+        options = {"memberHost": "driver", **options}  # the run ends before a member is placed on an agent
         reader = reader.option("kafka.group.id", f"bench-{uuid.uuid4().hex}").options(**options)
     writer = reader.load().writeStream.format("noop").trigger(availableNow=True)
     started = time.monotonic()
@@ -178,22 +178,25 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--option", action="append", default=[], help="name=value, for this source")
     parser.add_argument("--at-least", type=float, default=0.7, help="the ratio below which the exit code is 1")
-    told = parser.parse_args(arguments)
-    options = dict(option.split("=", 1) for option in told.option)
+    chosen = parser.parse_args(arguments)
+    options = dict(option.split("=", 1) for option in chosen.option)
     with tempfile.TemporaryDirectory(prefix="bench-") as folder, Broker(java_options=BROKER_JAVA) as broker:
         scratch, servers = Path(folder), broker.bootstrap_servers
-        print(f"{told.records:,} records of {told.bytes} bytes in {told.partitions} partitions, {os.cpu_count()} cores")
-        fill(servers, "bench", records=told.records, size=told.bytes, partitions=told.partitions)
+        print(
+            f"{chosen.records:,} records of {chosen.bytes} bytes in {chosen.partitions} partitions, "
+            f"{os.cpu_count()} cores"
+        )
+        fill(servers, "bench", records=chosen.records, size=chosen.bytes, partitions=chosen.partitions)
         spark = session(scratch)
         try:
             with Memory() as memory:
                 ratio = compare(
                     lambda source: read_once(spark, source, servers, "bench", scratch, options),
-                    told.runs,
-                    told.records,
+                    chosen.runs,
+                    chosen.records,
                 )
         finally:
             spark.stop()
     for kind, peak_mib in sorted(memory.peak_mib.items()):
         print(f"peak memory of a Python {kind}: {peak_mib} MiB")
-    return 0 if ratio >= told.at_least else 1
+    return 0 if ratio >= chosen.at_least else 1

@@ -141,7 +141,7 @@ class ChannelFaults:
             coordinatorHost="127.0.0.1",
         )
         with app.running():
-            app.await_(app.whole, "members beside every executor")
+            app.await_(app.whole, "members on every executor")
             yield app
 
     def _strike(self, app: Application, fault: Fault) -> FaultResult:

@@ -1,9 +1,8 @@
-"""An application whose members live beside three executors, what befalls it, and the account of it.
+"""An application whose members are placed on three executors, and the account of its records and rebalances.
 
-Runs in: ``tests.bench agents`` and ``test_churn``. A producer writes to every partition all the time. What was produced
-is asked from Kafka, what came is read from the table's files, what the group went through from the broker's own log.
-Deliberately absent: what befalls it (``kills``, ``channel_faults``).
-"""
+Runs in: ``tests.bench agents`` and ``test_churn``. A producer writes to every partition all the time. Produced records
+are read from Kafka, written rows from the table's files, rebalances from the broker's log. Deliberately absent: faults
+(``kills``, ``channel_faults``)."""
 
 import contextlib
 import re
@@ -38,16 +37,16 @@ RECORDS_PER_S = 200
 ASK_S = 5.0
 LOOK_S = 0.25
 MARK = "SPARK_GROUP_CHURN"
-"""In the environment of all processes of one application: others' are left alone."""
+"""Environment variable of all processes of one application, which tells them from others."""
 
 
 class Application:
     """The job with its producer, from :meth:`running` on.
 
     Args:
-        folder: new; for the table, the checkpoint and the log.
+        folder: a new directory for table, checkpoint and log.
         protocol: classic or consumer.
-        session_ms: of the members; set at the broker where it decides.
+        session_ms: session timeout of the members; the broker's setting has to agree under KIP-848.
         more: options of the source, as ``options_of`` takes them.
         job: arguments of ``churned``.
     """
@@ -70,7 +69,7 @@ class Application:
         self.group = f"g-{self.topic}"
         self.flow = Flow(broker.direct_servers, self.topic, PARTITIONS, per_s=RECORDS_PER_S)
         self.process: Any = None
-        self.standing = Standing(broker.direct_servers, self.group, self.topic, self.assigned)
+        self.pauses = CommitPauses(broker.direct_servers, self.group, self.topic, self.assigned)
         self._broker, self._job = broker, job or {}
         own = {"minPartitions": PARTITIONS, "groupMembers": "auto", "memberHost": "executor", **more}
         if protocol == "classic":
@@ -81,7 +80,8 @@ class Application:
 
     @contextlib.contextmanager
     def running(self) -> Iterator["Application"]:
-        """Until all members live at agents; then the block. The table is whole when it has ended without an error."""
+        """Wait until all members are placed on agents, then run the block. If it ends without an error, the table is
+        complete."""
         self.folder.mkdir(parents=True)
         arguments = {
             "servers": self._broker.direct_servers,
@@ -91,17 +91,17 @@ class Application:
         }
         with (
             script(JOB, self.folder, arguments | self._job | self._given, {MARK: self.mark}) as self.process,
-            self.standing,
+            self.pauses,
         ):
             self.await_(lambda: self.run, "the stream reader")
             with self.flow:
-                self.await_(self.members_whole, "members beside every executor")
+                self.await_(self.members_whole, "members on every executor")
                 yield self
             ends = self.ends()
             self.await_(lambda: self.committed(ends), "the end of everything that was produced")
 
     def check(self) -> None:
-        """The job runs."""
+        """Fail if the job has ended."""
         assert self.process.poll() is None, self.log()[-4000:]
 
     def await_(self, holds: Callable[[], object], what: str) -> None:
@@ -112,12 +112,12 @@ class Application:
         try:
             await_progress(look, self.progress, what=what)
         except BaseException as exc:
-            exc.add_note(f"{self.run}\n{self.standing.committed()}\n{self.log()[-6000:]}")
+            exc.add_note(f"{self.run}\n{self.pauses.committed()}\n{self.log()[-6000:]}")
             raise
 
     def progress(self) -> object:
-        """How far it is, for ``await_progress``: the job, the group's offsets, its agents."""
-        return progress_of(self.folder, self.process), self.standing.committed(), living()
+        """Progress for ``await_progress``: of the job, the group's offsets and its agents."""
+        return progress_of(self.folder, self.process), self.pauses.committed(), living()
 
     def stays_alive(self, for_s: float) -> None:
         def alive() -> bool:
@@ -166,20 +166,20 @@ class Application:
         return next(iter(run_files.read(self.group)), {})
 
     def members_whole(self) -> bool:
-        """Every slot lives at an agent, and all partitions are assigned."""
+        """Whether every slot is placed on an agent, and all partitions are assigned."""
         hosts = self.run.get("agents", ())
         return len(hosts) == EXECUTORS and all(hosts) and self.assigned()
 
     def assigned(self) -> bool:
-        """Every partition has a member."""
+        """Whether every partition has a member."""
         return bool(sum(self.run.get("assigned", ())) == PARTITIONS)
 
     def whole(self) -> bool:
-        """The same, and nothing of it is dead and unnoticed."""
+        """The same, and every executor and agent is alive."""
         return len(self.executors()) == len(self.agents()) == EXECUTORS and self.members_whole()
 
     def rebalances(self) -> int:
-        """So many rebalances (classic) or epochs (KIP-848) has the group had, by the broker's log."""
+        """The number of rebalances (classic) or group epochs (KIP-848), by the broker's log."""
         text = (self._broker.log_dir / "node-1.log").read_text(errors="replace")
         group = re.escape(self.group)
         pattern = {
@@ -193,14 +193,14 @@ class Application:
         return {tp.partition: end for tp, end in ends.items()}
 
     def committed(self, ends: dict[int, int]) -> bool:
-        """Whether the group has committed all of this."""
-        there = self.standing.committed()
+        """Whether the group has committed up to these offsets."""
+        there = self.pauses.committed()
         return all(there.get(p, -1) >= end for p, end in ends.items())
 
     # --- read back --------------------------------------------------------------------------------------------------
 
     def account(self) -> tuple[int, list[Record], list[Record]]:
-        """Produced, lost, doubled."""
+        """The number of produced records, the lost and the duplicated ones."""
         every = produced(self.judge, [self.topic])
         counts = Counter(self._rows())
         lost = sorted(every - counts.keys())
@@ -217,9 +217,9 @@ class Application:
             yield from ((self.topic, partition, offset) for partition, offset in pairs)
 
 
-class Standing:
-    """How long partitions stand still: the group commits nothing of one that is written to all the time. And how long
-    there was one without a member, as the run tells."""
+class CommitPauses:
+    """Measures how long the group commits nothing of a partition although records are produced to it all the time, and
+    how long some partition has no member, by the run's statistics."""
 
     def __init__(self, servers: str, group: str, topic: str, assigned: Callable[[], bool]) -> None:
         self._assigned = assigned
@@ -228,11 +228,11 @@ class Standing:
         self._lock, self._over = threading.Lock(), threading.Event()
         self._at: dict[int, int] = {}
         self._since_s: dict[int, float] = {}
-        self._worst_s = self._bare_s = 0.0
-        self._bare_since_s: float | None = None
-        self._thread = threading.Thread(target=self._watch, name="standing", daemon=True)
+        self._worst_s = self._unassigned_s = 0.0
+        self._unassigned_since_s: float | None = None
+        self._thread = threading.Thread(target=self._watch, name="pauses", daemon=True)
 
-    def __enter__(self) -> "Standing":
+    def __enter__(self) -> "CommitPauses":
         self._thread.start()
         return self
 
@@ -242,36 +242,36 @@ class Standing:
         self._consumer.close()
 
     def committed(self) -> dict[int, int]:
-        """As of the last look."""
+        """As of the last poll."""
         with self._lock:
             return dict(self._at)
 
-    def anew(self) -> None:
-        """Forget what was before."""
+    def reset(self) -> None:
+        """Forget the pauses so far."""
         with self._lock:
             now_s = time.monotonic()
-            self._worst_s = self._bare_s = 0.0
-            self._bare_since_s = None
+            self._worst_s = self._unassigned_s = 0.0
+            self._unassigned_since_s = None
             self._since_s = dict.fromkeys(self._since_s, now_s)
 
     def worst_s(self) -> float:
-        """Since then: the longest time in which the group committed nothing of some partition."""
+        """Since the reset, the longest time in which the group committed nothing of some partition."""
         with self._lock:
             now_s = time.monotonic()
             return max([self._worst_s, *(now_s - since_s for since_s in self._since_s.values())])
 
-    def bare_s(self) -> float:
-        """Since then: the longest time in which a partition had no member."""
+    def unassigned_s(self) -> float:
+        """Since the reset, the longest time in which some partition had no member."""
         with self._lock:
-            return self._bare_s
+            return self._unassigned_s
 
     def _watch(self) -> None:
         while not self._over.wait(LOOK_S):
             assigned = self._assigned()
             with self._lock:
-                since_s = self._bare_since_s
-                self._bare_since_s = None if assigned else (since_s or time.monotonic())
-                self._bare_s = max(self._bare_s, 0.0 if since_s is None else time.monotonic() - since_s)
+                since_s = self._unassigned_since_s
+                self._unassigned_since_s = None if assigned else (since_s or time.monotonic())
+                self._unassigned_s = max(self._unassigned_s, 0.0 if since_s is None else time.monotonic() - since_s)
             try:
                 found = self._consumer.committed(self._asked, timeout=ASK_S)
             except KafkaException:
@@ -285,7 +285,7 @@ class Standing:
 
 
 def figures(seconds: list[float]) -> str:
-    return f"{statistics.median(seconds):.1f} s (median), {max(seconds):.1f} s (worst)"
+    return f"{statistics.median(seconds):.1f} s (median), {max(seconds):.1f} s (maximum)"
 
 
 def _command(process: psutil.Process) -> list[str]:
@@ -296,7 +296,7 @@ def _command(process: psutil.Process) -> list[str]:
 
 
 def broker_settings(session_ms: int) -> dict[str, str]:
-    """Of the node: what KIP-848 members cannot choose themselves, with Kafka's own heartbeat interval or less."""
+    """Broker settings for KIP-848 members, which cannot set them themselves."""
     return {
         "group.consumer.session.timeout.ms": str(session_ms),
         "group.consumer.heartbeat.interval.ms": str(min(5_000, session_ms // 5)),

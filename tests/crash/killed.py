@@ -1,9 +1,8 @@
-"""Queries of one group that write one table, killed at moments that a seed draws, and the account of it.
+"""Queries of one group that write one table and are killed at random moments, and the account of their records.
 
-Runs in: ``tests.bench ledgers`` and ``test_kill``. A producer writes all the time; Kafka's offsets and the table's
-ledger are compared all the time. What was written is read back from the files of the table's log. Deliberately absent:
-what is killed beside executors (``kills``).
-"""
+Runs in: ``tests.bench ledgers`` and ``test_kill``. A producer writes all the time, and Kafka's offsets and the table's
+ledger are compared all the time. Written rows are read back from the files of the table's log. Deliberately absent:
+kills on executors (``kills``)."""
 
 import itertools
 import json
@@ -41,29 +40,29 @@ ARGUMENTS: dict[Way, dict[str, str]] = {
     "connect": {"connect": "local[2]"},
 }
 Kind = Literal["driver", "python"]
-"""``driver``: its Python and its JVM (on Spark Connect the client and the server). ``python``: one of the processes
-that Spark runs Python in: the stream reader, a task's worker, on Spark Connect that of ``foreachBatch``."""
+"""``driver``: its Python and its JVM (on Spark Connect the client and the server). ``python``: one of Spark's Python
+processes: the stream reader, a task's worker, or on Spark Connect the worker of ``foreachBatch``."""
 LIFE_S = (0.1, 5.0)
-"""A run is killed this long after what it was let come to."""
-COMES_TO = {"start": 2, "group": 3, "commit": 5}
-"""So often, of ten, a run is let come to its start alone, so that Spark is killed while it begins; into the group, so
-that it is killed in its first batch; or to a commit, so that it is killed in the middle of later ones."""
+"""A run is killed this long after it reached its milestone."""
+MILESTONES = {"start": 2, "group": 3, "commit": 5}
+"""Milestones of runs with their weights: its start, so that Spark is killed while it starts; joining the group, so that
+it is killed in its first batch; a commit, so that it is killed in a later one."""
 RATE_PER_S = 100
 BATCH_MAX, DRAIN_MAX = 400, 100_000
-"""Records of a batch, while there are kills and afterwards."""
+"""Records of a batch, during the kills and afterwards."""
 PAUSE_S = 0.1
 END_S = 30
 OUTLIVES = "foreach_batch_worker"
-"""Spark's process for ``foreachBatch`` on Spark Connect tries to reach a server that was killed for as long as it may;
-it is killed at the next start."""
+"""Spark Connect's process for ``foreachBatch`` keeps trying to reach a killed server. It is killed at the next
+start."""
 LOST_SHARE = 0.1
-"""Share of the kills of a driver after which its checkpoint is deleted, where their number is not given."""
+"""Share of a driver's kills after which its checkpoint is deleted, if their number is not given."""
 CALM = {"kafka.session.timeout.ms": "6000", "kafka.heartbeat.interval.ms": "500"}
 
 
 @dataclass
 class Account:
-    """What came of it: ``wrong`` is what must not be, all of it."""
+    """The result. ``wrong`` lists all violations."""
 
     way: str
     seed: int
@@ -104,7 +103,7 @@ class Job:
         return with_children
 
     def kill(self) -> list[psutil.Process]:
-        """SIGKILL the driver's Python and its JVM; Spark's own Python processes must find out by themselves."""
+        """SIGKILL the driver's Python and its JVM; Spark's Python processes have to detect that themselves."""
         tree = self.tree()
         for process in tree:
             with suppress(psutil.NoSuchProcess):
@@ -115,7 +114,7 @@ class Job:
         return tree
 
     def pythons(self) -> list[psutil.Process]:
-        """Those that Spark runs Python in."""
+        """Spark's Python processes."""
         found = []
         for process in self.tree()[1:]:
             with suppress(psutil.NoSuchProcess):
@@ -125,7 +124,7 @@ class Job:
 
 
 class Application:
-    """A query with a checkpoint of its own, started again and again."""
+    """A query with its own checkpoint, restarted after each kill."""
 
     def __init__(self, home: Path, arguments: dict[str, Any]) -> None:
         self.home, self.log = home, home / "job.log"
@@ -146,7 +145,7 @@ class Application:
         return self.job
 
     def running(self) -> Job:
-        """Raises AssertionError if it ended by itself."""
+        """The running job, started if necessary. Raises AssertionError if it ended by itself."""
         if self.job is None:
             return self.start()
         assert self.job.process.poll() is None, f"{self.log} ended by itself:\n{self.tail()}"
@@ -158,7 +157,7 @@ class Application:
             self.job = None
 
     def end(self) -> None:
-        """Kill it, with what outlives it."""
+        """Kill the query and the processes that outlive it."""
         self.kill()
         for process in self.left:
             if OUTLIVES in _command(process):
@@ -166,19 +165,19 @@ class Application:
                     process.kill()
 
     def joins(self) -> int:
-        """How many of its runs came as far as the group."""
+        """How many of its runs joined the group."""
         return self.log.read_text(errors="replace").count("joining with") if self.log.exists() else 0
 
     def joined(self) -> bool:
-        """Whether this one did."""
+        """Whether the current run did."""
         return self.running() is not None and self.joins() > self._joins
 
     def commits(self) -> int:
-        """Of the table, whoever made them."""
+        """The number of commits of the table, of any writer."""
         return len(list((self._table / "_delta_log").glob("*.json")))
 
     def has_written(self) -> bool:
-        """Whether it is in the group and there is a commit that is newer than its start."""
+        """Whether it has joined the group and the table has a commit since its start."""
         return self.joined() and self.commits() > self._commits
 
     def tail(self, lines: int = 40) -> str:
@@ -186,13 +185,13 @@ class Application:
 
 
 class Hammer:
-    """Applications of one group.
+    """Kills applications of one group.
 
     Args:
-        home: new; for the table, checkpoints and logs.
-        way: into the table.
-        pythons: how many of a hundred kills are of a Python process of Spark's only.
-        say: where each line of the report goes.
+        home: a new directory for table, checkpoints and logs.
+        way: how the sink writes the table.
+        pythons: percentage of kills that hit one of Spark's Python processes only.
+        say: takes each line of the report.
     """
 
     def __init__(
@@ -218,10 +217,11 @@ class Hammer:
         self._random, self._pythons, self._say = random.Random(seed), pythons, say
 
     def run(self, *, kills: int | None = None, for_s: float = math.inf, lost_checkpoints: int | None = None) -> Account:
-        """So many kills, or as many as there is time for; after so many of them the checkpoint is deleted.
+        """Kill applications ``kills`` times, or as often as there is time for.
 
         Args:
-            lost_checkpoints: None: after a tenth of the kills of drivers.
+            lost_checkpoints: how many kills are followed by the deletion of the checkpoint; None: a tenth of the
+                drivers' kills.
         """
         account, began_s = self.account, time.monotonic()
         lost = None if lost_checkpoints is None else set(self._random.sample(range(kills or 0), lost_checkpoints))
@@ -257,7 +257,7 @@ class Hammer:
             each.running()
         one = self._random.choice(self.applications)
         kind: Kind = "python" if not losing and self._random.randrange(100) < self._pythons else "driver"
-        (to,) = self._random.choices(list(COMES_TO), list(COMES_TO.values()))
+        (to,) = self._random.choices(list(MILESTONES), list(MILESTONES.values()))
         if to == "commit":
             await_progress(one.has_written, self.progress, what="a commit of the table")
         elif to == "group" or kind == "python":
@@ -276,12 +276,12 @@ class Hammer:
         self._say(f"{number + 1:4} {one.home.name} {kind}{', its checkpoint deleted' if losing else ''}")
 
     def progress(self) -> object:
-        """How far the queries are, for ``await_progress``: their logs, and the table's commits."""
+        """Progress for ``await_progress``: the queries' logs, and the table's commits."""
         log = self.table / "_delta_log"
         return size_of(*(each.log for each in self.applications)), len(list(log.glob("*.json")))
 
     def _drain(self) -> None:
-        """All that was produced is in the table, and the group has committed it."""
+        """Wait until everything that was produced is in the table and committed by the group."""
         for each in self.applications:
             each.kill()
             each.arguments |= {"maxOffsetsPerTrigger": str(DRAIN_MAX)}
@@ -294,7 +294,7 @@ class Hammer:
 
         await_progress(at_the_end, self.progress, what="the end of what was produced")
         if ledger_of(self.table, self.group) != ends:
-            self.account.wrong.append("the ledger does not stand at the end")
+            self.account.wrong.append("the ledger is not at the end")
 
     def _judge(self) -> None:
         account, log = self.account, sorted((self.table / "_delta_log").glob("*.json"))
@@ -302,7 +302,7 @@ class Hammer:
         counts = Counter(row["id"] for row in living_rows(self.table, ["id"]))
         doubled = [text for text, count in counts.items() if count > 1]
         account.wrong += [f"{account.produced - len(counts)} records are lost"] * (len(counts) != account.produced)
-        account.wrong += [f"{len(doubled)} records are there twice: {doubled[:5]}"] * bool(doubled)
+        account.wrong += [f"{len(doubled)} records are duplicated: {doubled[:5]}"] * bool(doubled)
         numbers, protocols = [], 0
         for file in log:
             for action in map(json.loads, file.read_text().splitlines()):
@@ -310,14 +310,14 @@ class Hammer:
                 if action.get("txn", {}).get("appId") == f"spark-group-source.{self.group}":
                     numbers.append(action["txn"]["version"])
         if numbers != list(range(1, len(numbers) + 1)):
-            account.wrong.append("the numbers of the group's commits do not follow one another")
+            account.wrong.append("the numbers of the group's commits are not consecutive")
         if protocols != 1:
-            account.wrong.append("the table was given a feature")
+            account.wrong.append("the table has another protocol")
         for each in self.applications:
             said = each.log.read_text(errors="replace").count("LedgerConflict: ")
-            account.wrong += [f"{each.home.name}: {said} times LedgerConflict"] * bool(said)
+            account.wrong += [f"{each.home.name}: LedgerConflict {said} times"] * bool(said)
         left = [process for each in self.applications for process in each.left]
-        # A number that is another process's by now, or a thread's, is nobody who is left.
+        # A pid that was reused by another process or thread is not one of them.
         left = [process for process in left if process.is_running() and OUTLIVES not in _command(process)]
         _, still = psutil.wait_procs(left, END_S)
         account.wrong += [f"{len(still)} processes did not end: {[_command(one) for one in still[:2]]}"] * bool(still)
@@ -326,7 +326,7 @@ class Hammer:
 def _command(process: psutil.Process) -> str:
     with suppress(psutil.NoSuchProcess):
         return " ".join(process.cmdline())[:200]
-    return "it did"
+    return "ended"
 
 
 def ledger_of(table: Path, group: str) -> Offsets:
@@ -354,7 +354,7 @@ def _next(ledger: dict[str, Any]) -> Offsets:
 
 @contextmanager
 def producing(servers: str, topic: str, partitions: int) -> Iterator[Callable[[], int]]:
-    """Produce numbered records until the block ends; the value is how many were acknowledged."""
+    """Produce numbered records until the block ends. The value returns how many were acknowledged."""
     producer = Producer({"bootstrap.servers": servers, "enable.idempotence": True, "log_level": 3})
     stop = threading.Event()
     sent = 0
@@ -378,7 +378,7 @@ def producing(servers: str, topic: str, partitions: int) -> Iterator[Callable[[]
 
 @contextmanager
 def watching(admin: AdminClient, group: str, table: Path) -> Iterator[list[str]]:
-    """Sample Kafka's offsets and then the ledger, all the time; the value collects what must not be."""
+    """Compare Kafka's offsets with the ledger until the block ends. The value collects violations."""
     wrong: list[str] = []
     stop = threading.Event()
 
@@ -391,7 +391,7 @@ def watching(admin: AdminClient, group: str, table: Path) -> Iterator[list[str]]
                 if offset > ledger.get(tp, 0):
                     wrong.append(f"{tp}: committed {offset}, ledger {ledger.get(tp, 0)}")
                 if offset < last.get(tp, 0):
-                    wrong.append(f"{tp}: committed went back from {last[tp]} to {offset}")
+                    wrong.append(f"{tp}: committed offset moved back from {last[tp]} to {offset}")
             last = committed
 
     thread = threading.Thread(target=run, name="watcher")

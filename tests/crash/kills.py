@@ -115,11 +115,11 @@ class Kills:
         """Wait until the rebalances of the start are over."""
         ends = self._app.ends()
         self._app.await_(lambda: self._app.committed(ends), "the first rows")
-        self._app.await_(self._app.whole, "members beside every executor")
+        self._app.await_(self._app.whole, "members on every executor")
 
     def _strike(self, kind: Kind) -> KillResult:
         app = self._app
-        app.standing.anew()
+        app.pauses.reset()
         before = app.rebalances()
         os.kill(self._victim(kind), signal.SIGKILL)
         began_s = time.monotonic()
@@ -130,8 +130,8 @@ class Kills:
         members_s = time.monotonic() - began_s
         now = app.ends()
         app.await_(lambda: app.committed(now), f"more rows after the kill of {kind}")
-        standing, rebalances = app.standing, app.rebalances() - before
-        return KillResult(kind, rows_s, members_s, standing.worst_s(), standing.bare_s(), rebalances)
+        pauses, rebalances = app.pauses, app.rebalances() - before
+        return KillResult(kind, rows_s, members_s, pauses.worst_s(), pauses.unassigned_s(), rebalances)
 
     def _victim(self, kind: Kind) -> int:
         app = self._app
