@@ -112,7 +112,7 @@ def test_a_drained_run_can_be_killed_without_duplicates(scene: HandOver) -> None
         await_progress(lambda: len(run.records) > 100, run.progress, what="records in the run")
         run.tell("hold")
         run.await_in_flight()
-        with pytest.raises(GroupError, match=f"in process {run.process.pid} did not end its batch within 1 s"):
+        with pytest.raises(GroupError, match=f"in process {run.process.pid} did not finish its batch within 1 s"):
             drain(scene.group, timeout_s=1)
         with pytest.raises(GroupError, match="no query"):
             drain(scene.group, driver=os.getpid() + 1)
