@@ -158,7 +158,7 @@ class Member(SlotMember):
         try:
             self._serve()
         except GroupError as exc:
-            if not (self._join.takes and exc.fields.get("unreleased")):
+            if not (self._join.takes_over and exc.fields.get("unreleased")):
                 raise
             assert self._consumer is not None
             self._consumer.close(leave=False)

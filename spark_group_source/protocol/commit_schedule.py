@@ -93,19 +93,19 @@ class CommitSchedule:
         """A commit of these offsets was ordered, in the names of these slots' members."""
         self._state = Committing(offsets, frozenset(slots))
 
-    def succeeded(self, now_ms: int, *, left: Mapping[int, str], all_committed: bool) -> int | None:
-        """The commit succeeded, but for the offsets of the slots in ``left``.
+    def succeeded(self, now_ms: int, *, left_out: Mapping[int, str], all_committed: bool) -> int | None:
+        """The commit succeeded, but for the offsets of the slots in ``left_out``.
 
         Args:
-            left: the slots whose offsets were left out, and why.
+            left_out: the slots whose offsets were left out, and why.
             all_committed: whether Kafka has all durable offsets now.
 
         Returns:
             The milliseconds since the last batch became durable, if all its offsets are committed with this commit.
         """
-        for slot in self._committing_slots() - left.keys():
+        for slot in self._committing_slots() - left_out.keys():
             self.slot_is_back(slot)
-        for slot, reason in left.items():
+        for slot, reason in left_out.items():
             self._leave_out(slot, reason, now_ms)
         self._state, self._failures = Idle(), 0
         if not all_committed or self._durable_at_ms is None:

@@ -251,14 +251,14 @@ class CommittedOffsetsRead:
     """The group's committed offsets: the response to :class:`FetchCommittedOffsets`.
 
     ``offsets``: None where the group has no committed offset; requested partitions that are missing got no answer.
-    ``reset_number``: the highest reset number in any of the group's notes; None if only ``asked`` was read. ``silent``:
-    partitions that were requested for their notes alone and got no answer.
+    ``reset_number``: the highest reset number in any of the group's notes; None if only ``requested`` was read.
+    ``unanswered``: partitions that were requested for their notes alone and got no answer.
     """
 
     offsets: Mapping[TopicPartition, Committed | None]
-    asked: tuple[TopicPartition, ...] = ()
+    requested: tuple[TopicPartition, ...] = ()
     reset_number: int | None = None
-    silent: tuple[TopicPartition, ...] = ()
+    unanswered: tuple[TopicPartition, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -270,7 +270,7 @@ class StartsResolved:
     """
 
     offsets: Mapping[TopicPartition, int | None]
-    asked: tuple[TopicPartition, ...] = ()
+    requested: tuple[TopicPartition, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -285,12 +285,12 @@ class LookupFailed:
 class OffsetsCommitted:
     """These offsets are committed, and a plain read shows them.
 
-    ``left``: slots whose offsets were left out because their member is not in the group at the moment, with the reason.
-    Their offsets are committed later.
+    ``left_out``: slots whose offsets are not committed because their member is not in the group at the moment, with the
+    reason. Their offsets are committed later.
     """
 
     offsets: Mapping[TopicPartition, int]
-    left: Mapping[int, str] = field(default_factory=dict)
+    left_out: Mapping[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -348,11 +348,11 @@ class TopicsListed:
 class GroupDescribed:
     """The group as the broker describes it: the response to :class:`DescribeGroup`.
 
-    ``state``: Kafka's group state in lower case. ``given``: the assigned partitions of each member, by client id.
+    ``state``: Kafka's group state in lower case. ``assigned``: the assigned partitions of each member, by client id.
     """
 
     state: str
-    given: Mapping[str, frozenset[TopicPartition]]
+    assigned: Mapping[str, frozenset[TopicPartition]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -456,9 +456,9 @@ class Join:
     """Create the slot's consumer number ``client`` and subscribe it to ``topics``.
 
     ``client_id`` and ``instance_id`` are its names in the group; without an instance id it is a dynamic member.
-    ``agent``: the agent on which it is placed; empty for the stream reader itself. ``takes``: the instance id may still
-    belong to a vanished member of this run and is taken over (KIP-848; a classic broker always gives it to the client
-    that joined last).
+    ``agent``: the agent on which it is placed; empty for the stream reader itself. ``takes_over``: the instance id may
+    still belong to a vanished member of this run and is taken over (KIP-848; a classic broker always gives it to the
+    client that joined last).
     """
 
     slot: int
@@ -467,7 +467,7 @@ class Join:
     client_id: str = ""
     instance_id: str | None = None
     agent: str = ""
-    takes: bool = False
+    takes_over: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

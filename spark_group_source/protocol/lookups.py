@@ -70,9 +70,11 @@ class PositionLookups:
 
     def committed_read(self, event: ev.CommittedOffsetsRead, stream: str) -> None:
         """The group's committed offsets; a newer reset among them makes everything that was known void."""
-        if event.silent and self._silences < SILENCES_MAX:
+        if event.unanswered and self._silences < SILENCES_MAX:
             self._silences += 1
-            self.ask_later(event.asked, f"the answer left out {len(event.silent)} others that may tell of a reset")
+            self.ask_later(
+                event.requested, f"the answer left out {len(event.unanswered)} others that may tell of a reset"
+            )
             return
         self._silences = 0
         if event.reset_number is not None:
@@ -109,7 +111,7 @@ class PositionLookups:
             words = {tp: EARLIEST if _is_new(tp, self.known) else starting.of(tp) for tp in unknown}
             self.began |= {tp for tp, word in words.items() if word != EARLIEST}
             self._out.order(ev.ResolveStarts(starts=words))
-        self._left_out(event.asked, event.offsets, again=bool(unknown))
+        self._left_out(event.requested, event.offsets, again=bool(unknown))
 
     def starts_resolved(self, event: ev.StartsResolved) -> SourceError | None:
         """Where partitions without a committed offset start. Returns what the run has to end with, if it has to."""
@@ -130,7 +132,7 @@ class PositionLookups:
             for tp in late:
                 self._positions.repeat_resolving(tp)
             self._out.order(ev.ResolveStarts(starts=dict.fromkeys(late, LATEST)))
-        self._left_out(event.asked, event.offsets, again=bool(late))
+        self._left_out(event.requested, event.offsets, again=bool(late))
         return None
 
     def _restored(self, tps: list[TopicPartition]) -> None:

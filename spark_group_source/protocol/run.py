@@ -402,7 +402,7 @@ class Run:
 
     def _former_slots(self, described: ev.GroupDescribed) -> int:
         """The number of slots whose members the group still has, as far as client ids tell."""
-        numbers = [identifiers.slot_of(self._resumed_from.stream, client) for client in described.given]
+        numbers = [identifiers.slot_of(self._resumed_from.stream, client) for client in described.assigned]
         members = 1 + max((number for number in numbers if number is not None), default=-1)
         if members > self.rules.slots:
             self._out.say(f"the group still has {members} members of this stream; starting as many")
@@ -472,7 +472,7 @@ class Run:
     def _offsets_committed(self, event: ev.OffsetsCommitted) -> None:
         self.partitions.apply_commits(event.offsets, now_ms=self._now_ms)
         all_committed = not self.partitions.due
-        took_ms = self._commits.succeeded(self._now_ms, left=event.left, all_committed=all_committed)
+        took_ms = self._commits.succeeded(self._now_ms, left_out=event.left_out, all_committed=all_committed)
         self.counts.count_commit(took_ms)
         self._warn_of_absent_slots()
 
@@ -689,8 +689,8 @@ class Run:
     def _has_settled(self, described: ev.GroupDescribed) -> bool:
         """Whether the group is stable and assigns to this stream's members exactly the partitions that this run has."""
         slots, held = set(range(len(self.slots.all))), self.partitions.ours.keys()
-        members = {id_: slot for id_ in described.given if (slot := identifiers.slot_of(self.stream, id_)) in slots}
-        given = {tp for client_id in members for tp in described.given[client_id]}
+        members = {id_: slot for id_ in described.assigned if (slot := identifiers.slot_of(self.stream, id_)) in slots}
+        given = {tp for client_id in members for tp in described.assigned[client_id]}
         self._held_elsewhere = sorted(given - held)
         return self.is_gathered and described.state == "stable" and slots == set(members.values()) and given == held
 

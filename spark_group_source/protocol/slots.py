@@ -362,7 +362,7 @@ class Slots:
                 if self.static
                 else None,
                 agent=host,
-                takes=slot.vanished and self.static and not self._rules.classic,
+                takes_over=slot.vanished and self.static and not self._rules.classic,
             )
         )
 

@@ -391,7 +391,7 @@ class BrokerQueries:
         given: dict[str, frozenset[TopicPartition]] = {}
         for member in found.members:
             given[member.client_id] = given.get(member.client_id, frozenset()) | frozenset(member.partitions)
-        return ev.GroupDescribed(state=found.state, given=given)
+        return ev.GroupDescribed(state=found.state, assigned=given)
 
 
 def rules_of(options: Options) -> Rules:

@@ -251,7 +251,7 @@ class OffsetCommits:
         # A deleted partition counts as committed: Kafka accepts no offset for it.
         done = {tp: offset for tp, offset in command.offsets.items() if command.slots[tp] not in skipped}
         if done or not skipped:
-            return ev.OffsetsCommitted(offsets=done, left=skipped)
+            return ev.OffsetsCommitted(offsets=done, left_out=skipped)
         return ev.OffsetCommitFailed(reason="; ".join(sorted(set(skipped.values()))), stale=True)
 
     def _existing(self, tps: Iterable[TopicPartition]) -> set[TopicPartition]:

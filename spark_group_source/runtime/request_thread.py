@@ -179,7 +179,7 @@ class RequestThread:
             case ev.ResolveStarts():
                 committed = self._options.isolation_level == "read_committed"
                 starts = self._admin.starting_offsets(request.starts, committed=committed)
-                self._handle(ev.StartsResolved(offsets=starts, asked=tuple(request.starts)))
+                self._handle(ev.StartsResolved(offsets=starts, requested=tuple(request.starts)))
             case ev.CheckReplaced():
                 self._handle(self._commits.check_replaced(request.slot, self._any_partition, seen=request.confirmed))
             case offset_commits.CommitOrder():
@@ -193,7 +193,9 @@ class RequestThread:
         offsets = {tp: found[tp] for tp in order.partitions if tp in found}
         silent = tuple(tp for tp in order.beside if tp not in found)
         known = reset_number if order.beside else None
-        return ev.CommittedOffsetsRead(offsets=offsets, asked=order.partitions, reset_number=known, silent=silent)
+        return ev.CommittedOffsetsRead(
+            offsets=offsets, requested=order.partitions, reset_number=known, unanswered=silent
+        )
 
     def _on_failure(self, request: QueuedRequest, exc: SourceError) -> None:
         if isinstance(exc, Fenced):

@@ -181,7 +181,7 @@ def _answer(order: ev.Command, clients: dict[int, int]) -> ev.Event | None:
             return ev.Assigned(slot=order.slot, client=order.client, partitions=mine, generation=2)
         case ev.FetchCommittedOffsets():
             found = {tp: ev.Committed(offset=100, stream=STREAM) for tp in order.partitions}
-            return ev.CommittedOffsetsRead(offsets=found, asked=order.partitions, reset_number=0)
+            return ev.CommittedOffsetsRead(offsets=found, requested=order.partitions, reset_number=0)
         case ev.CommitOffsets():
             return ev.OffsetsCommitted(offsets=order.offsets)
         case _:

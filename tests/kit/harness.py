@@ -198,11 +198,11 @@ class GroupHarness:
             tp: ev.Committed(offset=found, stream=STREAM) if isinstance(found, int) else found
             for tp, found in offsets.items()
         }
-        return self.feed(ev.CommittedOffsetsRead(offsets=read, asked=tuple(read), reset_number=0))
+        return self.feed(ev.CommittedOffsetsRead(offsets=read, requested=tuple(read), reset_number=0))
 
     def resolved(self, offsets: Mapping[TopicPartition, int | None]) -> Commands:
         """The offsets of the starting options."""
-        return self.feed(ev.StartsResolved(offsets=offsets, asked=tuple(offsets)))
+        return self.feed(ev.StartsResolved(offsets=offsets, requested=tuple(offsets)))
 
     def commit_succeeds(self, commands: Commands | None = None) -> Commands:
         """The last commit that was ordered (in ``commands``, or ever) succeeds."""

@@ -212,7 +212,7 @@ class RunHarness:
                 there = self.clients.keys() | self.left
                 joined = {slot: frozenset(given) for slot, given in self.gives.items() if slot in there}
                 given = {identifiers.client_id(STREAM, slot): partitions for slot, partitions in joined.items()}
-                return ev.GroupDescribed(state=self.group_state, given=given)
+                return ev.GroupDescribed(state=self.group_state, assigned=given)
             case ev.CloseMembers():
                 return ev.MembersClosing(leave=step.leave)
             case _:
@@ -242,10 +242,10 @@ class RunHarness:
                     if tp in self.committed
                 ]
                 reset_number = max(noted, default=0) if command.beside else None
-                return ev.CommittedOffsetsRead(offsets=read, asked=command.partitions, reset_number=reset_number)
+                return ev.CommittedOffsetsRead(offsets=read, requested=command.partitions, reset_number=reset_number)
             case ev.ResolveStarts():
                 found = {tp: self._start_of(tp, at) for tp, at in command.starts.items()}
-                return ev.StartsResolved(offsets=found, asked=tuple(command.starts))
+                return ev.StartsResolved(offsets=found, requested=tuple(command.starts))
             case ev.CommitOffsets():
                 for tp, at in command.offsets.items():
                     followed = tp in command.followed

@@ -255,7 +255,7 @@ def test_events_of_a_member_that_ends(scene: Scene, call: str, answer: Any, told
 
 
 def test_a_refused_membership_is_taken_over_from_a_vanished_member(scene: Scene) -> None:
-    scene.make(KIP_848, replace(JOIN, takes=True))
+    scene.make(KIP_848, replace(JOIN, takes_over=True))
     scene.environment.will("poll", Message(KafkaError._FATAL, STILL_TAKEN))
     scene.run(
         lambda: None,  # refused
@@ -271,7 +271,7 @@ def test_a_refused_membership_is_taken_over_from_a_vanished_member(scene: Scene)
 
 
 def test_a_membership_that_cannot_be_taken_over_fails_the_member(scene: Scene) -> None:
-    scene.make(KIP_848, replace(JOIN, takes=True))
+    scene.make(KIP_848, replace(JOIN, takes_over=True))
     scene.environment.will("poll", Message(KafkaError._FATAL, STILL_TAKEN))
     scene.run(lambda: None, lambda: scene.freeze(TAKE_OVER_MS_MAX))
     assert scene.kinds() == ["MemberFailed"]

@@ -253,7 +253,7 @@ class GroupRun:
             self.send(ev.BatchStarted(offset=offset))
         self.send(ev.TopicsListed(topics=KNOWN))
         places = {client_id(STREAM, slot): frozenset[TopicPartition]() for slot in range(SLOTS)}
-        self.send(ev.GroupDescribed(state="stable", given=places))
+        self.send(ev.GroupDescribed(state="stable", assigned=places))
         self.divide(owned)
 
     # --- what Kafka answers -----------------------------------------------------------------------------------------
@@ -281,7 +281,7 @@ class GroupRun:
                 found = self.model.kafka.pop(tp, None)  # whatever came since was not in the answer before
                 self.model.resolve(tp)
                 self.model.kafka |= {} if found is None else {tp: found}
-            self.send(ev.StartsResolved(offsets={tp: START[tp] for tp in told}, asked=asked))
+            self.send(ev.StartsResolved(offsets={tp: START[tp] for tp in told}, requested=asked))
         else:
             read = {tp: self.model.kafka.get(tp) for tp in told}
             twice = self.run.statistics().possible_duplicates - self.model.twice
@@ -296,7 +296,9 @@ class GroupRun:
                     if read[tp] is not None or self.model.reached(tp) is not None or tp in self.model.before:
                         self.model.resolve(tp)
             self.send(
-                ev.CommittedOffsetsRead(offsets=read, asked=asked, reset_number=reset_number if lookup.beside else None)
+                ev.CommittedOffsetsRead(
+                    offsets=read, requested=asked, reset_number=reset_number if lookup.beside else None
+                )
             )
             assert self.run.statistics().possible_duplicates - self.model.twice == twice
 
@@ -328,7 +330,7 @@ class GroupRun:
         self.out = self.out - ordered | {slot for slot in ordered if slot == left}
         self.model.known |= done
         self.model.theirs -= {tp for tp, at in done.items() if self.model.position.get(tp) == at}
-        self.send(ev.OffsetsCommitted(offsets=done, left=dict.fromkeys(self.out & ordered, "test")))
+        self.send(ev.OffsetsCommitted(offsets=done, left_out=dict.fromkeys(self.out & ordered, "test")))
 
     def commit_of_others(self, tp: TopicPartition, by: str | None, offset: int) -> None:
         """Another stream, an ordinary consumer, or an operator with Kafka's own tool, which writes no reset number

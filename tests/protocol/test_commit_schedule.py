@@ -68,7 +68,7 @@ def test_absent_slot_does_not_delay_commits_of_other_slots(pair: GroupHarness) -
     pair.revoking(B, slot=1)
     pair.durable()
     left = {0: "UNKNOWN_MEMBER_ID"}
-    assert pair.feed(ev.OffsetsCommitted(offsets={B: 120}, left=left)) == [ev.Release(slot=1, client=1)]
+    assert pair.feed(ev.OffsetsCommitted(offsets={B: 120}, left_out=left)) == [ev.Release(slot=1, client=1)]
     assert not pair.run.all_committed
     pair.settled(C, slot=1)
     pair.plan({C: (100, 130)})
@@ -84,12 +84,12 @@ def test_absent_slot_is_logged_once_and_retried(pair: GroupHarness) -> None:
     pair.settled(B, slot=1)
     pair.plan({A: (100, 150), B: (100, 120)})
     pair.durable()
-    pair.feed(ev.OffsetsCommitted(offsets={B: 120}, left={0: "UNKNOWN_MEMBER_ID"}))
+    pair.feed(ev.OffsetsCommitted(offsets={B: 120}, left_out={0: "UNKNOWN_MEMBER_ID"}))
     tries = []
     for _ in range(20_000 // 50):
         if pair.tick(ms=50) == [echo({A: 150}, 0)]:
             tries.append(pair.clock())
-            pair.feed(ev.OffsetsCommitted(offsets={}, left={0: "UNKNOWN_MEMBER_ID"}))
+            pair.feed(ev.OffsetsCommitted(offsets={}, left_out={0: "UNKNOWN_MEMBER_ID"}))
             assert bool(pair.warned()) == (pair.clock() >= ABSENT_WARNING_MS)
     assert max(later - sooner for sooner, later in pairwise(tries)) == ABSENT_PAUSE_MS_MAX
     (warning,) = pair.warned()
@@ -113,7 +113,7 @@ def test_short_absences_of_a_slot_do_not_add_up(pair: GroupHarness) -> None:
     for start in (100, 150):
         pair.plan({A: (start, start + 50), B: (start, start + 50)})
         pair.durable()
-        pair.feed(ev.OffsetsCommitted(offsets={B: start + 50}, left={0: "STALE_MEMBER_EPOCH"}))
+        pair.feed(ev.OffsetsCommitted(offsets={B: start + 50}, left_out={0: "STALE_MEMBER_EPOCH"}))
         assert pair.tick(ms=100) == [echo({A: start + 50}, start // 50 - 2)]
         pair.commit_succeeds()
         pair.clock.advance(ms=ABSENT_WARNING_MS)

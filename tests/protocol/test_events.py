@@ -28,7 +28,7 @@ def test_history_contains_events_and_commands_with_their_time(group: GroupHarnes
         "0 TopicsListed(topics=1{orders: 4})",
         (
             "0   -> Join(slot=0, client=1, topics=1[orders], client_id=spark-group-9f2c-0, instance_id=etl.9f2c.0, "
-            "agent=, takes=False)"
+            "agent=, takes_over=False)"
         ),
         "5 Assigned(slot=0, client=1, partitions=1[orders-0], generation=1)",
         "5   -> FetchCommittedOffsets(partitions=1[orders-0], beside=3[orders-1, orders-2, orders-3])",

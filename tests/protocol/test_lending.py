@@ -209,8 +209,8 @@ def test_a_slot_goes_to_a_newcomer_only_from_an_agent_that_has_two_more_and_not_
 def test_a_place_is_taken_from_a_member_that_does_not_close_in_time_and_from_no_other() -> None:
     g = ready((A,), (B,), classic=False)
     assert begun(g) == [0, 1]
-    assert [join.takes for join in only(ev.Join, g.member_ended(0))] == [False]
-    assert [(join.agent, join.takes) for join in only(ev.Join, g.tick(ms=CLOSE_MS_MAX))] == [("h1", True)]
+    assert [join.takes_over for join in only(ev.Join, g.member_ended(0))] == [False]
+    assert [(join.agent, join.takes_over) for join in only(ev.Join, g.tick(ms=CLOSE_MS_MAX))] == [("h1", True)]
 
 
 def test_a_slot_that_moves_keeps_its_topics_until_it_is_back() -> None:
@@ -303,12 +303,12 @@ def test_an_agent_of_a_former_run_or_whose_lease_is_over_is_dismissed() -> None:
 def test_the_place_of_a_member_that_vanished_is_taken_where_a_broker_does_not_give_it_away(classic: bool) -> None:
     g = lent(classic=classic)
     (join,) = only(ev.Join, g.feed(ev.AgentEnded(agent="h1", reason="killed")))
-    assert join.takes is not classic
+    assert join.takes_over is not classic
     (again,) = only(ev.Join, [*g.failed(), *g.tick(ms=1_000)])
-    assert again.takes is not classic, "it was not heard to close since"
+    assert again.takes_over is not classic, "it was not heard to close since"
     g.settled(A)
     (later,) = only(ev.Join, [*g.failed(), *g.tick(ms=1_000)])
-    assert not later.takes, "this run's own member had the place, and its end was heard"
+    assert not later.takes_over, "this run's own member had the place, and its end was heard"
 
 
 def test_a_host_that_is_lost_while_its_member_closes_is_not_waited_for() -> None:

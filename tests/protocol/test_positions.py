@@ -185,13 +185,13 @@ def test_an_answer_that_leaves_a_partition_out_is_asked_again_after_a_growing_pa
     """A fresh partition: the broker that answers has not heard of it yet."""
     group.assigned(A, B)
     found: dict[TopicPartition, ev.Committed | None] = {A: ev.Committed(offset=5, stream=STREAM)}
-    assert group.feed(ev.CommittedOffsetsRead(offsets=found, asked=(A, B))) == []
+    assert group.feed(ev.CommittedOffsetsRead(offsets=found, requested=(A, B))) == []
     assert group.run.plannable() == {A: 5}
     for pause_ms in (100, 200, 500, 1_000, 2_000, 5_000, 5_000):
         assert not group.run.partitions.all_known
         assert group.run.next_deadline_ms() == group.clock() + pause_ms
         assert group.tick(ms=pause_ms) == [ev.FetchCommittedOffsets(partitions=(B,))]
-        assert group.feed(ev.CommittedOffsetsRead(offsets={}, asked=(B,))) == []
+        assert group.feed(ev.CommittedOffsetsRead(offsets={}, requested=(B,))) == []
     assert "offsets of 1 partitions could not be read: the answer did not name them" in group.warned()[0]
     group.tick(ms=5_000)
     group.committed({B: 7})
@@ -201,7 +201,7 @@ def test_an_answer_that_leaves_a_partition_out_is_asked_again_after_a_growing_pa
 def test_a_start_that_the_answer_leaves_out_is_asked_again_too(group: GroupHarness) -> None:
     group.assigned(A, B)
     group.committed({A: None, B: None})
-    group.feed(ev.StartsResolved(offsets={A: 3}, asked=(A, B)))
+    group.feed(ev.StartsResolved(offsets={A: 3}, requested=(A, B)))
     assert group.tick(ms=100) == [ev.FetchCommittedOffsets(partitions=(B,))]
     assert group.committed({B: None}) == [ev.ResolveStarts(starts={B: EARLIEST})]
     group.resolved({B: 4})

@@ -115,7 +115,7 @@ def test_never_committed_partition_repeats_its_last_batch_after_a_reset(fresh: G
 def test_response_without_a_requested_note_is_retried(group: GroupHarness) -> None:
     asked = group.assigned(A)
     silent = ev.CommittedOffsetsRead(
-        offsets={A: ev.Committed(offset=100, stream=STREAM)}, asked=(A,), reset_number=0, silent=(B,)
+        offsets={A: ev.Committed(offset=100, stream=STREAM)}, requested=(A,), reset_number=0, unanswered=(B,)
     )
     assert group.feed(silent) == []
     assert not group.run.partitions.all_known
@@ -127,7 +127,7 @@ def test_response_without_a_requested_note_is_retried(group: GroupHarness) -> No
 def test_note_that_never_arrives_does_not_block_planning(group: GroupHarness) -> None:
     group.assigned(A)
     silent = ev.CommittedOffsetsRead(
-        offsets={A: ev.Committed(offset=100, stream=STREAM)}, asked=(A,), reset_number=0, silent=(B,)
+        offsets={A: ev.Committed(offset=100, stream=STREAM)}, requested=(A,), reset_number=0, unanswered=(B,)
     )
     for _ in range(SILENCES_MAX):
         group.feed(silent)

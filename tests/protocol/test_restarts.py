@@ -233,7 +233,7 @@ def test_members_of_other_streams_and_a_late_description_change_nothing() -> Non
         told = answer(step)
         if isinstance(told, ev.GroupDescribed):
             others = {"spark-group-other-7": frozenset({A}), "app-9": frozenset[TopicPartition]()}
-            return ev.GroupDescribed(state=told.state, given={**told.given, **others})
+            return ev.GroupDescribed(state=told.state, assigned={**told.assigned, **others})
         return told
 
     run.answer = with_others  # type: ignore[method-assign]

@@ -171,7 +171,7 @@ def test_a_lookup_returns_its_partitions_and_parsed_notes(scene: Scene) -> None:
     assert scene.handled == [
         ev.CommittedOffsetsRead(
             offsets={A0: ev.Committed(offset=9, stream="s", seq=3, reset_number=2, followed=True), A1: None},
-            asked=(A0, A1, B0),
+            requested=(A0, A1, B0),
         )
     ]
 
@@ -181,7 +181,7 @@ def test_starting_positions_are_resolved_at_the_isolation_level_of_the_query(lev
     scene = Scene(**{"kafka.isolation.level": level})
     scene.environment.will("list_offsets", {A0: SimpleNamespace(offset=8)})
     scene.run(scene.order(ev.ResolveStarts(starts={A0: LATEST, A1: LATEST})))
-    assert scene.handled == [ev.StartsResolved(offsets={A0: 8}, asked=(A0, A1))]
+    assert scene.handled == [ev.StartsResolved(offsets={A0: 8}, requested=(A0, A1))]
     assert scene.environment.called("isolation") == [asked.upper()]
 
 
@@ -425,7 +425,7 @@ def test_G2_a_closed_slot_does_not_delay_the_commits_of_the_others(scene: Scene)
     scene.run(scene.order(commit_command({A0: 0, A1: 1, B0: 2})))
     (done,) = scene.handled
     assert isinstance(done, ev.OffsetsCommitted)
-    assert (done.offsets, sorted(done.left)) == ({A0: 5}, [1, 2])
+    assert (done.offsets, sorted(done.left_out)) == ({A0: 5}, [1, 2])
 
 
 def test_offsets_of_a_stale_member_are_skipped_and_the_others_committed(scene: Scene) -> None:
@@ -434,7 +434,7 @@ def test_offsets_of_a_stale_member_are_skipped_and_the_others_committed(scene: S
     scene.run(scene.order(commit_command({A0: 0, A1: 1, B0: 2})))
     (done,) = scene.handled
     assert isinstance(done, ev.OffsetsCommitted)
-    assert (done.offsets, list(done.left)) == ({A0: 5, B0: 7}, [1])
+    assert (done.offsets, list(done.left_out)) == ({A0: 5, B0: 7}, [1])
     assert scene.members[1].commands == []
     assert scene.environment.called("commit_transaction") == [None]
 
@@ -473,7 +473,7 @@ def test_G3_offsets_are_committed_for_members_and_partitions_as_of_the_order(sce
 
     scene.run(ordered_then_changed)
     (done,) = scene.handled
-    assert isinstance(done, ev.OffsetsCommitted) and (done.offsets, list(done.left)) == ({A1: 6}, [0])
+    assert isinstance(done, ev.OffsetsCommitted) and (done.offsets, list(done.left_out)) == ({A1: 6}, [0])
     assert scene.environment.called("send_offsets") == [(2, {A1: (6, "spark-group:s:4:0:at=7")})]
 
 
@@ -492,7 +492,7 @@ def test_G3_partitions_released_while_an_older_commit_is_finished_are_not_commit
     scene.run(scene.order(commit_command()), the_next_one)
     failed, done = scene.handled
     assert isinstance(failed, ev.OffsetCommitFailed)
-    assert isinstance(done, ev.OffsetsCommitted) and (done.offsets, list(done.left)) == ({A1: 6}, [0])
+    assert isinstance(done, ev.OffsetsCommitted) and (done.offsets, list(done.left_out)) == ({A1: 6}, [0])
     assert scene.environment.called("send_offsets")[2:] == [(2, {A1: (6, "spark-group:s:4:0:at=7")})]
 
 
@@ -542,7 +542,7 @@ def test_without_transactions_a_stale_member_is_skipped(denied: Scene, expelled:
     denied.shows({A1: 6})
     denied.run(denied.order(commit_command()))
     done = denied.handled[-1]
-    assert isinstance(done, ev.OffsetsCommitted) and (done.offsets, done.left) == ({A1: 6}, {0: "again"})
+    assert isinstance(done, ev.OffsetsCommitted) and (done.offsets, done.left_out) == ({A1: 6}, {0: "again"})
     assert bool(denied.members[0].commands) == expelled
 
 

@@ -402,8 +402,8 @@ MUTANTS = [
     Mutant(
         "takes-no-place",
         S,
-        "takes=slot.vanished and self.static and not self._rules.classic,",
-        "takes=False,",
+        "takes_over=slot.vanished and self.static and not self._rules.classic,",
+        "takes_over=False,",
         "the place of a member that vanished is taken from it",
         agents=True,
     ),
