@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kit.broker_cluster import BrokerCluster
-from kit.proxy import CLEAR, Direction, Line, Proxy
+from kit.proxy import CLEAR, Conditions, Direction, Proxy
 from rebalance.accounts import Record
 
 from crash.churn import Application, figures
@@ -37,20 +37,30 @@ class Fault:
     begin: Callable[[Proxy], object]
 
 
-def _lay(line: Line, *directions: Direction) -> Callable[[Proxy], object]:
-    return lambda proxy: proxy.lay(line, *directions)
+def _with_conditions(conditions: Conditions, *directions: Direction) -> Callable[[Proxy], object]:
+    return lambda proxy: proxy.set_conditions(conditions, *directions)
 
 
 FAULTS = (
-    Fault("closed", 0.0, True, Proxy.cut),
+    Fault("closed", 0.0, True, Proxy.reset),
     Fault("closed, and refused for 2 s", 2.0, True, Proxy.refuse),
     Fault("half-open to the agents", 0.0, True, lambda p: p.half_open(Direction.TO_CLIENT)),
     Fault("half-open to the stream reader", 0.0, True, lambda p: p.half_open(Direction.TO_SERVER)),
-    Fault("messages dropped for 4 s", 4.0, True, _lay(Line(swallow=True))),
-    Fault("messages dropped to the stream reader for 4 s", 4.0, True, _lay(Line(swallow=True), Direction.TO_SERVER)),
-    Fault("messages dropped to the agents for 4 s", 4.0, True, _lay(Line(swallow=True), Direction.TO_CLIENT)),
-    Fault(f"delayed by {DELAY_S} s each way for 10 s", 10.0, True, _lay(Line(delay_s=DELAY_S))),
-    Fault("messages dropped for 12 s, longer than the lease", 12.0, False, _lay(Line(swallow=True))),
+    Fault("messages dropped for 4 s", 4.0, True, _with_conditions(Conditions(drop=True))),
+    Fault(
+        "messages dropped to the stream reader for 4 s",
+        4.0,
+        True,
+        _with_conditions(Conditions(drop=True), Direction.TO_SERVER),
+    ),
+    Fault(
+        "messages dropped to the agents for 4 s",
+        4.0,
+        True,
+        _with_conditions(Conditions(drop=True), Direction.TO_CLIENT),
+    ),
+    Fault(f"delayed by {DELAY_S} s each way for 10 s", 10.0, True, _with_conditions(Conditions(delay_s=DELAY_S))),
+    Fault("messages dropped for 12 s, longer than the lease", 12.0, False, _with_conditions(Conditions(drop=True))),
 )
 
 
@@ -149,7 +159,7 @@ class ChannelFaults:
         fault.begin(self._proxy)
         app.stays_alive(fault.lasts_s)
         if fault.lasts_s:
-            self._proxy.lay(CLEAR)
+            self._proxy.set_conditions(CLEAR)
             self._proxy.heal()
         ended_s = time.monotonic()
         ends = app.ends()

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 from conftest import await_until
 from kit.faulty_cluster import KINDS, Draw
-from kit.proxy import CLEAR, Direction, Line, Proxy
+from kit.proxy import CLEAR, Conditions, Direction, Proxy
 
 REPLY_S = 10
 SILENCE_S = 0.3
@@ -115,9 +115,9 @@ def test_everything_passes_in_both_directions(proxy: Proxy, client: socket.socke
 def test_delayed_bytes_arrive_after_the_delay_or_its_removal(
     direction: Direction, proxy: Proxy, client: socket.socket
 ) -> None:
-    proxy.lay(Line(delay_s=0.1), direction)
+    proxy.set_conditions(Conditions(delay_s=0.1), direction)
     assert asked(client, LARGE) == LARGE
-    proxy.lay(Line(delay_s=HOUR_S), direction)
+    proxy.set_conditions(Conditions(delay_s=HOUR_S), direction)
     client.sendall(b"later")
     assert silent(client)
     proxy.heal()
@@ -126,20 +126,20 @@ def test_delayed_bytes_arrive_after_the_delay_or_its_removal(
 
 def test_a_limited_bandwidth_slows_transfer(proxy: Proxy, client: socket.socket) -> None:
     before = proxy.passed[Direction.TO_CLIENT]
-    proxy.lay(Line(bytes_per_s=40), Direction.TO_CLIENT)
+    proxy.set_conditions(Conditions(bytes_per_s=40), Direction.TO_CLIENT)
     client.sendall(LARGE[:100_000])
     assert received(client, 4) == LARGE[:4]
     assert 4 <= proxy.passed[Direction.TO_CLIENT] - before < 10_000
-    proxy.lay(CLEAR)
+    proxy.set_conditions(CLEAR)
     assert received(client, 99_996) == LARGE[4:100_000]
 
 
 def test_a_connection_stops_at_a_byte_count_until_the_limit_is_removed(proxy: Proxy, client: socket.socket) -> None:
-    proxy.lay(Line(stop_at=proxy.passed[Direction.TO_CLIENT] + 4), Direction.TO_CLIENT)
+    proxy.set_conditions(Conditions(stop_at_bytes=proxy.passed[Direction.TO_CLIENT] + 4), Direction.TO_CLIENT)
     assert asked(client, b"four") == b"four"
     client.sendall(b"more")
     assert silent(client)
-    proxy.lay(CLEAR)
+    proxy.set_conditions(CLEAR)
     assert received(client, 4) == b"more"
 
 
@@ -159,7 +159,7 @@ def test_a_refusing_port_resets_and_refuses_connections(proxy: Proxy, client: so
 
 
 def test_a_reset_closes_both_ends_and_new_connections_pass(proxy: Proxy, client: socket.socket, echo: Echo) -> None:
-    assert proxy.cut() == 1
+    assert proxy.reset() == 1
     with pytest.raises(ConnectionResetError):
         client.recv(1)
     await_until(lambda: echo.ended == ["reset"], REPLY_S, what="the server to hear of it")
@@ -171,7 +171,7 @@ def test_a_reset_closes_both_ends_and_new_connections_pass(proxy: Proxy, client:
 def test_dropped_bytes_leave_the_connection_open(
     direction: Direction, proxy: Proxy, client: socket.socket, echo: Echo
 ) -> None:
-    proxy.lay(Line(swallow=True), direction)
+    proxy.set_conditions(Conditions(drop=True), direction)
     client.sendall(b"anybody?")
     assert silent(client)
     arrived = len("hello") + (0 if direction is Direction.TO_SERVER else len("anybody?"))
@@ -205,7 +205,7 @@ def test_the_server_of_a_half_open_connection_receives_nothing(proxy: Proxy, cli
 
 @pytest.mark.parametrize("count", [1, 300, 100_000])
 def test_a_response_is_reset_in_the_middle(count: int, proxy: Proxy, client: socket.socket) -> None:
-    proxy.lay(Line(cut_after=count), Direction.TO_CLIENT)
+    proxy.set_conditions(Conditions(reset_after_bytes=count), Direction.TO_CLIENT)
     for connection in (client, connect(proxy)):
         with connection:
             with contextlib.suppress(ConnectionError):
@@ -232,7 +232,7 @@ def test_a_closed_proxy_frees_its_thread_and_port(echo: Echo) -> None:
     before = set(threading.enumerate())
     with Proxy(target=echo.address) as proxy, connect(proxy) as connection:
         assert asked(connection, b"x") == b"x"
-        proxy.lay(Line(delay_s=HOUR_S))
+        proxy.set_conditions(Conditions(delay_s=HOUR_S))
         connection.sendall(b"y")
         proxy.close()
         with pytest.raises(ConnectionResetError):
@@ -250,8 +250,8 @@ def test_a_seed_draws_the_same_faults_of_every_kind() -> None:
 
 
 def test_a_connection_that_is_reset_while_it_is_opened_closes(proxy: Proxy) -> None:
-    """A cancellation that coincides with the server's response is not lost: ``cut`` returns each time."""
+    """A cancellation that coincides with the server's response is not lost: ``reset`` returns each time."""
     for _ in range(MOMENTS):
         with socket.create_connection(("127.0.0.1", proxy.port), REPLY_S):
-            proxy.cut()
+            proxy.reset()
     await_until(lambda: proxy.connections == 0, what="no connection is left")

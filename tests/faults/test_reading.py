@@ -14,7 +14,7 @@ from confluent_kafka import Producer
 from confluent_kafka.admin import AdminClient
 from kafka_words import await_progress, create_topic, end_offsets_of
 from kit.faulty_cluster import Fault, FaultyCluster
-from kit.proxy import Direction, Line
+from kit.proxy import Conditions, Direction
 from reading import read as read_batches
 
 from spark_group_source.model import OffsetRange, TopicPartition
@@ -78,7 +78,9 @@ class Trouble:
         return self._cluster.proxies[self._fault.node].passed[Direction.TO_CLIENT]
 
     def __enter__(self) -> "Trouble":
-        self._cluster.proxies[self._fault.node].lay(Line(stop_at=self._stop_at), Direction.TO_CLIENT)
+        self._cluster.proxies[self._fault.node].set_conditions(
+            Conditions(stop_at_bytes=self._stop_at), Direction.TO_CLIENT
+        )
         self._thread.start()
         return self
 
@@ -101,8 +103,8 @@ def offsets_of(batches: Iterator[object]) -> dict[TopicPartition, list[int]]:
 STRUCK = [
     (Fault("refuse", 1), True),
     (Fault("refuse", 1), False),
-    (Fault("swallow", 1), False),
-    (Fault("cut-after", 1, (Direction.TO_CLIENT,), 1_500_000), False),
+    (Fault("drop", 1), False),
+    (Fault("reset-after", 1, (Direction.TO_CLIENT,), 1_500_000), False),
     (Fault("kill", 1), False),
     pytest.param(Fault("pause", 1), False, marks=pytest.mark.soak),
     pytest.param(Fault("pause", 1), True, marks=pytest.mark.soak),

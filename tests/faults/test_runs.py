@@ -110,7 +110,7 @@ def test_connections_reset_repeatedly(scene: FaultScene) -> None:
     with scene.started() as run, scene.flow() as flow:
         run.await_(lambda: run.records, "the first records")
         for _ in range(RESETS):
-            scene.cluster.proxies[1].cut()
+            scene.cluster.proxies[1].reset()
             pause.wait(RESET_PAUSE_S)
             run.check()
         flow.stop()

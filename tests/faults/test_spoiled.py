@@ -15,7 +15,7 @@ from confluent_kafka import Producer
 from confluent_kafka.admin import AdminClient
 from kafka_words import STALLED_S, await_progress, create_topic, end_offsets_of, produce_to, size_of
 from kit.faulty_cluster import FaultyCluster
-from kit.proxy import Direction, Line
+from kit.proxy import Conditions, Direction
 from kit.spoil import Harm, Spoil
 from rebalance.accounts import measured
 
@@ -71,7 +71,7 @@ def suffered(
         "ends": ends,
         "settings": settings,
     }
-    cluster.proxies[1].lay(Line(spoil=spoil), Direction.TO_CLIENT)
+    cluster.proxies[1].set_conditions(Conditions(spoil=spoil), Direction.TO_CLIENT)
     output, errors = folder / "output", folder / "errors"
     with output.open("wb") as out, errors.open("wb") as err:
         process = subprocess.Popen(

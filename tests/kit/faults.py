@@ -34,25 +34,25 @@ class Kind:
 
     Args:
         choose: draws the target; None: there is none, and nothing happens.
-        befall: applies the fault to the target; False: nothing happened.
+        apply: applies the fault to the target; False: nothing happened.
         weight: how often it is drawn, compared with kinds of weight 1.
     """
 
     choose: Callable[[Any], Any]
-    befall: Callable[[Any, Any], bool | None]
+    apply: Callable[[Any, Any], bool | None]
     weight: int = 1
 
     @property
     def name(self) -> str:
-        return self.befall.__name__
+        return self.apply.__name__
 
     def happens(self, faults: "Faults") -> bool:
         target = self.choose(faults)
-        return target is not None and self.befall(faults, target) is not False
+        return target is not None and self.apply(faults, target) is not False
 
 
 def of(choose: Callable[[Any], Any], *, weight: int = 1) -> Callable[[Callable[[Any, Any], bool | None]], Kind]:
-    return lambda befall: Kind(choose, befall, weight)
+    return lambda apply: Kind(choose, apply, weight)
 
 
 class Faults:

@@ -17,10 +17,10 @@ from types import TracebackType
 from typing import Literal, Self, get_args
 
 from kit.broker_cluster import BrokerCluster
-from kit.proxy import Direction, Line, Proxy
+from kit.proxy import Conditions, Direction, Proxy
 from spark_group_source.local.broker import JAVA_OPTIONS, free_ports
 
-Kind = Literal["delay", "narrow", "refuse", "cut", "swallow", "half-open", "cut-after", "kill", "pause"]
+Kind = Literal["delay", "slow", "refuse", "reset", "drop", "half-open", "reset-after", "kill", "pause"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 SMALL_JAVA = (*(option for option in JAVA_OPTIONS if not option.startswith("-Xm")), "-Xms96m", "-Xmx320m")
@@ -72,11 +72,11 @@ class Draw:
         match kind:
             case "delay":
                 return Fault(kind, node, directions, round(self._random.uniform(0.05, 1.0), 2))
-            case "narrow":
+            case "slow":
                 return Fault(kind, node, directions, self._random.randrange(5_000, 100_000, 5_000))
-            case "cut-after":
+            case "reset-after":
                 return Fault(kind, node, (Direction.TO_CLIENT,), self._random.randrange(200, 50_000))
-            case "swallow":
+            case "drop":
                 return Fault(kind, node, directions)
             case "half-open":
                 return Fault(kind, node, (self._random.choice(list(Direction)),))
@@ -152,17 +152,17 @@ class FaultyCluster:
         proxy = self.proxies[fault.node]
         match fault.kind:
             case "delay":
-                proxy.lay(Line(delay_s=fault.amount), *fault.directions)
-            case "narrow":
-                proxy.lay(Line(bytes_per_s=int(fault.amount)), *fault.directions)
-            case "swallow":
-                proxy.lay(Line(swallow=True), *fault.directions)
-            case "cut-after":
-                proxy.lay(Line(cut_after=int(fault.amount)), *fault.directions)
+                proxy.set_conditions(Conditions(delay_s=fault.amount), *fault.directions)
+            case "slow":
+                proxy.set_conditions(Conditions(bytes_per_s=int(fault.amount)), *fault.directions)
+            case "drop":
+                proxy.set_conditions(Conditions(drop=True), *fault.directions)
+            case "reset-after":
+                proxy.set_conditions(Conditions(reset_after_bytes=int(fault.amount)), *fault.directions)
             case "refuse":
                 proxy.refuse()
-            case "cut":
-                proxy.cut()
+            case "reset":
+                proxy.reset()
             case "half-open":
                 proxy.half_open(*fault.directions)
             case "kill":

@@ -41,28 +41,29 @@ class Direction(enum.StrEnum):
 
 
 @dataclass(frozen=True)
-class Line:
+class Conditions:
     """The faults of one direction, for all connections.
 
     Args:
         delay_s: each byte arrives this much later.
         bytes_per_s: the bandwidth of all connections together; None: unlimited.
-        swallow: bytes are dropped and the connection stays open. A connection that lost bytes is reset when this ends:
+        drop: bytes are dropped and the connection stays open. A connection that lost bytes is reset when this ends:
             bytes after a gap are never passed on.
-        stop_at: bytes wait when the proxy has passed this many (:attr:`Proxy.passed`), until another line is set.
-        cut_after: each connection is closed when it has passed this many bytes from now on.
+        stop_at_bytes: bytes wait when the proxy has passed this many (:attr:`Proxy.passed`), until other conditions are
+            set.
+        reset_after_bytes: each connection is closed when it has passed this many bytes from now on.
         spoil: creates the function that changes a connection's bytes, from its start: open connections are reset.
     """
 
     delay_s: float = 0.0
     bytes_per_s: int | None = None
-    swallow: bool = False
-    stop_at: int | None = None
-    cut_after: int | None = None
+    drop: bool = False
+    stop_at_bytes: int | None = None
+    reset_after_bytes: int | None = None
     spoil: Callable[[], Callable[[bytes], bytes]] | None = None
 
 
-CLEAR = Line()
+CLEAR = Conditions()
 
 
 class Proxy:
@@ -80,7 +81,7 @@ class Proxy:
         self.port = port
         self.passed = dict.fromkeys(Direction, 0)
         """Bytes that were forwarded, in each direction."""
-        self._lines = dict.fromkeys(Direction, CLEAR)
+        self._conditions = dict.fromkeys(Direction, CLEAR)
         self._free_at_s = dict.fromkeys(Direction, 0.0)
         self._links: set[_Link] = set()
         self._server: asyncio.Server | None = None
@@ -113,9 +114,9 @@ class Proxy:
     def refusing(self) -> bool:
         return self._server is None
 
-    def lay(self, line: Line, *directions: Direction) -> None:
-        """Apply a line from now on, in these directions or in both."""
-        self._call(self._lay(line, directions or tuple(Direction)))
+    def set_conditions(self, conditions: Conditions, *directions: Direction) -> None:
+        """Apply conditions from now on, in these directions or in both."""
+        self._call(self._set_conditions(conditions, directions or tuple(Direction)))
 
     def refuse(self) -> None:
         """Reset every connection and refuse new ones, like a server that is down."""
@@ -125,9 +126,9 @@ class Proxy:
         """Accept connections again."""
         self._call(self._accept())
 
-    def cut(self) -> int:
+    def reset(self) -> int:
         """Reset every connection; new ones are accepted. Returns their number."""
-        return self._call(self._cut(_every))
+        return self._call(self._reset_all(_every))
 
     def half_open(self, keep: Direction = Direction.TO_CLIENT) -> int:
         """Of every open connection keep one end, the client's or the server's, and reset the other: the kept end
@@ -173,9 +174,9 @@ class Proxy:
             self._server.close()
             self._server = None
             self._held = _bound(self.port)  # reserves the port; nothing listens, so connections are refused
-        await self._cut(_every)
+        await self._reset_all(_every)
 
-    async def _cut(self, which: Callable[["_Link"], bool]) -> int:
+    async def _reset_all(self, which: Callable[["_Link"], bool]) -> int:
         chosen = [link for link in self._links if which(link)]
         for link in chosen:
             link.task.cancel()
@@ -183,27 +184,27 @@ class Proxy:
         return len(chosen)
 
     async def _half_open(self, keep: Direction) -> int:
-        await self._cut(lambda link: not link.whole)  # a connection with one end only cannot lose the other
+        await self._reset_all(lambda link: not link.whole)  # a connection with one end only cannot lose the other
         chosen = [link for link in self._links if link.kept is None]
         for link in chosen:
             link.keep_only(keep)
         return len(chosen)
 
-    async def _lay(self, line: Line, directions: tuple[Direction, ...]) -> None:
+    async def _set_conditions(self, conditions: Conditions, directions: tuple[Direction, ...]) -> None:
         for direction in directions:
-            self._lines[direction] = line
+            self._conditions[direction] = conditions
             self._free_at_s[direction] = 0.0
         self._changed.set()
         self._changed = asyncio.Event()
-        if line.spoil is not None:
-            await self._cut(_every)
-        elif not line.swallow:
-            await self._cut(lambda link: not link.lost.isdisjoint(directions))
+        if conditions.spoil is not None:
+            await self._reset_all(_every)
+        elif not conditions.drop:
+            await self._reset_all(lambda link: not link.lost.isdisjoint(directions))
 
     async def _heal(self) -> None:
-        spoiled = any(line.spoil is not None for line in self._lines.values())
-        await self._lay(CLEAR, tuple(Direction))
-        await self._cut(lambda link: spoiled or link.kept is not None)
+        spoiled = any(conditions.spoil is not None for conditions in self._conditions.values())
+        await self._set_conditions(CLEAR, tuple(Direction))
+        await self._reset_all(lambda link: spoiled or link.kept is not None)
         await self._accept()
 
     def _accepted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -218,32 +219,32 @@ class Proxy:
     def forget(self, link: "_Link") -> None:
         self._links.discard(link)
 
-    def line(self, direction: Direction) -> Line:
-        return self._lines[direction]
+    def conditions_of(self, direction: Direction) -> Conditions:
+        return self._conditions[direction]
 
-    async def until(self, due: Callable[[Line], float], direction: Direction) -> Line:
-        """Wait until the line's time, which may change meanwhile; return the line then."""
+    async def until(self, due: Callable[[Conditions], float], direction: Direction) -> Conditions:
+        """Wait until the time that the conditions say, which may change meanwhile; return the conditions then."""
         while True:
-            line = self._lines[direction]
-            left_s = due(line) - self._loop.time()
+            conditions = self._conditions[direction]
+            left_s = due(conditions) - self._loop.time()
             if left_s <= 0:
-                return line
+                return conditions
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(left_s):
                     await self._changed.wait()
 
     async def take_turn(self, count: int, direction: Direction) -> None:
-        """Wait for the bandwidth of ``count`` bytes, and while the line is stopped."""
+        """Wait for the bandwidth of ``count`` bytes, and while the direction is stopped."""
 
-        def stopped(now: Line) -> float:
-            return math.inf if now.stop_at is not None and self.passed[direction] >= now.stop_at else 0.0
+        def stopped(now: Conditions) -> float:
+            return math.inf if now.stop_at_bytes is not None and self.passed[direction] >= now.stop_at_bytes else 0.0
 
         await self.until(stopped, direction)
-        line = self._lines[direction]
-        if line.bytes_per_s is not None:
-            at_s = max(self._loop.time(), self._free_at_s[direction]) + count / line.bytes_per_s
+        conditions = self._conditions[direction]
+        if conditions.bytes_per_s is not None:
+            at_s = max(self._loop.time(), self._free_at_s[direction]) + count / conditions.bytes_per_s
             self._free_at_s[direction] = at_s
-            await self.until(lambda now: at_s if now is line else 0.0, direction)
+            await self.until(lambda now: at_s if now is conditions else 0.0, direction)
 
 
 class _Link:
@@ -316,33 +317,33 @@ class _Link:
         self, waiting: asyncio.Queue[tuple[float, bytes]], writer: asyncio.StreamWriter, direction: Direction
     ) -> None:
         counted, passed = CLEAR, 0
-        spoiled = spoil() if (spoil := self._proxy.line(direction).spoil) is not None else None
+        spoiled = spoil() if (spoil := self._proxy.conditions_of(direction).spoil) is not None else None
         while True:
             came_s, data = await waiting.get()
-            line = await self._proxy.until(lambda now, came_s=came_s: came_s + now.delay_s, direction)  # type: ignore[misc]
+            conditions = await self._proxy.until(lambda now, came_s=came_s: came_s + now.delay_s, direction)  # type: ignore[misc]
             if not data:
                 if direction not in self.lost:
                     writer.write_eof()
                 return
-            if line is not counted:
-                counted, passed = line, 0
-            if line.swallow or direction in self.lost:
+            if conditions is not counted:
+                counted, passed = conditions, 0
+            if conditions.drop or direction in self.lost:
                 self.lost.add(direction)
                 continue
             if spoiled is not None:
                 data = spoiled(data)
-            if line.cut_after is not None:
-                data = data[: line.cut_after - passed]
+            if conditions.reset_after_bytes is not None:
+                data = data[: conditions.reset_after_bytes - passed]
             await self._portions(data, writer, direction)
             passed += len(data)
-            if line.cut_after is not None and passed >= line.cut_after:
+            if conditions.reset_after_bytes is not None and passed >= conditions.reset_after_bytes:
                 writer.close()
                 await writer.wait_closed()
-                raise ConnectionAbortedError(f"cut after {passed} bytes")
+                raise ConnectionAbortedError(f"reset after {passed} bytes")
 
     async def _portions(self, data: bytes, writer: asyncio.StreamWriter, direction: Direction) -> None:
         while data:
-            rate = self._proxy.line(direction).bytes_per_s
+            rate = self._proxy.conditions_of(direction).bytes_per_s
             size = len(data) if rate is None else max(1, rate // SLICES_PER_S)
             portion, data = data[:size], data[size:]
             await self._proxy.take_turn(len(portion), direction)
