@@ -123,14 +123,12 @@ class Commit(NamedTuple):
 
 
 class LedgerExpired(Exception):
-    """The group wrote to the table, and the table's log does not reach back to the group's last commit.
-
-    ``number`` is the ``SetTransaction`` number of that commit; None where the commit source cannot report it.
-    """
+    """The group wrote to the table, and the table's log does not reach back to the group's last commit."""
 
     def __init__(self, group: str, number: int | None) -> None:
         super().__init__(group)
-        self.group, self.number = group, number
+        self.number = number
+        """The ``SetTransaction`` number of that commit; None where the commit source cannot report it."""
 
 
 class CommitSource(Protocol):
