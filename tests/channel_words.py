@@ -87,10 +87,10 @@ class RecordingServer:
         assert self.server.stop()
         assert self.died.empty()
 
-    def _on_message(self, peer: ChannelPeer, message: Any, asks: int) -> None:
+    def _on_message(self, peer: ChannelPeer, message: Any, request_number: int) -> None:
         self.received.put((peer, message))
-        if asks:
-            assert peer.send(Pong(number=message.number), answers=asks)
+        if request_number:
+            assert peer.send(Pong(number=message.number), responds_to=request_number)
 
     def client(self, *, secret: Secret | None = None, within_s: float = SOON_S) -> "ScopedClient":
         return ScopedClient([("127.0.0.1", self.port)], secret or self.secret, within_s)

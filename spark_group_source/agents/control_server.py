@@ -106,10 +106,10 @@ class ControlServer:
 
     # --- on the channel's thread ------------------------------------------------------------------------------------
 
-    def _on_message(self, peer: ChannelPeer, message: Any, asks: int) -> None:
+    def _on_message(self, peer: ChannelPeer, message: Any, request_number: int) -> None:
         match message:
             case Claim():
-                peer.send(self._answer(message), answers=asks)
+                peer.send(self._answer(message), responds_to=request_number)
             case TaskEnded():
                 self._on_task_ended(message)
             case ms.AgentReport():

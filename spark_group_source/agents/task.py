@@ -5,8 +5,8 @@ of pieces to tasks (``protocol.claims``).
 
 Where members are placed on agents, a task finds or starts its executor's agent, claims its piece from the stream
 reader, and reads what the agent has buffered of it from there. Under a *fixed* binding the piece is known without a
-claim: the claim only tells the stream reader that this executor can reach it, and if it fails, the task reads its piece
-all the same. Under a *late* binding the response to the claim names the piece.
+claim: the claim only shows the stream reader that this executor can reach it. If it fails, the task reads its piece all
+the same. Under a *late* binding the response to the claim names the piece.
 
 Where members stay in the stream reader, a task reads its planned piece, and connects to the stream reader only to
 report skipped records.

@@ -29,7 +29,7 @@ class StreamReader(RecordingServer):
         self.peers: list[ChannelPeer] = []
         super().__init__(codec=ms.CODEC)
 
-    def _on_message(self, peer: ChannelPeer, message: Any, asks: int) -> None:
+    def _on_message(self, peer: ChannelPeer, message: Any, request_number: int) -> None:
         assert isinstance(message, ms.AgentReport)
         if message.end_reason:
             self.last.append(message)

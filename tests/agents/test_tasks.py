@@ -39,11 +39,11 @@ def test_a_claim_without_a_response_is_repeated_on_another_connection(monkeypatc
     monkeypatch.setattr(task, "ATTEMPT_S", 0.3)
     peers: list[ChannelPeer] = []
 
-    def answers(peer: ChannelPeer, _: Any, asks: int) -> None:
+    def answers(peer: ChannelPeer, _: Any, request_number: int) -> None:
         if peer not in peers:
             peers.append(peer)
         if peer is not peers[0]:
-            peer.send(GRANTED, answers=asks)
+            peer.send(GRANTED, responds_to=request_number)
 
     with listening(answers) as planned:
         connection = task._StreamReaderConnection(planned)
@@ -66,9 +66,9 @@ def test_a_claim_that_times_out_names_the_remedy(monkeypatch: pytest.MonkeyPatch
 def test_a_refused_claim_is_not_repeated() -> None:
     asked = []
 
-    def answers(peer: ChannelPeer, message: Any, asks: int) -> None:
+    def answers(peer: ChannelPeer, message: Any, request_number: int) -> None:
         asked.append(message)
-        peer.send(ClaimRefused(reason="no plan 'r.1'"), answers=asks)
+        peer.send(ClaimRefused(reason="no plan 'r.1'"), responds_to=request_number)
 
     with listening(answers) as planned, pytest.raises(ChannelBroken, match=r"no plan 'r.1'"):
         task._StreamReaderConnection(planned).claim(CLAIM)
@@ -105,8 +105,8 @@ def test_all_clients_of_an_executor_use_its_rack(monkeypatch: pytest.MonkeyPatch
         read.append(given.settings)
         return []
 
-    def answers(peer: ChannelPeer, _: object, asks: int) -> None:
-        peer.send(GRANTED, answers=asks)
+    def answers(peer: ChannelPeer, _: object, request_number: int) -> None:
+        peer.send(GRANTED, responds_to=request_number)
 
     monkeypatch.setattr(task, "start_agent", lambda settings, _: started.append(settings))
     monkeypatch.setattr(task, "read_ranges", read_ranges)

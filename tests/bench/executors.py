@@ -296,11 +296,11 @@ class Bench:
         finally:
             query.stop()
         rates = [records / p["durationMs"]["addBatch"] * 1000 for p in done[BOUND_WARM:]]
-        told = ", ".join(
+        used_by = ", ".join(
             f"{name} {(used[name] - before[name]) / records / len(done) * 1e6:.2f}"
             for name in ("worker", "Spark's JVM")
         )
-        print(f"  rows/s of the tasks, median: {statistics.median(rates):,.0f}; CPU s a million: {told}", flush=True)
+        print(f"  rows/s of the tasks, median: {statistics.median(rates):,.0f}; CPU s a million: {used_by}", flush=True)
 
     def latency(self, kind: str, stream: Stream) -> None:
         """Measure the time from each record's timestamp to the end of its batch."""

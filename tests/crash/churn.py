@@ -205,7 +205,7 @@ class Application:
         counts = Counter(self._rows())
         lost = sorted(every - counts.keys())
         doubled = sorted(record for record, count in counts.items() if count > 1)
-        assert counts.keys() <= every, "rows that nobody produced"
+        assert counts.keys() <= every, "rows that were not produced"
         return len(every), lost, doubled
 
     def _rows(self) -> Iterator[Record]:

@@ -37,31 +37,31 @@ COLUMNS = "topic string, partition int, offset bigint"
 
 
 class RevealingSource(KafkaGroupDataSource):
-    """The source, which also writes the run's secret to the file that the option ``told`` names."""
+    """The source, which also writes the run's secret to the file that the option ``secretFile`` names."""
 
     def __init__(self, options: MutableMapping[str, str]) -> None:
-        self._told = options["told"]
-        super().__init__({name: value for name, value in options.items() if name != "told"})
+        self._secret_file = options["secretFile"]
+        super().__init__({name: value for name, value in options.items() if name != "secretFile"})
 
     def streamReader(self, schema: StructType) -> GroupStreamReader:
         reader = super().streamReader(schema)
-        return RevealingReader(reader._options, reader._path, self._told)
+        return RevealingReader(reader._options, reader._path, self._secret_file)
 
 
 class RevealingReader(GroupStreamReader):
     """The reader of :class:`RevealingSource`."""
 
-    def __init__(self, options: Options, path: Sequence[str], told: str) -> None:
+    def __init__(self, options: Options, path: Sequence[str], secret_file: str) -> None:
         super().__init__(options, path)
-        self._told = told
+        self._secret_file = secret_file
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_told": self._told}
+        return {**super().__getstate__(), "_secret_file": self._secret_file}
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
         found = super().partitions(start, end)
         if self._control_server is not None:
-            Path(self._told).write_text(self._control_server.secret.to_hex())
+            Path(self._secret_file).write_text(self._control_server.secret.to_hex())
         return found
 
 
@@ -94,7 +94,7 @@ def main(
     for key, value in {**local_spark_settings(f"{home}/scratch"), **own}.items():
         builder = builder.config(key, value)
     session = builder.getOrCreate()
-    session.dataSource.register(RevealingSource if "told" in options else KafkaGroupDataSource)
+    session.dataSource.register(RevealingSource if "secretFile" in options else KafkaGroupDataSource)
     which = {"subscribe": topic} if "subscribePattern" not in options else {}
     stream = session.readStream.format("kafka-group").option("kafka.bootstrap.servers", servers)
     stream = stream.option("kafka.group.id", group).options(**which, **options)
@@ -123,7 +123,7 @@ def _slow(home: str) -> Callable[[DataFrame], DataFrame]:
         daemon, task = os.getppid(), TaskContext.get()
         assert task is not None
         for batch in batches:
-            told = {
+            report = {
                 "executor": int(Path(f"/proc/{daemon}/stat").read_text().rpartition(")")[2].split()[1]),
                 "worker": os.getpid(),
                 "stage": task.stageId(),
@@ -132,9 +132,9 @@ def _slow(home: str) -> Callable[[DataFrame], DataFrame]:
                 "clients of the daemon": _threads_of_clients(daemon),
                 "rows": sorted(zip(*(batch.column(n).to_pylist() for n in range(3)), strict=True)),
             }
-            said = Path(home) / "said" / uuid.uuid4().hex
-            said.with_suffix(".part").write_text(json.dumps(told))
-            said.with_suffix(".part").rename(said)
+            path = Path(home) / "reports" / uuid.uuid4().hex
+            path.with_suffix(".part").write_text(json.dumps(report))
+            path.with_suffix(".part").rename(path)
             last = max(batch.column("offset").to_pylist())
             end_s = time.monotonic() + HOLD_S_MAX
             while _held(Path(home) / "hold", last) and time.monotonic() < end_s:

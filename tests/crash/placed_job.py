@@ -129,16 +129,16 @@ class PlacedJob:
         part.write_text(str(offset))
         part.rename(self.home / "hold")
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         (self.home / "hold").unlink()
 
-    def said(self) -> list[dict[str, Any]]:
+    def reports(self) -> list[dict[str, Any]]:
         """The reports that tasks wrote while they read."""
-        return [json.loads(path.read_text()) for path in (self.home / "said").glob("*") if not path.suffix]
+        return [json.loads(path.read_text()) for path in (self.home / "reports").glob("*") if not path.suffix]
 
-    def forget(self) -> None:
+    def forget_reports(self) -> None:
         """Delete the reports so far."""
-        for path in (self.home / "said").iterdir():
+        for path in (self.home / "reports").iterdir():
             path.unlink()
 
     # --- its state --------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ def progress_of(home: Path, process: "subprocess.Popen[bytes]") -> tuple[object,
     """Progress of a job for ``await_progress``: its log, its processes, its commits and its tasks' reports."""
     with suppress(psutil.NoSuchProcess):
         below = frozenset(child.pid for child in psutil.Process(process.pid).children(recursive=True))
-        folders = (home / "table" / "_delta_log", home / "checkpoint" / "offsets", home / "said")
+        folders = (home / "table" / "_delta_log", home / "checkpoint" / "offsets", home / "reports")
         return size_of(home / "log"), below, *(len(list(folder.glob("*"))) for folder in folders)
     return ("ended",)
 
@@ -37,7 +37,7 @@ def script(
     path: Path, home: Path, arguments: Mapping[str, object], environment: Mapping[str, str] | None = None
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Run another script in the same way."""
-    for folder in ("scratch", "said"):
+    for folder in ("scratch", "reports"):
         (home / folder).mkdir(exist_ok=True)  # the second job of a home
     with (home / "log").open("ab") as log:
         process = subprocess.Popen(
@@ -48,8 +48,8 @@ def script(
             env={"PYSPARK_PYTHON": sys.executable, **os.environ, **(environment or {})},
         )
         assert process.stdin is not None
-        with process.stdin as told:  # command lines are visible to all users, and there may be a password
-            told.write(json.dumps({**arguments, "home": str(home)}).encode())
+        with process.stdin as stdin:  # command lines are visible to all users, and there may be a password
+            stdin.write(json.dumps({**arguments, "home": str(home)}).encode())
         try:
             yield process
         finally:

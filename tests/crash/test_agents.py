@@ -64,7 +64,7 @@ def shared(
     (home / "events").mkdir()
     name = f"agents-{os.getpid()}"
     where = Target(admin, produce, create_topic(admin, name, 2), 2, name, broker.bootstrap_servers)
-    more = sasl(SASL_PASSWORD) | {"minPartitions": "4", "told": f"{home}/told"}
+    more = sasl(SASL_PASSWORD) | {"minPartitions": "4", "secretFile": f"{home}/secret"}
     job = PlacedJob(home, where, "classic", broker.sasl_bootstrap_servers, **more)
     spark = {
         "spark.ui.enabled": "true",
@@ -83,13 +83,13 @@ def shared(
 def test_describe_shows_where_each_slot_is_placed_and_the_source_of_its_rows(
     shared: PlacedJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shared.forget()
+    shared.forget_reports()
     shared.hold(shared.sent // 2)
     shared.send()
-    shared.await_(shared.said, "a batch in the middle of which its tasks wait")
+    shared.await_(shared.reports, "a batch in the middle of which its tasks wait")
     shared.send(20)
     shared.await_(lambda: sum(shared.run["buffered_rows"]) > 0 < sum(shared.run["buffered_bytes"]), "prefetched rows")
-    shared.let_go()
+    shared.release()
     shared.await_spread(lambda: sum(shared.run["rows_from_memory"]) > 0, "rows from an agent's memory")
     shared.await_rows()
     shared.await_(
@@ -112,15 +112,15 @@ def test_describe_shows_where_each_slot_is_placed_and_the_source_of_its_rows(
 def test_two_tasks_of_one_partition_on_one_executor_read_separate_ranges(shared: PlacedJob) -> None:
     def found() -> bool:
         tasks: dict[tuple[int, int, int], set[int]] = {}
-        for one in shared.said():
+        for one in shared.reports():
             for _, partition, _ in one["rows"]:
                 tasks.setdefault((one["stage"], one["executor"], partition), set()).add(one["task"])
         return any(len(numbers) > 1 for numbers in tasks.values())
 
-    shared.forget()
+    shared.forget_reports()
     shared.await_spread(found, "two tasks of one batch, at one executor, that read of one partition")
     shared.await_rows()
-    read = Counter(tuple(row) for one in shared.said() for row in one["rows"])
+    read = Counter(tuple(row) for one in shared.reports() for row in one["rows"])
     assert set(read.values()) == {1}, "no row was read by two tasks"
 
 
@@ -128,17 +128,17 @@ def test_workers_are_forked_without_a_client_and_are_not_members(shared: PlacedJ
     def used_again() -> bool:
         """Whether some worker has a client, and some worker was used for two batches. The worker that reports a row is
         not the one that read it: Spark uses separate workers, and mixes them for the next batch."""
-        read = {(one["worker"], one["stage"]) for one in shared.said()}
-        return len(read) > len({worker for worker, _ in read}) and any(one["clients"] for one in shared.said())
+        read = {(one["worker"], one["stage"]) for one in shared.reports()}
+        return len(read) > len({worker for worker, _ in read}) and any(one["clients"] for one in shared.reports())
 
     shared.await_spread(used_again, "workers that are reused")
     shared.await_rows()
-    assert {one["clients of the daemon"] for one in shared.said()} == {0}
+    assert {one["clients of the daemon"] for one in shared.reports()} == {0}
     assert set(describe(shared.where.admin, shared.group).members) == instance_ids(shared)
 
 
 def test_G9_no_secret_is_in_a_log_process_list_event_log_page_or_plan(shared: PlacedJob) -> None:
-    secret = (shared.home / "told").read_text()
+    secret = (shared.home / "secret").read_text()
     hidden = {"the run's secret": forms(bytes.fromhex(secret)), "the password": forms(SASL_PASSWORD.encode())}
     (shared.home / "explain").touch()
     shared.await_(lambda: not (shared.home / "explain").exists(), "the query's plans in its log")
@@ -194,20 +194,20 @@ def test_G7_losing_an_executor_in_a_batch_loses_no_row_and_causes_no_rebalance(
 ) -> None:
     shared.await_placed()
     before, offset = shared.run, shared.sent // 2
-    shared.forget()
+    shared.forget_reports()
     shared.hold(offset)
     shared.send()
-    shared.await_(lambda: set(shared.executors()) & {one["executor"] for one in shared.said()}, "a busy executor")
-    lost = next(one["executor"] for one in shared.said() if one["executor"] in shared.executors())
+    shared.await_(lambda: set(shared.executors()) & {one["executor"] for one in shared.reports()}, "a busy executor")
+    lost = next(one["executor"] for one in shared.reports() if one["executor"] in shared.executors())
     agent = by_executor()[lost]
     psutil.Process(lost).kill()
     await_progress(lambda: not psutil.pid_exists(agent), living, what="the end of a dead executor's agent")
-    shared.let_go()
+    shared.release()
     shared.await_spread(lambda: lost not in shared.executors() and moved(shared), "its slots elsewhere")
     shared.await_rows()
     shared.await_committed()
-    its_rows = {tuple(row) for one in shared.said() if one["executor"] == lost for row in one["rows"]}
-    others = {tuple(row) for one in shared.said() if one["executor"] != lost for row in one["rows"]}
+    its_rows = {tuple(row) for one in shared.reports() if one["executor"] == lost for row in one["rows"]}
+    others = {tuple(row) for one in shared.reports() if one["executor"] != lost for row in one["rows"]}
     assert its_rows and its_rows <= others, "another executor read its ranges"
     assert shared.run["generation"] == before["generation"], "a rebalance"
     assert set(describe(shared.where.admin, shared.group).members) == instance_ids(shared)

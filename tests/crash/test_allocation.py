@@ -94,11 +94,11 @@ def test_members_follow_executors_from_one_to_three_and_back_and_a_restart_has_t
             watched.await_spread(lambda: spread_over(1), "the only slot on the first executor")
             assert len(hosts()) == 1
 
-            watched.forget()
+            watched.forget_reports()
             watched.hold(0)  # tasks wait for a core, so Spark adds executors
             watched.send()
-            watched.await_(lambda: len({one["executor"] for one in watched.said()}) == 3, "three executors")
-            watched.let_go()
+            watched.await_(lambda: len({one["executor"] for one in watched.reports()}) == 3, "three executors")
+            watched.release()
             watched.await_spread(lambda: spread_over(3), "a slot on each of three executors")
             watched.await_rows()
             before = watched.run["generation"]

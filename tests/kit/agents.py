@@ -334,8 +334,8 @@ class Executors:
         for agent in self.of(run):
             if agent.channel is not None:
                 agent.channel.cut()
-            how = self._draws.choice(["killed", "told", "nobody"])
+            how = self._draws.choice(["killed", "ended", "unnoticed"])
             if how == "killed":
                 self._world.at(self._draws.between(0, 100), agent.kill)
-            elif how == "told":
+            elif how == "ended":
                 agent.process.later("executor", self._draws.between(*OUTLIVES_MS), agent.bye)

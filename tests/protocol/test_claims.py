@@ -34,7 +34,7 @@ def batch(seq: int, *sizes: int) -> StreamOffset:
 
 
 def claim_all(claims: Claims, plan: TaskPlan, executor: str = "1") -> list[PlannedPiece]:
-    """All tasks of a plan run together, and end."""
+    """Run all tasks of a plan concurrently until they end."""
     found = [claims.claim(plan.name, task, executor) for task in range(len(plan.pieces))]
     for task in range(len(plan.pieces)):
         claims.ended(plan.name, task, executor)
@@ -43,7 +43,7 @@ def claim_all(claims: Claims, plan: TaskPlan, executor: str = "1") -> list[Plann
 
 
 def late(claims: Claims) -> Claims:
-    """The next plan is late: a batch whose tasks all asked."""
+    """Let all tasks of a batch claim, so that the next plan is late."""
     claim_all(claims, claims.plan_tasks(batch(0, 10), {}))
     return claims
 
@@ -51,20 +51,20 @@ def late(claims: Claims) -> Claims:
 # --- the binding ----------------------------------------------------------------------------------------------------
 
 
-def test_a_run_begins_with_a_fixed_plan_that_is_cut_as_ever() -> None:
+def test_the_first_plan_is_fixed_and_packed_as_without_agents() -> None:
     plan = Claims("r").plan_tasks(batch(0, 10, 200_000, 20), {tp(0): "1"})
     assert plan.binding == "fixed"
     as_ever = pack(plan.offset.batch(), min_partitions=None, max_records=None)
     assert [list(piece.ranges) for piece in plan.pieces] == as_ever
 
 
-def test_in_a_fixed_plan_a_task_is_given_the_piece_of_its_number() -> None:
+def test_a_task_of_a_fixed_plan_gets_the_piece_of_its_number() -> None:
     claims = Claims("r")
     plan = claims.plan_tasks(batch(0, 100_000, 90_000, 80_000), {tp(2): "1"})
     assert [claims.claim(plan.name, task, "1") for task in (2, 0, 1)] == [plan.pieces[n] for n in (2, 0, 1)]
 
 
-def test_a_plan_is_late_when_every_task_of_the_batch_before_asked() -> None:
+def test_a_plan_is_late_if_every_task_of_the_previous_batch_claimed() -> None:
     claims = Claims("r")
     first = claims.plan_tasks(batch(0, 100_000, 90_000), {})
     claims.claim(first.name, 0, "1")
@@ -72,19 +72,19 @@ def test_a_plan_is_late_when_every_task_of_the_batch_before_asked() -> None:
     assert second.binding == "fixed"  # one of two
     claims.claim(first.name, 1, "2")
     third = claims.plan_tasks(batch(2, 10), {})
-    assert third.binding == "fixed"  # that was not the batch before
+    assert third.binding == "fixed"  # not the previous batch
     claim_all(claims, third)
     assert claims.plan_tasks(batch(3, 10), {}).binding == "late"
-    assert claims.plan_tasks(batch(4, 10), {}).binding == "fixed"  # nobody asked for the last one
+    assert claims.plan_tasks(batch(4, 10), {}).binding == "fixed"  # no task of the last one claimed
 
 
-def test_a_batch_without_rows_changes_nothing() -> None:
+def test_a_batch_without_rows_does_not_change_the_binding() -> None:
     claims = late(Claims("r"))
     assert claims.plan_tasks(batch(1), {}).pieces == ()
     assert claims.plan_tasks(batch(2, 10), {}).binding == "late"
 
 
-def test_of_a_query_that_reads_the_stream_twice_both_plans_count() -> None:
+def test_all_executed_plans_of_a_batch_must_be_claimed() -> None:
     claims = Claims("r")
     one, two = claims.plan_tasks(batch(0, 60_000, 60_000), {}), claims.plan_tasks(batch(0, 60_000, 60_000), {})
     assert one.name != two.name
@@ -92,7 +92,7 @@ def test_of_a_query_that_reads_the_stream_twice_both_plans_count() -> None:
     claims.claim(two.name, 0, "1")
     assert claims.plan_tasks(batch(1, 10), {}).binding == "fixed"
     claims.claim(two.name, 1, "1")
-    claim_all(claims, claims.plan_tasks(batch(1, 10), {}))  # made again: what counts is still the batch before
+    claim_all(claims, claims.plan_tasks(batch(1, 10), {}))  # planned again: the previous batch still decides
     for _ in range(2):
         assert claims.plan_tasks(batch(2, 10), {}).binding == "late"
 
@@ -100,7 +100,7 @@ def test_of_a_query_that_reads_the_stream_twice_both_plans_count() -> None:
 # --- claims ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_task_is_given_first_what_its_executor_has_in_memory() -> None:
+def test_a_task_first_gets_what_its_executor_has_buffered() -> None:
     claims = late(Claims("r"))
     placed = {tp(0): "1", tp(1): "2", tp(2): "3"}
     plan = claims.plan_tasks(batch(1, 50_000, 49_000, 48_000, 47_000), placed)
@@ -113,7 +113,7 @@ def test_a_task_is_given_first_what_its_executor_has_in_memory() -> None:
     ]
 
 
-def test_who_has_nothing_left_takes_what_nobody_has_and_then_from_who_has_most() -> None:
+def test_a_task_without_own_pieces_gets_unplaced_ones_then_those_of_the_busiest_executor() -> None:
     claims = late(Claims("r"))
     plan = claims.plan_tasks(batch(1, 50_000, 40_000, 45_000, 48_000), {tp(0): "1", tp(1): "1", tp(2): "2"})
     given_to = [claims.claim(plan.name, task, "3") for task in range(4)]
@@ -135,7 +135,7 @@ def test_a_claim_is_permanent() -> None:
         assert {task: claims.claim(plan.name, task, executor) for task in reversed(range(6))} == first
 
 
-def test_claims_that_cannot_be_answered_are_refused_with_the_reason() -> None:
+def test_unknown_claims_are_refused_with_the_reason() -> None:
     claims = Claims("run-2")
     first = claims.plan_tasks(batch(0, 10), {})
     assert "another run's" in str(claims.claim("run-1.1", 0, "1"))
@@ -154,8 +154,8 @@ def test_claims_that_cannot_be_answered_are_refused_with_the_reason() -> None:
 # --- cutting --------------------------------------------------------------------------------------------------------
 
 
-def test_one_huge_partition_is_split_over_all_tasks_that_can_run_together() -> None:
-    """Nobody tells how many these are: twice as many pieces as ever ran together show whether more can."""
+def test_one_huge_partition_is_split_over_all_concurrent_tasks() -> None:
+    """Their number is found by planning twice as many pieces as ever ran together."""
     cores, claims = 4, late(Claims("r"))
     counts = []
     for seq in range(1, 8):
@@ -171,7 +171,7 @@ def test_one_huge_partition_is_split_over_all_tasks_that_can_run_together() -> N
     assert claims.width == cores
 
 
-def test_tasks_that_ran_together_long_ago_are_forgotten() -> None:
+def test_the_width_forgets_old_plans() -> None:
     claims = late(Claims("r"))
     plan = claims.plan_tasks(batch(1, *[60_000] * 8), {})
     claim_all(claims, plan)
@@ -181,7 +181,7 @@ def test_tasks_that_ran_together_long_ago_are_forgotten() -> None:
     assert claims.width == 1
 
 
-def test_tasks_whose_end_nobody_saw_count_for_their_batch_only() -> None:
+def test_tasks_without_a_reported_end_count_for_their_batch_only() -> None:
     claims = Claims("r")
     for seq in range(5):
         plan = claims.plan_tasks(batch(seq, 10), {})
@@ -189,7 +189,7 @@ def test_tasks_whose_end_nobody_saw_count_for_their_batch_only() -> None:
     assert claims.width == 1
 
 
-def test_a_range_is_not_split_below_what_a_task_is_worth() -> None:
+def test_a_range_is_not_split_into_pieces_too_small_for_a_task() -> None:
     (piece,) = split_by_executor([OffsetRange(tp(0), 0, TASK_RECORDS_TARGET)], {}, width=100)
     assert piece.size == TASK_RECORDS_TARGET
 
@@ -203,7 +203,7 @@ def test_a_thousand_tiny_partitions_share_few_tasks() -> None:
     assert len(by_all) == SMALL_PIECES_MAX
 
 
-def test_few_records_of_few_executors_are_read_where_they_are() -> None:
+def test_small_pieces_of_few_executors_stay_separate() -> None:
     ranges = [OffsetRange(tp(p), 0, 10) for p in range(6)]
     pieces = split_by_executor(ranges, {r.tp: EXECUTORS[r.tp.partition % 3] for r in ranges}, width=1)
     assert {piece.executor: {r.tp for r in piece.ranges} for piece in pieces} == {
@@ -220,7 +220,7 @@ hosts = st.dictionaries(st.integers(0, 29).map(tp), st.sampled_from([*EXECUTORS,
 
 
 def offsets_of(pieces: list[PlannedPiece]) -> list[OffsetRange]:
-    """The ranges that the pieces make together, each as long as it goes."""
+    """The union of the pieces' ranges."""
     merged: list[OffsetRange] = []
     for r in sorted(r for piece in pieces for r in piece.ranges):
         assert r.size > 0
@@ -240,7 +240,7 @@ def offsets_of(pieces: list[PlannedPiece]) -> list[OffsetRange]:
     st.none() | st.integers(1, 60),
     st.none() | st.integers(10_000, 500_000),
 )
-def test_every_offset_is_in_one_piece_within_the_users_bounds(
+def test_every_offset_is_in_one_piece_within_the_configured_bounds(
     ranges: list[OffsetRange], placed: dict[TopicPartition, str], width: int, least: int | None, most: int | None
 ) -> None:
     pieces = split_by_executor(ranges, placed, width=width, min_partitions=least, max_records=most)
@@ -256,7 +256,7 @@ def test_every_offset_is_in_one_piece_within_the_users_bounds(
     assert pieces == split_by_executor(ranges[::-1], placed, width=width, min_partitions=least, max_records=most)
 
 
-def test_two_pieces_of_one_partition_are_not_put_together() -> None:
+def test_two_pieces_of_one_partition_are_not_merged() -> None:
     """A task's client is assigned each partition once."""
     ranges = [OffsetRange(tp(0), 0, 104), OffsetRange(tp(1), 0, 100)]
     pieces = split_by_executor(ranges, {tp(0): "a", tp(1): "b"}, width=1, min_partitions=3)
@@ -268,7 +268,7 @@ def test_two_pieces_of_one_partition_are_not_put_together() -> None:
 
 
 class Asking(RuleBasedStateMachine):
-    """Batches are planned, tasks ask in any order, again and again, from anywhere, also for former plans.
+    """Batches are planned, and tasks claim in any order, repeatedly, from any executor, also for earlier plans.
 
     The model: what each (plan, task) was given first.
     """
@@ -349,6 +349,6 @@ TestAsking.settings = settings(derandomize=True, max_examples=40, stateful_step_
 
 
 @pytest.mark.parametrize("plans", [1, 3])
-def test_the_names_of_plans_begin_with_their_run(plans: int) -> None:
+def test_plan_names_start_with_their_run(plans: int) -> None:
     claims = Claims("run-7")
     assert [claims.plan_tasks(batch(0, 1), {}).name for _ in range(plans)] == [f"run-7.{n + 1}" for n in range(plans)]

@@ -59,7 +59,7 @@ class ChannelClient:
     def __init__(self, addresses: Sequence[Address], codec: Codec, secret: Secret, within_s: float) -> None:
         self._codec, self._secret = codec, secret
         self._sending, self._receiving = threading.Lock(), threading.RLock()
-        self._asked = 0
+        self._last_request = 0
         self.end_reason: str | None = None
         """Why the connection ended; None while it is open."""
         self.address, self._socket = self._connect(addresses, within_s)
@@ -111,16 +111,16 @@ class ChannelClient:
 
     # --- messages ---------------------------------------------------------------------------------------------------
 
-    def send(self, message: Any, *, asks: int = 0) -> bool:
+    def send(self, message: Any, *, request_number: int = 0) -> bool:
         """Send a message within :data:`SEND_S`. Returns False if the connection has ended.
 
         Args:
-            asks: the number of a request; 0 for other messages.
+            request_number: the number of a request; 0 for other messages.
 
         Raises:
             WireError: the message is not one of the channel's.
         """
-        data = self._codec.encode(message, asks=asks)
+        data = self._codec.encode(message, request_number=request_number)
         try:
             with self._sending:
                 if self.end_reason is not None:
@@ -156,11 +156,11 @@ class ChannelClient:
             ChannelBroken: no response arrived in time, or the connection has ended.
         """
         until_s = monotonic() + within_s
-        self._asked += 1
-        self.send(message, asks=self._asked)
+        self._last_request += 1
+        self.send(message, request_number=self._last_request)
         while (left_s := until_s - monotonic()) > 0:
             found = self.receive(left_s)
-            if found is not None and found.answers == self._asked:
+            if found is not None and found.responds_to == self._last_request:
                 return found.message
         raise ChannelBroken(f"no answer within {within_s:.1f} s", waited_ms=int(within_s * 1000))
 

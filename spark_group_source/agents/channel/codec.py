@@ -27,11 +27,11 @@ class WireError(ValueError):
 
 
 class Envelope(NamedTuple):
-    """A message. It is a request if ``asks`` > 0, and the response to a request if ``answers`` > 0."""
+    """A message. It is a request if ``request_number`` > 0, and the response to a request if ``responds_to`` > 0."""
 
     message: Any  # one of the codec's types
-    asks: int = 0
-    answers: int = 0
+    request_number: int = 0
+    responds_to: int = 0
 
 
 class Codec:
@@ -51,7 +51,7 @@ class Codec:
         self.bytes_max = bytes_max
         self._messages = {message.__name__: (message, _field_codec(message)) for message in messages}
 
-    def encode(self, message: Any, *, asks: int = 0, answers: int = 0) -> bytes:
+    def encode(self, message: Any, *, request_number: int = 0, responds_to: int = 0) -> bytes:
         """Encode a message.
 
         Raises:
@@ -62,7 +62,7 @@ class Codec:
         if known is not type(message):
             raise WireError(f"{name} is not a message of this channel")
         try:
-            parts = [asks, answers, name, codec.write(message)]
+            parts = [request_number, responds_to, name, codec.write(message)]
             data = json.dumps(parts, ensure_ascii=False, separators=(",", ":")).encode()
         except Exception as exc:  # noqa: BLE001 - a field of another type than annotated
             raise WireError(f"{name} cannot be encoded: {_shortened(exc)}") from None
@@ -77,10 +77,10 @@ class Codec:
             WireError: these bytes are not a message. No other error is raised, whatever the bytes.
         """
         try:
-            asks, answers, name, body = json.loads(data)
-            if not (0 <= _INT.read(asks) <= INT_MAX and 0 <= _INT.read(answers) <= INT_MAX):
+            request_number, responds_to, name, body = json.loads(data)
+            if not (0 <= _INT.read(request_number) <= INT_MAX and 0 <= _INT.read(responds_to) <= INT_MAX):
                 raise WireError("a request number is negative")
-            return Envelope(self._messages[_STR.read(name)][1].read(body), asks, answers)
+            return Envelope(self._messages[_STR.read(name)][1].read(body), request_number, responds_to)
         except Exception as exc:  # noqa: BLE001 - RecursionError, errors of a message's own checks, ...
             raise WireError(f"not a message of this channel: {_shortened(exc)}") from None
 

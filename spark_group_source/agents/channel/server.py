@@ -93,16 +93,16 @@ class ChannelPeer:
     def __repr__(self) -> str:
         return f"ChannelPeer({self.address})"
 
-    def send(self, message: Any, *, answers: int = 0) -> bool:
+    def send(self, message: Any, *, responds_to: int = 0) -> bool:
         """Send a message. Returns False if the connection has ended.
 
         Args:
-            answers: the number of the request that this is the response to; 0 for other messages.
+            responds_to: the number of the request that this is the response to; 0 for other messages.
 
         Raises:
             WireError: the message is not one of the channel's.
         """
-        data = self._server.codec.encode(message, answers=answers)
+        data = self._server.codec.encode(message, responds_to=responds_to)
         with self._lock:
             if self.reason:
                 return False
@@ -162,7 +162,7 @@ class ChannelPeer:
             if self.reason:  # the connection is being closed: further messages are dropped
                 continue
             found = self._server.codec.decode(incoming.verify(body))
-            self._server.on_message(self, found.message, found.asks)
+            self._server.on_message(self, found.message, found.request_number)
             count += 1
             if count % MESSAGES_PER_TURN == 0:
                 await asyncio.sleep(0)
@@ -374,9 +374,9 @@ class ChannelServer:
         """The peer has proven that it knows the secret."""
         self._unproven.pop(peer, None)
 
-    def on_message(self, peer: ChannelPeer, message: Any, asks: int) -> None:
+    def on_message(self, peer: ChannelPeer, message: Any, request_number: int) -> None:
         """The peer has sent a message."""
-        self._guarded(self._on_message, peer, message, asks)
+        self._guarded(self._on_message, peer, message, request_number)
 
     def _on_gone(self, peer: ChannelPeer) -> None:
         del self._peers[peer]

@@ -135,7 +135,7 @@ def _receive_batches(
         for batch in stream:
             batches.append(batch)
             frames.set_deadline(connection, until_s)
-    # A truncated Arrow stream cannot be told from a complete one.
+    # Reading a truncated Arrow stream raises no error.
     if sum(batch.num_rows for batch in batches) != rows:
         raise WireError("the agent's rows are incomplete")
     return batches

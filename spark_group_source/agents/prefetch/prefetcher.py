@@ -185,7 +185,7 @@ class Prefetcher:
     # --- what a poll returned
 
     def _buffer(self, chunk: NativeChunk) -> None:
-        # An error of a partition may stand anywhere between its rows: none of its rows is buffered.
+        # An error of a partition may belong anywhere between its rows: none of its rows is buffered.
         stopped = {event.tp for event in chunk.events if event.code != EOF and event.tp is not None}
         failed = frozenset(stopped)
         if chunk.partition_rows:

@@ -44,9 +44,9 @@ documents = st.recursive(
 
 
 @given(messages, numbers, numbers)
-def test_a_message_decodes_to_an_equal_message(message: Everything, asks: int, answers: int) -> None:
-    again = CODEC.decode(CODEC.encode(message, asks=asks, answers=answers))
-    assert again == Envelope(message, asks, answers)
+def test_a_message_decodes_to_an_equal_message(message: Everything, request_number: int, responds_to: int) -> None:
+    again = CODEC.decode(CODEC.encode(message, request_number=request_number, responds_to=responds_to))
+    assert again == Envelope(message, request_number, responds_to)
     for field in fields(Everything):  # True == 1, and a named tuple is equal to a plain one
         assert type(getattr(again.message, field.name)) is type(getattr(message, field.name))
     assert all(type(r) is OffsetRange and type(r.tp) is TopicPartition for r in again.message.ranges)
@@ -67,7 +67,8 @@ def test_json_that_is_not_a_message_is_refused(document: Any) -> None:
         except WireError:
             continue
         assert (
-            json.loads(CODEC.encode(found.message, asks=found.asks, answers=found.answers)) == body
+            json.loads(CODEC.encode(found.message, request_number=found.request_number, responds_to=found.responds_to))
+            == body
         )  # a valid message by chance
 
 
