@@ -1,4 +1,4 @@
-"""The demo: a job that shares a consumer group, is killed, goes on, and has every row once. It proves that at its end.
+"""The demo: a job that shares a consumer group, is killed and restarted, and writes every row once; checked at the end.
 
 Runs in: a process of its own (``make demo``), with a local Kafka, the job and an ordinary consumer as children.
 Deliberately absent: anything that a user of the project would not have: the job is ``group_to_delta.py`` as it stands.
@@ -34,7 +34,7 @@ SAMPLE_S = 0.4
 
 
 class Story:
-    """The steps, one after the other. Each waits for what it is about, so a slow machine makes the demo longer."""
+    """The steps of the demo. Each one waits for its effect, so a slow machine only makes the demo longer."""
 
     def __init__(self, stage: Stage, screen: Screen, seconds: float) -> None:
         self.stage, self.screen, self.seconds = stage, screen, seconds
@@ -61,23 +61,23 @@ class Story:
     def _lend(self) -> None:
         view = self.stage.view
         self._until(lambda: self._at(0.15), "orders flow through Kafka into the table")
-        self._until(lambda: view.executors and self._job_has_all, "the job's members move beside its executors")
+        self._until(lambda: view.executors and self._job_has_all, "the job's members move to its executors' agents")
         where = " and ".join(map(str, sorted(set(view.executors))))
-        self._tell(f"its members live beside executors, processes {where}, and read ahead")
+        self._tell(f"its members moved to the agents of executors {where}")
 
     def _share(self) -> None:
         stage, view = self.stage, self.stage.view
         stage.start_consumer()
-        joined = "an ordinary consumer joins the group: Kafka moves partitions to it"
+        joined = "an ordinary consumer joins the group: Kafka reassigns partitions"
         self._until(lambda: view.owned["ordinary"] and self._shared and view.ordinary > 0, joined)
-        self._tell(f"an ordinary consumer joined, Kafka moved partitions: {self._owners()}")
+        self._tell(f"an ordinary consumer joined, Kafka reassigned partitions: {self._owners()}")
         view.described = stage.described()
         left_s = time.monotonic() + 0.2 * self.seconds
-        self._until(lambda: time.monotonic() >= left_s, "both read the topic, each its own partitions")
+        self._until(lambda: time.monotonic() >= left_s, "both read the topic, each one its partitions")
         assert stage.consumer is not None
         if stage.consumer.stop() != 0:
             raise DemoFailed(f"the ordinary consumer failed:\n{stage.consumer.tail()}")
-        self._until(lambda: self._job_has_all, "the ordinary consumer leaves: its partitions go back")
+        self._until(lambda: self._job_has_all, "the ordinary consumer leaves: the job gets its partitions back")
         self._tell(f"the ordinary consumer left after {view.ordinary:,} orders: {self._owners()}")
 
     def _kill_executor(self) -> None:
@@ -85,11 +85,11 @@ class Story:
         self._until(lambda: view.executors, "the job reads all partitions again")
         generation = view.generation
         victim, rows = stage.kill_executor(), self._rows_now()
-        moved = f"kill -9 of executor {victim}: its member joins elsewhere"
+        moved = f"kill -9 of executor {victim}: its member rejoins on another agent"
         self._until(lambda: view.executors and victim not in view.executors and self._job_has_all, moved)
         self._until(lambda: view.table > rows, "its tasks run again elsewhere")
         calm = "no rebalance" if view.generation == generation else "after a rebalance"
-        self._tell(f"kill -9 of executor {victim}, its member went on beside another, {calm}: {self._owners()}")
+        self._tell(f"kill -9 of executor {victim}: its member rejoined on another agent, {calm}: {self._owners()}")
 
     def _kill(self) -> None:
         stage, view = self.stage, self.stage.view
@@ -97,7 +97,7 @@ class Story:
         assert stage.job is not None
         self._until(lambda: self._job_has_all, "the job has all partitions")
         generation, killed = view.generation, len(stage.job.pids)
-        batch = self._until(stage.batch_in_flight, "a batch begins", every_s=FLIGHT_LOOK_S)
+        batch = self._until(stage.batch_in_flight, "a batch starts", every_s=FLIGHT_LOOK_S)
         stage.job.kill()
         rows = self._rows_now()
         flight = (
@@ -105,18 +105,18 @@ class Story:
         )
         self._tell(f"kill -9 of the whole job {flight}, {killed} processes: driver, executors, agents, workers")
         stage.start_job()
-        self._until(lambda: view.table > rows, "the job starts again on its checkpoint; orders wait in Kafka")
-        self._until(lambda: self._job_has_all and view.generation is not None, "the job takes its place again")
+        self._until(lambda: view.table > rows, "the job restarts with its checkpoint; orders wait in Kafka")
+        self._until(lambda: self._job_has_all and view.generation is not None, "the job joins the group again")
         if view.generation == generation:
-            self._tell(f"started again, the job took its places over, no rebalance: {self._owners()}")
-        else:  # under KIP-848 a killed member's place is free when its session has ended
-            self._tell(f"started again, the job has its partitions back: {self._owners()}")
+            self._tell(f"restarted: the job took over its memberships, no rebalance: {self._owners()}")
+        else:  # KIP-848 keeps a killed member until its session ends
+            self._tell(f"restarted: the job owns its partitions again: {self._owners()}")
 
     def _drain(self) -> int:
         self._until(lambda: self._at(1.0), "the job catches up while orders keep coming")
         produced = self.stage.orders.finish()
-        self._until(lambda: self.stage.view.lag == 0, "no more orders: the rest goes into the table")
-        self._tell(f"the last of {produced:,} orders is in: the group's lag is 0")
+        self._until(lambda: self.stage.view.lag == 0, "no more orders: the rest is written to the table")
+        self._tell(f"the last of {produced:,} orders is in the table: the group's lag is 0")
         self.screen.doing("the job stops")
         assert self.stage.job is not None
         if self.stage.job.stop() != 0:
@@ -151,16 +151,16 @@ class Story:
         self.screen.tell(text)
 
     def _until(self, holds: Callable[[], Any], what: str, every_s: float = LOOK_S) -> Any:
-        """Wait until it holds; returns what it returned then."""
+        """Wait until ``holds`` returns a true value, and return it."""
         self.screen.doing(what)
         deadline_s = time.monotonic() + STEP_S
         while not (held := holds()):
             for child in (self.stage.job, self.stage.consumer):
                 if child is not None and not child.running and not child.stopping:
-                    raise DemoFailed(f"a child ended while it was needed ({what}):\n{child.tail()}")
+                    raise DemoFailed(f"a child process ended unexpectedly ({what}):\n{child.tail()}")
             if time.monotonic() >= deadline_s:
                 log = self.stage.job.tail() if self.stage.job else ""
-                raise DemoFailed(f"within {STEP_S} s it did not happen that {what}. {self.stage.view}\n{log}")
+                raise DemoFailed(f"timed out after {STEP_S} s: {what}. {self.stage.view}\n{log}")
             self.screen.tick()
             time.sleep(every_s)
         return held
@@ -168,7 +168,7 @@ class Story:
 
 @contextlib.contextmanager
 def watching(stage: Stage) -> Any:
-    """Keep the view up to date from a thread of its own, so that the picture moves while a step waits."""
+    """Update the view in a thread of its own while a step waits."""
     end = threading.Event()
 
     def run() -> None:
@@ -185,14 +185,14 @@ def watching(stage: Stage) -> Any:
 
 
 def conclude(screen: Screen, evidence: Evidence) -> bool:
-    """Check the evidence and show the final screen; whether everything holds."""
+    """Check the evidence and print the result; returns whether all checks pass."""
     checks = check(evidence)
     screen.final(evidence, checks)
     return bool(checks) and all(found.holds for found in checks)
 
 
 def _own_directory(stack: contextlib.ExitStack, keep: Path | None) -> Path:
-    """A directory for all that the demo writes, also what its children call temporary."""
+    """The directory for everything that the demo and its children write."""
     if keep is not None:
         keep.mkdir(parents=True, exist_ok=True)
         if any(keep.iterdir()):
@@ -212,21 +212,19 @@ def _interrupt(*_: object) -> None:
 
 
 def _ignore_signals() -> None:
-    """What is being cleaned up is cleaned up to its end."""
+    """Ignore further signals during the clean-up."""
     for number in STOPPING:
         signal.signal(number, signal.SIG_IGN)
 
 
 def main(
-    seconds: Annotated[float, typer.Option(min=4, help="How long orders are produced, at least.")] = 30,
+    seconds: Annotated[float, typer.Option(min=4, help="Minimum time in which orders are produced.")] = 30,
     rate: Annotated[int, typer.Option(min=1, help="Orders a second.")] = 1_000,
     partitions: Annotated[int, typer.Option(min=3, max=50, help="Partitions of the topic.")] = 6,
-    protocol: Annotated[
-        Literal["classic", "consumer"], typer.Option(help="How the members talk to Kafka.")
-    ] = "classic",
+    protocol: Annotated[Literal["classic", "consumer"], typer.Option(help="The group protocol.")] = "classic",
     keep: Annotated[Path | None, typer.Option(help="Keep table, checkpoint and logs in this empty directory.")] = None,
 ) -> None:
-    """Share a group between a Spark job and an ordinary consumer, kill the job, prove that each order is in once."""
+    """Share a group between a Spark job and an ordinary consumer, kill the job, check that each order is there once."""
     for number in STOPPING:
         signal.signal(number, _interrupt)
     subtitle = (
@@ -247,10 +245,10 @@ def main(
             evidence = stage.evidence(produced)
         proven = conclude(screen, evidence)
     except DemoFailed as exc:
-        print(f"the demo could not be played to its end: {exc}", file=sys.stderr)
+        print(f"the demo failed: {exc}", file=sys.stderr)
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
-        print("interrupted: everything that was started is stopped", file=sys.stderr)
+        print("interrupted: all processes are stopped", file=sys.stderr)
         raise typer.Exit(130) from None
     raise typer.Exit(0 if proven else 1)
 

@@ -107,11 +107,11 @@ def _once(e: Evidence) -> Check:
     twice = {order for order, count in counts.items() if count > 1}
     if twice:
         return Check(False, f"not once each: {_some('orders twice', twice)}")
-    return Check(True, f"none arrived twice: {len(counts):,} different order numbers, in both together")
+    return Check(True, f"no order arrived twice: {len(counts):,} distinct order numbers in both")
 
 
 def _ledger(e: Evidence) -> Check:
-    """The ledger must say what Kafka says, where the job had the partition last; else the ordinary consumer must."""
+    """Compare Kafka's offset with the ledger, or with the ordinary consumer where that one read the partition last."""
     ordinary = {p for p, n in e.ordinary_last.items() if n > e.ledger.get(p, 0)}
     wrong = []
     for p in e.ends:
@@ -119,7 +119,7 @@ def _ledger(e: Evidence) -> Check:
         if recorded is None or recorded != e.committed.get(p):
             wrong.append(f"partition {p}: committed {e.committed.get(p)}, recorded {recorded}")
     if wrong or not e.ends:
-        return Check(False, f"the group's offsets are not those of the table: {'; '.join(wrong) or 'no partitions'}")
+        return Check(False, f"the group's offsets differ from the table's: {'; '.join(wrong) or 'no partitions'}")
     job = len(e.ends) - len(ordinary)
     return Check(
         True, f"Kafka's committed offset = the offset in the table's last commit, on {job} of {job} partitions"

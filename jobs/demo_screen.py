@@ -58,11 +58,11 @@ class View:
 
 
 class Screen:
-    """``tell`` prints an event; ``doing`` says what happens now: on a terminal below the events, with the numbers."""
+    """``tell`` prints an event; ``doing`` shows the current step: on a terminal below the events, with numbers."""
 
     def __init__(self, view: View, *, subtitle: str) -> None:
         terminal = Console()
-        # Output that goes to a file or a pipe is not cut to the width of a terminal that is not there.
+        # Output to a file or a pipe is not truncated to a terminal width.
         self.console = terminal if terminal.is_terminal and terminal.width <= WIDTH_MAX else Console(width=WIDTH_MAX)
         self._view, self._subtitle, self._now = view, subtitle, ""
         self._began_s = time.monotonic()
@@ -91,14 +91,14 @@ class Screen:
         self.tick()
 
     def tick(self) -> None:
-        """Bring the numbers on a terminal up to date."""
+        """Update the numbers on a terminal."""
         if self._status is not None:
             v = self._view
             numbers = f"{v.produced:,} produced, {v.table:,} in the table, {v.ordinary:,} ordinary, lag {v.lag:,}"
             self._status.update(Text.assemble((self._now, "bold"), "\n", (numbers, "dim")))
 
     def final(self, evidence: Evidence, checks: Sequence[Check]) -> None:
-        """What the demo ends with."""
+        """Print the result."""
         parts: list[Text | Table | str] = [""]
         parts += [_described(self._view), ""] if self._view.described else []
         parts += [_offsets(evidence), ""]
@@ -106,7 +106,7 @@ class Screen:
             mark, style = (" ✔ ", "bold green") if found.holds else (" ✘ ", "bold red")
             parts.append(Text.assemble((mark, style), (found.text, "" if found.holds else "red")))
         held = bool(checks) and all(found.holds for found in checks)
-        end = " PROVEN: each order once, through a rebalance, a hand-over and kill -9 twice" if held else " NOT PROVEN"
+        end = " PROVEN: each order once, through two rebalances and two kill -9" if held else " NOT PROVEN"
         parts += ["", Text(end, "bold green" if held else "bold red")]
         self.console.print(Group(*parts), highlight=False)
 
@@ -114,7 +114,7 @@ class Screen:
 def _described(view: View) -> Table:
     """``kafka-consumer-groups --describe --members --verbose`` beside ``spark-group describe``."""
     table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 1))
-    for name in (" kafka-consumer-groups: member", "host", "assigned", "spark-group describe", "lives at"):
+    for name in (" kafka-consumer-groups: member", "host", "assigned", "spark-group describe", "placed on"):
         table.add_column(name)
     for row in view.described:
         table.add_row(f" {row.name}", *row[1:])

@@ -1,4 +1,4 @@
-"""What is on stage in the demo: broker, topic, job, ordinary consumer, and what is known of them.
+"""The parts of the demo: broker, topic, job and ordinary consumer, and their current state.
 
 Runs in: ``demo.py``. Deliberately absent: the order in which things happen (``demo.py``), how they look
 (``demo_screen``), what they prove (``demo_proof``).
@@ -33,7 +33,7 @@ class DemoFailed(Exception):
 
 
 class Stage:
-    """Everything that is on stage: broker, topic, job, ordinary consumer, and what is known of them.
+    """Broker, topic, job and ordinary consumer, and their current state.
 
     Args:
         directory: for the table, the checkpoint and the logs; the caller removes it.
@@ -54,7 +54,7 @@ class Stage:
 
     def start_job(self) -> None:
         self._starts += 1
-        # A member hears of a rebalance with its next heartbeat. Under KIP-848 the broker sets the pace.
+        # A member learns of a rebalance with its next heartbeat. In KIP-848 groups the broker sets the interval.
         quick = {"kafka.heartbeat.interval.ms": "500"} if self.protocol == "classic" else {}
         options = {
             "bootstrap-servers": self.servers,
@@ -74,7 +74,7 @@ class Stage:
         self.job = start_job(self.directory, options, log=f"job-{self._starts}.log")
 
     def kill_executor(self) -> int:
-        """SIGKILL for the executor beside which the first of the job's members lives; returns its process id."""
+        """SIGKILL the executor of the agent with the job's first member; returns its process id."""
         victim = self.view.executors[0]
         assert self.job is not None and victim in self.job.pids
         os.kill(victim, signal.SIGKILL)
@@ -150,12 +150,12 @@ class Stage:
         self.orders.hold = view.lag > self._lag_max
         run = group.runs[0] if group.runs else None
         view.generation = run["generation"] if run is not None and run["generation"] >= 0 else None
-        # Empty unless each of the job's members lives beside an executor and reads something.
+        # Empty unless each of the job's members is on an agent and owns partitions.
         lent = run is not None and all(run["agents"]) and all(run["assigned"])
         view.executors = [int(host.rpartition("-")[2]) for host in run["agents"]] if run is not None and lent else []
 
     def evidence(self, produced: int) -> Evidence:
-        """What the proof looks at: the table's files, Kafka's own tool, and what the ordinary consumer wrote down."""
+        """The evidence: the table's files, the output of Kafka's own tool, and the ordinary consumer's file."""
         processed = self.processed()
         self.table.refresh()
         rows = kafkas_table(kafka_consumer_groups(self.servers, "--describe", "--group", GROUP))

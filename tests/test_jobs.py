@@ -118,20 +118,20 @@ def test_missing_required_option_is_named(arguments: Any, missing: str) -> None:
 
 
 TOPICS = ["--topics", "t"]
-TIMING = "give available-now, once, or an interval such as '5 seconds'"
+TIMING = "must be available-now, once, or an interval such as '5 seconds'"
 
 
 @pytest.mark.parametrize(
     ("more", "status", "says"),
     [
-        ([], 2, "give one of --topics and --pattern"),
-        ([*TOPICS, "--pattern", "t.*"], 2, "give one of --topics and --pattern"),
+        ([], 2, "give either --topics or --pattern"),
+        ([*TOPICS, "--pattern", "t.*"], 2, "give either --topics or --pattern"),
         *[([*TOPICS, "--trigger", t], 2, TIMING) for t in ("sometimes", "5", "5 parsecs", "", "availableNow")],
         *[
             ([*TOPICS, "--option", f"{name}=hunter2"], 2, "--option-file")
             for name in ("kafka.sasl.password", "kafka.ssl.key.pem", "kafka.sasl.jaas.config")
         ],
-        ([*TOPICS, "--option", "failOnDataLoss"], 2, "write KEY=VALUE"),
+        ([*TOPICS, "--option", "failOnDataLoss"], 2, "must be KEY=VALUE"),
         *[([*TOPICS, "--table", t], 1, "one folder") for t in ("/tmp/none/c", "delta.`file:///tmp/none/c/`")],
     ],
 )

@@ -1,9 +1,9 @@
-"""The one broker that ``spark-group broker start`` leaves in the background.
+"""The background broker of ``spark-group broker start``.
 
-Runs in: the command line. Deliberately absent: the broker itself (``broker.py``), which the background process holds.
+Runs in: the command line. Deliberately absent: the broker itself (``broker.py``), which runs in the background process.
 
-That process is known by a file in the user's state folder, which it keeps locked: a pid alone may by now be someone
-else's, and only what was started here is ever stopped here.
+The background process keeps a file in the user's state folder locked. So a reused pid is never mistaken for it, and
+only a broker that was started here is stopped.
 """
 
 import contextlib
@@ -26,10 +26,10 @@ from spark_group_source.local.broker import KILL_S, LOG_TAIL_LINES, START_S, STO
 from spark_group_source.local.jars import java_path, kafka_jars, locked
 
 POLL_S = 0.05
-"""Pause between two looks at a process that is not our child."""
+"""Polling interval for a process that is not a child of this one."""
 
 LOCK_S = 10
-"""Bound of waiting for another start or stop to begin; it holds the lock for as long as it works."""
+"""Bound of the wait for another start or stop, which holds the lock."""
 
 ADMIN_S = 30
 """Bound of creating topics."""
@@ -37,7 +37,7 @@ ADMIN_S = 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BrokerState:
-    """What the state file says about the background process. ``node`` is the pid of Kafka's JVM."""
+    """Content of the state file. ``node`` is the pid of Kafka's JVM."""
 
     pid: int
     bootstrap_servers: str
@@ -51,24 +51,24 @@ def state_dir() -> Path:
 
 
 def running() -> BrokerState | None:
-    """The background broker, or None if it never was, was stopped, or ended."""
+    """The running background broker, or None."""
     with contextlib.suppress(FileNotFoundError), open(_state_file(), encoding="utf-8") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:  # by the process that wrote it
+        except BlockingIOError:  # locked by the process that wrote it
             return BrokerState(**json.load(file))
     return None
 
 
 def start(*, port: int = 9092, data_dir: Path | None = None) -> BrokerState:
-    """Start a broker that stays when this process ends.
+    """Start a broker that keeps running when this process ends.
 
     Raises:
         SetupError: no usable Java, or Kafka's jars cannot be downloaded.
-        OptionError: a port is taken, or a broker runs already.
-        BrokerUnavailable: it did not come up; the message ends with the log.
+        OptionError: the port is in use, or a background broker is running.
+        BrokerUnavailable: it did not start; the message ends with the log.
     """
-    java_path()  # said here, in one line, rather than in the background process's log
+    java_path()  # errors are raised here instead of in the background process's log
     kafka_jars()
     home = state_dir()
     home.mkdir(parents=True, exist_ok=True)
@@ -76,7 +76,7 @@ def start(*, port: int = 9092, data_dir: Path | None = None) -> BrokerState:
         already = running()
         if already is not None:
             raise OptionError(
-                f"a broker already runs at {already.bootstrap_servers}; stop it first: spark-group broker stop",
+                f"a broker is already running at {already.bootstrap_servers}; stop it with `spark-group broker stop`",
                 op="start",
             )
         check_free(port)
@@ -101,7 +101,7 @@ def start(*, port: int = 9092, data_dir: Path | None = None) -> BrokerState:
 
 
 def stop() -> BrokerState | None:
-    """Stop what :func:`start` started, and return when it is gone; None if nothing runs."""
+    """Stop the background broker and wait until it has ended; None if none is running."""
     home = state_dir()
     if not home.is_dir():
         return None
@@ -118,10 +118,10 @@ def stop() -> BrokerState | None:
 
 
 def record(broker: Broker) -> TextIO:
-    """Say in the state file that this process holds ``broker``, and where it is, until the process ends.
+    """Record ``broker`` in the state file, which stays locked until this process ends.
 
     Returns:
-        The locked file; keep it.
+        The locked file; keep it open.
     """
     state = BrokerState(
         pid=os.getpid(),
@@ -130,7 +130,7 @@ def record(broker: Broker) -> TextIO:
         log_dir=str(broker.log_dir),
     )
     unfinished = _state_file().with_suffix(".new")
-    file = open(unfinished, "w", encoding="utf-8")  # noqa: SIM115 - the lock lasts as long as it is open
+    file = open(unfinished, "w", encoding="utf-8")  # noqa: SIM115 - the lock ends when it is closed
     fcntl.flock(file, fcntl.LOCK_EX)
     json.dump(asdict(state), file)
     file.flush()
@@ -139,30 +139,30 @@ def record(broker: Broker) -> TextIO:
 
 
 def check_free(port: int) -> None:
-    """Refuse a port that is taken.
+    """Check that a port is free.
 
     Raises:
-        OptionError: it is; the message names it.
+        OptionError: the port is in use.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of a former broker may linger
         try:
             probe.bind(("127.0.0.1", port))
         except OSError as exc:
-            raise OptionError(f"port {port} of 127.0.0.1 is taken; choose another with --port", port=port) from exc
+            raise OptionError(f"port {port} of 127.0.0.1 is in use; choose another one with --port", port=port) from exc
 
 
 def parse_topics(texts: Sequence[str]) -> dict[str, int]:
-    """``["orders:6", "audit"]`` -> ``{"orders": 6, "audit": 1}``.
+    """Parse ``["orders:6", "audit"]`` as ``{"orders": 6, "audit": 1}``.
 
     Raises:
-        OptionError: the part after the colon is not a number of partitions.
+        OptionError: the part after the colon is no number of partitions.
     """
     topics: dict[str, int] = {}
     for text in texts:
         name, _, count = text.partition(":")
         if not name or (count and not (count.isdecimal() and int(count) > 0)) or text.endswith(":"):
-            raise OptionError(f"--topic {text!r}: write NAME or NAME:PARTITIONS, for example orders:6", topic=text)
+            raise OptionError(f"--topic {text!r} must be NAME or NAME:PARTITIONS, for example orders:6", topic=text)
         topics[name] = int(count or 1)
     return topics
 

@@ -1,8 +1,8 @@
-"""A real Kafka on this machine, with one node, for the demo, notebooks and development.
+"""A Kafka broker with one node on this machine, for the demo, notebooks and development.
 
-Runs in: the process that wants a broker; the node is a JVM below a small supervisor (``supervise.py``), so it does not
-outlive this process, also when that is killed. Deliberately absent: anything for production (no encryption, no
-replicas), clusters and their faults (the test kit has them), and topics or records: use Kafka's clients.
+Runs in: the process that starts it. The node is a JVM below a small supervisor (``supervise.py``), so it ends with this
+process, also if that is killed. Deliberately absent: production features (encryption, replicas), clusters and faults
+(in the test kit), and topics and records: use Kafka's clients.
 
 ::
 
@@ -35,32 +35,32 @@ from spark_group_source.local.conf import conf_path, read_conf
 from spark_group_source.local.jars import cache_dir, java_path, kafka_jars
 
 START_S = 120
-"""Bound of a start, until the node answers. It needs 4 s on an idle machine with two cores; a machine that is busy with
-Spark takes several times that."""
+"""Bound of a start until the node answers: 4 s on an idle machine with two cores, several times that beside a busy
+Spark."""
 
 STOP_S = 30
 """Bound of an orderly stop; after it the node is killed."""
 
 KILL_S = 10
-"""Bound between a kill signal and the end of the process; only a stuck disk could use it up."""
+"""Bound between a kill signal and the end of the process; only a stuck disk takes that long."""
 
 PORT_TRIES = 3
-"""Starts with fresh ports, should another process bind one between our choice and the node's start."""
+"""Attempts with new ports, in case another process binds one before the node does."""
 
 COORDINATOR_S = 5
-"""Bound of one request that asks whether groups are served; it is sent again until the start's bound."""
+"""Bound of one request that checks whether groups are served; it is repeated until the bound of the start."""
 
 POLL_S = 0.05
-"""Pause between two looks at something that cannot be waited on: a port, a node that is starting."""
+"""Polling interval for what cannot be waited for: a port, a starting node."""
 
 LOG_TAIL_LINES = 30
 """Lines of a node's log shown in an error."""
 
 JAVA_OPTIONS = ("-Xms128m", "-Xmx512m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-Xshare:auto")
-"""Quick to start and small. A benchmark passes its own: without the second compiler a broker serves less."""
+"""Fast start and a small heap. Benchmarks pass their own: without the second compiler the throughput is lower."""
 
 _PORTS = range(15_000, 30_000)
-"""Below the ports that systems give to outgoing connections, so none of those takes the port of a stopped node."""
+"""Below the ephemeral ports, so that no outgoing connection takes the port of a stopped node."""
 
 
 class Broker:
@@ -69,11 +69,11 @@ class Broker:
     ``start()`` and ``stop()``, or a ``with`` block. Safe to use from several threads except for start and stop.
 
     Args:
-        settings: Kafka settings that win over ``conf/broker.properties``.
-        port: the port for clients, instead of a free one.
-        data_dir: where the data stays after a stop, to start again from it; by default a temporary directory that is
-            removed by ``stop()``. It is formatted if it is empty.
-        java_options: heap and collector of the JVM.
+        settings: Kafka settings that override ``conf/broker.properties``.
+        port: the port for clients; default: a free one.
+        data_dir: directory whose data survives a stop, formatted if it is empty; default: a temporary directory that
+            ``stop()`` removes.
+        java_options: options of the JVM.
     """
 
     def __init__(
@@ -96,17 +96,17 @@ class Broker:
     @property
     def bootstrap_servers(self) -> str:
         """``host:port`` for clients."""
-        _ = self._home  # refuses a broker that is not started
+        _ = self._home  # raises if the broker is not started
         return self._servers
 
     @property
     def pids(self) -> dict[int, int]:
-        """Process id of each node that runs; the only one has number 1."""
+        """Process ids of the running nodes by number; a single node has number 1."""
         return {number: node.pid for number, node in self._nodes.items() if node.running}
 
     @property
     def log_dir(self) -> Path:
-        """The directory with ``node-1.log``, inside that of the data."""
+        """The directory with ``node-1.log``, inside the data directory."""
         return self._home / "logs"
 
     def start(self) -> Self:
@@ -114,7 +114,7 @@ class Broker:
 
         Raises:
             SetupError: no usable Java, or Kafka's jars cannot be downloaded.
-            BrokerUnavailable: the node ended, or did not answer in time; the message ends with its log.
+            BrokerUnavailable: the node ended or did not answer in time; the message ends with its log.
         """
         if self._base is not None:
             raise BrokerUnavailable("this broker is already started", op="start")
@@ -140,7 +140,7 @@ class Broker:
             raise
 
     def stop(self) -> None:
-        """Stop the node, in order if its data stays, and remove the temporary data."""
+        """Stop the node, cleanly if its data is kept, and remove temporary data."""
         if self._base is None:
             return
         self._end(0 if self._data_dir is None else STOP_S)
@@ -162,7 +162,7 @@ class Broker:
     @property
     def _home(self) -> Path:
         if self._base is None:
-            raise BrokerUnavailable("this broker is not started; call start() or use it in a with block", op="use")
+            raise BrokerUnavailable("this broker is not started; call start(), or use it in a with block", op="use")
         return self._base
 
     def _boot(self) -> None:
@@ -183,7 +183,7 @@ class Broker:
         self._await([1], lambda: connects(port) and serves_groups(self._servers, settings | self._settings))
 
     def _configure(self, number: int, settings: Mapping[str, str]) -> Path:
-        """Write a node's settings; its directory, with its data in ``data``."""
+        """Write a node's settings; returns its directory, with its data in ``data``."""
         home = self._home / f"node-{number}"
         home.mkdir(mode=0o700, exist_ok=True)
         lines = [f"{key}={value}" for key, value in {"log.dirs": home / "data", **settings}.items()]
@@ -191,7 +191,7 @@ class Broker:
         return home
 
     def _format(self, home: Path, cluster_id: str) -> None:
-        """Give an empty directory a cluster id and the features of this Kafka release, by Kafka's own tool."""
+        """Format an empty directory with Kafka's own tool."""
         command = [*self._java, "kafka.tools.StorageTool", "format", "--cluster-id", cluster_id]
         command += ["--config", str(home / "server.properties")]
         try:
@@ -210,10 +210,10 @@ class Broker:
         self._nodes[number] = Node(command, log, remove=remove)
 
     def _await(self, numbers: Sequence[int], ready: Callable[[], bool]) -> None:
-        """Return when nodes are ready.
+        """Wait until nodes are ready.
 
         Raises:
-            BrokerUnavailable: a node ended, or they were not within :data:`START_S`; the message ends with the logs.
+            BrokerUnavailable: a node ended, or was not ready within :data:`START_S`; the message ends with the logs.
         """
         started = time.monotonic()
         pause = threading.Event()
@@ -231,7 +231,7 @@ class Broker:
             pause.wait(POLL_S)
 
     def _end(self, wait_s: float) -> None:
-        """End the nodes: in order if they do so within ``wait_s``."""
+        """Stop the nodes: cleanly within ``wait_s``, then by SIGKILL."""
         if wait_s:
             for node in self._nodes.values():
                 node.signal(signal.SIGTERM)
@@ -243,11 +243,11 @@ class Broker:
 
 
 class Node:
-    """A node's JVM, below a supervisor that ends it together with this process.
+    """A node's JVM, below a supervisor that stops it when this process ends.
 
     Args:
-        log: the file for what it writes.
-        remove: a directory that the supervisor removes when this process is gone.
+        log: the file for its output.
+        remove: a directory that the supervisor removes when this process has ended.
     """
 
     def __init__(self, command: Sequence[str], log: Path, *, remove: Path | None) -> None:
@@ -257,7 +257,7 @@ class Node:
             watch += ["--remove", str(remove)]
         self._supervisor = subprocess.Popen(
             [*watch, "--", *command],
-            stdin=subprocess.PIPE,  # its other end closes with this process, however that ends
+            stdin=subprocess.PIPE,  # the other end closes when this process ends, for any reason
             stdout=subprocess.PIPE,
             text=True,
             start_new_session=True,
@@ -279,12 +279,12 @@ class Node:
         return self._supervisor.poll()
 
     def signal(self, number: int) -> None:
-        if self.running:  # until the supervisor has ended nobody else can have this pid
+        if self.running:  # the pid cannot be reused before the supervisor has ended
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
     def wait(self, wait_s: float) -> bool:
-        """Whether it ended within that time."""
+        """Whether the node ended within that time."""
         try:
             self._supervisor.wait(wait_s)
         except subprocess.TimeoutExpired:
@@ -292,35 +292,35 @@ class Node:
         return True
 
     def kill(self) -> None:
-        """End it without warning (SIGKILL), and return when it is gone."""
+        """Send SIGKILL and wait until the node has ended."""
         self.signal(signal.SIGKILL)
         if not self.wait(KILL_S):
-            self._supervisor.kill()  # takes the node with it
+            self._supervisor.kill()  # this also kills the node
             self._supervisor.wait(KILL_S)
         for pipe in (self._supervisor.stdin, self._supervisor.stdout):
             if pipe is not None:
                 pipe.close()
 
     def tail(self) -> str:
-        """The end of its log."""
+        """The last lines of its log."""
         text = self._log.read_text(encoding="utf-8", errors="replace") if self._log.is_file() else ""
         return f"\n--- the end of {self._log}:\n" + "\n".join(text.splitlines()[-LOG_TAIL_LINES:])
 
 
 def connects(port: int) -> bool:
-    """Whether a process listens there: a Kafka client that meets a closed port waits before it tries again."""
+    """Whether a process listens on the port: after a closed port a Kafka client waits before its next attempt."""
     with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
         return True
     return False
 
 
 def serves_groups(servers: str, settings: Mapping[str, str]) -> bool:
-    """Whether every partition of the offsets topic has a coordinator that has read it; the first call creates it.
+    """Whether every partition of the offsets topic has a loaded coordinator; the first call creates the topic.
 
-    Without this the first request about a group meets a coordinator that is still loading. Clients should ask again;
-    librdkafka's ListConsumerGroupOffsets instead ends the whole process with a segmentation fault.
+    Otherwise the first request for a group may reach a coordinator that is still loading. Clients should retry, but
+    librdkafka's ListConsumerGroupOffsets crashes the process with a segmentation fault.
     """
-    # Imported here: everything else in this module works, and is imported, without a Kafka client.
+    # Imported here: the rest of this module needs no Kafka client.
     from confluent_kafka import KafkaError, KafkaException
     from confluent_kafka.admin import AdminClient
 
@@ -331,14 +331,14 @@ def serves_groups(servers: str, settings: Mapping[str, str]) -> bool:
         KafkaError._TIMED_OUT,
         KafkaError._TRANSPORT,
     }
-    # A group belongs to partition hash(name) mod partitions, and Java's hash of one character is its code.
+    # A group is in partition hash(name) mod partitions; Java's hash of one character is its code.
     groups = [chr(ord("0") + number) for number in range(int(settings["offsets.topic.num.partitions"]))]
     admin = AdminClient({"bootstrap.servers": servers, "log_level": 0})
     ready = True
     for future in admin.describe_consumer_groups(groups, request_timeout=COORDINATOR_S).values():
         try:
             future.result(COORDINATOR_S + 1)
-        except KafkaException as exc:  # another refusal, such as of an authorizer, is an answer too
+        except KafkaException as exc:  # any other error, such as of an authorizer, is an answer too
             ready = ready and exc.args[0].code() not in again
         except TimeoutError:
             ready = False
@@ -348,8 +348,8 @@ def serves_groups(servers: str, settings: Mapping[str, str]) -> bool:
 def prepare() -> None:
     """Start and stop a broker once, so that later ones start in about half the time.
 
-    What takes time is loading several thousand classes; this keeps them in a form that the JVM maps into memory (class
-    data sharing), in the cache folder. Does nothing if that is there; without it everything works as well.
+    Loading several thousand classes takes most of the time. This stores them in the cache folder as a class data
+    sharing archive, which the JVM maps into memory. Does nothing if the archive exists; it is optional.
 
     Raises:
         SetupError, BrokerUnavailable: as :meth:`Broker.start`.
@@ -361,8 +361,8 @@ def prepare() -> None:
         unfinished = Path(scratch) / "classes.jsa"
         options = (*JAVA_OPTIONS, f"-XX:ArchiveClassesAtExit={unfinished}")
         with Broker(java_options=options, data_dir=Path(scratch) / "broker"):
-            pass  # the end is an orderly one: the JVM writes the archive on its way out
-        if unfinished.is_file():  # the storage tool's run wrote one too, and the node's replaced it
+            pass  # a clean stop: the JVM writes the archive at its end
+        if unfinished.is_file():  # the storage tool wrote one too, and the node replaced it
             unfinished.replace(archive)
 
 
@@ -390,13 +390,13 @@ def _class_path() -> str:
 
 
 def _archive(java: Path, class_path: str) -> Path:
-    """Where the classes for this Java and these jars are kept. The JVM itself ignores an archive that does not fit."""
+    """The class archive for this Java and these jars. The JVM ignores an archive that does not match."""
     digest = hashlib.sha256(f"{java.resolve()} {class_path}".encode()).hexdigest()[:8]
     return cache_dir() / f"kafka-classes-{digest}.jsa"
 
 
 def kafka_uuid() -> str:
-    """A random id in Kafka's form; a leading dash would read as an option on a command line."""
+    """A random id in Kafka's format, without a leading dash, which would look like an option."""
     while True:
         text = urlsafe_b64encode(uuid.uuid4().bytes).decode().rstrip("=")
         if not text.startswith("-"):
@@ -404,8 +404,8 @@ def kafka_uuid() -> str:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of 127.0.0.1 that nobody has now, and that no outgoing connection will take."""
-    with contextlib.ExitStack() as held:  # all stay bound until the last is found, so none is found twice
+    """Free ports of 127.0.0.1 below the ephemeral ports."""
+    with contextlib.ExitStack() as held:  # all stay bound until the last one is found, so that they differ
         ports: list[int] = []
         for port in random.SystemRandom().sample(_PORTS, k=len(_PORTS)):
             if len(ports) == count:

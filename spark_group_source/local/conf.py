@@ -1,4 +1,4 @@
-"""Where the project's settings files are, in a checkout and in an installed package.
+"""The project's settings files, in a checkout and in an installed package.
 
 Runs in: tests, the demo, the command line. Deliberately absent: the source's own options (``options``).
 """
@@ -12,10 +12,10 @@ _PACKAGE = Path(__file__).resolve().parent.parent
 
 
 def conf_path(name: str) -> Path:
-    """The settings file ``name`` of ``conf/``: the wheel carries it inside the package, a checkout beside it.
+    """The settings file ``name`` of ``conf/``, which is inside the package in a wheel and beside it in a checkout.
 
     Raises:
-        FileNotFoundError: neither place has it.
+        FileNotFoundError: it is in neither place.
     """
     places = [_PACKAGE / "conf" / name, _PACKAGE.parent / "conf" / name]
     for path in places:
@@ -35,13 +35,13 @@ def read_conf(name: str) -> dict[str, str]:
 
 
 def pairs_in(text: str, where: str, separator: str = "=") -> dict[str, str]:
-    """The keys and values of lines; ``#`` starts a comment line.
+    """Parse lines of keys and values; ``#`` starts a comment line.
 
     Args:
-        where: the file, for errors.
+        where: the file name for errors.
 
     Raises:
-        ValueError: a line has a key without a value, or a key is there twice. The message shows no value.
+        ValueError: a line has no value, or a key appears twice. The message contains no value.
     """
     found: dict[str, str] = {}
     for number, line in enumerate(map(str.strip, text.splitlines()), start=1):
@@ -49,27 +49,27 @@ def pairs_in(text: str, where: str, separator: str = "=") -> dict[str, str]:
             continue
         key, has_value, value = line.partition(separator)
         if not has_value or not key.strip():
-            raise ValueError(f"{where}, line {number}: write key{separator}value")
+            raise ValueError(f"{where}, line {number}: must be key{separator}value")
         if key.strip() in found:
-            raise ValueError(f"{where}, line {number}: {key.strip()!r} is there twice")
+            raise ValueError(f"{where}, line {number}: {key.strip()!r} appears twice")
         found[key.strip()] = value.strip()
     return found
 
 
 def local_spark_settings(scratch: str | Path) -> dict[str, str]:
-    """Settings of a Spark session on this machine that can write Delta tables: ``conf/spark-defaults.conf`` and more.
+    """Settings for a Spark session on this machine with Delta Lake: ``conf/spark-defaults.conf``, jars and directories.
 
-    They take effect only in the first session of a process: the JVM starts with it.
+    They take effect only in the first session of a process, which starts the JVM.
 
     Args:
-        scratch: an existing directory for the warehouse and Spark's own files.
+        scratch: an existing directory for the warehouse and temporary files.
 
     Raises:
         SetupError: Delta's jars cannot be downloaded.
     """
     return read_conf("spark-defaults.conf") | {
         "spark.jars": ",".join(map(str, delta_jars())),
-        # The temporary directory too: Spark's default of /tmp keeps what a killed JVM leaves.
+        # Also the temporary directory: a killed JVM would leave files in /tmp.
         "spark.driver.extraJavaOptions": (
             f"-Dlog4j2.configurationFile={conf_path('log4j2.properties')} -Djava.io.tmpdir={scratch}"
         ),

@@ -1,10 +1,10 @@
 """Java, and the jars that Spark and the local broker need.
 
-Runs in: tests, the demo, benchmarks, the command line. Deliberately absent: any download of Python packages, any use
-of ``~/.m2`` or ``~/.ivy2``: what another build left there must not decide what runs here.
+Runs in: tests, the demo, benchmarks, the command line. Deliberately absent: downloads of Python packages, and
+``~/.m2`` and ``~/.ivy2``, whose content depends on other builds.
 
-The jars come from Maven Central through the Ivy that ships with PySpark, into the user's cache folder, once per set of
-coordinates. A site with its own mirror names its Ivy settings file in ``SPARK_GROUP_IVY_SETTINGS``.
+The jars come from Maven Central through the Ivy that ships with PySpark, into the user's cache folder, once for each
+set of coordinates. For a mirror set ``SPARK_GROUP_IVY_SETTINGS`` to an Ivy settings file.
 """
 
 import contextlib
@@ -28,20 +28,20 @@ from spark_group_source.errors import SetupError
 log = logging.getLogger(__name__)
 
 JAVA_MIN = 17
-"""Spark 4 and Kafka 4 both need it."""
+"""Required by Spark 4 and Kafka 4."""
 
 RESOLVE_S = 600
 """Bound of one download of a set, and of waiting for another process that downloads one."""
 
 JAVA_VERSION_S = 30
-"""Bound of ``java -version``; a loaded machine needs seconds, never more."""
+"""Bound of ``java -version``; a busy machine needs seconds."""
 
 SCALA = "2.13"
 KAFKA_VERSION = "4.2.1"
 DELTA_COORDINATES = (f"io.delta:delta-spark_4.2_{SCALA}:4.4.0",)
 KAFKA_COORDINATES = (
     f"org.apache.kafka:kafka_{SCALA}:{KAFKA_VERSION}",
-    "org.apache.logging.log4j:log4j-slf4j-impl:2.25.4",  # Kafka logs through SLF4J 1.7 and leaves the backend to us
+    "org.apache.logging.log4j:log4j-slf4j-impl:2.25.4",  # Kafka logs through SLF4J 1.7 and brings no backend
 )
 SPARK_KAFKA_COORDINATES = (
     f"org.apache.spark:spark-sql-kafka-0-10_{SCALA}:4.2.0",
@@ -52,7 +52,7 @@ KAFKA_TOOLS_EXCLUDE = tuple(
     f"org.apache.kafka:{artifact}"
     for artifact in ("connect-api", "connect-json", "connect-environment", "connect-transforms")
 )
-"""Kafka Connect with a web server: no tool of groups needs it."""
+"""Kafka Connect with a web server; the group tools do not need it."""
 SPARK_KAFKA_EXCLUDE = (f"org.apache.spark:spark-token-provider-kafka-0-10_{SCALA}",)
 
 _SETTINGS = """<ivysettings>
@@ -73,10 +73,10 @@ def cache_dir() -> Path:
 
 
 def java_path() -> Path:
-    """The ``java`` that Spark would take too: of ``JAVA_HOME`` if that is set, else the first in ``PATH``.
+    """The ``java`` that Spark uses: of ``JAVA_HOME`` if that is set, else the first one in ``PATH``.
 
     Raises:
-        SetupError: there is none, it does not run, or it is older than :data:`JAVA_MIN`.
+        SetupError: it does not exist, does not run, or is older than :data:`JAVA_MIN`.
     """
     home = os.environ.get("JAVA_HOME")
     found = shutil.which("java", path=str(Path(home) / "bin") if home else None)
@@ -98,17 +98,17 @@ def java_path() -> Path:
 
 
 def resolve(coordinates: Sequence[str], exclude: Sequence[str] = ()) -> list[Path]:
-    """The jars of the coordinates and of everything they need at run time, downloaded at the first call only.
+    """The jars of the coordinates and their runtime dependencies, downloaded by the first call.
 
     Args:
         coordinates: ``group:artifact:version`` each.
-        exclude: ``group:artifact`` that no *transitive* dependency may bring in.
+        exclude: ``group:artifact`` excluded from *transitive* dependencies.
 
     Returns:
-        The jars, sorted. They stay in the cache folder: do not change them.
+        The jars, sorted. They are in the cache folder: do not change them.
 
     Raises:
-        SetupError: no Java, PySpark without Ivy, or the download failed; the message has Ivy's own reason.
+        SetupError: no Java, PySpark without Ivy, or a failed download, with Ivy's error.
     """
     digest = hashlib.sha256(repr((coordinates, exclude)).encode()).hexdigest()[:8]
     home = cache_dir()
@@ -118,13 +118,13 @@ def resolve(coordinates: Sequence[str], exclude: Sequence[str] = ()) -> list[Pat
         java = java_path()
         home.mkdir(parents=True, exist_ok=True)
         with locked(home / "resolve.lock", RESOLVE_S):
-            if not target.is_dir():  # another process may have been first
+            if not target.is_dir():  # another process may have downloaded it
                 _download(java, coordinates, exclude, target)
     return sorted(target.glob("*.jar"))
 
 
 def delta_jars() -> list[Path]:
-    """The jars of Delta Lake, for ``spark.jars``; without those that Spark has itself, in its own versions."""
+    """The jars of Delta Lake, for ``spark.jars``, without those that Spark contains."""
     return _without_sparks(resolve(DELTA_COORDINATES))
 
 
@@ -134,17 +134,17 @@ def kafka_jars() -> list[Path]:
 
 
 def kafka_tools_jars() -> list[Path]:
-    """The class path of Kafka's own command line, such as ``kafka-consumer-groups``: what tests compare ours with."""
+    """The class path of Kafka's own command line, such as ``kafka-consumer-groups``, for comparisons in tests."""
     return resolve(KAFKA_TOOLS_COORDINATES, exclude=KAFKA_TOOLS_EXCLUDE)
 
 
 def spark_kafka_jars() -> list[Path]:
-    """The jars of Spark's own Kafka connector, with which benchmarks and tests compare; nothing else uses it."""
+    """The jars of Spark's own Kafka connector, for comparisons in benchmarks and tests only."""
     return _without_sparks(resolve(SPARK_KAFKA_COORDINATES, exclude=SPARK_KAFKA_EXCLUDE))
 
 
 def _spark_jars() -> Path:
-    spec = importlib.util.find_spec("pyspark")  # found, not imported: that would cost a second
+    spec = importlib.util.find_spec("pyspark")  # find_spec, because importing takes a second
     for place in (spec.submodule_search_locations or []) if spec else []:
         jars = Path(place) / "jars"
         if jars.is_dir():
@@ -155,7 +155,7 @@ def _spark_jars() -> Path:
 
 
 def _without_sparks(jars: Sequence[Path]) -> list[Path]:
-    """Leave out every artifact that Spark brings: a second version on the class path is at best ignored."""
+    """Leave out artifacts that Spark contains: a second version on the class path is ignored at best."""
     sparks = {_artifact(jar.stem) for jar in _spark_jars().glob("*.jar")}
     return [jar for jar in jars if _artifact(jar.stem.split("_", 1)[1]) not in sparks]
 
@@ -168,12 +168,12 @@ def _artifact(stem: str) -> str:
 def _ivy_jar() -> Path:
     for jar in sorted(_spark_jars().glob("ivy-*.jar")):
         return jar
-    raise SetupError(f"{_spark_jars()} has no ivy-*.jar, which is needed to download others; reinstall pyspark")
+    raise SetupError(f"{_spark_jars()} has no ivy-*.jar, which is needed to download jars; reinstall pyspark")
 
 
 def _download(java: Path, coordinates: Sequence[str], exclude: Sequence[str], target: Path) -> None:
     home, names = target.parent, ", ".join(coordinates)
-    log.info("downloading %s and what it needs into %s", names, target)
+    log.info("downloading %s and dependencies into %s", names, target)
     with tempfile.TemporaryDirectory(dir=home, prefix=".resolve-") as scratch_name:
         scratch = Path(scratch_name)
         settings = Path(os.environ.get("SPARK_GROUP_IVY_SETTINGS") or scratch / "ivysettings.xml")
@@ -185,7 +185,7 @@ def _download(java: Path, coordinates: Sequence[str], exclude: Sequence[str], ta
         jars.mkdir()
         command = [str(java), "-Xmx256m", "-cp", str(_ivy_jar()), "org.apache.ivy.Main", "-warn"]
         command += ["-settings", str(settings), "-cache", str(home / "ivy"), "-ivy", str(module)]
-        # "bundle" is how OSGi-packaged jars such as Snappy's are typed; without it they are silently left out
+        # "bundle" is the type of OSGi jars such as Snappy's, which are silently left out otherwise
         command += ["-types", "jar", "bundle"]
         command += ["-retrieve", f"{jars}/[organisation]_[artifact]-[revision](-[classifier]).[ext]"]
         try:
@@ -208,7 +208,7 @@ def _ivy_module(coordinates: Sequence[str], exclude: Sequence[str]) -> str:
     for coordinate in coordinates:
         group, artifact, version = map(quoteattr, coordinate.split(":"))
         lines.append(f'    <dependency org={group} name={artifact} rev={version} conf="default->default">')
-        # An exclusion beside the same module as a wanted one means: not as what *others* need.
+        # An exclusion of a requested module applies to transitive dependencies only.
         for org, module in (map(quoteattr, other.split(":")) for other in exclude):
             if (org, module) != (group, artifact):
                 lines.append(f"      <exclude org={org} module={module}/>")
@@ -231,7 +231,7 @@ def _ivy_reason(output: str) -> str:
 
 @contextlib.contextmanager
 def locked(path: Path, wait_s: float) -> Iterator[None]:
-    """Hold an exclusive lock among processes, on a file that is created; it ends with the process at the latest.
+    """Hold an exclusive lock between processes on a file, which is created; it ends with the process at the latest.
 
     Raises:
         SetupError: another process held it for ``wait_s``.
@@ -245,6 +245,8 @@ def locked(path: Path, wait_s: float) -> Iterator[None]:
                 break
             except BlockingIOError as exc:
                 if time.monotonic() >= deadline:
-                    raise SetupError(f"another process has held {path} for {wait_s:.0f} s; is it stuck?") from exc
+                    raise SetupError(
+                        f"another process has held {path} for {wait_s:.0f} s; stop it if it hangs"
+                    ) from exc
                 pause.wait(0.1)  # flock has no timeout of its own
         yield  # closing the file releases the lock

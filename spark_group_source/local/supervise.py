@@ -1,18 +1,18 @@
-"""Run a command that never outlives the process that asked for it.
+"""Run a command that never outlives the process that started it.
 
 Runs in: a small process of its own between that process and the command, started by path
 (``python -I -S supervise.py``) so that nothing but the standard library is loaded. Deliberately absent: restarts, logs,
-anything of Kafka.
+Kafka.
 
-Three ties, because each alone has a hole:
+Three mechanisms, because each one has a gap:
 
-- the parent holds the other end of stdin: when it ends, however it ends, the read returns and the command is killed;
-- the parent's pid is compared every second: a forked copy of the parent could hold that pipe open;
+- the parent holds the other end of stdin: when it ends, the read returns and the command is killed;
+- the parent's pid is checked every second: a forked copy of the parent could hold the pipe open;
 - the command gets a death signal from *this* process, whose only thread is its main thread, so killing the
   supervisor kills the command too (Linux only; elsewhere the first two remain).
 
-It prints the command's pid and exits with the command's code. ``--remove DIR`` is deleted when the parent is gone,
-because then nobody else will.
+It prints the command's pid and exits with the command's code. ``--remove DIR`` is deleted when the parent has
+ended, because the parent cannot do it then.
 """
 
 import argparse
@@ -25,7 +25,7 @@ import subprocess
 import sys
 
 PARENT_CHECK_MS = 1_000
-"""How long a parent that vanished behind an inherited pipe can go unnoticed."""
+"""Interval in which the parent's pid is checked."""
 
 _PR_SET_PDEATHSIG = 1
 

@@ -1,6 +1,6 @@
 """Kafka's own ``kafka-consumer-groups``, from the jars beside the local broker.
 
-Runs in: the demo, tests that compare ours with it. Deliberately absent: everything else of Kafka's commands.
+Runs in: the demo, tests that compare ``spark-group`` with it. Deliberately absent: Kafka's other commands.
 """
 
 import os
@@ -15,11 +15,11 @@ QUICK = ("-Xshare:auto", "-XX:TieredStopAtLevel=1", "-XX:+UseSerialGC", "-Dlog4j
 
 
 def kafka_consumer_groups(servers: str, *arguments: str) -> str:
-    """What ``kafka-consumer-groups.sh --bootstrap-server SERVERS …`` prints, errors included.
+    """Run ``kafka-consumer-groups.sh --bootstrap-server SERVERS …`` and return its output with errors.
 
     Raises:
         subprocess.TimeoutExpired: after 60 s.
-        SetupError: there is no Java, or the tool's jars cannot be resolved.
+        SetupError: Java is missing, or the tool's jars cannot be downloaded.
     """
     class_path = os.pathsep.join(map(str, kafka_tools_jars()))
     command = [str(java_path()), *QUICK, "-cp", class_path, COMMAND, "--bootstrap-server", servers, *arguments]
@@ -28,12 +28,12 @@ def kafka_consumer_groups(servers: str, *arguments: str) -> str:
 
 
 def shown(printed: str) -> list[dict[str, str]]:
-    """The table that it printed: a dict for each line, by the names of its head (``CLIENT-ID``, ``#PARTITIONS``)."""
+    """Parse the printed table: a dict for each line, keyed by column name (``CLIENT-ID``, ``#PARTITIONS``)."""
     lines = [line for line in printed.splitlines() if line.strip()]
     at = next((number for number, line in enumerate(lines) if line.startswith("GROUP ")), None)
     if at is None:
         return []
-    names = list(re.finditer(r"\S+", lines[at]))  # columns are padded, and a cell may be empty
+    names = list(re.finditer(r"\S+", lines[at]))  # columns are padded, and cells may be empty
     ends = [name.start() for name in names[1:]] + [None]
     return [
         {n.group(): line[n.start() : end].strip() for n, end in zip(names, ends, strict=True)}

@@ -83,8 +83,8 @@ def test_settings_file_expands_environment_without_showing_values(
     settings = dict(common.options_of("b:1", "etl", path).settings)
     assert (settings["sasl.username"], settings["sasl.password"]) == ("me", "a=b c")
     for text, why in (
-        ("a=1\na=hunter2", "line 2: 'a' is there twice"),
-        ("# one\nhunter2", "line 2: write key=value"),
+        ("a=1\na=hunter2", "line 2: 'a' appears twice"),
+        ("# one\nhunter2", "line 2: must be key=value"),
         ("a=hunter2${NOT_SET_ANYWHERE}", "a uses the variable NOT_SET_ANYWHERE"),
     ):
         path.write_text(text)

@@ -191,7 +191,7 @@ def test_background_broker_is_started_shown_and_stopped(home: dict[str, str]) ->
 
     again = spark_group("broker", "start", "--port", str(port + 10), env=home)
     assert again.returncode == 1 and again.stderr.startswith(
-        f"error: OptionError: a broker already runs at 127.0.0.1:{port}"
+        f"error: OptionError: a broker is already running at 127.0.0.1:{port}"
     )
 
     assert spark_group("broker", "stop", env=home).stdout.strip() == f"stopped 127.0.0.1:{port}"
@@ -214,7 +214,9 @@ def test_foreign_process_is_never_stopped(tmp_path: Path, monkeypatch: pytest.Mo
 def test_port_in_use_is_named() -> None:
     with (
         socket.create_server(("127.0.0.1", 0)) as taken,
-        pytest.raises(OptionError, match=rf"port {(port := taken.getsockname()[1])} of 127\.0\.0\.1 is taken.* --port"),
+        pytest.raises(
+            OptionError, match=rf"port {(port := taken.getsockname()[1])} of 127\.0\.0\.1 is in use.* --port"
+        ),
     ):
         local_broker.check_free(port)
 
@@ -298,8 +300,8 @@ def test_settings_file_errors_name_the_line(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr("spark_group_source.local.conf._PACKAGE", tmp_path / "package")
     (tmp_path / "conf").mkdir()
     (tmp_path / "conf" / "x.properties").write_text("# why\na=1\n\na=2\n")
-    with pytest.raises(ValueError, match=r"x\.properties, line 4: 'a' is there twice"):
+    with pytest.raises(ValueError, match=r"x\.properties, line 4: 'a' appears twice"):
         read_conf("x.properties")
     (tmp_path / "conf" / "x.properties").write_text("a\n")
-    with pytest.raises(ValueError, match=r"x\.properties, line 1: write key=value"):
+    with pytest.raises(ValueError, match=r"x\.properties, line 1: must be key=value"):
         read_conf("x.properties")
