@@ -22,12 +22,12 @@ from spark_group_source.reader.requests import PendingRequest
 
 
 @dataclass(frozen=True, slots=True)
-class Unchecked:
+class TopicUnchecked:
     """Brokers have not reported the topic yet."""
 
 
 @dataclass(frozen=True, slots=True)
-class CheckFailed:
+class TopicCheckFailed:
     """Brokers reported an error: a temporary one, or a refusal."""
 
     code: int
@@ -35,7 +35,7 @@ class CheckFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
+class TopicPlanned:
     """The topic has the planned id, or is not compared."""
 
     partitions: int
@@ -43,16 +43,16 @@ class Planned:
 
 
 @dataclass(frozen=True, slots=True)
-class Recreated:
+class TopicRecreated:
     """The topic has another id than the planned one: it was deleted and recreated."""
 
 
 @dataclass(frozen=True, slots=True)
-class Missing:
+class TopicGone:
     """The topic does not exist."""
 
 
-TopicCheck: TypeAlias = Unchecked | CheckFailed | Planned | Recreated | Missing
+TopicCheck: TypeAlias = TopicUnchecked | TopicCheckFailed | TopicPlanned | TopicRecreated | TopicGone
 
 
 class TopicChecks:
@@ -105,18 +105,18 @@ class TopicChecks:
 
     def check(self, name: str, since_s: float) -> TopicCheck:
         """Return the last check of a topic, if it was requested at ``since_s`` or later."""
-        check, sent_s = self._checks.get(name, (Unchecked(), since_s))
-        return check if sent_s >= since_s else Unchecked()
+        check, sent_s = self._checks.get(name, (TopicUnchecked(), since_s))
+        return check if sent_s >= since_s else TopicUnchecked()
 
     def _compared(self, name: str, topic: TopicDescription) -> TopicCheck:
         match meaning(Request.TOPICS, topic.code):
             case Meaning.SUCCESS:
                 # Brokers before 2.8 have no ids: nothing is compared.
                 is_other = topic.id and topic.id != self._planned_ids.get(name, topic.id)
-                return Recreated() if is_other else Planned(topic.partitions)
+                return TopicRecreated() if is_other else TopicPlanned(topic.partitions)
             case Meaning.GONE:
-                return Missing()
-        return CheckFailed(topic.code, topic.text)
+                return TopicGone()
+        return TopicCheckFailed(topic.code, topic.text)
 
 
 class ReadDeadline:

@@ -72,7 +72,7 @@ def read_ranges(piece: Piece, options: ReadOptions, counts: ReadCounts | None = 
     counts = counts or ReadCounts()
     ranges = _non_empty(piece.ranges)
     if not ranges:
-        counts.complete()
+        counts.complete(options.group_id)
         return
     lease = _ClientLease(_ClientSettings(_settings(options.settings)))
     options = replace(options, silence_s=max(options.deadline_s, options.silence_s))
@@ -80,7 +80,7 @@ def read_ranges(piece: Piece, options: ReadOptions, counts: ReadCounts | None = 
     try:
         yield from RangeReader(lease, piece._replace(ranges=ranges), options, counts).batches()
         is_reusable = True
-        counts.complete()
+        counts.complete(options.group_id)
     except GeneratorExit:
         is_reusable = True
         raise

@@ -27,15 +27,15 @@ from spark_group_source.model import OffsetRange, Piece, TopicPartition
 from spark_group_source.options.client import principal
 from spark_group_source.reader import read_errors
 from spark_group_source.reader.broker_checks import (
-    CheckFailed,
-    Missing,
-    Planned,
     RangeCheck,
     ReadDeadline,
-    Recreated,
     TopicCheck,
+    TopicCheckFailed,
     TopicChecks,
-    Unchecked,
+    TopicGone,
+    TopicPlanned,
+    TopicRecreated,
+    TopicUnchecked,
 )
 from spark_group_source.reader.native_client import NativeChunk, NativeClient
 from spark_group_source.reader.planned_rows import DAMAGED, EOF, NewerRecord, RecordSize, select_rows
@@ -114,16 +114,16 @@ class Damaged:
 
 
 @dataclass(frozen=True, slots=True)
-class Replaced:
-    """A newer leader than the plan's wrote the next record. Rows are dropped until the leader was asked whether the log
-    was truncated."""
+class NewerLeader:
+    """A newer leader than the plan's wrote the next record. Rows are dropped until a check shows whether the log was
+    truncated."""
 
     record: NewerRecord
 
 
-RangeState: TypeAlias = Reading | Stopped | Damaged | Replaced
+RangeState: TypeAlias = Reading | Stopped | Damaged | NewerLeader
 READING, STOPPED, DAMAGED_BATCH = Reading(), Stopped(), Damaged()
-_DROPS_ROWS = (Damaged, Replaced)
+_DROPS_ROWS = (Damaged, NewerLeader)
 
 
 class LogEnd(Enum):
@@ -250,7 +250,7 @@ class RangeReader:
                 self._counts.rows_from_brokers[tp] += rows.last - rows.first
             self._advance(tp, progress, rows.position, now)
             if rows.newer is not None:
-                progress.state = Replaced(rows.newer)
+                progress.state = NewerLeader(rows.newer)
                 if self._check is not None and self._check.tp == tp:
                     self._check.cancel()  # its response may be older than the new leader
                     self._check = None
@@ -367,18 +367,18 @@ class RangeReader:
     def _apply_topic_check(self, name: str, check: TopicCheck) -> None:
         now = time.monotonic()
         match check:
-            case Missing():
+            case TopicGone():
                 if self._suspicions.report(("gone", name), now):
                     self._partitions_missing([tp for tp in self._ranges if tp.topic == name])
-            case Recreated():
+            case TopicRecreated():
                 self._suspicions.clear(("gone", name), (Request.TOPICS, name))
                 if self._suspicions.report(("recreated", name), now):
                     self._topic_recreated(name)
-            case Planned(partitions):
+            case TopicPlanned(partitions):
                 self._suspicions.clear(("gone", name), ("recreated", name), (Request.TOPICS, name))
                 missing = [tp for tp in self._ranges if tp.topic == name and tp.partition >= partitions]
                 self._partitions_missing([tp for tp in missing if self._suspicions.report(("gone", tp), now)])
-            case CheckFailed(code, text):
+            case TopicCheckFailed(code, text):
                 self._request_failed(Request.TOPICS, ClientEvent(code, text, TopicPartition(name, 0), -1))
 
     def _is_suspect(self, tp: TopicPartition) -> bool:
@@ -389,7 +389,7 @@ class RangeReader:
         """Before the first rows of topics: wait until brokers confirm their ids, or their ranges are skipped."""
         names = self._topics.with_planned_id(topics)
         pause = False
-        while names := {n for n in names if not isinstance(self._topics.check(n, self._started_s), Planned)}:
+        while names := {n for n in names if not isinstance(self._topics.check(n, self._started_s), TopicPlanned)}:
             self._request_topics(names, pause=pause)
             pause = True
             names = {name for name in names if any(tp.topic == name for tp in self._ranges)}
@@ -406,7 +406,7 @@ class RangeReader:
     def _unconfirmed_topics(self) -> set[str]:
         names = self._topics.with_planned_id(self._read_topics)
         since_s = self._last_rows_s - TOPIC_CHECK_VALID_S
-        return {name for name in names if not isinstance(self._topics.check(name, since_s), Planned | Missing)}
+        return {name for name in names if not isinstance(self._topics.check(name, since_s), TopicPlanned | TopicGone)}
 
     def _request_topics(self, names: set[str], *, pause: bool) -> None:
         """Request topics, unless a request is pending, and wait for a response."""
@@ -447,7 +447,7 @@ class RangeReader:
         """Receive the responses of a check and apply them. Returns whether all are there."""
         tp = check.tp
         topics = self._receive_topic_checks(0.0)
-        if isinstance(check.topic, Unchecked):
+        if isinstance(check.topic, TopicUnchecked):
             if isinstance(topics, ClientEvent):
                 check.note_request(is_answered=False)
             return False
@@ -461,7 +461,7 @@ class RangeReader:
             self._suspicions.clear((Request.OFFSETS, tp.topic))
             progress = self._ranges[tp]
             match progress.state:
-                case Replaced(record):
+                case NewerLeader(record):
                     self._apply_leader_epoch(tp, progress, record, watermarks)
                 case _:
                     self._apply_watermarks(tp, progress, watermarks)

@@ -39,7 +39,7 @@ class ReadCounts:
         if start < end:
             self._skipped.append(SkippedRange(OffsetRange(tp, start, end), reason))
 
-    def complete(self) -> None:
+    def complete(self, group_id: str) -> None:
         """Note that every planned offset was read or skipped, and log one warning with the skipped ranges."""
         self._is_complete = True
         if not (merged := self.merged()):
@@ -47,7 +47,8 @@ class ReadCounts:
         named = [f"{one.range} ({one.range.size}): {one.reason}" for one in merged[:RANGES_IN_WARNING_MAX]]
         more = len(merged) - len(named)
         log.warning(
-            "data loss: skipped %d planned offsets because failOnDataLoss is false: %s%s",
+            "group %s: data loss: skipped %d planned offsets because failOnDataLoss is false: %s%s",
+            group_id,
             sum(one.range.size for one in merged),
             "; ".join(named),
             f"; and {more} more ranges" if more else "",

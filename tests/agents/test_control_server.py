@@ -69,7 +69,7 @@ def counts_of(*, skipped: tuple[int, int], finished: bool) -> ReadCounts:
     counts.rows_from_agent[A], counts.rows_from_brokers[A], counts.rows_from_brokers[B] = 3, 4, 2
     counts.skip(A, *skipped, "gone")
     if finished:
-        counts.complete()
+        counts.complete("etl")
     return counts
 
 

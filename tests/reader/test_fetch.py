@@ -453,7 +453,7 @@ class DamagedBatch(Silent):
 
     def poll(self, rows_max: int, wait_s: float) -> FakeChunk:
         self.polls += 1
-        at = {1: [1, 2], 2: [5, 6], 3: [7, 8]}.get(self.polls, list(range(3, 9)) if self.reassigned else [])
+        at = list(range(3, 9)) if self.reassigned else {1: [1, 2], 2: [5, 6], 3: [7, 8]}.get(self.polls, [])
         codes = {2: min(planned_rows.DAMAGED), 4: planned_rows.EOF}
         events = [records.ClientEvent(codes[n], "", T0, 9) for n in codes if n == self.polls]
         return FakeChunk([Message(T0, offset) for offset in at], events)
@@ -548,7 +548,7 @@ def test_a_truncated_range_is_skipped_if_data_loss_does_not_fail() -> None:
     piece = Piece((of("t", 0, 3), of("t", 0, 5, 1)), {}, EPOCHS)
     rows = sum(batch.num_rows for batch in range_reader.RangeReader(FixedLease(client), piece, given, counts).batches())
     assert rows == 6
-    counts.complete()
+    counts.complete("etl")
     assert counts.lost == (of("t", 1, 3),)
 
 
@@ -557,6 +557,23 @@ def test_records_with_incomparable_leader_epochs_are_read() -> None:
     rows = offsets_by(client, of("t", 0, 3), of("t", 0, 5, 1), leader_epochs=EPOCHS)
     assert sorted(rows) == [*((0, offset) for offset in range(3)), *((1, offset) for offset in range(5))]
     assert client.reassigned == [(T0, 1)]
+
+
+def test_a_record_that_spark_cannot_store_fails_with_the_command_that_skips_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def batch(*_: object) -> None:
+        raise GroupError("the record of t-0 at offset 1 has a wrong timestamp", topic="t", partition=0, offset=1)
+
+    monkeypatch.setattr(FakeChunk, "batch", batch)
+    settings = {"bootstrap.servers": "b:1", "group.id": "etl"}
+    options = range_reader.ReadOptions(settings, deadline_s=LONG_S, silence_s=LONG_S)
+    piece = Piece((of("t", 0, 3),))
+    reader = range_reader.RangeReader(
+        FixedLease(NewerLeader(records.Watermarks(0, 3))), piece, options, read_counts.ReadCounts()
+    )
+    command = "spark-group reset --bootstrap-servers b:1 --group etl --topic t:0 --to-offset 2 --execute"
+    with pytest.raises(GroupError, match=command) as caught:
+        list(reader.batches())
+    assert caught.value.fields == {"topic": "t", "partition": 0, "offset": 1}
 
 
 def test_two_readers_in_one_process_read_their_own_ranges(
