@@ -1,6 +1,7 @@
-"""What the design promises of positions and commits, as a model: in as few words as possible, written from the rules.
+"""A small model of positions and commits, written from the rules of the design.
 
-Runs in: tests. Deliberately absent: slots' consumers, lookups on their way, pauses (``test_group_model`` plays them).
+Runs in: tests. Deliberately absent: the slots' consumers, lookups on their way, pauses (``test_group_model`` plays
+them).
 """
 
 from dataclasses import dataclass, field
@@ -12,72 +13,89 @@ from spark_group_source.protocol import events as ev
 
 ALL = [TopicPartition("orders", p) for p in range(4)]
 KNOWN = {"orders": 3}  # partition 3 was added later
-START = {ALL[0]: 5, ALL[1]: 0, ALL[2]: 9, ALL[3]: 0}  # what the starting options stand for
+START = {ALL[0]: 5, ALL[1]: 0, ALL[2]: 9, ALL[3]: 0}  # the starting options
 
 Offsets = dict[TopicPartition, int]
 Ranges = dict[TopicPartition, tuple[int, int]]
 
 
 def after(at: int, batch: tuple[int, int]) -> int:
-    """A batch moves what stands within it to its end."""
+    """The position after a batch: only a position within its range moves, to its end."""
     start, end = batch
     return end if start <= at < end else at
 
 
 @dataclass
 class Model:
-    """What is true, in as few words as possible."""
+    """The state of one stream."""
 
-    kafka: dict[TopicPartition, ev.Committed] = field(default_factory=dict)
-    reset_number: int = 0  # the newest reset that this run knows of
-    seq: int = -1  # the last durable batch
-    flight: Ranges = field(default_factory=dict)
-    held: dict[TopicPartition, int] = field(default_factory=dict)  # -> slot
-    position: Offsets = field(default_factory=dict)  # of what is held and was looked up
-    memory: dict[TopicPartition, tuple[int, int]] = field(default_factory=dict)  # of the rest: position, and as of when
-    start: Offsets = field(default_factory=dict)  # where the batch began that is the last one of the checkpoint
-    before: Offsets = field(default_factory=dict)  # where it stood before a reset, without the last batch
-    pending: Ranges = field(default_factory=dict)  # became durable before the position was known
-    adopted: set[TopicPartition] = field(default_factory=set)  # in a former run's batch, and not lost since
-    twice: int = 0  # what is read twice because others committed it although a former run's batch read it
-    known: Offsets = field(default_factory=dict)  # what we know that Kafka has
-    began: Offsets = field(default_factory=dict)  # position at the first answer
-    theirs: set[TopicPartition] = field(default_factory=set)  # committed by others, not yet under our name
-    followed: set[TopicPartition] = field(default_factory=set)  # stands where no stream of ours committed
+    group_offsets: dict[TopicPartition, ev.Committed] = field(default_factory=dict)
+    """The group's committed offsets at Kafka."""
+    reset_number: int = 0
+    """The number of the newest reset that this run knows."""
+    seq: int = -1
+    """The number of the last durable batch."""
+    in_flight: Ranges = field(default_factory=dict)
+    """The ranges of the batch in flight."""
+    held: dict[TopicPartition, int] = field(default_factory=dict)
+    """The slot of each assigned partition."""
+    position: Offsets = field(default_factory=dict)
+    """Of the assigned partitions whose committed offset was fetched."""
+    memory: dict[TopicPartition, tuple[int, int]] = field(default_factory=dict)
+    """Of the others: the last position, and the batch after which it was right."""
+    start: Offsets = field(default_factory=dict)
+    """The start of the last batch of the checkpoint."""
+    before: Offsets = field(default_factory=dict)
+    """The position before a reset, without the last batch."""
+    pending: Ranges = field(default_factory=dict)
+    """Ranges that became durable before the position was known."""
+    replayed: set[TopicPartition] = field(default_factory=set)
+    """Partitions of an earlier run's batch that were not lost since."""
+    duplicates: int = 0
+    """Offsets read twice because of a foreign commit inside an earlier run's batch."""
+    committed: Offsets = field(default_factory=dict)
+    """The committed offsets that the run knows."""
+    began: Offsets = field(default_factory=dict)
+    """The position at the first response."""
+    foreign: set[TopicPartition] = field(default_factory=set)
+    """Partitions with a foreign commit that is not claimed yet."""
+    followed: set[TopicPartition] = field(default_factory=set)
+    """Partitions whose position came from a commit that no stream made."""
     leaving: dict[int, set[TopicPartition]] = field(default_factory=dict)
+    """Partitions whose revocation is held, by slot."""
 
-    # --- where a partition stands ----------------------------------------------------------------------------------
+    # --- positions ----------------------------------------------------------------------------------
 
     def resolve(self, tp: TopicPartition) -> None:
-        """An answer counts: what is committed, our memory, or the starting options; then what is pending, but not if
-        others committed: whether the sink took the batch is not known, as their commit may hide a reset that made it
-        void."""
-        found = self.kafka.get(tp)
+        """A response counts: the committed offset, the run's memory, or the starting options; then the pending batch,
+        unless the commit is foreign: it may hide a reset that made the batch void, so it is unknown whether the sink
+        has it."""
+        found = self.group_offsets.get(tp)
         ours, as_of = self.memory.pop(tp, (None, -1))
         pending = self.pending.pop(tp, None)
         if found is None:
-            self.known.pop(tp, None)
+            self.committed.pop(tp, None)
             at = ours if ours is not None else pending[0] if pending else self.before.get(tp, START[tp])
         else:
             self.before.pop(tp, None)
-            self.known[tp] = at = found.offset
+            self.committed[tp] = at = found.offset
             if found.stream != STREAM:
-                self.theirs.add(tp)
-                start, end = batch = pending or self.flight.get(tp, (0, 0))
+                self.foreign.add(tp)
+                start, end = batch = pending or self.in_flight.get(tp, (0, 0))
                 inside = at != after(at, batch) or at == end > start
-                self.twice += end - start if tp in self.adopted else 0
+                self.duplicates += end - start if tp in self.replayed else 0
             elif ours is not None and found.seq < as_of and not self.followed_back(found, tp, as_of):
-                at = max(at, ours)  # else the commit is as new as our memory, and may have followed somebody back
+                at = max(at, ours)  # else the commit is as new as the memory, and may have followed a rewind
             own = found.stream == STREAM
             self.mark(tp, (found.followed and at == found.offset) if own else found.stream is None and not inside)
         self.began[tp] = at
-        if pending and tp not in self.theirs and after(at, pending) != at:
+        if pending and tp not in self.foreign and after(at, pending) != at:
             self.mark(tp, False)
             at = after(at, pending)
         self.position[tp] = at
 
     def followed_back(self, found: ev.Committed, tp: TopicPartition, as_of: int) -> bool:
-        """A batch was in flight when somebody moved its partition back to before where it began."""
+        """Whether a partition was moved back to before the start of the batch in flight."""
         start = self.start.get(tp)
         return found.followed and found.seq == as_of - 1 and start is not None and found.offset < start
 
@@ -87,79 +105,81 @@ class Model:
     def drop(self, tp: TopicPartition) -> None:
         slot = self.held.pop(tp)
         self.leaving.get(slot, set()).discard(tp)
-        self.theirs.discard(tp)
+        self.foreign.discard(tp)
         if tp in self.position:
-            self.adopted.discard(tp)
+            self.replayed.discard(tp)
             self.memory[tp] = self.position.pop(tp), self.seq
             self.start.pop(tp, None)
 
-    def finish(self) -> None:
+    def batch_durable(self) -> None:
         """The batch in flight is durable."""
-        for tp, (start, end) in self.flight.items():
-            if self.busy(tp) and tp in self.theirs:
-                pass  # it goes on where they committed
-            elif self.busy(tp):
+        for tp, (start, end) in self.in_flight.items():
+            if self.is_reading(tp) and tp in self.foreign:
+                pass  # it continues at the foreign commit
+            elif self.is_reading(tp):
                 self.position[tp] = end
                 self.mark(tp, False)
             elif tp not in self.position:
                 self.pending[tp] = start, end
-        self.flight = {}
+        self.in_flight = {}
 
     def reset(self, reset_number: int) -> None:
-        """A reset of the group shows: nothing that was known of before counts any more, but where nothing else says
-        where to go on."""
+        """A reset of the group is detected: all positions known before are void, except where nothing else tells how to
+        continue."""
         self.reset_number = reset_number
         begins = {tp: start for tp, (start, _) in self.pending.items()}
         stood = {tp: at for tp, (at, _) in self.memory.items()} | self.position | self.start
         self.before, self.start = self.before | begins | stood, {}
-        self.followed, self.theirs = set(), set()
-        self.flight, self.position, self.memory, self.pending, self.known = {}, {}, {}, {}, {}
+        self.followed, self.foreign = set(), set()
+        self.in_flight, self.position, self.memory, self.pending, self.committed = {}, {}, {}, {}, {}
 
-    # --- what follows from it --------------------------------------------------------------------------------------
+    # --- derived values --------------------------------------------------------------------------------------
 
-    def busy(self, tp: TopicPartition) -> bool:
-        """Whether the batch in flight reads on from where the partition stands."""
+    def is_reading(self, tp: TopicPartition) -> bool:
+        """Whether the batch in flight continues at the partition's position."""
         at = self.position.get(tp)
-        return at is not None and tp in self.flight and after(at, self.flight[tp]) != at
+        return at is not None and tp in self.in_flight and after(at, self.in_flight[tp]) != at
 
     def reached(self, tp: TopicPartition) -> int | None:
-        """The end of what is durable of a partition without a position."""
+        """The durable end of a partition without a position."""
         ours, _ = self.memory.get(tp, (None, -1))
         pending = self.pending.get(tp)
         if ours is None or pending is None:
             return ours if pending is None else pending[1]
         return after(ours, pending)
 
-    def dirty(self) -> Offsets:
-        """What is to be committed. Where others committed inside the batch in flight, that waits for the batch: a note
-        from before it would look as if the batch came after it."""
-        known, theirs = self.known, self.theirs
-        late = {tp for tp in theirs if self.busy(tp)}
-        return {tp: at for tp, at in self.position.items() if (known.get(tp) != at or tp in theirs) and tp not in late}
+    def due(self) -> Offsets:
+        """What must be committed. A foreign commit inside the batch in flight waits for the batch: a note from before
+        it would look as if the batch came after it."""
+        committed, foreign = self.committed, self.foreign
+        late = {tp for tp in foreign if self.is_reading(tp)}
+        return {
+            tp: at for tp, at in self.position.items() if (committed.get(tp) != at or tp in foreign) and tp not in late
+        }
 
-    def owed(self) -> Offsets:
-        """What Kafka may not have, ours or not."""
+    def uncommitted(self) -> Offsets:
+        """Positions that may not be committed, of assigned and other partitions."""
         others = {tp: at for tp in ALL if tp not in self.position and (at := self.reached(tp)) is not None}
-        return self.dirty() | {tp: at for tp, at in others.items() if self.known.get(tp) != at}
+        return self.due() | {tp: at for tp, at in others.items() if self.committed.get(tp) != at}
 
     def plannable(self) -> Offsets:
-        away = {tp for tps in self.leaving.values() for tp in tps} | self.theirs
-        return {tp: at for tp, at in self.position.items() if tp not in away and not self.busy(tp)}
+        away = {tp for tps in self.leaving.values() for tp in tps} | self.foreign
+        return {tp: at for tp, at in self.position.items() if tp not in away and not self.is_reading(tp)}
 
-    def must_stay(self, tp: TopicPartition, on_its_way: set[TopicPartition]) -> bool:
+    def must_hold(self, tp: TopicPartition, on_its_way: set[TopicPartition]) -> bool:
         if tp not in self.position:
-            return tp in self.flight or tp in self.owed()
-        unknown = tp in self.dirty() and (self.known.get(tp) != self.position[tp] or tp in on_its_way)
-        return self.busy(tp) or unknown
+            return tp in self.in_flight or tp in self.uncommitted()
+        unknown = tp in self.due() and (self.committed.get(tp) != self.position[tp] or tp in on_its_way)
+        return self.is_reading(tp) or unknown
 
-    def uncommitted(self, gone: tuple[TopicPartition, ...]) -> int:
-        """Offsets that the next reader of these reads again."""
+    def duplicates_of(self, gone: tuple[TopicPartition, ...]) -> int:
+        """Offsets of these lost partitions that their next consumer reads again."""
         total = 0
         for tp in gone:
-            start, end = self.pending.get(tp) or self.flight.get(tp, (0, 0))
+            start, end = self.pending.get(tp) or self.in_flight.get(tp, (0, 0))
             if (at := self.position.get(tp)) is None:
                 total += self.memory[tp][0] - self.start[tp] if tp in self.start else end - start
             else:
-                reads_on = self.busy(tp) and tp not in self.theirs
-                total += (end if reads_on else at) - min(at, self.known.get(tp, self.began[tp]))
+                reads_on = self.is_reading(tp) and tp not in self.foreign
+                total += (end if reads_on else at) - min(at, self.committed.get(tp, self.began[tp]))
         return total

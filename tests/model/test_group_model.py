@@ -1,12 +1,11 @@
-"""The run against a small model of what the design promises, over random histories.
+"""The run against a small model of the design's rules, over random histories.
 
-The model knows Kafka's committed offsets and the notes beside them, what the sink has and which partitions are ours; it
-is written from the rules, and says after each event which revocations must go, what must be committed, where every
-partition stands and what the next plan carries.
+The model knows the group's committed offsets and their notes, what the sink has, and the assigned partitions. After
+each event it tells which revocations must be released, what must be committed, the position of every partition and the
+contents of the next plan.
 
-A history is a list of moves that are drawn before it begins, so it can be played again without one of them: a failure
-is told with the shortest history that still has it. (Hypothesis plays some twenty times fewer moves in the same
-time.)
+A history is a list of moves that are drawn before it starts, so it can be repeated without one of them: a failure is
+reported with the shortest history that still fails. (Hypothesis plays some twenty times fewer moves in the same time.)
 """
 
 from collections import Counter
@@ -54,7 +53,7 @@ class GroupRun:
         self.run = Run(replace(RULES, slots=slots, auto_slots=True))
         self.planner = Planner(RULES)
         self.clients: dict[int, int] = {}
-        self.echoes: list[tuple[ev.CommitOffsets, Counter[TopicPartition]]] = []
+        self.commits: list[tuple[ev.CommitOffsets, Counter[TopicPartition]]] = []
         self.lookups: list[tuple[ev.FetchCommittedOffsets | ev.ResolveStarts, Counter[TopicPartition], int]] = []
         self.stay = 0  # how often it had no partition at all
         self.knows = False  # of every reset before this stay
@@ -62,7 +61,7 @@ class GroupRun:
         self.out: set[int] = set()  # slots that an echo left out
         self.revoked_at: dict[int, int] = {}
         self.asked: list[ev.CheckReplaced] = []  # by the slot that was fenced last
-        self.model = Model(kafka=self.model.kafka)
+        self.model = Model(group_offsets=self.model.group_offsets)
 
     def send(self, event: ev.Event) -> None:
         """Hand an event over, after the model was changed by it, and compare what is ordered."""
@@ -82,8 +81,8 @@ class GroupRun:
                     self.lookups.append((command, self.arrivals.copy(), self.stay))
                 case ev.CommitOffsets():
                     self.compare(command)
-                    assert not self.echoes, "one commit at a time"
-                    self.echoes.append((command, self.arrivals.copy()))
+                    assert not self.commits, "one commit at a time"
+                    self.commits.append((command, self.arrivals.copy()))
                 case ev.Release():
                     released.append(command.slot)
                 case ev.Fail():
@@ -91,7 +90,7 @@ class GroupRun:
                 case _:
                     pass
         for slot, leaving in list(self.model.leaving.items()):
-            stays = any(self.model.must_stay(tp, self.on_its_way()) for tp in leaving)
+            stays = any(self.model.must_hold(tp, self.on_its_way()) for tp in leaving)
             overrun = isinstance(event, ev.Tick) and self.now_ms - self.revoked_at[slot] >= HOLD_BUDGET_MS
             if overrun or not stays:
                 assert slot in released, f"slot {slot} must be let go"
@@ -106,14 +105,14 @@ class GroupRun:
         """The echo carries all that Kafka does not have, but for slots that the one before had left out."""
         model = self.model
         named = {model.held[tp] for tp in echo.offsets}
-        assert echo.offsets == {tp: at for tp, at in model.dirty().items() if model.held[tp] in named}
-        assert {model.held[tp] for tp in model.dirty()} <= named | self.out
+        assert echo.offsets == {tp: at for tp, at in model.due().items() if model.held[tp] in named}
+        assert {model.held[tp] for tp in model.due()} <= named | self.out
         assert echo.slots == {tp: model.held[tp] for tp in echo.offsets}
         assert (echo.seq, echo.reset_number) == (model.seq, model.reset_number)
         assert echo.followed == model.followed & echo.offsets.keys()
 
     def on_its_way(self) -> set[TopicPartition]:
-        return {tp for echo, _ in self.echoes for tp in echo.offsets}
+        return {tp for echo, _ in self.commits for tp in echo.offsets}
 
     def of(self, slot: int) -> dict[str, Any]:
         return {"slot": slot, "client": self.clients[slot]}
@@ -155,7 +154,7 @@ class GroupRun:
         gone = self.mine(slot, wanted)
         if slot in self.model.leaving or not gone:
             return
-        before, twice = self.run.statistics().possible_duplicates, self.model.uncommitted(gone)
+        before, twice = self.run.statistics().possible_duplicates, self.model.duplicates_of(gone)
         for tp in gone:
             self.model.drop(tp)
         self.send(ev.Lost(**self.of(slot), partitions=gone))
@@ -203,13 +202,13 @@ class GroupRun:
         offset = self.planner.plan(self.run, ends, {}, lambda _: {}, first=True, unlimited=False, now_ms=self.now_ms)
         assert offset is not None
         assert (offset.seq, offset.reset_number, offset.ranges) == (model.seq + 1, model.reset_number, ranges)
-        assert offset.uncommitted == {tp: at for tp, at in model.owed().items() if tp not in ranges}
+        assert offset.uncommitted == {tp: at for tp, at in model.uncommitted().items() if tp not in ranges}
         away = offset.uncommitted.keys() & model.start.keys() - model.position.keys()
         since = {tp: (model.memory[tp][1], model.start[tp]) for tp in away}
         assert offset.last_batches == since
         assert offset.followed == model.followed & ranges.keys()
         self.logged = offset
-        model.flight = {tp: pair for tp, pair in ranges.items() if pair[0] < pair[1]}
+        model.in_flight = {tp: pair for tp, pair in ranges.items() if pair[0] < pair[1]}
         self.run.state = RunState.FETCHING_ENDS  # the call of Spark has come that far
         self.send(ev.Planned(offset=offset))
         if done:
@@ -221,7 +220,7 @@ class GroupRun:
         assert self.logged is not None
         self.last = self.logged
         self.model.seq = self.last.seq
-        self.model.finish()
+        self.model.batch_durable()
         self.send(ev.Durable(offset=self.last))
         if twice:
             self.send(ev.Durable(offset=self.last))
@@ -236,9 +235,11 @@ class GroupRun:
         self.begin(slots=1 + offset.seq % SLOTS)
         model = self.model
         if reset is not None:
-            reset_number = 1 + max([offset.reset_number, *(found.reset_number for found in model.kafka.values())])
-            model.kafka = {
-                tp: ev.Committed(offset=reset[ALL.index(tp)], reset_number=reset_number) for tp in model.kafka
+            reset_number = 1 + max(
+                [offset.reset_number, *(found.reset_number for found in model.group_offsets.values())]
+            )
+            model.group_offsets = {
+                tp: ev.Committed(offset=reset[ALL.index(tp)], reset_number=reset_number) for tp in model.group_offsets
             }
         model.reset_number, model.seq = offset.reset_number, offset.seq - (not durable)
         positions = dict(offset.uncommitted) | {tp: pair[durable] for tp, pair in offset.ranges.items()}
@@ -248,8 +249,8 @@ class GroupRun:
             model.start |= {tp: start for tp, (start, _) in offset.ranges.items()}
             self.send(ev.NextBatchRequested(start=offset, name=STREAM))
         else:
-            model.flight = {tp: pair for tp, pair in offset.ranges.items() if pair[0] < pair[1]}
-            model.adopted = set(model.flight)
+            model.in_flight = {tp: pair for tp, pair in offset.ranges.items() if pair[0] < pair[1]}
+            model.replayed = set(model.in_flight)
             self.send(ev.BatchStarted(offset=offset))
         self.send(ev.TopicsListed(topics=KNOWN))
         places = {client_id(STREAM, slot): frozenset[TopicPartition]() for slot in range(SLOTS)}
@@ -260,10 +261,10 @@ class GroupRun:
 
     def rest(self) -> None:
         """Kafka answers all that it is asked."""
-        while self.lookups or self.echoes:
+        while self.lookups or self.commits:
             while self.lookups:
                 self.answer(0, 1, set())
-            while self.echoes:
+            while self.commits:
                 self.echo(True, True, None)
 
     def answer(self, which: int, fails: int, left_out: set[TopicPartition]) -> None:
@@ -278,14 +279,16 @@ class GroupRun:
             self.send(ev.LookupFailed(partitions=asked, error=BrokerUnavailable("test")))
         elif isinstance(lookup, ev.ResolveStarts):
             for tp in counts:
-                found = self.model.kafka.pop(tp, None)  # whatever came since was not in the answer before
+                found = self.model.group_offsets.pop(tp, None)  # whatever came since was not in the answer before
                 self.model.resolve(tp)
-                self.model.kafka |= {} if found is None else {tp: found}
+                self.model.group_offsets |= {} if found is None else {tp: found}
             self.send(ev.StartsResolved(offsets={tp: START[tp] for tp in told}, requested=asked))
         else:
-            read = {tp: self.model.kafka.get(tp) for tp in told}
-            twice = self.run.statistics().possible_duplicates - self.model.twice
-            notes = [found.reset_number for tp, found in self.model.kafka.items() if tp in (*told, *lookup.beside)]
+            read = {tp: self.model.group_offsets.get(tp) for tp in told}
+            twice = self.run.statistics().possible_duplicates - self.model.duplicates
+            notes = [
+                found.reset_number for tp, found in self.model.group_offsets.items() if tp in (*told, *lookup.beside)
+            ]
             reset_number = max(notes, default=0)
             self.knows |= bool(lookup.beside) and stay == self.stay
             if reset_number > self.model.reset_number:
@@ -300,7 +303,7 @@ class GroupRun:
                     offsets=read, requested=asked, reset_number=reset_number if lookup.beside else None
                 )
             )
-            assert self.run.statistics().possible_duplicates - self.model.twice == twice
+            assert self.run.statistics().possible_duplicates - self.model.duplicates == twice
 
     def waits(self, tp: TopicPartition, arrivals: Counter[TopicPartition]) -> bool:
         """Whether an answer counts: what left and came back since the question is asked for again."""
@@ -308,9 +311,9 @@ class GroupRun:
 
     def echo(self, landed: bool, heard: bool, left: int | None) -> None:
         """A commit that arrives or not, and whose answer arrives or not; maybe without the share of a slot."""
-        if not self.echoes:
+        if not self.commits:
             return
-        echo, arrivals = self.echoes.pop()
+        echo, arrivals = self.commits.pop()
         ordered = set(echo.slots.values())
         # What left since is not ours to move any more: the broker refuses its share.
         same = {tp for tp in echo.offsets if tp in self.model.held and arrivals[tp] == self.arrivals[tp]}
@@ -321,15 +324,15 @@ class GroupRun:
             return
         if landed or heard:
             for tp, at in done.items():
-                self.model.kafka[tp] = ev.Committed(
+                self.model.group_offsets[tp] = ev.Committed(
                     offset=at, stream=STREAM, seq=echo.seq, reset_number=echo.reset_number, followed=tp in echo.followed
                 )
         if not heard:
             self.send(ev.OffsetCommitFailed(reason="test"))
             return
         self.out = self.out - ordered | {slot for slot in ordered if slot == left}
-        self.model.known |= done
-        self.model.theirs -= {tp for tp, at in done.items() if self.model.position.get(tp) == at}
+        self.model.committed |= done
+        self.model.foreign -= {tp for tp, at in done.items() if self.model.position.get(tp) == at}
         self.send(ev.OffsetsCommitted(offsets=done, left_out=dict.fromkeys(self.out & ordered, "test")))
 
     def commit_of_others(self, tp: TopicPartition, by: str | None, offset: int) -> None:
@@ -338,16 +341,18 @@ class GroupRun:
         if tp in self.model.held or tp in self.on_its_way():
             return
         if by == "nobody":
-            self.model.kafka.pop(tp, None)
+            self.model.group_offsets.pop(tp, None)
         else:
-            reset_number = max((found.reset_number for found in self.model.kafka.values()), default=0) if by else 0
-            self.model.kafka[tp] = ev.Committed(offset=offset, stream=by, reset_number=reset_number)
+            reset_number = (
+                max((found.reset_number for found in self.model.group_offsets.values()), default=0) if by else 0
+            )
+            self.model.group_offsets[tp] = ev.Committed(offset=offset, stream=by, reset_number=reset_number)
 
     def tick(self, ms: int) -> None:
         self.now_ms += ms
         for slot, leaving in self.model.leaving.items():
             if self.now_ms - self.revoked_at[slot] >= HOLD_BUDGET_MS:
-                for tp in [tp for tp in leaving if self.model.must_stay(tp, self.on_its_way())]:
+                for tp in [tp for tp in leaving if self.model.must_hold(tp, self.on_its_way())]:
                     self.model.drop(tp)
         self.send(ev.Tick())
 
@@ -359,8 +364,8 @@ class GroupRun:
         assert self.run.partitions.ours.keys() == set(self.model.held)
         assert self.run.plannable() == self.model.plannable()
         assert positions.all_known == (self.model.held.keys() == self.model.position.keys())
-        assert positions.uncommitted() == self.model.owed()
-        assert self.run.all_committed == (not self.model.dirty() and not self.echoes)
+        assert positions.uncommitted() == self.model.uncommitted()
+        assert self.run.all_committed == (not self.model.due() and not self.commits)
 
     def left_alone(self) -> None:
         """Everything comes to rest: all that is durable is committed, nothing is held."""

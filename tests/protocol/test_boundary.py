@@ -175,7 +175,7 @@ def test_replay_durable_before_its_assignment_counts_when_its_hold_overruns(
     fresh.feed(ev.Durable(offset=offset))
     fresh.assigned(A, B)
     assert fresh.revoking(A, B) == []
-    assert fresh.tick(ms=HOLD_BUDGET_MS) == RELEASE  # no broker ever said what Kafka has
+    assert fresh.tick(ms=HOLD_BUDGET_MS) == RELEASE  # no broker ever answered
     assert fresh.run.statistics().possible_duplicates == 50
 
 
@@ -184,7 +184,7 @@ def test_replay_durable_before_its_assignment_counts_when_its_hold_overruns(
 def test_replayed_batch_counts_once_when_a_foreign_commit_shows(
     fresh: GroupHarness, at: int, durable_first: bool
 ) -> None:
-    """What they have not read of it is read again behind their commit."""
+    """What the other consumer has not read of it is read again after its commit."""
     offset = fresh.replays({A: (100, 150)})
     fresh.assigned(A)
     if durable_first:
@@ -197,7 +197,7 @@ def test_replayed_batch_counts_once_when_a_foreign_commit_shows(
     assert fresh.run.statistics().possible_duplicates == 50
 
 
-# --- what is lost, and comes back ------------------------------------------------------------------------------------
+# --- lost partitions, and their return -------------------------------------------------------------------------------
 
 
 def test_member_that_lost_all_partitions_rejoins_without_an_order(group: GroupHarness) -> None:
@@ -222,7 +222,7 @@ def test_partition_assigned_again_during_its_batch_is_held_again(group: GroupHar
 def test_partition_half_read_by_another_consumer_continues_there(
     group: GroupHarness,
 ) -> None:
-    """Not before: a commit under our name from before the batch would look as if the batch came after it."""
+    """Not earlier: a commit under this stream's name from before the batch would look as if the batch came after it."""
     group.reads({A: (100, 150)})
     group.lost(A)
     group.assigned(A)
@@ -238,7 +238,7 @@ def test_partition_assigned_to_another_slot_leaves_the_former_one(pair: GroupHar
     assert pair.run.statistics().assigned == (0, 1)
     assert pair.run.statistics().possible_duplicates == 50
     pair.committed({A: 100})
-    assert pair.lost(A, slot=0) == []  # the former slot hears of it at last
+    assert pair.lost(A, slot=0) == []  # the former slot reports it later
     assert pair.run.partitions.ours.keys() == {A}
     assert pair.revoking(A, slot=1) == []
 

@@ -1,4 +1,4 @@
-"""Committing to Kafka what the sink has: when, what, and what happens when it fails."""
+"""Offset commits: when, which offsets, and what happens when one fails."""
 
 from itertools import pairwise
 
@@ -14,7 +14,7 @@ from spark_group_source.protocol.offsets import StreamOffset
 A, B, C, D = tps("orders", 0, 1, 2, 3)
 
 
-def echo(offsets: dict[TopicPartition, int], seq: int) -> ev.CommitOffsets:
+def commit(offsets: dict[TopicPartition, int], seq: int) -> ev.CommitOffsets:
     return ev.CommitOffsets(offsets=offsets, stream=STREAM, seq=seq)
 
 
@@ -29,7 +29,7 @@ def test_batch_is_not_committed_before_it_is_durable(group: GroupHarness) -> Non
     assert group.plan({A: (100, 150)}) == []
     assert group.tick(ms=10_000) == []
     assert group.run.all_committed
-    assert group.durable() == [echo({A: 150}, 0)]
+    assert group.durable() == [commit({A: 150}, 0)]
     assert not group.run.all_committed
 
 
@@ -41,7 +41,7 @@ def test_failed_commit_is_retried_after_growing_pauses(group: GroupHarness) -> N
         assert not group.run.all_committed
         assert group.run.next_deadline_ms() == group.clock() + pause_ms
         assert group.tick(ms=pause_ms - 1) == []
-        assert group.tick(ms=1) == [echo({A: 150}, 0)]
+        assert group.tick(ms=1) == [commit({A: 150}, 0)]
     group.commit_succeeds()
     assert group.run.statistics().commits_failed == 7
     assert len(group.warned()) == 7 and "no rows are lost" in group.warned()[0]
@@ -56,7 +56,7 @@ def test_commit_overtaken_by_a_rebalance_is_retried_and_does_not_count_as_failed
     for pause_ms in (100, 100, 200, 400):
         assert group.feed(ev.OffsetCommitFailed(reason="ILLEGAL_GENERATION", stale=True)) == []
         assert group.tick(ms=pause_ms - 1) == []
-        assert group.tick(ms=1) == [echo({A: 150}, 0)]
+        assert group.tick(ms=1) == [commit({A: 150}, 0)]
     assert group.run.statistics().commits_failed == 0
     assert group.warned() == []
 
@@ -72,9 +72,9 @@ def test_absent_slot_does_not_delay_commits_of_other_slots(pair: GroupHarness) -
     assert not pair.run.all_committed
     pair.settled(C, slot=1)
     pair.plan({C: (100, 130)})
-    assert pair.durable() == [echo({C: 130}, 1)]  # at once, without the one that waits
+    assert pair.durable() == [commit({C: 130}, 1)]  # at once, without the absent slot
     pair.commit_succeeds()
-    assert pair.tick(ms=100) == [echo({A: 150}, 1)]
+    assert pair.tick(ms=100) == [commit({A: 150}, 1)]
     assert pair.commit_succeeds() == []
     assert pair.run.all_committed
 
@@ -87,7 +87,7 @@ def test_absent_slot_is_logged_once_and_retried(pair: GroupHarness) -> None:
     pair.feed(ev.OffsetsCommitted(offsets={B: 120}, left_out={0: "UNKNOWN_MEMBER_ID"}))
     tries = []
     for _ in range(20_000 // 50):
-        if pair.tick(ms=50) == [echo({A: 150}, 0)]:
+        if pair.tick(ms=50) == [commit({A: 150}, 0)]:
             tries.append(pair.clock())
             pair.feed(ev.OffsetsCommitted(offsets={}, left_out={0: "UNKNOWN_MEMBER_ID"}))
             assert bool(pair.warned()) == (pair.clock() >= ABSENT_WARNING_MS)
@@ -95,7 +95,7 @@ def test_absent_slot_is_logged_once_and_retried(pair: GroupHarness) -> None:
     (warning,) = pair.warned()
     assert "slot 0 is not in the group (UNKNOWN_MEMBER_ID)" in warning
     pair.assigned(generation=2)  # it is back: no pause any more
-    assert echo({A: 150}, 0) in pair.history[-2:]
+    assert commit({A: 150}, 0) in pair.history[-2:]
 
 
 def test_absence_of_the_only_slot_is_logged(group: GroupHarness) -> None:
@@ -114,14 +114,14 @@ def test_short_absences_of_a_slot_do_not_add_up(pair: GroupHarness) -> None:
         pair.plan({A: (start, start + 50), B: (start, start + 50)})
         pair.durable()
         pair.feed(ev.OffsetsCommitted(offsets={B: start + 50}, left_out={0: "STALE_MEMBER_EPOCH"}))
-        assert pair.tick(ms=100) == [echo({A: start + 50}, start // 50 - 2)]
+        assert pair.tick(ms=100) == [commit({A: start + 50}, start // 50 - 2)]
         pair.commit_succeeds()
         pair.clock.advance(ms=ABSENT_WARNING_MS)
     assert pair.warned() == []
 
 
 def test_late_response_does_not_hide_a_lower_commit(group: GroupHarness) -> None:
-    """It left during the commit, an operator rewound it, and it came back: Kafka may have either offset now."""
+    """It was released during the commit, rewound by an operator, and assigned again: Kafka may have either offset."""
     group.settled(A)
     late = run_batch(group, 100, 150)
     group.lost(A)
@@ -186,7 +186,7 @@ def test_durable_batch_without_a_plan_breaks_an_invariant(group: GroupHarness, w
     ("ranges", "seq"),
     [
         ({A: (100, 150)}, 1),  # a batch is left out
-        ({A: (90, 150)}, 0),  # it begins before the position
+        ({A: (90, 150)}, 0),  # it starts before the position
         ({A: (110, 150)}, 0),  # it leaves a gap
         ({C: (0, 5)}, 0),  # the partition is another member's
         ({B: (100, 150)}, 0),  # the partition is leaving
@@ -223,5 +223,5 @@ def test_late_response_does_not_count_a_later_batch_as_committed(group: GroupHar
     back = group.commit_succeeds(late)
     assert back == [ev.CommitOffsets(offsets={A: 0}, stream=STREAM, seq=0)]
     run_batch(group, 0, 150)
-    assert group.commit_succeeds(back) == [echo({A: 150}, 1)]
+    assert group.commit_succeeds(back) == [commit({A: 150}, 1)]
     assert group.commit_succeeds() == [] and group.run.all_committed

@@ -1,4 +1,4 @@
-"""Brokers that do not answer: a run waits for them, says so once, and ends only where its bound is over."""
+"""Broker outages: a run waits for them, logs them once, and fails only after its bound."""
 
 from typing import Any
 
@@ -92,7 +92,7 @@ def test_run_waits_for_a_short_outage_at_the_start(available_now: bool) -> None:
 
 
 def test_missing_assignment_during_an_outage_does_not_fail_the_run() -> None:
-    """The members do not tell why they have no assignment; who gives up asks the brokers before."""
+    """Members do not report why they have no assignment, so the run describes the group before it fails."""
     run = RunHarness()
     run.silent = {ev.Join}
     run.ends = {A: 5, B: 7}

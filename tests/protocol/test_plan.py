@@ -1,4 +1,4 @@
-"""The next batch: which offsets it reads, what else the checkpoint has to remember, and its packing into tasks."""
+"""The plan of a batch: its ranges, what else the checkpoint must contain, and its packing into tasks."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -42,7 +42,7 @@ def plan(
 
 
 def planned(group: GroupHarness, ends: Ends, planner: Planner | None = None) -> StreamOffset:
-    """Cut the next batch, which there must be; it is in flight now."""
+    """Plan the next batch, which must not be empty; it is in flight now."""
     offset = plan(group, ends, planner)
     assert offset is not None
     group.planned(offset)
@@ -54,13 +54,13 @@ def planned(group: GroupHarness, ends: Ends, planner: Planner | None = None) -> 
 
 def test_batch_reads_every_plannable_partition_from_its_position_to_its_end(group: GroupHarness) -> None:
     group.settled(A, B)
-    group.assigned(C)  # where it stands is not known yet
+    group.assigned(C)  # its position is not known yet
     offset = planned(group, {A: 150, B: 100, C: 50, D: 70})
     assert offset.ranges == {A: (100, 150), B: (100, 100)}
     assert (offset.group, offset.stream, offset.seq) == (GROUP, STREAM, 0)
 
 
-@pytest.mark.parametrize("ends", [{A: 150}, {A: 150, B: 30}], ids=["not told", "before the position"])
+@pytest.mark.parametrize("ends", [{A: 150}, {A: 150, B: 30}], ids=["unknown", "before the position"])
 def test_partition_without_records_to_read_is_in_the_plan(group: GroupHarness, ends: Ends) -> None:
     group.settled(A, B)
     assert planned(group, ends).ranges == {A: (100, 150), B: (100, 100)}
@@ -75,7 +75,7 @@ def test_empty_batch_is_planned_only_as_the_first(group: GroupHarness) -> None:
 
 def test_target_limits_every_partition_and_excludes_later_ones(group: GroupHarness) -> None:
     group.settled(A, B, C)
-    planner = Planner(rules_with(min_offsets=1_000_000))  # a bounded run waits for nothing
+    planner = Planner(rules_with(min_offsets=1_000_000))  # a bounded run does not wait
     planner.set_target({A: 120, B: 90})
     assert planner.bounded
     assert planned(group, {A: 150, B: 150, C: 150}, planner).ranges == {A: (100, 120), B: (100, 100), C: (100, 100)}
@@ -90,7 +90,7 @@ def test_limit_is_shared_fairly_and_rotates_with_the_batch_number(group: GroupHa
     offset = planned(group, ends, planner)
     assert offset.ranges == {A: (100, 102), B: (100, 101), C: (100, 101)}
     group.durable()
-    planner = Planner(rules_with(max_offsets=4))  # another run goes on with the turn
+    planner = Planner(rules_with(max_offsets=4))  # another run continues the rotation
     following = planned(group, ends, planner)
     assert following.ranges == {A: (102, 103), B: (101, 103), C: (101, 102)}
 
@@ -98,7 +98,7 @@ def test_limit_is_shared_fairly_and_rotates_with_the_batch_number(group: GroupHa
 def test_batch_below_min_offsets_waits_for_the_maximum_delay(group: GroupHarness) -> None:
     group.settled(A)
     planner = Planner(rules_with(min_offsets=10, max_delay_ms=1_000))
-    assert plan(group, {A: 101}, planner, now_ms=5_000) is not None  # the first of a run waits for nothing
+    assert plan(group, {A: 101}, planner, now_ms=5_000) is not None  # the first batch of a run does not wait
     assert plan(group, {A: 109}, planner, now_ms=5_999) is None
     assert plan(group, {A: 110}, planner, now_ms=5_999) is not None
     assert plan(group, {A: 101}, planner, now_ms=6_998) is None
@@ -112,7 +112,7 @@ def test_plan_contains_uncommitted_positions_that_it_does_not_read(fresh: GroupH
     fresh.durable({A: (100, 150), B: (40, 40), C: (5, 9)})
     fresh.assigned(A)
     fresh.committed({A: 150})
-    # B and C have not come yet: whether Kafka has their offsets nobody knows.
+    # B and C are not assigned yet: whether their offsets are committed is unknown.
     assert planned(fresh, {A: 160}).uncommitted == {B: 40, C: 9}
     fresh.durable()
     fresh.assigned(B)

@@ -24,7 +24,7 @@ def run() -> Run:
 
 
 def skipped(run: Run, seq: int, *ranges: tuple[int, int]) -> int:
-    """A task tells that it skipped these of partition A; returns how many records count as lost then."""
+    """A task reports these offsets of partition A as skipped; returns how many records count as lost then."""
     lost = tuple(OffsetRange(A, start, end) for start, end in ranges)
     run.handle(ev.TaskReported(seq=seq, rows_from_memory={}, rows_from_brokers={}, skipped=lost), now_ms=1)
     return run.statistics().records_lost
@@ -45,7 +45,7 @@ def test_skipped_offsets_count_once_for_all_attempts(run: Run) -> None:
     assert skipped(run, 0, (2, 5)) == 3, "the same task again, or its twin"
     assert skipped(run, 0, (1, 3), (4, 7)) == 6
     assert skipped(run, 1, (7, 9)) == 8
-    assert skipped(run, 0, (0, 1)) == 9, "a word that came late"
+    assert skipped(run, 0, (0, 1)) == 9, "a late report"
     assert skipped(run, 5, (20, 21)) == 10
     assert skipped(run, 1, (7, 9)) == 10, "of a batch that is long done"
 

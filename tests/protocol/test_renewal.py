@@ -56,7 +56,7 @@ def test_G10_offset_of_unknown_age_is_renewed(group: GroupHarness) -> None:
 
 
 def test_G3_partition_is_released_after_its_renewal_is_committed(group: GroupHarness) -> None:
-    """Else the commit could arrive behind the next owner's."""
+    """Otherwise the commit could arrive after the next owner's."""
     group.settled(A)
     again = aged(group)
     assert only(ev.Release, group.revoking(A)) == []
@@ -87,7 +87,7 @@ def test_G5_plan_lists_partitions_that_start_after_uncommitted_records() -> None
     group.start_stream({"orders": 2})
     group.assigned(A, B, C)
     group.committed({A: None, B: 7, C: None})
-    assert group.run.lookups.began == {A}, "C came later: it begins at its first record"
+    assert group.run.lookups.began == {A}, "C was added later: it starts at its first record"
     group.commit_succeeds(group.resolved({A: 31, C: 0}))
     group.plan({})
     assert group.run.lookups.began == {A}

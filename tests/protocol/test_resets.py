@@ -1,4 +1,4 @@
-"""Operators move a group: by its notes a run tells a reset, a rewind and its own commits from each other."""
+"""Operators move a group: by the notes, a run distinguishes resets, rewinds and its own commits."""
 
 import pytest
 from kit.harness import STREAM, GroupHarness, only, tps
@@ -78,7 +78,7 @@ def test_later_commits_and_plans_contain_the_reset_number(group: GroupHarness) -
 
 
 def test_own_commit_after_a_reset_shows_the_reset(fresh: GroupHarness) -> None:
-    """A former run had taken the reset, and failed before it planned anything."""
+    """An earlier run had detected the reset, and failed before it planned a batch."""
     fresh.durable({A: (100, 150)})
     fresh.assigned(A)
     ours = ev.Committed(offset=20, stream=STREAM, seq=6, reset_number=1, followed=True)
@@ -92,7 +92,7 @@ def test_own_commit_after_a_reset_shows_the_reset(fresh: GroupHarness) -> None:
 def test_first_lookup_reads_all_notes_for_a_reset(
     pair: GroupHarness,
 ) -> None:
-    """Else 500 slots that join at once would ask for the notes of all partitions 500 times."""
+    """Otherwise 500 slots that join at once would fetch the notes of all partitions 500 times."""
     first = pair.assigned(A, slot=0)
     assert first == [ev.FetchCommittedOffsets(partitions=(A,))] and set(first[0].beside) >= {B}  # type: ignore[union-attr]
     assert pair.assigned(B, slot=1) == []

@@ -42,14 +42,14 @@ def test_uncommitted_positions_are_planned_and_survive_two_crashes(durable: bool
     """Else it is read again by any sink; with startingOffsets=latest and no commit at all its records are lost."""
     starting = StartingPosition(everywhere=LATEST)
     first = RunHarness(starting=starting)
-    first.silent = {ev.CommitOffsets}  # Kafka hears of nothing
+    first.silent = {ev.CommitOffsets}  # no commit reaches Kafka
     first.ends = {A: 10, B: 20}
     first.batch()
     first.ends = {A: 10, B: 30}
     first.batch()
     first.latest()  # batch 1 is durable
 
-    second = after_a_crash(first, first.start, durable=True, given=(A,), starting=starting)  # somebody else has B
+    second = after_a_crash(first, first.start, durable=True, given=(A,), starting=starting)  # another member has B
     second.ends = {A: 15, B: 50}
     planned = second.batch()
     assert planned.ranges == {A: (10, 15)}
@@ -109,7 +109,7 @@ def test_batch_after_lost_records_is_not_read_again_after_a_restart() -> None:
 
 @pytest.mark.parametrize("durable", [True, False])
 def test_followed_commit_before_lost_records_is_no_rewind(durable: bool) -> None:
-    """Kafka has the followed offset under the former batch's number, and it lies before the batch's first record."""
+    """The followed offset is committed under the previous batch's number, before the batch's first record."""
     run = RunHarness.returning(PAST, fail_on_data_loss=False)
     run.committed[A] = ev.Committed(offset=20)
     run.call(ev.NextBatchRequested(start=run.start, drain=True, name=STREAM))
@@ -145,7 +145,7 @@ def test_rewind_during_a_batch_after_lost_records_is_followed(durable: bool) -> 
 
 @pytest.mark.parametrize("returns", ["in the batch", "behind it"])
 def test_batch_after_lost_records_is_not_read_again_after_a_lost_membership(returns: str) -> None:
-    """Kafka has it where the lost records began, and the batch begins behind them."""
+    """It is committed where the lost records start, and the batch starts after them."""
     run = RunHarness.returning(PAST, fail_on_data_loss=False)
     run.firsts, run.ends = {A: 170, B: 0}, {A: 180, B: 40}
     planned = run.batch()
@@ -161,7 +161,7 @@ def test_batch_after_lost_records_is_not_read_again_after_a_lost_membership(retu
 
 
 def test_reset_applies_to_the_recreated_topic() -> None:
-    """Made anew while the query was away. Kafka deletes with a topic what was committed of it."""
+    """Recreated while the query was stopped. Kafka deletes a topic's committed offsets with the topic."""
     past = RunHarness.returning(PAST)
     past.committed = {tp: ev.Committed(offset=at, reset_number=1) for tp, at in {A: 20, B: 30}.items()}
     run = after_a_crash(past, PAST, durable=True)
@@ -176,7 +176,7 @@ def test_reset_applies_to_the_recreated_topic() -> None:
 
 
 def coming_back(left: set[int], *, durable: bool = True, **rules: Any) -> RunHarness:
-    """A run that has one slot for each agent, of a stream with these places in the group."""
+    """A run with one slot per agent, of a stream with these static members in the group."""
     run = RunHarness.returning(PAST, slots=1, auto_slots=True, **rules)
     run.left, run.gives = left, {slot: ((A, B)[slot],) if slot < 2 else () for slot in left or {0}}
     if not durable:

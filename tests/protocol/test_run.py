@@ -1,4 +1,4 @@
-"""What a call of Spark waits for, when batches are planned, and how a run ends: the run through its two doors."""
+"""Spark's calls: what they wait for, when batches are planned, and how a run ends."""
 
 from typing import Any
 
@@ -54,7 +54,7 @@ def test_first_batch_waits_until_every_slot_has_an_assignment() -> None:
     run.gives = {0: (A,)}
     run.ends = {A: 5, B: 7}
     run.later(ev.Assigned(slot=1, client=1, partitions=(B,)), ms=6_000)
-    run.gives[1] = (B,)  # what the group says of it
+    run.gives[1] = (B,)  # as the group describes it
     run.silent = {ev.Join}
     run.later(ev.Assigned(slot=0, client=1, partitions=(A,)), ms=100)
     assert run.latest().ranges == {A: (0, 5), B: (0, 7)}
@@ -73,7 +73,7 @@ def test_first_batch_waits_for_an_assignment_that_is_on_its_way() -> None:
     run.gives = {0: (A, B)}
     run.silent = {ev.Join}
     run.later(ev.Assigned(slot=0, client=1, partitions=(A,)), ms=100)
-    run.later(ev.Assigned(slot=0, client=1, partitions=(B,)), ms=3_000)  # KIP-848 gives them one by one
+    run.later(ev.Assigned(slot=0, client=1, partitions=(B,)), ms=3_000)  # KIP-848 assigns them one by one
     run.ends = {A: 5, B: 7}
     assert run.latest().ranges == {A: (0, 5), B: (0, 7)}
     assert 3_000 <= waited_ms(run) < 3_500
@@ -86,14 +86,14 @@ def test_first_batch_waits_a_bounded_time_for_a_stable_group(state: str) -> None
     run.group_state = state
     run.gives = {0: (A, B)}
     run.silent = {ev.Join}
-    run.later(ev.Assigned(slot=0, client=1, partitions=(A,)), ms=100)  # the other one never comes
+    run.later(ev.Assigned(slot=0, client=1, partitions=(A,)), ms=100)  # the other one is never assigned
     run.ends = {A: 5, B: 7}
     assert run.latest().ranges == {A: (0, 5)}
     assert SETTLE_MS_MAX <= waited_ms(run) <= SETTLE_MS_MAX + 200
 
 
 def test_first_batch_waits_for_partitions_of_members_of_an_earlier_run() -> None:
-    """A killed run of this stream: what its members have will be ours when their session ends."""
+    """A run of this stream was killed: the partitions of its members are assigned here when their session ends."""
     run = RunHarness(slots=2)
     run.gives = {0: (A,), 1: ()}
     run.ends = {A: 5, B: 7}
@@ -151,7 +151,7 @@ def test_resumed_run_waits_for_its_partitions_once_and_for_a_bounded_time() -> N
 
 
 def test_resumed_run_waits_until_a_foreign_commit_is_claimed() -> None:
-    """A partition under somebody else's name cannot be planned before Kafka has it under ours."""
+    """A partition with a foreign commit cannot be planned before it is committed under this stream's name."""
     run = RunHarness.returning(PAST)
     run.committed[A] = ev.Committed(offset=20)
     assert run.latest().ranges == {A: (20, 150), B: (40, 40)}
@@ -223,7 +223,7 @@ def test_available_now_reads_to_its_target_commits_and_leaves() -> None:
     run = RunHarness(max_offsets=8)
     run.ends = {A: 10, B: 4}
     run.aim(dict(run.ends))
-    run.ends = {A: 1_000, B: 4}  # what comes later is left for the next run
+    run.ends = {A: 1_000, B: 4}  # later records are left for the next run
     while (before := run.start) != run.batch():
         pass
     assert before.positions() == {A: 10, B: 4}
@@ -248,7 +248,7 @@ def test_bounded_run_stays_in_the_group_with_leave_on_stop_never() -> None:
     run.batch()
     assert run.batch().seq == 0
     assert run.state() is RunState.OPEN
-    assert run.batch().seq == 0  # asked again, it says the same
+    assert run.batch().seq == 0  # the same batch again
     run.stop()
     assert only(ev.Leave, run.history) == [ev.Leave(slot=0, leave=False)]
 
@@ -365,7 +365,7 @@ def test_drain_commits_durable_offsets_and_plans_no_more_batches() -> None:
     assert run.committed[A].offset == 10
     began_ms = run.clock()
     assert run.latest(drain=True) is run.start
-    assert run.clock() == began_ms + IDLE_PAUSES_MS[1]  # Spark asks again and again
+    assert run.clock() == began_ms + IDLE_PAUSES_MS[1]  # Spark calls repeatedly
 
 
 def test_drain_waits_for_the_batch_in_flight() -> None:

@@ -30,13 +30,13 @@ BY_HAND = ev.Committed(offset=120)
 RESET = ev.Committed(offset=5, reset_number=1)
 
 Row = tuple[Any, type]
-Way = list[Callable[[GroupHarness], object]]
+Path = list[Callable[[GroupHarness], object]]
 
 
 # --- paths to the states ---------------------------------------------------------------------------------------
 
 
-def born(g: GroupHarness) -> None:
+def stream_started(g: GroupHarness) -> None:
     g.start_stream()
 
 
@@ -60,7 +60,7 @@ def revoking(g: GroupHarness) -> None:
     g.revoking(A)
 
 
-def asking(g: GroupHarness) -> None:
+def checking(g: GroupHarness) -> None:
     assigned(g)
     g.fenced()
 
@@ -69,60 +69,60 @@ def close(g: GroupHarness) -> None:
     g.close(leave=True)
 
 
-def host_came(g: GroupHarness) -> None:
+def agent_connected(g: GroupHarness) -> None:
     g.agent_connects("h1")
 
 
-def host_here(g: GroupHarness) -> None:
-    host_came(g)
+def agent_ready(g: GroupHarness) -> None:
+    agent_connected(g)
     g.tick(ms=STAY_MS)
 
 
-def host_cut(g: GroupHarness) -> None:
-    host_came(g)
+def agent_disconnected(g: GroupHarness) -> None:
+    agent_connected(g)
     g.feed(ev.AgentDisconnected(agent="h1"))
 
 
 def moving(g: GroupHarness) -> None:
     assigned(g)
-    host_here(g)
+    agent_ready(g)
     g.feed(ev.BatchBoundary())
 
 
-def lent(g: GroupHarness) -> None:
+def placed(g: GroupHarness) -> None:
     moving(g)
     g.member_ended()
 
 
-def lent_and_assigned(g: GroupHarness) -> None:
-    lent(g)
+def placed_and_assigned(g: GroupHarness) -> None:
+    placed(g)
     g.settled(A, B)
 
 
-def lent_and_revoking(g: GroupHarness) -> None:
-    lent_and_assigned(g)
+def placed_and_revoking(g: GroupHarness) -> None:
+    placed_and_assigned(g)
     g.plan({A: (100, 150)})
     g.revoking(A)
 
 
-def host_gone(g: GroupHarness) -> None:
+def agent_ended(g: GroupHarness) -> None:
     g.feed(ev.AgentEnded(agent="h1", reason="its executor is gone"))
 
 
-def lease_over(g: GroupHarness) -> None:
+def lease_expired(g: GroupHarness) -> None:
     g.tick(ms=g.run.rules.lease_ms)
 
 
-def twin_came(g: GroupHarness) -> None:
+def newer_agent_connected(g: GroupHarness) -> None:
     g.agent_connects("h2", executor="of h1")
 
 
-SLOT_WAYS: dict[Row, Way] = {
+SLOT_PATHS: dict[Row, Path] = {
     (SlotState.CLOSED, ev.Join): [out, lambda g: g.tick(ms=100)],
-    (SlotState.JOINING, ev.Assigned): [born, lambda g: g.assigned(A)],
+    (SlotState.JOINING, ev.Assigned): [stream_started, lambda g: g.assigned(A)],
     (SlotState.ASSIGNED, ev.Assigned): [assigned, lambda g: g.assigned()],
     (SlotState.REVOKING, ev.Assigned): [revoking, lambda g: g.assigned()],
-    (SlotState.JOINING, ev.Revoking): [born, lambda g: g.revoking()],
+    (SlotState.JOINING, ev.Revoking): [stream_started, lambda g: g.revoking()],
     (SlotState.ASSIGNED, ev.Revoking): [planned, lambda g: g.revoking(A)],
     (SlotState.REVOKING, ev.Revoking): [revoking, lambda g: g.revoking(B)],
     (SlotState.REVOKING, ev.Release): [revoking, lambda g: (g.durable(), g.commit_succeeds())],
@@ -131,45 +131,53 @@ SLOT_WAYS: dict[Row, Way] = {
         lambda g: g.revoking(A, B, eager=True),
         lambda g: (g.durable(), g.commit_succeeds()),
     ],
-    (SlotState.JOINING, ev.Lost): [born, lambda g: g.lost()],
+    (SlotState.JOINING, ev.Lost): [stream_started, lambda g: g.lost()],
     (SlotState.ASSIGNED, ev.Lost): [assigned, lambda g: g.lost(A, B)],
     (SlotState.REVOKING, ev.Lost): [revoking, lambda g: g.lost(A, B)],
-    (SlotState.JOINING, ev.MemberFailed): [born, lambda g: g.failed()],
+    (SlotState.JOINING, ev.MemberFailed): [stream_started, lambda g: g.failed()],
     (SlotState.ASSIGNED, ev.MemberFailed): [assigned, lambda g: g.failed()],
     (SlotState.REVOKING, ev.MemberFailed): [revoking, lambda g: g.failed()],
-    (SlotState.JOINING, ev.MemberFenced): [born, lambda g: g.fenced()],
+    (SlotState.JOINING, ev.MemberFenced): [stream_started, lambda g: g.fenced()],
     (SlotState.ASSIGNED, ev.MemberFenced): [assigned, lambda g: g.fenced()],
     (SlotState.REVOKING, ev.MemberFenced): [revoking, lambda g: g.fenced()],
-    (SlotState.CHECKING, ev.NotReplaced): [asking, lambda g: g.feed(ev.NotReplaced(slot=0))],
-    (SlotState.CHECKING, ev.ReplacedUnclear): [asking, lambda g: g.feed(ev.ReplacedUnclear(slot=0, reason="x"))],
-    (SlotState.JOINING, ev.Leave): [born, close],
+    (SlotState.CHECKING, ev.NotReplaced): [checking, lambda g: g.feed(ev.NotReplaced(slot=0))],
+    (SlotState.CHECKING, ev.ReplacedUnclear): [checking, lambda g: g.feed(ev.ReplacedUnclear(slot=0, reason="x"))],
+    (SlotState.JOINING, ev.Leave): [stream_started, close],
     (SlotState.ASSIGNED, ev.Leave): [assigned, close],
     (SlotState.REVOKING, ev.Leave): [revoking, close],
-    (SlotState.CHECKING, ev.Leave): [asking, close],
-    (SlotState.JOINING, ev.SlotMoves): [lent, lambda g: g.send_heartbeats(g.run.rules.joining_budget_ms // 2)],
+    (SlotState.CHECKING, ev.Leave): [checking, close],
+    (SlotState.JOINING, ev.SlotMoves): [placed, lambda g: g.send_heartbeats(g.run.rules.joining_budget_ms // 2)],
     (SlotState.ASSIGNED, ev.SlotMoves): [moving],
-    (SlotState.MOVING, ev.Join): [lent],
+    (SlotState.MOVING, ev.Join): [placed],
     (SlotState.MOVING, ev.Leave): [moving, close],
-    (SlotState.JOINING, ev.AgentLost): [lent, host_gone],
-    (SlotState.ASSIGNED, ev.AgentLost): [lent_and_assigned, host_gone],
-    (SlotState.REVOKING, ev.AgentLost): [lent_and_revoking, host_gone],
+    (SlotState.JOINING, ev.AgentLost): [placed, agent_ended],
+    (SlotState.ASSIGNED, ev.AgentLost): [placed_and_assigned, agent_ended],
+    (SlotState.REVOKING, ev.AgentLost): [placed_and_revoking, agent_ended],
 }
 
-HOST_WAYS: dict[Row, Way] = {
-    (AgentState.NEW, ev.AgentStable): [born, host_here],
-    (AgentState.NEW, ev.AgentConnected): [born, host_came, host_came],
-    (AgentState.READY, ev.AgentConnected): [born, host_here, host_came],
-    (AgentState.DISCONNECTED, ev.AgentConnected): [born, host_cut, host_came],
-    (AgentState.NEW, ev.AgentDisconnected): [born, host_cut],
-    (AgentState.READY, ev.AgentDisconnected): [born, host_here, lambda g: g.feed(ev.AgentDisconnected(agent="h1"))],
+AGENT_PATHS: dict[Row, Path] = {
+    (AgentState.NEW, ev.AgentStable): [stream_started, agent_ready],
+    (AgentState.NEW, ev.AgentConnected): [stream_started, agent_connected, agent_connected],
+    (AgentState.READY, ev.AgentConnected): [stream_started, agent_ready, agent_connected],
+    (AgentState.DISCONNECTED, ev.AgentConnected): [stream_started, agent_disconnected, agent_connected],
+    (AgentState.NEW, ev.AgentDisconnected): [stream_started, agent_disconnected],
+    (AgentState.READY, ev.AgentDisconnected): [
+        stream_started,
+        agent_ready,
+        lambda g: g.feed(ev.AgentDisconnected(agent="h1")),
+    ],
     **{
-        (state, cause): [born, there, way]
+        (state, cause): [stream_started, there, way]
         for state, there in (
-            (AgentState.NEW, host_came),
-            (AgentState.READY, host_here),
-            (AgentState.DISCONNECTED, host_cut),
+            (AgentState.NEW, agent_connected),
+            (AgentState.READY, agent_ready),
+            (AgentState.DISCONNECTED, agent_disconnected),
         )
-        for cause, way in ((ev.AgentEnded, host_gone), (ev.LeaseExpired, lease_over), (ev.AgentSuperseded, twin_came))
+        for cause, way in (
+            (ev.AgentEnded, agent_ended),
+            (ev.LeaseExpired, lease_expired),
+            (ev.AgentSuperseded, newer_agent_connected),
+        )
     },
 }
 
@@ -197,7 +205,7 @@ def taking(g: GroupHarness) -> None:
 
 
 def back_in_the_batch(g: GroupHarness) -> None:
-    """A was lost during the batch, somebody read a part of it, and it came back."""
+    """A was lost during the batch, another consumer read a part of it, and it was assigned again."""
     planned(g)
     g.lost(A)
     g.assigned(A)
@@ -215,13 +223,13 @@ WAYS_TO: dict[PartitionState, Callable[[GroupHarness], None]] = {
 
 
 def reset_shows(g: GroupHarness) -> None:
-    """Another partition comes, and its committed offset shows that the group was reset."""
+    """Another partition is assigned, and its committed offset shows a reset of the group."""
     g.assigned(C)
     g.tick(ms=5_000)  # whatever pause there was is over
     g.committed({C: RESET})
 
 
-PARTITION_WAYS: dict[Row, Way] = {
+PARTITION_PATHS: dict[Row, Path] = {
     (PartitionState.UNASSIGNED, ev.Assigned): [asked],
     (PartitionState.UNRESOLVED, ev.FetchCommittedOffsets): [asked],
     (PartitionState.FETCHING, ev.LookupFailed): [came],
@@ -382,7 +390,7 @@ def ask_in(state: RunState) -> None:
     RUN_STATES[state]().latest()
 
 
-RUN_WAYS: dict[Row, Callable[[], object]] = {
+RUN_PATHS: dict[Row, Callable[[], object]] = {
     (RunState.NEW, ev.TargetRequested): aiming,
     (RunState.TARGETING, ev.TargetRead): lambda: RunHarness().aim({}),
     (RunState.NEW, ev.NextBatchRequested): at(RunState.STARTING),
@@ -455,17 +463,17 @@ def by_name(rows: Iterable[Row]) -> pytest.MarkDecorator:
 
 
 def test_every_transition_of_the_tables_has_a_test_path() -> None:
-    assert RUN_WAYS.keys() == RUN.keys()
-    assert SLOT_WAYS.keys() == SLOTS.keys()
-    assert PARTITION_WAYS.keys() == PARTITIONS.keys()
-    assert HOST_WAYS.keys() == AGENTS.keys()
+    assert RUN_PATHS.keys() == RUN.keys()
+    assert SLOT_PATHS.keys() == SLOTS.keys()
+    assert PARTITION_PATHS.keys() == PARTITIONS.keys()
+    assert AGENT_PATHS.keys() == AGENTS.keys()
 
 
 @by_name([*SLOTS, *PARTITIONS, *AGENTS])
 def test_every_transition_of_slots_partitions_and_agents_is_reached(
     row: Row, used: Callable[[], set[Row]], fresh: GroupHarness
 ) -> None:
-    *before, step = (SLOT_WAYS | PARTITION_WAYS | HOST_WAYS)[row]
+    *before, step = (SLOT_PATHS | PARTITION_PATHS | AGENT_PATHS)[row]
     for lead in before:
         lead(fresh)
     step(fresh)
@@ -474,7 +482,7 @@ def test_every_transition_of_slots_partitions_and_agents_is_reached(
 
 @by_name(RUN)
 def test_every_transition_of_the_run_is_reached(row: Row, used: Callable[[], set[Row]]) -> None:
-    RUN_WAYS[row]()
+    RUN_PATHS[row]()
     assert row in used()
 
 
