@@ -80,7 +80,7 @@ def test_without_permission_for_transactions_the_members_commit_and_it_is_logged
     finally:
         secured.remove_denial(permission)
     assert values_of(engine.rows) == texts(0, 29)
-    said = [line for line in caplog.messages if "transactions are not allowed here" in line]
+    said = [line for line in caplog.messages if "transactions are denied" in line]
     assert len(said) == 1
     assert f"Write and Describe on the transactional id '{group_id}" in said[0]
     assert "User:clerk" in said[0]
