@@ -50,8 +50,8 @@ def await_connections(there: RecordingServer, number: int) -> None:
 def test_messages_are_sent_both_ways_and_requests_are_answered() -> None:
     with RecordingServer() as there, there.client() as client:
         assert client.send(Ping(number=1))
-        peer, heard = there.received.get(timeout=SOON_S)
-        assert heard == Ping(number=1)
+        peer, message = there.received.get(timeout=SOON_S)
+        assert message == Ping(number=1)
         assert client.request(Ping(number=2), SOON_S) == Pong(number=2)
         assert peer.send(Pong(number=3))
         assert client.next() == Envelope(Pong(number=3))
@@ -66,12 +66,12 @@ def test_messages_of_several_threads_arrive_whole_and_in_each_threads_order() ->
             for n in range(200):
                 assert peer.send(Ping(number=thread_number * 1000 + n, load="x" * 1000))
 
-        threads = [threading.Thread(target=send_all, args=(who,)) for who in range(4)]
+        threads = [threading.Thread(target=send_all, args=(number,)) for number in range(4)]
         for thread in threads:
             thread.start()
-        heard = [client.next().message.number for _ in range(800)]
-        for who in range(4):
-            assert [n % 1000 for n in heard if n // 1000 == who] == list(range(200))
+        received = [client.next().message.number for _ in range(800)]
+        for number in range(4):
+            assert [n % 1000 for n in received if n // 1000 == number] == list(range(200))
 
 
 def test_both_ends_report_why_a_connection_ended() -> None:
