@@ -136,9 +136,9 @@ class Coordinator:
     def placed_members(self) -> list[PlacedMembers]:
         """Return the partitions of the members that agents run now."""
         with self._changed:
-            hosts = self._run.placement.hosts.all
-            at = [(m.agent, m.partitions) for m in self._members.values() if isinstance(m, RemoteMember)]
-            return [PlacedMembers(host, hosts[host].executor, held) for host, held in at if host in hosts]
+            agents = self._run.placement.hosts.all
+            placed = [member for member in self._members.values() if isinstance(member, RemoteMember)]
+            return [PlacedMembers(m.agent, agents[m.agent].executor, m.partitions) for m in placed if m.agent in agents]
 
     def record_task(self, report: ev.TaskReported) -> None:
         """Record what a task read. Any thread."""
@@ -181,6 +181,7 @@ class Coordinator:
                     assert_never(step)
 
     def _query(self, step: ev.BrokerQuery) -> ev.Event:
+        """Send a broker query on Spark's thread; return its result as an event."""
         try:
             match step:
                 case ev.ListTopics():
@@ -246,6 +247,7 @@ class Coordinator:
                 assert_never(command)
 
     def _join(self, join: ev.Join) -> None:
+        """Start a member for a slot, and the run's threads with the first one."""
         if not self._members and not self._retired:  # the first join of the run
             stream, slots = self._run.stream, len(self._run.slots.all)
             log.info("group %s: joining; stream=%s members=%d", self._options.group_id, stream, slots)
@@ -272,6 +274,7 @@ class Coordinator:
             self._handle(event)
 
     def _retire(self, slot: int) -> None:
+        """Keep a slot's former member until its thread has ended."""
         self._retired = [member for member in self._retired if not member.wait_ended(0)]
         if (member := self._members.pop(slot, None)) is not None:
             self._retired.append(member)
