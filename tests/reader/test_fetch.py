@@ -736,7 +736,7 @@ def test_an_abandoned_read_releases_its_client(
         next(reading)
         cleared.clear()
         del reading
-        assert len(cleared) == 1  # fetching stops when nobody reads
+        assert len(cleared) == 1  # fetching stops with the reader
         assert offsets(read(of(other, 0, 2))) == [0, 1]
         assert offsets(read(of(name, 100, 103))) == [100, 101, 102]
     assert len(fetch.idle_clients) >= 1
@@ -754,7 +754,7 @@ def count():
 assert count() == 3  # the parent has a client now
 child = os.fork()
 if child == 0:
-    signal.alarm(given["bound_s"])  # nobody else would end it
+    signal.alarm(given["bound_s"])  # ends a child that hangs
     found = 99
     try:
         found = count()

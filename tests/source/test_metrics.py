@@ -88,8 +88,8 @@ def test_a_query_and_an_exporter_serve_every_metric_of_the_dashboard_and_the_ale
     labels: dict[str, set[str]] = {}
     for sample in (*inside, *outside):
         labels.setdefault(sample.name, set()).update(name for name, _ in sample.labels)
-    told = {name for name in labels if name.startswith("kafka_")}
-    assert told == {m.name for m in run.METRICS} | {m.name for m in groups.METRICS}
+    served = {name for name in labels if name.startswith("kafka_")}
+    assert served == {m.name for m in run.METRICS} | {m.name for m in groups.METRICS}
     assert {text: unresolved(text, labels) for text in expressions() if unresolved(text, labels)} == {}
 
     assert value(inside, "kafka_group_source_durable_batch", group=scene.group) >= 0

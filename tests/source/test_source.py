@@ -47,8 +47,8 @@ def test_the_initial_offset_is_a_constant(scene: Scene) -> None:
     first = KafkaGroupDataSource(options).streamReader(StructType())
     before = json.dumps(first.initialOffset())
     scene.produce(name, numbered(0, 2))
-    anew = KafkaGroupDataSource(options).streamReader(StructType())
-    assert {before, json.dumps(first.initialOffset()), json.dumps(anew.initialOffset())} == {before}
+    second = KafkaGroupDataSource(options).streamReader(StructType())
+    assert {before, json.dumps(first.initialOffset()), json.dumps(second.initialOffset())} == {before}
     assert name not in before
 
 
