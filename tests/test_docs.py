@@ -1,4 +1,4 @@
-"""The documents: the site is built strictly, and what they tell people to type works."""
+"""The documents: the site builds strictly, and their commands and code work."""
 
 import argparse
 import ast
@@ -24,8 +24,10 @@ DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^( *)```(\w*)\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
 SITE_S = 120
 FIRST_S = 400
+PRODUCED = 100
+"""Records that the example of the README produces."""
 ELLIPSES = ("…", "...", "<")
-"""Where one of these stands, the reader is to put something."""
+"""Placeholders that the reader replaces."""
 
 
 class Block(NamedTuple):
@@ -43,7 +45,7 @@ def blocks() -> Iterator[Block]:
 
 
 def commands() -> Iterator[tuple[str, str]]:
-    """Every line that is to be typed, of blocks and of sentences, with the name of its document."""
+    """Every command of blocks and sentences, with the name of its document."""
     for block in blocks():
         if block.language in ("", "bash"):
             for line in block.text.replace("\\\n", " ").splitlines():
@@ -54,7 +56,7 @@ def commands() -> Iterator[tuple[str, str]]:
 
 
 def typed(program: str) -> list[Any]:
-    """The arguments of each command of a program, without comments and the brackets of what may be left out."""
+    """The arguments of each command of a program, without comments and the brackets of optional parts."""
     found = {
         (document, re.sub(r"\s+#.*$", "", line).replace("[", "").replace("]", ""))
         for document, line in commands()
@@ -76,7 +78,7 @@ def test_spark_group_command_of_a_document_is_valid(arguments: list[str]) -> Non
         name, *arguments = arguments
         assert name in command.commands, f"there is no command {name}"
         command = command.commands[name]
-    # A name alone in a sentence stands for the command; with arguments, all that it needs must be there.
+    # A name alone in a sentence means the command; with arguments, all required ones must be given.
     options = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
     given = [argument for argument in arguments if argument.startswith("--")]
     assert set(given) <= options, set(given) - options
@@ -91,7 +93,7 @@ def test_make_target_of_a_document_exists(arguments: list[str]) -> None:
 
 
 class Understood(Exception):
-    """A benchmark took its arguments, and would begin."""
+    """A benchmark accepted its arguments."""
 
 
 @pytest.mark.parametrize("arguments", [*typed("python -m tests.bench")])
@@ -141,21 +143,44 @@ def test_site_builds_strictly_and_loads_nothing_from_other_hosts(tmp_path: Path)
 
 
 SEARCH_OF_FILES = {"https://unpkg.com/iframe-worker/shim"}
-"""What the search asks for in pages that are opened as files, and only there."""
+"""Loaded by the search of pages that are opened as files, and only there."""
 
 
 @pytest.mark.spark
-@pytest.mark.soak  # two minutes of starting Sparks; the guide for changing over is typed in every run
+@pytest.mark.full
+@pytest.mark.timeout(2 * FIRST_S)
+def test_readme_example_runs_as_printed(broker: Broker, topic: Any, tmp_path: Path) -> None:
+    orders = topic(3)
+    produce, query = (
+        next(b.text for b in blocks() if b.document == "README.md" and b.language == language)
+        for language in ("bash", "python")
+    )
+    script = f"{produce}\npython - <<'END'\n{query}END\n"
+    ended = run_script(script.replace("/tmp", str(tmp_path)), tmp_path, broker, orders)
+    assert ended.returncode == 0, ended.stderr
+    assert len(living_rows(tmp_path / "orders")) == PRODUCED
+
+
+@pytest.mark.spark
+@pytest.mark.soak  # two minutes of starting Sparks; the migration guide runs in every run
 @pytest.mark.timeout(2 * FIRST_S)
 def test_first_ten_minutes_run_as_printed(broker: Broker, topic: Any, tmp_path: Path) -> None:
-    """All of its commands in their order, in one shell; the broker is the tests' own."""
     orders = topic(3)
     script = "\n".join(b.text for b in blocks() if b.document == "first.md" and b.language == "bash")
+    ended = run_script(script, tmp_path, broker, orders)
+    assert ended.returncode == 0, ended.stderr
+    rows = living_rows(tmp_path / "lake" / "orders")
+    assert sorted(row["order_id"] for row in rows) == list(range(1, 351))
+    assert f"etl-{orders}  empty" in ended.stdout and "lag 0" in ended.stdout
+
+
+def run_script(script: str, folder: Path, broker: Broker, topic: str) -> "subprocess.CompletedProcess[str]":
+    """Run the commands of a document in one shell, with the tests' broker, another topic and another group."""
     script = re.sub(r"^(pip|spark-group broker) .*\n", "", script, flags=re.MULTILINE)
-    group = f"etl-{orders}"
-    script = script.replace("localhost:9092", broker.bootstrap_servers).replace('"orders"', f'"{orders}"')
-    script = script.replace("--topics orders", f"--topics {orders}").replace("--group etl", f"--group {group}")
-    programs = tmp_path / "bin"
+    script = script.replace("localhost:9092", broker.bootstrap_servers).replace('"orders"', f'"{topic}"')
+    script = script.replace("--topics orders", f"--topics {topic}").replace("--group etl", f"--group etl-{topic}")
+    script = script.replace('"etl"', f'"etl-{topic}"')
+    programs = folder / "bin"
     programs.mkdir()
     for name, runs in (("python", ""), ("spark-group", "-m spark_group_source")):
         (programs / name).write_text(f'#!/bin/sh\nexec {sys.executable} {runs} "$@"\n')
@@ -164,14 +189,10 @@ def test_first_ten_minutes_run_as_printed(broker: Broker, topic: Any, tmp_path: 
         "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
         "PYTHONPATH": str(ROOT),
         "SPARK_CONF_DIR": str(ROOT / "conf"),
-        "SPARK_LOCAL_DIRS": str(tmp_path),
-        "PYSPARK_SUBMIT_ARGS": f'--conf "spark.driver.extraJavaOptions=-Djava.io.tmpdir={tmp_path}" pyspark-shell',
+        "SPARK_LOCAL_DIRS": str(folder),
+        "PYSPARK_SUBMIT_ARGS": f'--conf "spark.driver.extraJavaOptions=-Djava.io.tmpdir={folder}" pyspark-shell',
     }
-    ended = subprocess.run(
+    return subprocess.run(
         ["bash", "-eu"],
-        input=script, cwd=tmp_path, env=os.environ | own, capture_output=True, text=True, timeout=FIRST_S, check=False,
+        input=script, cwd=folder, env=os.environ | own, capture_output=True, text=True, timeout=FIRST_S, check=False,
     )  # fmt: skip
-    assert ended.returncode == 0, ended.stderr
-    rows = living_rows(tmp_path / "lake" / "orders")
-    assert sorted(row["order_id"] for row in rows) == list(range(1, 351))
-    assert f"{group}  empty" in ended.stdout and "lag 0" in ended.stdout

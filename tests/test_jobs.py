@@ -103,7 +103,7 @@ def test_submitted_script_reports_errors_in_one_line_without_secrets(tmp_path: P
     options.write_text("kafka.sasl.password=hunter2\nhunter2\n")
     ended = run([sys.executable, str(JOB), *NEEDED, "--topics", "t", "--option-file", str(options)], tmp_path)
     assert (ended.returncode, ended.stdout) == (1, "")
-    assert ended.stderr == f"error: OptionError: {options}, line 2: write key=value\n"
+    assert ended.stderr == f"error: OptionError: {options}, line 2: must be key=value\n"
 
 
 # --- arguments -------------------------------------------------------------------------------------------------------
