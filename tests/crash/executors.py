@@ -37,11 +37,11 @@ COLUMNS = "topic string, partition int, offset bigint"
 
 
 class RevealingSource(KafkaGroupDataSource):
-    """The source, which also writes the run's secret to the file that the option ``secretFile`` names."""
+    """The source, which also writes the run's secret to the file that the option ``secret_file`` names."""
 
     def __init__(self, options: MutableMapping[str, str]) -> None:
-        self._secret_file = options["secretFile"]
-        super().__init__({name: value for name, value in options.items() if name != "secretFile"})
+        self._secret_file = options["secret_file"]
+        super().__init__({name: value for name, value in options.items() if name != "secret_file"})
 
     def streamReader(self, schema: StructType) -> GroupStreamReader:
         reader = super().streamReader(schema)
@@ -94,7 +94,7 @@ def main(
     for key, value in {**local_spark_settings(f"{home}/scratch"), **own}.items():
         builder = builder.config(key, value)
     session = builder.getOrCreate()
-    session.dataSource.register(RevealingSource if "secretFile" in options else KafkaGroupDataSource)
+    session.dataSource.register(RevealingSource if "secret_file" in options else KafkaGroupDataSource)
     which = {"subscribe": topic} if "subscribePattern" not in options else {}
     stream = session.readStream.format("kafka-group").option("kafka.bootstrap.servers", servers)
     stream = stream.option("kafka.group.id", group).options(**which, **options)

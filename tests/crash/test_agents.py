@@ -64,7 +64,7 @@ def shared(
     (home / "events").mkdir()
     name = f"agents-{os.getpid()}"
     where = Target(admin, produce, create_topic(admin, name, 2), 2, name, broker.bootstrap_servers)
-    more = sasl(SASL_PASSWORD) | {"minPartitions": "4", "secretFile": f"{home}/secret"}
+    more = sasl(SASL_PASSWORD) | {"minPartitions": "4", "secret_file": f"{home}/secret"}
     job = PlacedJob(home, where, "classic", broker.sasl_bootstrap_servers, **more)
     spark = {
         "spark.ui.enabled": "true",
