@@ -30,7 +30,7 @@ from spark_group_source.protocol.partitions import RENEW_CHECK_MS, Partitions
 from spark_group_source.protocol.placement import Placement
 from spark_group_source.protocol.planner import Planner
 from spark_group_source.protocol.rules import Rules
-from spark_group_source.protocol.slots import HOME, Slot, Slots
+from spark_group_source.protocol.slots import IN_READER, Slot, Slots
 from spark_group_source.protocol.states import RUN, RunState, SlotState, moved
 from spark_group_source.protocol.statistics import Skips, Statistics
 
@@ -80,9 +80,9 @@ class Run:
             self.partitions,
             self.counts,
             self._out,
-            must_wait=self._must_hold,
-            place=self._agent_for,
-            place_name=self._agent_name,
+            must_hold=self._must_hold,
+            agent_for=self._agent_for,
+            agent_name=self._agent_name,
         )
         self.placement = Placement(rules, self.slots, self.counts, self._out, self._is_fully_committed)
         self.lookups = PositionLookups(rules, self.partitions, self.counts, self._out)
@@ -185,7 +185,7 @@ class Run:
         name.
         """
         found = self.partitions.plannable()
-        for tp in self.slots.leaving():
+        for tp in self.slots.revoked():
             found.pop(tp, None)
         return found
 
@@ -214,8 +214,8 @@ class Run:
             generation=max((slot.generation for slot in slots), default=-1),
             slots=tuple(slot.state.value for slot in slots),
             assigned=tuple(len(slot.held) for slot in slots),
-            agents=self.placement.places(),
-            placed_since_ms=tuple(slot.since_ms if slot.host != HOME else 0 for slot in slots),
+            agents=self.placement.agent_names(),
+            placed_since_ms=tuple(slot.placed_since_ms if slot.agent != IN_READER else 0 for slot in slots),
             buffered_bytes=tuple(slot.buffered_bytes for slot in slots),
             buffered_rows=tuple(slot.buffered_rows for slot in slots),
             rows_from_memory=tuple(slot.rows_from_memory for slot in slots),
@@ -234,7 +234,7 @@ class Run:
             InvariantBroken: one does not hold.
         """
         if self.closed:  # events are ignored since then: the rest is out of date
-            _require(self.slots.all_out, "a closed run still has a member")
+            _require(self.slots.all_closed, "a closed run still has a member")
             return
         wrong = self.slots.check() or self.partitions.check()
         _require(wrong is None, wrong or "")
@@ -255,29 +255,29 @@ class Run:
         match event:
             # members
             case ev.Assigned():
-                self._fail(self.slots.take(event))
+                self._fail(self.slots.apply(event))
                 self._commits.slot_is_back(event.slot)
             case ev.Revoking() | ev.Lost() | ev.MemberFailed() | ev.MemberFenced():
-                self._fail(self.slots.take(event))
+                self._fail(self.slots.apply(event))
             case ev.NotReplaced():
                 self._fail(self.slots.not_replaced(event))
             case ev.ReplacedUnclear():
-                self._fail(self.slots.replaced_unknown(event))
+                self._fail(self.slots.replacement_unclear(event))
             case ev.Replaced():
                 self._fail(self.slots.replaced(event.reason))
             case ev.TopicsChanged():
                 if self.stream:
-                    self.slots.topics_seen(event.topics)
+                    self.slots.change_topics(event.topics)
             # placement of members on agents
             case ev.MemberEnded():
-                self.placement.ended(event)
+                self.placement.member_ended(event)
             case ev.AgentConnected() | ev.AgentHeartbeat() | ev.AgentDisconnected() | ev.AgentEnded():
-                self.placement.take(event)
+                self.placement.apply(event)
             case ev.TransactionsChecked():
-                self.placement.take(event)
+                self.placement.apply(event)
             case ev.BatchBoundary():
                 if self.plan is None:
-                    self.placement.boundary()
+                    self.placement.start_moves()
             # batches
             case ev.Planned():
                 self._batch_planned(event.offset)
@@ -353,9 +353,9 @@ class Run:
                 self._fail(event.error)
             # counters
             case ev.PrefetchReported():
-                self.slots.stocked(event)
+                self.slots.record_prefetch(event)
             case ev.TaskReported():
-                self.slots.task_read(event)
+                self.slots.record_read(event)
                 self._skips.add(event)
             case _:
                 assert_never(event)
@@ -435,7 +435,7 @@ class Run:
         self.plan = offset if replay else None
         former = offset.known.keys() | offset.topic_ids.keys() | {tp.topic for tp in offset.ranges}
         before = tuple(topic for topic in topics if topic in former) or tuple(sorted(former))
-        self.slots.join_all(self.stream, topics, before=before, static=self.static, places=former_slots)
+        self.slots.join_all(self.stream, topics, former_topics=before, static=self.static, former_slots=former_slots)
 
     def _choose_membership(self) -> None:
         """Static members, except for KIP-848 members of a run that ends by itself: static ones cannot leave the group
@@ -449,7 +449,7 @@ class Run:
             offset.stream == self.stream and offset.seq == self.seq + 1 and self.plan is None,
             f"batch {offset.seq} does not follow {self.seq if self.plan is None else self.plan.seq}",
         )
-        leaving = offset.ranges.keys() & set(self.slots.leaving())
+        leaving = offset.ranges.keys() & set(self.slots.revoked())
         _require(not leaving, f"batch {offset.seq} reads {leaving}, which are being revoked")
         self._move(ev.Planned)
         self.partitions.begin_batch(offset.ranges, offset.spans)
@@ -502,7 +502,7 @@ class Run:
         """The joint rules, after every group event: commit, release, look up."""
         if (due := self.partitions.due) and self._commits.may_commit(self._now_ms):
             self._order_commit(due)
-        self.slots.release_what_may_go()
+        self.slots.release_revocations()
         self.lookups.order()
 
     def _order_commit(self, due: Mapping[TopicPartition, Position]) -> None:
@@ -553,10 +553,10 @@ class Run:
         return is_ready and not self._commits.includes(tp) and tp not in self.partitions.due
 
     def _agent_for(self, slot: Slot) -> str:
-        return self.placement.place(slot)
+        return self.placement.agent_for(slot)
 
     def _agent_name(self, host: str) -> str:
-        return self.placement.hosts.name(host)
+        return self.placement.agents.name(host)
 
     def _tick(self) -> None:
         self._commits.tick(self._now_ms)
@@ -625,7 +625,7 @@ class Run:
         if self._is_draining:
             self._move(ev.DrainRequested)
             return None
-        if self.placement.any and (wait := self._move_slots()) is not None:
+        if self.placement.has_agents and (wait := self._move_slots()) is not None:
             return wait
         enough = self.is_gathered if self._is_first or self._bounded else self.partitions.all_known
         if not enough:

@@ -136,7 +136,7 @@ class Coordinator:
     def placed_members(self) -> list[PlacedMembers]:
         """Return the partitions of the members that agents run now."""
         with self._changed:
-            agents = self._run.placement.hosts.all
+            agents = self._run.placement.agents.all
             placed = [member for member in self._members.values() if isinstance(member, RemoteMember)]
             return [PlacedMembers(m.agent, agents[m.agent].executor, m.partitions) for m in placed if m.agent in agents]
 

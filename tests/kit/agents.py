@@ -19,7 +19,7 @@ from kit.world import Draws, Process, Thread, World, the_thread
 from spark_group_source.agents import member_messages as ms
 from spark_group_source.agents.hosted_members import HostedMembers
 from spark_group_source.protocol.placement import CLOSE_MS_MAX
-from spark_group_source.protocol.slots import HOME
+from spark_group_source.protocol.slots import IN_READER
 from spark_group_source.protocol.states import SlotState
 
 if TYPE_CHECKING:
@@ -289,13 +289,13 @@ class Executors:
             return None  # a closed run ignores its agents
         placement, now_ms = run.watched.placement, self._world.now_ms
         self._transactional |= self._cluster.transactions_allowed
-        executors = [host.executor for host in placement.hosts.all.values()]
+        executors = [host.executor for host in placement.agents.all.values()]
         if len(executors) != len(set(executors)):
             return f"an executor has two agents: {executors}"
         for agent in self.agents:
-            if agent.former and agent.hosted._agent in placement.hosts.all:
+            if agent.former and agent.hosted._agent in placement.agents.all:
                 return f"{agent.process.name} was another run's, and is used by this one"
-            if agent.gone_ms is not None and agent.hosted._agent in placement.hosts.all:
+            if agent.gone_ms is not None and agent.hosted._agent in placement.agents.all:
                 gone_ms = now_ms - max(agent.gone_ms, run.process.thawed_at_ms)
                 if gone_ms > run.watched.rules.lease_ms + LOOK_MS:
                     return f"{agent.process.name} is gone for {gone_ms} ms, and is still used"
@@ -303,11 +303,11 @@ class Executors:
             moving_ms = now_ms - (slot.moved_ms or 0)
             if slot.state is SlotState.MOVING and moving_ms > CLOSE_MS_MAX + LOOK_MS:
                 return f"slot {slot.number} moves for {moving_ms} ms"
-            if slot.state in WITH_MEMBER and slot.host != HOME and slot.host not in placement.hosts.all:
-                return f"slot {slot.number} is placed on agent {slot.host}, which is gone"
-            if slot.host != HOME and not self._transactional:
+            if slot.state in WITH_MEMBER and slot.agent != IN_READER and slot.agent not in placement.agents.all:
+                return f"slot {slot.number} is placed on agent {slot.agent}, which is gone"
+            if slot.agent != IN_READER and not self._transactional:
                 return f"slot {slot.number} is placed on an agent although transactions are refused"
-            if slot.host != HOME and run.query.habits.member_host == "driver":
+            if slot.agent != IN_READER and run.query.habits.member_host == "driver":
                 return f"slot {slot.number} is placed on an agent although memberHost is driver"
         return self._two_of_one_place(run)
 

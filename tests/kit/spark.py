@@ -145,7 +145,7 @@ class WatchedRun(Run):
 
     def longest_hold_ms(self, now_ms: int) -> int:
         """How long a revocation is held by now."""
-        return max((now_ms - slot.hold_since_ms for slot in self.slots._holds()), default=0)
+        return max((now_ms - held.since_ms for _, held in self.slots._held_revocations()), default=0)
 
     def handle(self, event: ev.Event, *, now_ms: int) -> list[ev.Command]:
         tick = isinstance(event, ev.Tick)
@@ -154,7 +154,7 @@ class WatchedRun(Run):
             self._truth.hears(self._reader, event.partitions)
         placement = self.placement
         before, overruns = (
-            (set(self.partitions.ours), self.counts.hold_overruns) if tick or placement.any else (set(), 0)
+            (set(self.partitions.ours), self.counts.hold_overruns) if tick or placement.has_agents else (set(), 0)
         )
         recalls = self.counts.recalls
         commands = super().handle(event, now_ms=now_ms)

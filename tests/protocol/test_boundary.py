@@ -92,7 +92,7 @@ def test_hold_beyond_its_budget_is_released_without_a_commit_and_counted(group: 
         1,
         50,
     )
-    assert f"held a revocation for {HOLD_BUDGET_MS} ms, its whole budget: 1 partitions" in group.warned()[0]
+    assert f"held a revocation for {HOLD_BUDGET_MS} ms, its whole budget; 1 partitions" in group.warned()[0]
     assert group.durable() == []  # the rows are safe, but the partition is another member's: nothing is committed
     assert group.run.partitions.ours.keys() == set()
 
@@ -103,7 +103,7 @@ def test_lost_partitions_are_never_committed_and_count_as_possible_duplicates(gr
     assert only(ev.CommitOffsets, group.durable()) == [ev.CommitOffsets(offsets={B: 130}, stream=STREAM, seq=0)]
     assert (group.run.statistics().partitions_lost, group.run.statistics().possible_duplicates) == (1, 50)
     assert group.warned() == [
-        "slot 0 lost 1 partitions: Kafka took them away without asking; 50 offsets may be read twice"
+        "slot 0 lost 1 partitions: the group revoked them without notice; 50 offsets may be read twice"
     ]
 
 
@@ -259,10 +259,10 @@ def test_every_event_that_changes_the_assignment_counts_as_a_rebalance(group: Gr
 
     assert counted() == (0, 0, "")
     group.assigned(A, B)
-    assert counted() == (1, 0, "slot 0 was given 2 partitions")
+    assert counted() == (1, 0, "slot 0 was assigned 2 partitions")
     group.clock.advance(ms=7)
     group.assigned()
     group.revoking(B)
-    assert counted() == (2, 7, "slot 0 was asked for 1")
+    assert counted() == (2, 7, "1 partitions of slot 0 were revoked")
     group.lost(A)
-    assert counted() == (3, 7, "slot 0 lost 1 partitions: Kafka took them away without asking")
+    assert counted() == (3, 7, "slot 0 lost 1 partitions: the group revoked them without notice")

@@ -54,7 +54,7 @@ def test_buffered_rows_are_shown_while_the_slot_is_placed_on_the_reporting_agent
     stock = ev.PrefetchReported(agent="h1", buffered=(ev.Buffered(slot=1, bytes=100, rows=7),))
     run.handle(stock, now_ms=1)
     assert run.statistics().buffered_rows == (0, 0), "its slot is at home"
-    run.slots.all[1].host = "h1"
+    run.slots.all[1].agent = "h1"
     run.handle(stock, now_ms=1)
     assert (run.statistics().buffered_rows, run.statistics().buffered_bytes) == ((0, 7), (0, 100))
 
@@ -65,9 +65,9 @@ def test_statistics_survive_their_json(run: Run) -> None:
 
 def test_buffered_rows_are_not_shown_after_the_slot_left_the_agent(run: Run) -> None:
     slot = run.slots.all[1]
-    slot.host = "h1"
+    slot.agent = "h1"
     run.handle(ev.PrefetchReported(agent="h1", buffered=(ev.Buffered(slot=1, bytes=100, rows=7),)), now_ms=1)
     run.handle(ev.MemberFailed(slot=1, client=slot.client, reason="x"), now_ms=1)
     run.handle(ev.Tick(), now_ms=60_000)
-    assert slot.host == "", "no agent is known here"
+    assert slot.agent == "", "no agent is known here"
     assert run.statistics().buffered_rows == (0, 0)

@@ -1,4 +1,4 @@
-"""Members that join, fail, come back or are replaced; subscriptions that change; and how a run closes."""
+"""Members that join, fail, rejoin or are replaced; changed subscriptions; and the close of a run."""
 
 from collections.abc import Mapping
 
@@ -14,23 +14,23 @@ from spark_group_source.protocol.rules import Rules
 A, B, C, D = tps("orders", 0, 1, 2, 3)
 
 
-# --- how a run begins -------------------------------------------------------------------------------------------------
+# --- start and close of a run ----------------------------------------------------------------------------------------
 
 
-def test_a_new_stream_joins_with_every_slot() -> None:
+def test_every_slot_of_a_new_stream_joins() -> None:
     group = GroupHarness(slots=3)
     commands = group.start_stream()
     assert commands == [group.join(slot) for slot in range(3)]
     assert group.run.stream == STREAM and group.run.seq == -1
 
 
-def test_nothing_joins_before_a_stream_is_named(fresh: GroupHarness) -> None:
+def test_no_slot_joins_before_the_stream_has_an_id(fresh: GroupHarness) -> None:
     assert fresh.assigned(A) == []
     assert fresh.feed(ev.Tick(), ev.TopicsChanged(topics=("other",))) == []
     assert fresh.run.next_deadline_ms() is None
 
 
-def test_the_first_assignment_founds_the_run_once_every_partition_has_a_position(pair: GroupHarness) -> None:
+def test_group_is_gathered_when_every_assigned_partition_has_a_position(pair: GroupHarness) -> None:
     assert only(ev.FetchCommittedOffsets, pair.assigned(A, B, slot=0)) == [ev.FetchCommittedOffsets(partitions=(A, B))]
     pair.assigned(C, slot=1)
     assert not pair.gathered() and not pair.run.partitions.all_known
@@ -41,7 +41,7 @@ def test_the_first_assignment_founds_the_run_once_every_partition_has_a_position
     assert pair.run.plannable() == {A: 5, B: 6, C: 7}
 
 
-def test_more_members_than_partitions_are_idle_and_block_nothing() -> None:
+def test_members_without_partitions_block_nothing() -> None:
     group = GroupHarness(slots=3)
     group.start_stream({"orders": 1})
     group.settled(A, slot=0)
@@ -54,7 +54,7 @@ def test_more_members_than_partitions_are_idle_and_block_nothing() -> None:
     assert group.run.statistics().assigned == (1, 0, 0)
 
 
-def test_a_restart_after_a_durable_batch_goes_on_from_its_end(fresh: GroupHarness) -> None:
+def test_restart_continues_at_the_end_of_the_last_durable_batch(fresh: GroupHarness) -> None:
     commands = fresh.durable({A: (100, 150), B: (40, 40)})
     assert commands == [fresh.join()]
     fresh.assigned(A, B)
@@ -65,7 +65,7 @@ def test_a_restart_after_a_durable_batch_goes_on_from_its_end(fresh: GroupHarnes
     assert fresh.run.seq == 7
 
 
-def test_a_replay_that_is_durable_before_its_partitions_come_moves_them_on(fresh: GroupHarness) -> None:
+def test_replay_that_is_durable_before_its_partitions_are_assigned_counts(fresh: GroupHarness) -> None:
     replayed = fresh.replays({A: (100, 150)})
     fresh.assigned(A)
     fresh.feed(ev.Durable(offset=replayed))
@@ -74,7 +74,7 @@ def test_a_replay_that_is_durable_before_its_partitions_come_moves_them_on(fresh
     assert commands == [ev.CommitOffsets(offsets={A: 150}, stream=STREAM, seq=3)]
 
 
-def test_closing_leaves_with_every_member_and_then_ignores_everything(pair: GroupHarness) -> None:
+def test_closing_closes_every_member_and_ignores_later_events(pair: GroupHarness) -> None:
     pair.settled(A)
     assert pair.close(leave=True) == [ev.Leave(slot=0, leave=True), ev.Leave(slot=1, leave=True)]
     assert pair.run.closed
@@ -91,10 +91,10 @@ def test_closing_leaves_with_every_member_and_then_ignores_everything(pair: Grou
     assert pair.run.next_deadline_ms() is None
 
 
-# --- members that fail and come back ----------------------------------------------------------------------------------
+# --- failed and fenced members ---------------------------------------------------------------------------------------
 
 
-def test_a_failed_member_joins_again_after_a_growing_pause(group: GroupHarness) -> None:
+def test_failed_member_joins_again_after_a_growing_pause(group: GroupHarness) -> None:
     for client, pause_ms in enumerate((100, 200, 500, 1_000, 2_000, 5_000, 5_000), start=2):
         assert group.failed() == []
         assert group.run.statistics().slots == ("closed",)
@@ -105,7 +105,7 @@ def test_a_failed_member_joins_again_after_a_growing_pause(group: GroupHarness) 
     assert len(group.warned()) == 6  # the first failure is said, not warned of
 
 
-def test_joining_without_success_ends_the_run_with_the_last_reason(group: GroupHarness) -> None:
+def test_run_fails_with_the_last_reason_when_a_slot_cannot_join(group: GroupHarness) -> None:
     group.failed("first")
     group.tick(ms=100)
     group.clock.advance(ms=JOINING_BUDGET_MS - 101)
@@ -116,13 +116,13 @@ def test_joining_without_success_ends_the_run_with_the_last_reason(group: GroupH
     (fail,) = only(ev.Fail, group.failed("the place is still taken"))
     assert isinstance(fail.error, RebalanceTimeout)
     assert "could not join group 'etl'" in str(fail.error) and "the place is still taken" in str(fail.error)
-    assert "3 tries" in str(fail.error)
+    assert "3 attempts" in str(fail.error)
     assert fail.error.retriable
     assert group.run.closed
     assert group.tick(ms=60_000) == []
 
 
-def test_the_joining_budget_is_used_up_to_its_end(group: GroupHarness) -> None:
+def test_joining_budget_is_used_up_to_its_end(group: GroupHarness) -> None:
     group.failed()
     group.tick(ms=JOINING_BUDGET_MS - 1)
     assert only(ev.Fail, group.failed()) == []
@@ -131,7 +131,7 @@ def test_the_joining_budget_is_used_up_to_its_end(group: GroupHarness) -> None:
     assert len(only(ev.Fail, group.failed())) == 1
 
 
-def test_an_assignment_starts_the_joining_budget_anew(group: GroupHarness) -> None:
+def test_assignment_restarts_the_joining_budget(group: GroupHarness) -> None:
     group.failed()
     group.tick(ms=100)
     group.settled(A)
@@ -140,7 +140,7 @@ def test_an_assignment_starts_the_joining_budget_anew(group: GroupHarness) -> No
     assert group.tick(ms=100) == [group.join(client=3)]
 
 
-def test_a_slot_whose_place_may_have_been_taken_says_so_when_it_asks_and_joins_again(group: GroupHarness) -> None:
+def test_slot_that_may_be_fenced_checks_for_a_newer_driver_and_joins_again(group: GroupHarness) -> None:
     group.settled(A)
     doubt = ev.MemberFenced(slot=0, client=1, reason="did not run for 30000 ms", confirmed=False)
     assert group.feed(doubt) == [ev.CheckReplaced(slot=0, confirmed=False)]
@@ -150,7 +150,7 @@ def test_a_slot_whose_place_may_have_been_taken_says_so_when_it_asks_and_joins_a
     assert group.tick(ms=200) == [group.join(client=2)]
 
 
-def test_a_slot_whose_place_was_taken_asks_by_whom_before_anything_else(pair: GroupHarness) -> None:
+def test_fenced_slot_checks_for_a_newer_driver_before_it_joins(pair: GroupHarness) -> None:
     pair.settled(A, slot=0)
     pair.settled(B, slot=1)
     pair.plan({A: (100, 150), B: (100, 110)})
@@ -163,7 +163,7 @@ def test_a_slot_whose_place_was_taken_asks_by_whom_before_anything_else(pair: Gr
     assert pair.tick(ms=60_000) == []  # it does not join before it knows
 
 
-def test_a_newer_driver_stops_the_run_for_good(pair: GroupHarness) -> None:
+def test_newer_driver_stops_the_run(pair: GroupHarness) -> None:
     pair.reads({A: (100, 150)})
     pair.fenced()
     (fail,) = only(ev.Fail, pair.feed(ev.Replaced(reason="INVALID_PRODUCER_EPOCH")))
@@ -177,8 +177,8 @@ def test_a_newer_driver_stops_the_run_for_good(pair: GroupHarness) -> None:
 
 
 @pytest.mark.parametrize(("leave_on_stop", "leave"), [("auto", False), ("always", True)])
-def test_a_run_that_fails_closes_its_members_at_once_whatever_they_hold(leave_on_stop: str, leave: bool) -> None:
-    """Its batch may be written for long, and nobody in it would answer the group meanwhile."""
+def test_failed_run_closes_its_members_although_they_hold_revocations(leave_on_stop: str, leave: bool) -> None:
+    """The write of its batch may take long, and the group would wait for its revocations meanwhile."""
     pair = GroupHarness(slots=2, leave_on_stop=leave_on_stop)
     pair.start_stream()
     pair.settled(A, slot=0)
@@ -190,8 +190,8 @@ def test_a_run_that_fails_closes_its_members_at_once_whatever_they_hold(leave_on
     ]
 
 
-def test_a_place_that_an_older_process_took_is_taken_back(group: GroupHarness) -> None:
-    """Such as a frozen one that went on: it lost the transactional id, so it can commit nothing."""
+def test_instance_id_is_taken_back_from_an_older_process(group: GroupHarness) -> None:
+    """For example from one that was frozen. It lost the transactional id, so it can commit nothing."""
     group.reads({A: (100, 150)})
     group.fenced()
     assert group.feed(ev.NotReplaced(slot=0)) == []
@@ -204,7 +204,7 @@ def test_a_place_that_an_older_process_took_is_taken_back(group: GroupHarness) -
     assert group.commit_succeeds() == [ev.Release(slot=0, client=2)]
 
 
-def test_a_place_that_is_taken_again_and_again_is_not_fought_for_without_end(group: GroupHarness) -> None:
+def test_slot_that_is_fenced_again_and_again_fails_the_run_after_the_joining_budget(group: GroupHarness) -> None:
     fails: list[ev.Fail] = []
     while not fails and group.clock() < 2 * JOINING_BUDGET_MS:
         group.fenced()
@@ -214,7 +214,7 @@ def test_a_place_that_is_taken_again_and_again_is_not_fought_for_without_end(gro
     assert isinstance(fails[0].error, RebalanceTimeout)
 
 
-def test_whether_it_was_replaced_is_asked_again_after_a_growing_pause_within_a_bound(group: GroupHarness) -> None:
+def test_unclear_replacement_is_checked_again_after_a_growing_pause_within_a_bound(group: GroupHarness) -> None:
     group.fenced()
     fails: list[ev.Fail] = []
     for pause_ms in (100, 200, 500, 1_000, 2_000, 5_000):
@@ -227,10 +227,12 @@ def test_whether_it_was_replaced_is_asked_again_after_a_growing_pause_within_a_b
         group.tick(ms=5_000)
     assert bound_ms <= group.clock() <= bound_ms + 10_000
     assert isinstance(fails[0].error, RebalanceTimeout)
-    assert "nobody could say by whom; the last answer: no broker" in str(fails[0].error)
+    assert "could not be checked whether it is a newer driver of this stream. The last answer: no broker" in str(
+        fails[0].error
+    )
 
 
-def test_where_nobody_can_ever_say_who_took_the_place_the_run_ends_at_once(group: GroupHarness) -> None:
+def test_replacement_that_can_never_be_checked_fails_the_run_at_once(group: GroupHarness) -> None:
     group.fenced()
     unknown = ev.ReplacedUnclear(slot=0, reason="transactions are not allowed", final=True)
     (fail,) = only(ev.Fail, group.feed(unknown))
@@ -238,35 +240,35 @@ def test_where_nobody_can_ever_say_who_took_the_place_the_run_ends_at_once(group
     assert group.run.statistics().slots == ("closed",)
 
 
-def test_a_late_word_about_who_took_a_place_changes_nothing(group: GroupHarness) -> None:
+def test_late_result_of_a_replacement_check_is_ignored(group: GroupHarness) -> None:
     group.settled(A)
     assert group.feed(ev.NotReplaced(slot=0), ev.ReplacedUnclear(slot=0, reason="x", final=True)) == []
     assert group.run.statistics().slots == ("assigned",)
 
 
-def test_a_changed_subscription_goes_to_every_member(pair: GroupHarness) -> None:
+def test_every_member_gets_a_changed_subscription(pair: GroupHarness) -> None:
     commands = pair.feed(ev.TopicsChanged(topics=("orders", "payments")))
     assert commands == [ev.Subscribe(slot=slot, topics=("orders", "payments")) for slot in (0, 1)]
-    assert any("2 topics: orders, payments" in text for text in pair.logged())
-    assert pair.feed(ev.TopicsChanged(topics=("orders", "payments"))) == [], "an unchanged one disturbs nobody"
+    assert any("matches 2 topics now: orders, payments" in text for text in pair.logged())
+    assert pair.feed(ev.TopicsChanged(topics=("orders", "payments"))) == [], "an unchanged subscription is not sent"
 
 
-def test_a_member_that_comes_back_joins_with_the_newest_subscription(group: GroupHarness) -> None:
+def test_member_rejoins_with_the_newest_subscription(group: GroupHarness) -> None:
     group.failed()
     assert group.feed(ev.TopicsChanged(topics=("orders", "payments"))) == []
     assert group.tick(ms=100) == [group.join(client=2, topics=("orders", "payments"))]
 
 
 def came_back(*topics: str, known: Mapping[str, int], slots: int = 1) -> tuple[GroupHarness, Commands]:
-    """A run that goes on with a stream whose former run knew these topics."""
+    """A run that continues a stream whose earlier run knew these topics."""
     group = GroupHarness(slots=slots)
     offset = StreamOffset(group=GROUP, stream=STREAM, seq=7, known=known, ranges={A: (0, 5)})
     return group, group.resume(offset, topics)
 
 
-def test_a_place_that_is_taken_again_with_another_subscription_makes_the_group_rebalance() -> None:
-    """A classic broker gives it what it had and takes no notice of the other topics; a member that changes what it
-    subscribed to does make it rebalance."""
+def test_slot_rejoins_with_the_former_subscription_and_changes_it_then() -> None:
+    """A classic broker gives it its old assignment and ignores the new topics; only a member that changes its
+    subscription makes the group rebalance."""
     both = ("orders", "payments")
     group, commands = came_back(*both, known={"orders": 4}, slots=2)
     assert commands[:2] == [group.join(slot, topics=("orders",)) for slot in (0, 1)]
@@ -281,13 +283,13 @@ def test_a_place_that_is_taken_again_with_another_subscription_makes_the_group_r
     assert group.tick(ms=100) == [group.join(client=2, topics=both)]
 
 
-def test_a_place_that_is_taken_again_with_the_same_subscription_disturbs_nobody() -> None:
+def test_slot_that_rejoins_with_the_same_subscription_causes_no_rebalance() -> None:
     group, commands = came_back("orders", known={"orders": 4, "a former topic": 1})
     assert commands[:1] == [group.join(topics=("orders",))]
     assert not only(ev.Subscribe, group.assigned(A))
 
 
-def test_a_member_that_failed_before_it_had_its_place_again_still_tells_the_former_subscription_first() -> None:
+def test_member_that_failed_before_it_rejoined_still_starts_with_the_former_subscription() -> None:
     group, _ = came_back("payments", known={"orders": 4})
     group.failed()
     assert group.feed(ev.TopicsChanged(topics=("payments", "refunds"))) == []
@@ -295,7 +297,7 @@ def test_a_member_that_failed_before_it_had_its_place_again_still_tells_the_form
     assert group.assigned()[0] == ev.Subscribe(slot=0, topics=("payments", "refunds"))
 
 
-def test_an_assignment_that_is_heard_late_does_not_take_a_partition_from_the_slot_that_has_it_since(
+def test_late_assignment_does_not_take_a_partition_from_its_new_slot(
     pair: GroupHarness,
 ) -> None:
     pair.assigned(A, B, slot=1, generation=3)

@@ -12,7 +12,7 @@ from spark_group_source.errors import BrokerUnavailable, InvariantBroken, Source
 from spark_group_source.protocol import events as ev
 from spark_group_source.protocol import partitions, placement, run, slots
 from spark_group_source.protocol.offsets import StreamOffset
-from spark_group_source.protocol.placement import STAY_MS
+from spark_group_source.protocol.placement import READY_AFTER_MS
 from spark_group_source.protocol.states import (
     AGENTS,
     PARTITIONS,
@@ -75,7 +75,7 @@ def agent_connected(g: GroupHarness) -> None:
 
 def agent_ready(g: GroupHarness) -> None:
     agent_connected(g)
-    g.tick(ms=STAY_MS)
+    g.tick(ms=READY_AFTER_MS)
 
 
 def agent_disconnected(g: GroupHarness) -> None:

@@ -97,8 +97,8 @@ def test_topics_matching_the_pattern_are_added_and_removed(
         scene.assert_once([first, third], [_Without(run, second)])
         scene.await_committed(first, third)
         assert [r for r in run.records if r[0] == second] == [(second, 0, 0), (second, 0, 1)]
-        assert "the subscription now stands for 3 topics" in caplog.text
-        await_until(lambda: "the subscription now stands for 2 topics" in caplog.text, what="the word of it")
+        assert "the subscription matches 3 topics now" in caplog.text
+        await_until(lambda: "the subscription matches 2 topics now" in caplog.text, what="the word of it")
 
 
 def _of(topic: str, partitions: int) -> set[TopicPartition]:

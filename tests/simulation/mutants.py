@@ -247,7 +247,7 @@ MUTANTS = [
     Mutant(
         "never-overruns",
         S,
-        "if now_ms - slot.hold_since_ms >= self._rules.hold_budget_ms:",
+        "if now_ms - revocation.since_ms >= self._rules.hold_budget_ms:",
         "if now_ms < 0:",
         "a hold has a budget",
     ),
@@ -262,8 +262,8 @@ MUTANTS = [
         "never-joins-again",
         S,
         "self._wake_at_ms[slot.number] = self._out.now_ms + pause_ms(slot.failures)\n        "
-        "slot.failures += 1\n        self._out.say(f\"slot {slot.number}'s member failed",
-        "slot.failures += 1\n        self._out.say(f\"slot {slot.number}'s member failed",
+        'slot.failures += 1\n        self._out.say(f"the member of slot {slot.number} failed',
+        'slot.failures += 1\n        self._out.say(f"the member of slot {slot.number} failed',
         "a slot whose member failed joins again",
     ),
     Mutant(
@@ -363,8 +363,8 @@ MUTANTS = [
     Mutant(
         "moves-what-is-on-its-way",
         LE,
-        "if all(map(self._is_settled, slot.held)):",
-        "if True:",
+        "        for slot, agent in self._moves:\n            if all(map(self._is_committed, slot.held)):",
+        "        for slot, agent in self._moves:\n            if True:",
         "a slot moves only when Kafka has every position of its partitions",
         agents=True,
     ),
@@ -386,7 +386,7 @@ MUTANTS = [
     Mutant(
         "suffers-twins",
         H,
-        "for twin in [host for host in self.all.values() if host.executor == event.executor]:",
+        "for twin in [agent for agent in self.all.values() if agent.executor == event.executor]:",
         "for twin in []:",
         "a newer agent of an executor takes its twin's place",
         agents=True,
@@ -402,7 +402,7 @@ MUTANTS = [
     Mutant(
         "takes-no-place",
         S,
-        "takes_over=slot.vanished and self.static and not self._rules.classic,",
+        "takes_over=slot.may_be_alive and self.static and not self._rules.classic,",
         "takes_over=False,",
         "the place of a member that vanished is taken from it",
         agents=True,
@@ -410,7 +410,7 @@ MUTANTS = [
     Mutant(
         "counts-no-lost-host",
         S,
-        "            self._lost(slot, tuple(slot.held), why)\n            self._move(slot, ev.AgentLost)",
+        "            self._lose(slot, tuple(slot.held), why)\n            self._move(slot, ev.AgentLost)",
         "            self._drop(slot, tuple(slot.held), ev.Lost)\n            self._move(slot, ev.AgentLost)",
         "what a lost host's members had is counted",
         agents=True,
@@ -426,7 +426,7 @@ MUTANTS = [
     Mutant(
         "admits-agents-of-former-runs",
         H,
-        "if not event.fresh or event.agent in self._gone:",
+        "if not event.fresh or event.agent in self._ended:",
         "if False:",
         "an agent that another run admitted is dismissed",
         agents=True,
@@ -466,7 +466,7 @@ MUTANTS = [
     Mutant(
         "leaves-slots-where-nobody-commits",
         LE,
-        "        if not self.transactional:\n            self._call_home()\n",
+        "        if not self.transactional:\n            self._recall_all()\n",
         "",
         "slots come home where transactions are refused from now on",
         agents=True,

@@ -288,7 +288,7 @@ def test_a_listener_receives_statistics_after_every_batch(scene: Scene) -> None:
                 await_until(lambda: other.partitions and a_batch_shows((2, 1)), what="what is left to ours")
             first, last = received[0], received[-1][1]
             assert (first[0], last.group, last.slots) == (str(query.id), scene.group, ("assigned",) * 2)
-            assert alone.reason.endswith("was given 2 partitions")
+            assert alone.reason.endswith("was assigned 2 partitions")
             assert last.rebalances > alone.rebalances and last.generation > alone.generation
             assert last.seq > alone.seq and last.commits > alone.commits
     finally:
