@@ -35,7 +35,7 @@ class RunHarness:
     are never answered. Time passes only while the run waits, and in :meth:`pass_time`.
 
     Args:
-        slots: the members of the run. Slot 0 gets all partitions unless ``gives`` says otherwise.
+        slots: the members of the run. Slot 0 gets all partitions unless ``assignments`` says otherwise.
         topics: the subscribed topics and their partition counts.
         rules: other rules.
     """
@@ -51,10 +51,12 @@ class RunHarness:
         self.firsts = dict.fromkeys(partitions, 0)
         self.ends = dict.fromkeys(partitions, 0)
         self.committed: dict[TopicPartition, ev.Committed] = {}
-        self.gives: dict[int, tuple[TopicPartition, ...]] = dict.fromkeys(range(slots), ()) | {0: tuple(partitions)}
-        self.left: set[int] = set()  # places of a former run
+        self.assignments: dict[int, tuple[TopicPartition, ...]] = dict.fromkeys(range(slots), ()) | {
+            0: tuple(partitions)
+        }
+        self.former_slots: set[int] = set()  # members that an earlier run left in the group
         self.group_state = "stable"
-        self.look_ms = 0
+        self.ends_took_ms = 0
         self.silent: set[type] = set()
         self.clients: dict[int, int] = {}
         self.start = StreamOffset.initial(GROUP)
@@ -63,7 +65,7 @@ class RunHarness:
         self._later: list[tuple[int, ev.Event]] = []
 
     @classmethod
-    def returning(cls, past: StreamOffset, slots: int = 1, **rules: Any) -> "RunHarness":
+    def resumed(cls, past: StreamOffset, slots: int = 1, **rules: Any) -> "RunHarness":
         """A run that continues a stream after this durable batch, which is committed; there are no newer records."""
         run, ends = cls(slots, **rules), past.positions()
         run.start, run.ends = past, ends
@@ -90,9 +92,9 @@ class RunHarness:
     def call(self, event: ev.Event) -> StreamOffset:
         """Execute the steps of a call until it returns."""
         self.feed(event)
-        return self.go_on()
+        return self.continue_call()
 
-    def go_on(self) -> StreamOffset:
+    def continue_call(self) -> StreamOffset:
         """Execute the remaining steps of a call."""
         for _ in range(STEPS_MAX):
             match step := self.step():
@@ -139,7 +141,7 @@ class RunHarness:
             self.run.check()
         return commands
 
-    def aim(self, ends: Mapping[TopicPartition, int]) -> None:
+    def set_target(self, ends: Mapping[TopicPartition, int]) -> None:
         """Start an AvailableNow run that ends at these offsets."""
         self.feed(ev.TargetRequested(), ev.TargetRead(ends=dict(ends)))
 
@@ -170,7 +172,7 @@ class RunHarness:
     def warned(self) -> list[str]:
         return [say.text for say in only(ev.LogLine, self.history) if say.warn]
 
-    def took(self, kind: type[C]) -> list[C]:
+    def steps_of(self, kind: type[C]) -> list[C]:
         """The steps of one class, in order."""
         return [step for step in self.steps if isinstance(step, kind)]
 
@@ -200,17 +202,17 @@ class RunHarness:
             case ev.ListTopics():
                 return ev.TopicsListed(topics=self.topics)
             case ev.ReadLogEnds():
-                self.clock.advance(ms=self.look_ms)
+                self.clock.advance(ms=self.ends_took_ms)
                 return ev.LogEndsRead(
                     ends=_some(self.ends, step.ends),
                     firsts=_some(self.firsts, step.firsts),
                     log_ends=_some(self.ends, step.log_ends),
                     topic_ids=_some(self.ids, step.topics),
-                    took_ms=self.look_ms,
+                    took_ms=self.ends_took_ms,
                 )
             case ev.DescribeGroup():
-                there = self.clients.keys() | self.left
-                joined = {slot: frozenset(given) for slot, given in self.gives.items() if slot in there}
+                there = self.clients.keys() | self.former_slots
+                joined = {slot: frozenset(given) for slot, given in self.assignments.items() if slot in there}
                 given = {identifiers.client_id(STREAM, slot): partitions for slot, partitions in joined.items()}
                 return ev.GroupDescribed(state=self.group_state, assigned=given)
             case ev.CloseMembers():
@@ -229,8 +231,8 @@ class RunHarness:
 
     def _answer(self, command: ev.Command) -> ev.Event | None:
         match command:
-            case ev.Join() if command.slot in self.gives:
-                given = self.gives[command.slot]
+            case ev.Join() if command.slot in self.assignments:
+                given = self.assignments[command.slot]
                 return ev.Assigned(slot=command.slot, client=command.client, partitions=given)
             case ev.Leave():
                 return ev.MemberEnded(slot=command.slot, client=self.clients[command.slot])

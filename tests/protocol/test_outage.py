@@ -50,7 +50,7 @@ def test_statistics_show_an_outage_while_it_lasts() -> None:
     assert run.run.statistics().unreachable_since_ms == 0
     run.feed(run.answer(run.step()))
     assert began_ms <= run.run.statistics().unreachable_since_ms <= began_ms + 1_000
-    run.go_on()
+    run.continue_call()
     assert run.run.statistics().unreachable_since_ms == 0
 
 
@@ -99,8 +99,8 @@ def test_missing_assignment_during_an_outage_does_not_fail_the_run() -> None:
     run.begin(ev.NextBatchRequested(start=run.start, name="9f2c"), until=RunState.GATHERING)
     over_ms = down(run, 3 * MINUTE_MS)
     run.later(ev.Assigned(slot=0, client=1, partitions=(A, B)), ms=3 * MINUTE_MS + 20_000)
-    run.gives = {0: (A, B)}
-    assert run.go_on().ranges == {A: (0, 5), B: (0, 7)}
+    run.assignments = {0: (A, B)}
+    assert run.continue_call().ranges == {A: (0, 5), B: (0, 7)}
     assert run.clock() > over_ms
 
 
@@ -110,7 +110,7 @@ def test_outage_restarts_the_joining_budget_once() -> None:
     run.begin(ev.NextBatchRequested(start=run.start, name="9f2c"), until=RunState.GATHERING)
     over_ms = down(run, 3 * MINUTE_MS)
     with pytest.raises(RebalanceTimeout):
-        run.go_on()
+        run.continue_call()
     assert over_ms + JOINING_BUDGET_MS <= run.clock() <= over_ms + JOINING_BUDGET_MS + 10_000
 
 
@@ -121,7 +121,7 @@ def test_unanswered_lookups_are_an_outage_with_the_same_bound() -> None:
     for at_ms in range(1_000, 40_000, 1_000):
         run.later(ev.LookupFailed(partitions=(A, B), error=BrokerUnavailable("moving", waited_ms=500)), ms=at_ms)
     with pytest.raises(BrokerUnavailable, match="moving"):
-        run.go_on()
+        run.continue_call()
 
 
 def test_log_ends_are_read_again_after_an_outage() -> None:
@@ -132,7 +132,7 @@ def test_log_ends_are_read_again_after_an_outage() -> None:
     run.later(ev.Lost(slot=0, client=1, partitions=(A,)), ms=30_000)
     assert run.latest().batch() == [(B, 0, 5)]
     assert run.clock() >= over_ms
-    last = run.took(ev.ReadLogEnds)[-1]
+    last = run.steps_of(ev.ReadLogEnds)[-1]
     assert A not in last.ends + last.firsts
 
 

@@ -16,7 +16,7 @@ A, B, ELSEWHERE = tps("orders", 0, 1, 2)
 def run() -> Run:
     """Two slots with a partition each, and the first batch planned."""
     harness = RunHarness(slots=2)
-    harness.gives = {0: (A,), 1: (B,)}
+    harness.assignments = {0: (A,), 1: (B,)}
     harness.ends = {A: 10, B: 10}
     harness.latest()
     assert harness.run.statistics().assigned == (1, 1)

@@ -30,7 +30,7 @@ def after_a_crash(
     ``durable``: the commit log has it, too; else Spark runs the batch again first. ``given``: what it has now.
     """
     run = RunHarness(**rules)
-    run.committed, run.ends, run.gives = before.committed, before.ends, {0: given}
+    run.committed, run.ends, run.assignments = before.committed, before.ends, {0: given}
     run.start = parse(offset.to_json())
     if not durable:
         run.call(ev.BatchStarted(offset=run.start))
@@ -60,7 +60,7 @@ def test_uncommitted_positions_are_planned_and_survive_two_crashes(durable: bool
 
 
 def test_claimed_rewind_survives_a_crash_before_the_next_plan() -> None:
-    run = RunHarness.returning(PAST)
+    run = RunHarness.resumed(PAST)
     run.committed[A] = ev.Committed(offset=20)  # kafka-consumer-groups --reset-offsets
     run.call(ev.NextBatchRequested(start=run.start, drain=True, name=STREAM))  # joins, but plans nothing
     assert run.committed[A] == ev.Committed(offset=20, stream=STREAM, seq=7, followed=True)
@@ -71,7 +71,7 @@ def test_claimed_rewind_survives_a_crash_before_the_next_plan() -> None:
 
 
 def test_claimed_rewind_survives_a_crash_after_the_next_plan() -> None:
-    run = RunHarness.returning(PAST)
+    run = RunHarness.resumed(PAST)
     run.committed[A] = ev.Committed(offset=20)
     planned = run.latest()
     again = after_a_crash(run, planned, durable=False)
@@ -83,7 +83,7 @@ def test_claimed_rewind_survives_a_crash_after_the_next_plan() -> None:
 
 
 def test_reset_with_a_pending_batch_works_with_the_same_checkpoint() -> None:
-    past = RunHarness.returning(PAST)
+    past = RunHarness.resumed(PAST)
     past.committed = {tp: ev.Committed(offset=at, reset_number=1) for tp, at in {A: 20, B: 30}.items()}
     run = after_a_crash(past, PAST, durable=False)
     run.pass_time(1_000)  # while Spark reads the batch: its sink writes nothing of it
@@ -96,7 +96,7 @@ def test_reset_with_a_pending_batch_works_with_the_same_checkpoint() -> None:
 
 def test_batch_after_lost_records_is_not_read_again_after_a_restart() -> None:
     """Kafka has the end of the batch before: where the next one began is known to the checkpoint alone."""
-    run = RunHarness.returning(PAST, fail_on_data_loss=False)
+    run = RunHarness.resumed(PAST, fail_on_data_loss=False)
     run.silent = {ev.CommitOffsets}
     run.firsts, run.ends = {A: 170, B: 0}, {A: 180, B: 40}
     planned = run.batch()
@@ -110,7 +110,7 @@ def test_batch_after_lost_records_is_not_read_again_after_a_restart() -> None:
 @pytest.mark.parametrize("durable", [True, False])
 def test_followed_commit_before_lost_records_is_no_rewind(durable: bool) -> None:
     """The followed offset is committed under the previous batch's number, before the batch's first record."""
-    run = RunHarness.returning(PAST, fail_on_data_loss=False)
+    run = RunHarness.resumed(PAST, fail_on_data_loss=False)
     run.committed[A] = ev.Committed(offset=20)
     run.call(ev.NextBatchRequested(start=run.start, drain=True, name=STREAM))
     followed = ev.Committed(offset=20, stream=STREAM, seq=7, followed=True)
@@ -132,7 +132,7 @@ def test_followed_commit_before_lost_records_is_no_rewind(durable: bool) -> None
 
 @pytest.mark.parametrize("durable", [True, False])
 def test_rewind_during_a_batch_after_lost_records_is_followed(durable: bool) -> None:
-    run = RunHarness.returning(PAST, fail_on_data_loss=False)
+    run = RunHarness.resumed(PAST, fail_on_data_loss=False)
     run.silent = {ev.CommitOffsets}
     run.firsts, run.ends = {A: 170, B: 0}, {A: 180, B: 40}
     planned = run.batch()
@@ -146,7 +146,7 @@ def test_rewind_during_a_batch_after_lost_records_is_followed(durable: bool) -> 
 @pytest.mark.parametrize("returns", ["in the batch", "behind it"])
 def test_batch_after_lost_records_is_not_read_again_after_a_lost_membership(returns: str) -> None:
     """It is committed where the lost records start, and the batch starts after them."""
-    run = RunHarness.returning(PAST, fail_on_data_loss=False)
+    run = RunHarness.resumed(PAST, fail_on_data_loss=False)
     run.firsts, run.ends = {A: 170, B: 0}, {A: 180, B: 40}
     planned = run.batch()
     assert (planned.ranges[A], planned.lost_from) == ((170, 180), {A: 150})
@@ -162,7 +162,7 @@ def test_batch_after_lost_records_is_not_read_again_after_a_lost_membership(retu
 
 def test_reset_applies_to_the_recreated_topic() -> None:
     """Recreated while the query was stopped. Kafka deletes a topic's committed offsets with the topic."""
-    past = RunHarness.returning(PAST)
+    past = RunHarness.resumed(PAST)
     past.committed = {tp: ev.Committed(offset=at, reset_number=1) for tp, at in {A: 20, B: 30}.items()}
     run = after_a_crash(past, PAST, durable=True)
     run.ids = {"orders": "id-new"}
@@ -177,8 +177,8 @@ def test_reset_applies_to_the_recreated_topic() -> None:
 
 def coming_back(left: set[int], *, durable: bool = True, **rules: Any) -> RunHarness:
     """A run with one slot per agent, of a stream with these static members in the group."""
-    run = RunHarness.returning(PAST, slots=1, auto_slots=True, **rules)
-    run.left, run.gives = left, {slot: ((A, B)[slot],) if slot < 2 else () for slot in left or {0}}
+    run = RunHarness.resumed(PAST, slots=1, auto_slots=True, **rules)
+    run.former_slots, run.assignments = left, {slot: ((A, B)[slot],) if slot < 2 else () for slot in left or {0}}
     if not durable:
         run.call(ev.BatchStarted(offset=PAST))
     return run
@@ -200,7 +200,7 @@ def test_run_with_auto_slots_starts_as_many_as_the_group_still_has(durable: bool
 
 def test_missing_member_between_others_gets_a_slot() -> None:
     run = coming_back({0, 2})
-    run.gives[1] = ()
+    run.assignments[1] = ()
     run.batch()
     assert members(run) == [0, 1, 2]
 
@@ -219,7 +219,7 @@ def test_slots_without_agents_leave_after_a_while() -> None:
 @pytest.mark.parametrize("left", [set(), {0}])
 def test_run_with_auto_slots_starts_one_without_former_members(left: set[int]) -> None:
     run = coming_back(left)
-    run.gives = {0: (A, B)}
+    run.assignments = {0: (A, B)}
     run.batch()
     assert members(run) == [0]
 
@@ -242,8 +242,8 @@ def test_members_of_other_streams_and_a_late_description_change_nothing() -> Non
 
 
 def test_fixed_number_of_members_needs_no_description() -> None:
-    run = RunHarness.returning(PAST, slots=1)
-    run.left = {0, 1, 2}
+    run = RunHarness.resumed(PAST, slots=1)
+    run.former_slots = {0, 1, 2}
     run.batch()
     assert members(run) == [0]
-    assert not run.took(ev.DescribeGroup)
+    assert not run.steps_of(ev.DescribeGroup)

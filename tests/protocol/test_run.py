@@ -51,10 +51,10 @@ def waited_ms(run: RunHarness) -> int:
 
 def test_first_batch_waits_until_every_slot_has_an_assignment() -> None:
     run = RunHarness(slots=2)
-    run.gives = {0: (A,)}
+    run.assignments = {0: (A,)}
     run.ends = {A: 5, B: 7}
     run.later(ev.Assigned(slot=1, client=1, partitions=(B,)), ms=6_000)
-    run.gives[1] = (B,)  # as the group describes it
+    run.assignments[1] = (B,)  # as the group describes it
     run.silent = {ev.Join}
     run.later(ev.Assigned(slot=0, client=1, partitions=(A,)), ms=100)
     assert run.latest().ranges == {A: (0, 5), B: (0, 7)}
@@ -70,21 +70,21 @@ def test_first_batch_of_a_stream_is_planned_even_if_it_reads_nothing() -> None:
 
 def test_first_batch_waits_for_an_assignment_that_is_on_its_way() -> None:
     run = RunHarness()
-    run.gives = {0: (A, B)}
+    run.assignments = {0: (A, B)}
     run.silent = {ev.Join}
     run.later(ev.Assigned(slot=0, client=1, partitions=(A,)), ms=100)
     run.later(ev.Assigned(slot=0, client=1, partitions=(B,)), ms=3_000)  # KIP-848 assigns them one by one
     run.ends = {A: 5, B: 7}
     assert run.latest().ranges == {A: (0, 5), B: (0, 7)}
     assert 3_000 <= waited_ms(run) < 3_500
-    assert len(run.took(ev.DescribeGroup)) <= 3_000 // IDLE_PAUSES_MS[0] + 2
+    assert len(run.steps_of(ev.DescribeGroup)) <= 3_000 // IDLE_PAUSES_MS[0] + 2
 
 
 @pytest.mark.parametrize("state", ["stable", "preparing_rebalance"])
 def test_first_batch_waits_a_bounded_time_for_a_stable_group(state: str) -> None:
     run = RunHarness()
     run.group_state = state
-    run.gives = {0: (A, B)}
+    run.assignments = {0: (A, B)}
     run.silent = {ev.Join}
     run.later(ev.Assigned(slot=0, client=1, partitions=(A,)), ms=100)  # the other one is never assigned
     run.ends = {A: 5, B: 7}
@@ -95,13 +95,13 @@ def test_first_batch_waits_a_bounded_time_for_a_stable_group(state: str) -> None
 def test_first_batch_waits_for_partitions_of_members_of_an_earlier_run() -> None:
     """A run of this stream was killed: the partitions of its members are assigned here when their session ends."""
     run = RunHarness(slots=2)
-    run.gives = {0: (A,), 1: ()}
+    run.assignments = {0: (A,), 1: ()}
     run.ends = {A: 5, B: 7}
     run.later(ev.Assigned(slot=1, client=1, partitions=(B,)), ms=5_000)
     run.silent = {ev.Join}
     for slot in (0, 1):
-        run.later(ev.Assigned(slot=slot, client=1, partitions=run.gives[slot]), ms=10)
-    run.gives[1] = (B,)
+        run.later(ev.Assigned(slot=slot, client=1, partitions=run.assignments[slot]), ms=10)
+    run.assignments[1] = (B,)
     assert run.latest().ranges == {A: (0, 5), B: (0, 7)}
 
 
@@ -132,17 +132,17 @@ def test_starting_offsets_of_unknown_partitions_fail_before_members_join() -> No
 
 @pytest.mark.parametrize("late_ms", [10, 7_000])
 def test_resumed_run_continues_after_its_durable_batch_once_it_has_its_partitions(late_ms: int) -> None:
-    run = RunHarness.returning(PAST)
+    run = RunHarness.resumed(PAST)
     run.silent = {ev.Join}
     run.ends = {A: 160, B: 40}
     run.later(ev.Assigned(slot=0, client=1, partitions=(A, B)), ms=late_ms)
     following = run.latest()
     assert (following.seq, following.ranges) == (8, {A: (150, 160), B: (40, 40)})
-    assert run.took(ev.DescribeGroup) == []
+    assert run.steps_of(ev.DescribeGroup) == []
 
 
 def test_resumed_run_waits_for_its_partitions_once_and_for_a_bounded_time() -> None:
-    run = RunHarness.returning(PAST)
+    run = RunHarness.resumed(PAST)
     run.silent = {ev.Join}
     assert run.latest() is run.start
     assert waited_ms(run) == SETTLE_MS_MAX
@@ -152,13 +152,13 @@ def test_resumed_run_waits_for_its_partitions_once_and_for_a_bounded_time() -> N
 
 def test_resumed_run_waits_until_a_foreign_commit_is_claimed() -> None:
     """A partition with a foreign commit cannot be planned before it is committed under this stream's name."""
-    run = RunHarness.returning(PAST)
+    run = RunHarness.resumed(PAST)
     run.committed[A] = ev.Committed(offset=20)
     assert run.latest().ranges == {A: (20, 150), B: (40, 40)}
 
 
 def test_replayed_batch_is_read_before_its_partitions_are_assigned() -> None:
-    run = RunHarness.returning(PAST)
+    run = RunHarness.resumed(PAST)
     run.silent = {ev.Join}
     assert run.call(ev.BatchStarted(offset=PAST)) == PAST
     assert waited_ms(run) == 0 and run.state() is RunState.READING
@@ -177,7 +177,7 @@ def test_replayed_batch_is_read_before_its_partitions_are_assigned() -> None:
 )
 def test_idle_pause_grows_with_the_duration_of_reading_log_ends(look_ms: int, pause_ms: int) -> None:
     run = idle()
-    run.look_ms = look_ms
+    run.ends_took_ms = look_ms
     run.latest()
     asked_at_ms = run.clock()
     run.latest()
@@ -196,13 +196,13 @@ def test_query_with_records_to_read_does_not_pause() -> None:
 
 def test_rebalance_ends_the_idle_pause() -> None:
     run = idle()
-    run.look_ms = 500
+    run.ends_took_ms = 500
     run.latest()
     run.ends[A] = 20
     run.later(ev.Revoking(slot=0, client=1, partitions=(B,), eager=False), ms=300)
     began_ms = run.clock()
     assert run.latest().ranges == {A: (10, 20)}
-    assert run.clock() == began_ms + 300 + 2 * run.look_ms  # the ends, and whether it is the same topic
+    assert run.clock() == began_ms + 300 + 2 * run.ends_took_ms  # the ends, and whether it is the same topic
 
 
 def test_partition_revoked_while_log_ends_are_read_is_not_planned() -> None:
@@ -222,7 +222,7 @@ def test_partition_revoked_while_log_ends_are_read_is_not_planned() -> None:
 def test_available_now_reads_to_its_target_commits_and_leaves() -> None:
     run = RunHarness(max_offsets=8)
     run.ends = {A: 10, B: 4}
-    run.aim(dict(run.ends))
+    run.set_target(dict(run.ends))
     run.ends = {A: 1_000, B: 4}  # later records are left for the next run
     while (before := run.start) != run.batch():
         pass
@@ -236,7 +236,7 @@ def test_available_now_reads_to_its_target_commits_and_leaves() -> None:
 def test_partitions_outside_the_target_are_not_read_but_their_positions_are_planned() -> None:
     run = RunHarness(topics={"orders": 3})
     run.ends = {A: 10, B: 4, C: 5}
-    run.aim({A: 10, B: 4})
+    run.set_target({A: 10, B: 4})
     assert run.batch().ranges == {A: (0, 10), B: (0, 4), C: (0, 0)}
     assert run.batch().seq == 0
     assert run.state() is RunState.CLOSED
@@ -244,7 +244,7 @@ def test_partitions_outside_the_target_are_not_read_but_their_positions_are_plan
 
 def test_bounded_run_stays_in_the_group_with_leave_on_stop_never() -> None:
     run = RunHarness(leave_on_stop="never")
-    run.aim(dict(run.ends))
+    run.set_target(dict(run.ends))
     run.batch()
     assert run.batch().seq == 0
     assert run.state() is RunState.OPEN
@@ -255,7 +255,7 @@ def test_bounded_run_stays_in_the_group_with_leave_on_stop_never() -> None:
 
 def test_bounded_run_has_dynamic_members_under_kip_848() -> None:
     run = RunHarness(classic=False)
-    run.aim(dict(run.ends))
+    run.set_target(dict(run.ends))
     run.latest()
     assert [join.instance_id for join in only(ev.Join, run.history)] == [None]
     once = RunHarness(classic=False)
@@ -267,8 +267,8 @@ def test_bounded_run_has_dynamic_members_under_kip_848() -> None:
 
 
 def test_bounded_run_does_not_end_while_an_assignment_is_on_its_way() -> None:
-    run = RunHarness.returning(PAST)
-    run.aim({A: 150, B: 50})
+    run = RunHarness.resumed(PAST)
+    run.set_target({A: 150, B: 50})
     run.silent = {ev.Join}
     run.ends = {A: 150, B: 50}
     run.later(ev.Assigned(slot=0, client=1, partitions=(A,)), ms=10)
@@ -280,7 +280,7 @@ def test_bounded_run_does_not_end_while_an_assignment_is_on_its_way() -> None:
 def test_bounded_run_does_not_end_while_a_log_end_is_unknown() -> None:
     run = RunHarness()
     run.ends = {A: 10, B: 4}
-    run.aim(dict(run.ends))
+    run.set_target(dict(run.ends))
     del run.ends[B]  # its leader has just moved
     assert run.batch().ranges == {A: (0, 10), B: (0, 0)}
     run.feed(ev.NextBatchRequested(start=run.start, name=STREAM))
@@ -296,19 +296,19 @@ def test_bounded_run_does_not_end_while_a_log_end_is_unknown() -> None:
 
 
 def test_bounded_run_fails_if_the_group_does_not_become_stable_in_time() -> None:
-    run = RunHarness.returning(PAST)
-    run.aim(PAST.positions())
+    run = RunHarness.resumed(PAST)
+    run.set_target(PAST.positions())
     run.group_state = "completing_rebalance"
     with pytest.raises(RebalanceTimeout) as failure:
         run.latest()
     assert JOINING_BUDGET_MS <= waited_ms(run) <= JOINING_BUDGET_MS + 1_000
     assert "has not reached a stable assignment" in str(failure.value)
-    assert len(run.took(ev.DescribeGroup)) <= JOINING_BUDGET_MS // IDLE_PAUSES_MS[0] + 2
+    assert len(run.steps_of(ev.DescribeGroup)) <= JOINING_BUDGET_MS // IDLE_PAUSES_MS[0] + 2
 
 
 def test_error_names_partitions_that_another_driver_of_the_stream_holds() -> None:
-    run = RunHarness.returning(PAST)
-    run.aim(PAST.positions())
+    run = RunHarness.resumed(PAST)
+    run.set_target(PAST.positions())
     run.silent = {ev.Join}
     run.later(ev.Assigned(slot=0, client=1, partitions=(A,)), ms=10)
     with pytest.raises(
@@ -318,8 +318,8 @@ def test_error_names_partitions_that_another_driver_of_the_stream_holds() -> Non
 
 
 def test_a_planned_batch_restarts_the_budget_for_a_stable_group() -> None:
-    run = RunHarness.returning(PAST, max_offsets=1)
-    run.aim({A: 160, B: 40})
+    run = RunHarness.resumed(PAST, max_offsets=1)
+    run.set_target({A: 160, B: 40})
     run.ends = {A: 160, B: 40}
     run.group_state = "completing_rebalance"
     for seq in range(8, 18):
@@ -346,7 +346,7 @@ def test_once_commits_at_the_stop_if_the_sink_reports_its_batch_as_durable(durab
 
 
 def test_once_with_nothing_to_read_returns_the_start() -> None:
-    run = RunHarness.returning(PAST)
+    run = RunHarness.resumed(PAST)
     assert run.latest(unlimited=True) is run.start
     assert run.state() is RunState.OPEN
 
@@ -434,7 +434,7 @@ def test_failure_ends_a_waiting_call() -> None:
 
 
 def test_no_member_joins_after_a_failure_during_the_start() -> None:
-    run = RunHarness.returning(PAST)
+    run = RunHarness.resumed(PAST)
     run.feed(
         ev.NextBatchRequested(start=PAST, name=STREAM), ev.InternalFailure(error=BrokerUnavailable("nobody answered"))
     )
@@ -482,7 +482,7 @@ def test_members_leave_at_the_stop_according_to_leave_on_stop(rule: str, bounded
     run.batch(unlimited=bounded)
     run.stop()
     assert only(ev.Leave, run.history) == [ev.Leave(slot=0, leave=leave)]
-    assert run.took(ev.CloseMembers) == [ev.CloseMembers(leave=leave)]
+    assert run.steps_of(ev.CloseMembers) == [ev.CloseMembers(leave=leave)]
 
 
 def test_stop_waits_a_bounded_time_for_the_last_commit() -> None:
@@ -512,12 +512,12 @@ def test_failure_during_the_stop_ends_the_wait_and_closes_the_members() -> None:
     began_ms = run.clock()
     run.stop(durable=1)
     assert run.clock() - began_ms == 100
-    assert run.took(ev.CloseMembers) and run.state() is RunState.CLOSED
+    assert run.steps_of(ev.CloseMembers) and run.state() is RunState.CLOSED
 
 
 def test_run_without_a_call_stops_at_once() -> None:
     run = RunHarness()
     run.stop()
     assert run.state() is RunState.CLOSED
-    assert run.took(ev.CloseMembers) == []
+    assert run.steps_of(ev.CloseMembers) == []
     run.stop()

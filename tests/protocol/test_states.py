@@ -326,7 +326,7 @@ def drained() -> RunHarness:
 
 def ending() -> RunHarness:
     run = RunHarness()
-    run.aim(run.ends)
+    run.set_target(run.ends)
     run.batch()
     run.begin(asked_for(run), RunState.ENDING)
     return run
@@ -334,14 +334,14 @@ def ending() -> RunHarness:
 
 def never_leaving() -> None:
     run = RunHarness(leave_on_stop="never")
-    run.aim(run.ends)
+    run.set_target(run.ends)
     run.batch()
     run.batch()
 
 
 def unsettled() -> None:
     run = RunHarness()
-    run.aim(run.ends)
+    run.set_target(run.ends)
     run.batch()
     run.group_state = "preparing_rebalance"
     with pytest.raises(SourceError):
@@ -392,7 +392,7 @@ def ask_in(state: RunState) -> None:
 
 RUN_PATHS: dict[Row, Callable[[], object]] = {
     (RunState.NEW, ev.TargetRequested): aiming,
-    (RunState.TARGETING, ev.TargetRead): lambda: RunHarness().aim({}),
+    (RunState.TARGETING, ev.TargetRead): lambda: RunHarness().set_target({}),
     (RunState.NEW, ev.NextBatchRequested): at(RunState.STARTING),
     (RunState.NEW, ev.BatchStarted): lambda: continued(ev.BatchStarted),
     (RunState.STARTING, ev.StreamCreated): at(RunState.GATHERING),
@@ -413,7 +413,7 @@ RUN_PATHS: dict[Row, Callable[[], object]] = {
     (RunState.READING, ev.Durable): idle,
     (RunState.DRAINING, ev.AllCommitted): drained,
     (RunState.ENDING, ev.AllCommitted): never_leaving,
-    (RunState.ENDING, ev.MembersClosing): lambda: ending().go_on(),
+    (RunState.ENDING, ev.MembersClosing): lambda: ending().continue_call(),
     (RunState.STOPPING, ev.MembersClosing): lambda: idle().stop(),
     **{
         (state, ev.NextBatchRequested): partial(ask_in, state)
