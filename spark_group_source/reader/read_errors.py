@@ -3,6 +3,7 @@
 Runs in: executor workers. Deliberately absent: the meaning of an error code (``error_codes``), and when records count
 as lost (``range_reader``)."""
 
+import shlex
 from collections.abc import Sequence
 
 from spark_group_source.error_codes import CODES, TLS_ALERT, Meaning, Request, Suspicions, meaning
@@ -165,10 +166,11 @@ def log_truncated(remaining: OffsetRange, newer: NewerRecord, log: Watermarks) -
 
 def unreadable_record(error: GroupError, servers: str, group_id: str) -> GroupError:
     """Add to the error of a record that Spark cannot store the command that moves the group past it."""
-    topic, partition, offset = (error.fields[name] for name in ("topic", "partition", "offset"))
+    topic, partition, offset = (str(error.fields[name]) for name in ("topic", "partition", "offset"))
+    words = ("--bootstrap-servers", servers, "--group", group_id, "--topic", f"{topic}:{partition}")
+    command = shlex.join(("spark-group", "reset", *words, "--to-offset", str(int(offset) + 1), "--execute"))
     return GroupError(
-        f"{error}. Move the group past it: stop the query, then spark-group reset --bootstrap-servers {servers} "
-        f"--group {group_id} --topic {topic}:{partition} --to-offset {int(str(offset)) + 1} --execute (for a table of "
-        "DeltaSink with --table TABLE)",
+        f"{error}. To skip the record, stop the query, run this command (for a table of DeltaSink with --table) and "
+        f"start the query again:\n    {command}",
         **error.fields,
     )

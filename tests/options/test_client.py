@@ -167,8 +167,8 @@ ASSIGNORS = "Use range and roundrobin in any order, or cooperative-sticky alone"
 @pytest.mark.parametrize(
     ("given", "why"),
     [
-        ({"default.api.timeout.ms": "5"}, "only Java clients know it, remove it"),
-        ({"security.providers": "a.B"}, "only Java clients know it, remove it"),
+        ({"default.api.timeout.ms": "5"}, "a setting of Java clients only, remove it"),
+        ({"security.providers": "a.B"}, "a setting of Java clients only, remove it"),
         ({"fetch.min.byte": "5"}, 'No such configuration property: "fetch.min.byte"'),
         ({"request.timeout.ms": "600000"}, "outside allowed range 10..300000 (kafka.request.timeout.ms is the same"),
         ({"max.poll.interval.ms": "44999"}, "must be >= `session.timeout.ms`"),

@@ -126,10 +126,10 @@ def test_a_query_whose_metrics_port_is_in_use_is_refused(monkeypatch: pytest.Mon
 
 def test_the_exporter_reports_a_wrong_option_in_one_line() -> None:
     for arguments, said in (
-        ([], "say which groups: --group, once for each, or --all-groups"),
-        (["--group", "g", "--all-groups"], "say which groups"),
-        (["--group", "g", "--isolation-level", "all"], "write one of read_committed, read_uncommitted"),
+        ([], "give either --group (repeatable) or --all-groups"),
+        (["--group", "g", "--all-groups"], "give either --group"),
+        (["--group", "g", "--isolation-level", "all"], "it must be read_committed or read_uncommitted"),
     ):
         shown = CliRunner().invoke(app, ["exporter", "--bootstrap-servers", "b:1", "--port", "0", *arguments])
-        assert shown.exit_code == 1
+        assert shown.exit_code == 2
         assert said in shown.output.splitlines()[-1]
