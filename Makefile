@@ -1,13 +1,13 @@
 # Needs Python 3.11+ and Java 17+; everything else goes into .venv and the user's cache folder.
-#   make demo    a Kafka group read into a Delta table, from nothing, on this machine
-#   make test    the tests            make unit    the quick ones that need neither Kafka nor Spark
-#   make test-all   the same and what takes minutes: notebooks, submitted jobs, Spark Connect, a soak of three brokers
-#   make prove G=3   the tests that prove a guarantee, here G3, at each level
+#   make demo    read a Kafka group into a Delta table on this machine, with kills and a check of the result
+#   make test    the tests            make unit    the tests that need neither Kafka nor Spark
+#   make test-all   also slow tests: notebooks, submitted jobs, Spark Connect, three brokers
+#   make prove G=3   the tests of one guarantee, here G3, at each level
 #   make check   style and types      make soak    the long tests
 #   make bench   the benchmarks       make docs    the site of docs/, into build/site
-#   make structure   files, import levels, cycles, files with one importer, class names that are used twice
-#   make clean   removes what the others made here
-#   MEMBER_HOST=auto make test   the same tests, with members beside executors wherever a test does not say
+#   make structure   files, import levels, cycles, files with one importer, duplicate class names
+#   make clean   remove everything that the other targets created here
+#   MEMBER_HOST=auto make test   the tests with members beside executors, unless a test sets memberHost
 
 VENV := .venv
 STAMP := .stamps/venv
@@ -15,8 +15,8 @@ LOCAL := .stamps/local
 BIN := $(VENV)/bin
 export PYTHON
 
-# Processes that share the tests: twice as many as two cores, for many tests wait. Tests that are named in ARGS run in
-# one, where -s and --pdb work.
+# Test processes: twice the number of cores of a small machine, because many tests wait. With ARGS one process, in which
+# -s and --pdb work.
 WORKERS ?= $(if $(ARGS),0,4)
 
 .PHONY: demo test test-all prove unit check structure bench soak docs clean tools

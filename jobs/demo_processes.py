@@ -1,4 +1,4 @@
-"""What the demo starts beside the broker: the orders, the job, the ordinary consumer.
+"""Processes of the demo besides the broker: the producer of orders, the job, the ordinary consumer.
 
 Runs in: ``demo.py``. Deliberately absent: the order in which things happen (``demo.py``). Each child is the leader of a
 process group of its own, and only that group is ever signalled; a child ends with this process, also if that is killed.
@@ -29,7 +29,7 @@ CONF = JOBS.parent / "conf"
 SCHEMA = "order_id BIGINT, customer STRING, item STRING, quantity INT, amount DOUBLE, ordered_at TIMESTAMP"
 
 STOP_S = 30
-"""Bound of an orderly end of a child; after it the child is killed."""
+"""Bound of a clean stop of a child, which is killed afterwards."""
 KILL_S = 10
 """Bound between a kill signal and the end of a process group."""
 FLUSH_S = 60
@@ -42,7 +42,7 @@ ITEMS = {"espresso": 2.4, "flat white": 3.8, "croissant": 2.9, "bagel": 4.5, "or
 
 
 class Orders:
-    """Produces orders at a steady rate, numbered from 1, until it is told to finish. ``hold`` makes it pause."""
+    """Produces orders at a steady rate, numbered from 1, until :meth:`finish`. ``hold`` pauses it."""
 
     def __init__(self, bootstrap_servers: str, topic: str, rate: int) -> None:
         self._producer = Producer(
@@ -144,7 +144,7 @@ class Child:
 
     @property
     def pids(self) -> list[int]:
-        """The processes of it; elsewhere than on Linux only the first."""
+        """All its processes; only the first one outside Linux."""
         return [int(stat.parent.name) for stat in Path("/proc").glob("[0-9]*/stat") if self._has(stat)] or (
             [self._process.pid] if self.running else []
         )
@@ -159,7 +159,7 @@ class Child:
             return False
 
     def stop(self) -> int:
-        """Ask for the end and wait for it; returns the exit status."""
+        """Stop it cleanly; returns the exit status."""
         self.stopping = True
         with contextlib.suppress(ProcessLookupError):
             self._process.terminate()
@@ -170,7 +170,7 @@ class Child:
         return self._process.returncode
 
     def kill(self) -> None:
-        """SIGKILL for all of them; returns when they are gone."""
+        """Send SIGKILL to all processes and wait until they have ended."""
         self.stopping = True
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
@@ -184,7 +184,7 @@ class Child:
         self._process.wait(KILL_S)
 
     def tail(self) -> str:
-        """The end of its log."""
+        """The last lines of its log."""
         with contextlib.suppress(OSError), self.log.open(encoding="utf-8", errors="replace") as lines:
             return "".join(deque(lines, LOG_TAIL_LINES))
         return ""
@@ -210,7 +210,7 @@ def start_job(directory: Path, options: Mapping[str, str], *, log: str) -> Child
 
 
 def _spark_home(scratch: Path) -> Path:
-    """The installed Spark under another name: there executors write, and not among installed files."""
+    """The installed Spark under another path, where executors may write files."""
     home, installed = scratch / "spark", Path(pyspark.__file__).parent
     home.mkdir(exist_ok=True)
     for name in ("bin", "jars"):
@@ -235,6 +235,6 @@ def start_consumer(directory: Path, options: Mapping[str, str]) -> Child:
 
 
 def _die_with_parent() -> None:
-    """In the child, before it becomes the command: SIGKILL when the demo is killed (Linux)."""
+    """Runs in the child before exec: it gets SIGKILL when the demo is killed (Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

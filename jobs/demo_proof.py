@@ -1,4 +1,4 @@
-"""What the demo proves, and how: from the table's own files, not from what the job says about them.
+"""The checks of the demo: they read the table's files, not the job's output.
 
 Runs in: ``demo.py``, tests. Deliberately absent: Spark and DeltaSink. The transaction log and the Parquet files are
 read here by hand, so that the proof does not rest on the code that it is about.
@@ -19,7 +19,7 @@ Offsets = Mapping[int, int]
 
 
 class DeltaLog:
-    """A Delta table without deletion vectors, as its JSON commits tell it. ``refresh`` reads the new ones."""
+    """A Delta table without deletion vectors, read from its JSON commits. ``refresh`` reads new commits."""
 
     def __init__(self, table: Path) -> None:
         self._table = table
@@ -53,18 +53,18 @@ class DeltaLog:
                     self._ledgers[doc["group"]] = doc["ledger"]
 
     def ledger(self, group: str, topic: str) -> dict[int, int]:
-        """The offsets that the last commit of the group recorded together with its rows."""
+        """The ledger in the group's last commit."""
         topics = self._ledgers.get(group, {}).get("topics", {})
         return {int(p): offset for p, offset in topics.get(topic, {}).get("offsets", {}).items()}
 
     def column(self, name: str) -> list[Any]:
-        """All values of a column, from every file that the table has."""
+        """All values of a column, from every file of the table."""
         return [v for path in self._rows for v in pq.read_table(self._table / path, columns=[name])[name].to_pylist()]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """All that the proof looks at. Orders are numbered 1 to ``produced``; each was acknowledged by Kafka."""
+    """The evidence. Orders are numbered 1 to ``produced``; Kafka acknowledged each one."""
 
     produced: int
     table: Sequence[int]
@@ -75,7 +75,7 @@ class Evidence:
     committed: Offsets
     ledger: Offsets
     ordinary_last: Offsets = field(default_factory=dict)
-    """Where the ordinary consumer committed last."""
+    """The offsets after the last records that the ordinary consumer processed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class Check:
 
 
 def check(evidence: Evidence) -> list[Check]:
-    """Every claim of the demo, each with the numbers that it rests on."""
+    """All checks of the demo, with their numbers."""
     return [_complete(evidence), _once(evidence), _ledger(evidence), _lag(evidence)]
 
 

@@ -22,14 +22,14 @@ from spark_group_source.local.tools import shown as kafkas_table
 
 TOPIC, GROUP = "orders", "orders-to-delta"
 EXECUTORS = 2
-"""Of the job, each with one of its members beside it."""
+"""Executors of the job, each with one member."""
 
 BACKLOG_S = 30
-"""The orders pause while more than this many seconds of them wait: a busy machine is not buried under them."""
+"""Producing pauses while the lag exceeds this many seconds of orders, on a busy machine."""
 
 
 class DemoFailed(Exception):
-    """A step did not come to its end; the message says which, and shows the log of the child it is about."""
+    """A step failed; the message names it and contains the log of its child process."""
 
 
 class Stage:
@@ -81,7 +81,7 @@ class Stage:
         return victim
 
     def batch_in_flight(self) -> int | None:
-        """The batch that the job's checkpoint has begun and not finished; None between two."""
+        """The batch in flight according to the job's checkpoint; None between two batches."""
         offsets, commits = (self._last_batch(log) for log in ("offsets", "commits"))
         return offsets if offsets > commits else None
 
@@ -112,7 +112,7 @@ class Stage:
         return [(int(p), int(offset), int(order)) for p, offset, order in map(str.split, lines)]
 
     def described(self) -> list[Described]:
-        """The group's members in the words of Kafka's own tool, and of ``spark-group describe``."""
+        """The group's members as printed by Kafka's own tool and ``spark-group describe``."""
         printed = kafka_consumer_groups(self.servers, "--describe", "--group", GROUP, "--members", "--verbose")
         theirs = {}
         for row in kafkas_table(printed):
@@ -128,7 +128,7 @@ class Stage:
         return sorted(found)
 
     def look(self) -> None:
-        """Bring the view up to date; safe from several threads."""
+        """Update the view; thread-safe."""
         with self._looking:
             self._look()
 

@@ -1,7 +1,7 @@
 """``spark-group run`` as a script for ``spark-submit``: Kafka topics, as a member of a group, into a Delta table.
 
 Runs in: the user's driver, started by ``spark-submit jobs/group_to_delta.py …`` or ``python jobs/group_to_delta.py …``.
-Deliberately absent: everything; ``spark_group_source.cli.run`` says what it takes and does.
+Deliberately absent: the job itself, which is ``spark_group_source.cli.run``.
 """
 
 import sys

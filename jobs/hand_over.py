@@ -1,17 +1,17 @@
 """Hand a consumer group over between an ordinary consumer application and a Spark job, without a pause.
 
-Runs in: an operator's shell. Deliberately absent: starting the Spark job (``group_to_delta.py``, or your own) and
-everything that knows this package: what it uses is Kafka's admin API, and a signal to a process.
+Runs in: an operator's shell. Deliberately absent: starting the Spark job (``group_to_delta.py``, or your own), and
+imports of this package: it uses Kafka's admin API and a signal.
 
 ::
 
     python jobs/hand_over.py --bootstrap-servers kafka:9092 --group etl --to spark-group --stop 4711
 
-Both are members of one group, so each partition has one reader at any time and the next begins where the last one
-committed. The steps: start the newcomer with the same group id; wait until it has partitions (``--to`` is how its
-members' client ids begin) and commits what it read from them, since a Spark job's first batch takes its time; end the
-other in order, so that it commits and leaves (``--stop`` is its process id, which gets SIGTERM); wait until the
-newcomer has all. The other way round is the same with the names exchanged.
+Both are members of one group, so each partition has one reader at any time, and the next reader starts at the committed
+offset. Start the new application with the same group id, then this program. It waits until the new application owns
+partitions (``--to`` is the prefix of its members' client ids) and commits offsets of them, because the first batch of a
+Spark job takes some time. It stops the old application with SIGTERM (``--stop`` is its process id), so that it commits
+and leaves, and waits until the new one owns all partitions. The other direction is the same with the names exchanged.
 """
 
 import os
@@ -27,15 +27,15 @@ from confluent_kafka import Consumer, KafkaException, TopicPartition
 from confluent_kafka.admin import AdminClient
 
 LOOK_S = 0.1
-"""Pause between two looks at the group."""
+"""Polling interval for the group."""
 ANSWER_S = 10.0
 LIBRARY_S = 3600.0
-"""The client library's own timeout, out of reach: an answer that comes after it ends the process."""
+"""Timeout of the client library, never reached: a response after it crashes the process."""
 
 
 @dataclass(frozen=True)
 class Shares:
-    """Who has how many partitions of the group."""
+    """Number of partitions of the new application and of the others."""
 
     state: str
     partitions: tuple[TopicPartition, ...]
@@ -48,13 +48,15 @@ class Shares:
 
 
 def main(
-    bootstrap_servers: Annotated[str, typer.Option(help="Brokers to ask first: host:port,…")],
-    group: Annotated[str, typer.Option(help="The group that both are members of.")],
-    to: Annotated[str, typer.Option(help="How the newcomer's client ids begin; spark-group for the Spark job.")],
-    stop: Annotated[int | None, typer.Option(help="Process to end (SIGTERM) once the newcomer has partitions.")] = None,
+    bootstrap_servers: Annotated[str, typer.Option(help="Brokers to connect to first: host:port,…")],
+    group: Annotated[str, typer.Option(help="The group of both applications.")],
+    to: Annotated[str, typer.Option(help="Prefix of the new application's client ids; spark-group for the Spark job.")],
+    stop: Annotated[
+        int | None, typer.Option(help="Process to stop (SIGTERM) when the new application commits.")
+    ] = None,
     wait_s: Annotated[float, typer.Option(help="Bound of each wait.")] = 120.0,
 ) -> None:
-    """Wait for the newcomer, end the other in order, wait until the newcomer has everything."""
+    """Wait for the new application, stop the old one, wait until the new one owns all partitions."""
     admin = AdminClient({"bootstrap.servers": bootstrap_servers})
     offsets = Offsets(bootstrap_servers, group)
     started_s = time.monotonic()
@@ -64,22 +66,22 @@ def main(
     _say(started_s, f"{to}… commits what it reads")
     if stop is not None:
         os.kill(stop, signal.SIGTERM)
-        _say(started_s, f"process {stop} was asked to end")
+        _say(started_s, f"sent SIGTERM to process {stop}")
     else:
-        _say(started_s, "end the other application now, in order (it must commit and leave)")
+        _say(started_s, "stop the other application now; it must commit and leave the group")
     done = _wait(admin, group, to, lambda now: now.members > 0 and not now.others, wait_s, "all partitions there")
     _say(started_s, f"{to}… has all {done.newcomer} partitions; the group is {done.state}")
 
 
 class Offsets:
-    """What the group has committed, asked through a consumer that never joins it."""
+    """The group's committed offsets, read through a consumer that never joins it."""
 
     def __init__(self, servers: str, group: str) -> None:
         self._consumer = Consumer({"bootstrap.servers": servers, "group.id": group})
         self._before: dict[TopicPartition, int] = {}
 
     def moved(self, partitions: Sequence[TopicPartition]) -> bool:
-        """Whether one of them was committed since it was first asked about, or none has anything to read."""
+        """Whether an offset was committed since the first call, or no partition has records to read."""
         try:
             now = self._consumer.committed(list(partitions), timeout=ANSWER_S)
             behind = [tp for tp in now if tp.offset < self._consumer.get_watermark_offsets(tp, timeout=ANSWER_S)[1]]
@@ -89,7 +91,7 @@ class Offsets:
 
 
 def shares(admin: AdminClient, group: str, to: str) -> Shares | None:
-    """Ask the group; None while it cannot answer."""
+    """Describe the group; None if it does not answer."""
     try:
         found = admin.describe_consumer_groups([group], request_timeout=LIBRARY_S)[group].result(ANSWER_S)
     except (KafkaException, TimeoutError):
