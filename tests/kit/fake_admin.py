@@ -13,7 +13,7 @@ from confluent_kafka import TopicPartition as KafkaPartition
 
 from kit.cluster import Log
 from kit.environment import Future
-from kit.fake_library import NO_OFFSET, Answered, Library, refusal, to_kafka, to_ours
+from kit.fake_library import NO_OFFSET, Answered, Library, from_kafka, refusal, to_kafka
 from kit.kafka_group import Code
 from kit.misfortune import Ask
 from kit.wire import Partly, PendingRequest, Reply, Serve
@@ -114,7 +114,7 @@ class FakeAdmin:
             code, there = answer
             answers = []
             for p in asked.topic_partitions:
-                number = (code if to_ours(p) in there else Code.UNKNOWN_TOPIC).value
+                number = (code if from_kafka(p) in there else Code.UNKNOWN_TOPIC).value
                 answers.append(Answered(p.topic, p.partition, p.offset, error=KafkaError(number) if number else None))
             return SimpleNamespace(group_id=asked.group_id, topic_partitions=answers)
 
@@ -131,7 +131,7 @@ class FakeAdmin:
         }
 
     def _offset(self, partition: KafkaPartition, value: int, committed: bool) -> Any:
-        topic, log = self._cluster.topics.get(partition.topic), self._cluster.log(to_ours(partition))
+        topic, log = self._cluster.topics.get(partition.topic), self._cluster.log(from_kafka(partition))
         if topic is None or topic.known_from_ms > self._world.now_ms:
             return refusal(KafkaError.UNKNOWN_TOPIC_OR_PART)
         if log is None:

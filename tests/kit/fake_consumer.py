@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from confluent_kafka import KafkaError, KafkaException
 from confluent_kafka import TopicPartition as KafkaPartition
 
-from kit.fake_library import Answered, Library, refusal, to_kafka, to_ours
+from kit.fake_library import Answered, Library, from_kafka, refusal, to_kafka
 from kit.kafka_client import Client, Kind, Op, make_client
 from kit.kafka_group import Code, Entry
 from kit.misfortune import Ask
@@ -186,7 +186,7 @@ class FakeConsumer:
     def pause(self, partitions: Iterable[KafkaPartition]) -> None:
         self._enter()
         owned = self._client.owned if self._client is not None else frozenset()
-        if any(to_ours(p) not in owned for p in partitions):
+        if any(from_kafka(p) not in owned for p in partitions):
             raise KafkaException(refusal(KafkaError._UNKNOWN_PARTITION))
 
     def _take(self, kind: Kind, partitions: Iterable[KafkaPartition] | None, *, incremental: bool) -> None:
@@ -195,7 +195,7 @@ class FakeConsumer:
             raise NotImplementedError("assignments outside of a callback are not simulated")
         if incremental != self._incremental or (kind is Kind.ASSIGN) != (self._in.kind is Kind.ASSIGN):
             raise KafkaException(KafkaError(KafkaError._STATE, "the call does not fit the rebalance"))
-        if partitions is not None and {to_ours(p) for p in partitions} != self._in.tps:
+        if partitions is not None and {from_kafka(p) for p in partitions} != self._in.tps:
             raise KafkaException(refusal(KafkaError._INVALID_ARG))
         self._in.done()
 
@@ -252,11 +252,11 @@ class FakeConsumer:
             raise KafkaException(refusal(code, "Commit failed"))
         if len(errors) == len(entries) and errors:
             raise KafkaException(refusal(next(iter(errors.values())).code(), "Commit failed"))
-        return [Answered(p.topic, p.partition, p.offset, p.metadata, errors.get(to_ours(p))) for p in offsets]
+        return [Answered(p.topic, p.partition, p.offset, p.metadata, errors.get(from_kafka(p))) for p in offsets]
 
     def committed(self, partitions: Sequence[KafkaPartition], timeout: float = -1.0) -> list[Answered]:
         self._enter()
-        asked = [to_ours(p) for p in partitions]
+        asked = [from_kafka(p) for p in partitions]
         group = self._library.cluster.group(self._library.settings["group.id"])
         stable = self._library.settings.get("isolation.level", "read_committed") == "read_committed"
         answer = self._library.answer(
@@ -307,9 +307,9 @@ class FakeConsumer:
         words = KafkaError(code.value).str()
         what = "ConsumerGroupHeartbeat fatal error" if self._new_protocol else "Fatal consumer error"
         self._fatal = KafkaError(KafkaError._FATAL, f"Fatal error: {words}: {what}: {words}")
-        self._say(self._fatal)
+        self._report(self._fatal)
 
-    def _say(self, error: KafkaError) -> None:
+    def _report(self, error: KafkaError) -> None:
         self._waiting.append(FakeMessage(error))
         self._wake()
 

@@ -67,12 +67,12 @@ class Library:
     def entries(self, partitions: Iterable[KafkaPartition]) -> dict[TopicPartition, Entry]:
         """Convert the offsets of a commit into the coordinator's form."""
         return {
-            to_ours(p): Entry(p.offset, parse_note(p.metadata or "").stream, self.process.name, 0, p.metadata or "")
+            from_kafka(p): Entry(p.offset, parse_note(p.metadata or "").stream, self.process.name, 0, p.metadata or "")
             for p in partitions
         }
 
 
-def to_ours(partition: Any) -> TopicPartition:
+def from_kafka(partition: Any) -> TopicPartition:
     return TopicPartition(partition.topic, partition.partition)
 
 

@@ -55,19 +55,19 @@ RUN = Statistics(
 TP = TopicPartition("orders", 0)
 
 
-def told(collector: Collector) -> Scrape:
+def scrape_of(collector: Collector) -> Scrape:
     registry = CollectorRegistry()
     registry.register(collector)
     return parsed(generate_latest(registry).decode())
 
 
 def of_run(statistics: Statistics | None) -> Scrape:
-    return told(MetricsCollector(run.METRICS, lambda: statistics, now_ms=lambda: NOW_MS))
+    return scrape_of(MetricsCollector(run.METRICS, lambda: statistics, now_ms=lambda: NOW_MS))
 
 
 def of_groups(*seen: GroupSnapshot, silent_ms: int | None = None) -> Scrape:
     whole = SweepResult(groups=seen, unreachable_since_ms=silent_ms, took_s=0.5, ended_s=1.0, records_read=3)
-    return told(MetricsCollector(groups.METRICS, lambda: whole, now_ms=lambda: NOW_MS))
+    return scrape_of(MetricsCollector(groups.METRICS, lambda: whole, now_ms=lambda: NOW_MS))
 
 
 @pytest.mark.parametrize("metric", [*run.METRICS, *groups.METRICS], ids=lambda metric: metric.name)

@@ -225,7 +225,7 @@ def measured(text: str) -> None:
     print(text)  # noqa: T201
 
 
-class Seen(NamedTuple):
+class GroupView(NamedTuple):
     """A group as Kafka's admin API describes it."""
 
     state: str
@@ -239,16 +239,16 @@ class Seen(NamedTuple):
         return next((tps for name, tps in self.members.items() if client in name), set())
 
 
-def describe(admin: AdminClient, group: str) -> Seen:
+def describe(admin: AdminClient, group: str) -> GroupView:
     """Describe a group; retry while its coordinator moves or loads."""
     return asking(lambda: described(admin, group))
 
 
-def described(admin: AdminClient, group: str) -> Seen:
+def described(admin: AdminClient, group: str) -> GroupView:
     """Describe a group once. The library's own timeout is out of reach, because a late answer after it aborts the whole
     process."""
     found: Any = admin.describe_consumer_groups([group], request_timeout=3600)[group].result(ANSWER_S)
-    return Seen(
+    return GroupView(
         found.state.name.lower(),
         found.coordinator.id if found.coordinator is not None else -1,
         {

@@ -7,7 +7,7 @@ import pytest
 from scenes import Scene
 from streams import numbered, options_of
 
-from rebalance.accounts import Record, Recorded, Seen, assert_once, await_committed, describe
+from rebalance.accounts import GroupView, Record, Recorded, assert_once, await_committed, describe
 from rebalance.ordinary import OrdinaryConsumer, settings_of
 
 
@@ -33,7 +33,7 @@ class GroupScene(Scene):
         partitions = len(self.end_offsets(topic))
         self.produce(topic, numbered(0, each * partitions - 1, partitions))
 
-    def describe(self) -> Seen:
+    def describe(self) -> GroupView:
         """Describe the test's group."""
         return describe(self.admin, self.group)
 

@@ -42,19 +42,19 @@ class Application:
 
     def run(self) -> None:
         self.subscribe()
-        say("started")
+        emit("started")
         while not self.ending:
-            self.obey()
+            self.execute_commands()
             if not self.stalled and not self.ending:
                 self.work()
         self.commit()
         self.consumer.close()
-        say("closed")
+        emit("closed")
 
     def subscribe(self) -> None:
         self.consumer.subscribe(self.topics, on_assign=self.on_assign, on_revoke=self.on_revoke, on_lost=self.on_lost)
 
-    def obey(self) -> None:
+    def execute_commands(self) -> None:
         while True:
             try:
                 command = self.commands.get(timeout=POLL_S) if self.stalled else self.commands.get_nowait()
@@ -68,7 +68,7 @@ class Application:
                 case "subscribe":
                     self.topics = command["topics"]
                     self.subscribe()
-            say("obeyed", order=command["do"])
+            emit("executed", order=command["do"])
             if self.ending:
                 return
 
@@ -79,14 +79,14 @@ class Application:
             if message is None:
                 break
             if (error := message.error()) is not None:
-                say("error", code=error.name(), text=error.str(), fatal=error.fatal())
+                emit("error", code=error.name(), text=error.str(), fatal=error.fatal())
                 if error.name() == "_FATAL":
                     self.ending = True
                 break
             tp = (message.topic(), message.partition())
             if tp in self.awaited:
                 self.awaited.discard(tp)
-                say("first", topic=tp[0], partition=tp[1], offset=message.offset())
+                emit("first", topic=tp[0], partition=tp[1], offset=message.offset())
             self.out.write(f"P {tp[0]} {tp[1]} {message.offset()}\n")
             self.out.flush()
             self.next[tp] = message.offset() + 1
@@ -109,25 +109,25 @@ class Application:
             self.out.flush()
             self.next.clear()
         except KafkaException as exc:
-            say("commit_failed", code=exc.args[0].name(), text=exc.args[0].str())
+            emit("commit_failed", code=exc.args[0].name(), text=exc.args[0].str())
 
     def on_assign(self, consumer: Any, partitions: list[Any]) -> None:
         tps = [(tp.topic, tp.partition) for tp in partitions]
         self.awaited |= set(tps)
-        say("assigned", partitions=tps)
+        emit("assigned", partitions=tps)
         if tps:
             try:
                 starts = consumer.committed(partitions, timeout=10)
-                say("starts", offsets=[(tp.topic, tp.partition, tp.offset) for tp in starts])
+                emit("starts", offsets=[(tp.topic, tp.partition, tp.offset) for tp in starts])
             except KafkaException as exc:
-                say("starts_unknown", text=str(exc))
+                emit("starts_unknown", text=str(exc))
 
     def on_revoke(self, consumer: Any, partitions: list[Any]) -> None:
         self.commit()
-        say("revoked", partitions=self.forget(partitions, of=self.next))  # the uncommitted ones
+        emit("revoked", partitions=self.forget(partitions, of=self.next))  # the uncommitted ones
 
     def on_lost(self, consumer: Any, partitions: list[Any]) -> None:
-        say("lost", partitions=self.forget(partitions))
+        emit("lost", partitions=self.forget(partitions))
 
     def forget(self, partitions: list[Any], of: Container[tuple[str, int]] | None = None) -> list[tuple[str, int]]:
         tps = [(tp.topic, tp.partition) for tp in partitions]
@@ -139,7 +139,7 @@ class Application:
         return tps
 
 
-def say(event: str, **more: Any) -> None:
+def emit(event: str, **more: Any) -> None:
     print(json.dumps({"event": event, "at": time.monotonic(), **more}), flush=True)  # noqa: T201 - the pipe
 
 

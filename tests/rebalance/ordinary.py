@@ -93,16 +93,16 @@ class OrdinaryConsumer(Child):
 
     # --- commands ---------------------------------------------------------------------------------------------------
 
-    def tell(self, order: str, **more: object) -> None:
+    def send_command(self, order: str, **more: object) -> None:
         """Send a command; it is executed between two records."""
         self.send(json.dumps({"do": order, **more}))
 
     def do(self, order: str, **more: object) -> None:
         """Send a command and wait until it was executed."""
-        before = len(self._obeyed(order))
-        self.tell(order, **more)
+        before = len(self._executed(order))
+        self.send_command(order, **more)
         await_progress(
-            lambda: len(self._obeyed(order)) > before, self.progress, what=f"{order} of the ordinary consumer"
+            lambda: len(self._executed(order)) > before, self.progress, what=f"{order} of the ordinary consumer"
         )
 
     def kill(self) -> None:
@@ -139,20 +139,20 @@ class OrdinaryConsumer(Child):
     @property
     def joined(self) -> bool:
         """Whether it has had an assignment, possibly an empty one."""
-        return bool(self.said("assigned"))
+        return bool(self.events_of("assigned"))
 
-    def said(self, event: str) -> list[dict[str, Any]]:
+    def events_of(self, event: str) -> list[dict[str, Any]]:
         return [e for e in list(self.events) if e["event"] == event]
 
     def progress(self) -> object:
         """Its progress, for ``await_progress``: its events and written lines."""
         return len(self.events), size_of(self.file, self.file.with_suffix(".log"))
 
-    def await_said(self, event: str, count: int = 1) -> dict[str, Any]:
+    def await_event(self, event: str, count: int = 1) -> dict[str, Any]:
         await_progress(
-            lambda: len(self.said(event)) >= count, self.progress, what=f"{event} from the ordinary consumer"
+            lambda: len(self.events_of(event)) >= count, self.progress, what=f"{event} from the ordinary consumer"
         )
-        return self.said(event)[count - 1]
+        return self.events_of(event)[count - 1]
 
     def await_partitions(self, count: int, stalled_s: float = STALLED_S) -> set[TopicPartition]:
         await_progress(
@@ -165,11 +165,11 @@ class OrdinaryConsumer(Child):
 
     def first_assigned_at(self) -> float:
         """When it got its first partitions, on the host's monotonic clock."""
-        return float(next(e["at"] for e in self.said("assigned") if e["partitions"]))
+        return float(next(e["at"] for e in self.events_of("assigned") if e["partitions"]))
 
     def starts(self) -> dict[TopicPartition, int]:
         """The committed offset of each partition at its last assignment."""
-        return {TopicPartition(t, p): offset for e in self.said("starts") for t, p, offset in e["offsets"]}
+        return {TopicPartition(t, p): offset for e in self.events_of("starts") for t, p, offset in e["offsets"]}
 
     def starts_of(self, tps: Iterable[TopicPartition]) -> dict[TopicPartition, int]:
         """The same for these partitions, once reported: it reads them after the assignment."""
@@ -180,7 +180,7 @@ class OrdinaryConsumer(Child):
     def firsts(self) -> dict[TopicPartition, int]:
         """The first processed offset of each partition after its first assignment."""
         found: dict[TopicPartition, int] = {}
-        for e in self.said("first"):
+        for e in self.events_of("first"):
             found.setdefault(TopicPartition(e["topic"], e["partition"]), e["offset"])
         return found
 
@@ -211,8 +211,8 @@ class OrdinaryConsumer(Child):
         whole = self.file.read_text(encoding="ascii").rpartition("\n")[0].splitlines()
         return [(w, t, int(p), int(o)) for w, t, p, o in (line.split() for line in whole)]
 
-    def _obeyed(self, order: str) -> list[dict[str, Any]]:
-        return [e for e in self.said("obeyed") if e["order"] == order]
+    def _executed(self, order: str) -> list[dict[str, Any]]:
+        return [e for e in self.events_of("executed") if e["order"] == order]
 
     def _read(self) -> None:
         assert self.process.stdout is not None

@@ -227,13 +227,13 @@ class RunProcess(Child):
             text=True,
         )
 
-    def tell(self, order: str) -> None:
+    def send_command(self, order: str) -> None:
         self.send(order)
 
     def rest(self) -> None:
         """Pause between two triggers, until the command to hold: records produced meanwhile are in one batch."""
         before = self.output.count("resting")
-        self.tell("rest")
+        self.send_command("rest")
         await_progress(lambda: self.output.count("resting") > before, self.progress, what="the end of the trigger")
 
     def await_in_flight(self) -> None:

@@ -17,7 +17,7 @@ from confluent_kafka.admin import AdminClient, NewTopic  # type: ignore[attr-def
 from conftest import ADMIN_S, await_until, create_topic
 from kit.broker_cluster import BrokerCluster
 
-from rebalance.accounts import Flow, Seen, asking, described, measured, stays
+from rebalance.accounts import Flow, GroupView, asking, described, measured, stays
 from rebalance.conftest import GroupScene
 from rebalance.ordinary import OrdinaryConsumer
 from rebalance.runs import Run
@@ -67,7 +67,7 @@ class ClusterScene(GroupScene):
         run.await_partitions(PARTITIONS // 2)
         return run, flow
 
-    def look(self) -> Seen:
+    def look(self) -> GroupView:
         """Describe the group; after a failure with a new client, which finds a moved coordinator at once."""
         while True:
             try:
@@ -160,7 +160,7 @@ def test_the_coordinator_dies_while_the_assignment_is_computed(scene: ClusterSce
         run.hold()
         scene.member(stack)
         scene.await_state("preparing_rebalancing")
-        leader.await_said("revoked", count=len(leader.said("assigned")))
+        leader.await_event("revoked", count=len(leader.events_of("assigned")))
         stays(lambda: scene.state == "preparing_rebalancing", 1.0, "the join")  # the leader's request is in transit
         leader.freeze()
         run.let_go()

@@ -53,7 +53,7 @@ def test_partitions_lost_while_the_run_was_frozen_are_never_committed(strategy: 
         scene.await_committed(name)
         run.rest()
         scene.fill(name, 10)
-        run.tell("hold")
+        run.send_command("hold")
         run.await_in_flight()
         ours = {TopicPartition(name, p) for p in range(PARTITIONS)} - other.partitions
         run.freeze()
@@ -64,7 +64,7 @@ def test_partitions_lost_while_the_run_was_frozen_are_never_committed(strategy: 
         run.thaw()
         await_until(lambda: run.statistics["partitions_lost"] >= 2, what="the loss to be known")
         assert run.statistics["possible_duplicates"] == 20
-        run.tell("let_go")  # its rows become durable after all; they must not be committed
+        run.send_command("let_go")  # its rows become durable after all; they must not be committed
         await_until(lambda: len(run.records) >= 40, what="the batch")
         stays(lambda: min(scene.committed().values()) == 25, 1.0, "the newer offsets")
         run.await_partitions(2)
