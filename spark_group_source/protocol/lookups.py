@@ -84,7 +84,7 @@ class PositionLookups:
             [at.reset_number for at in event.offsets.values() if at is not None] + [event.reset_number or 0]
         )
         if reset_number > self._positions.reset_number:
-            self._out.say(
+            self._out.log(
                 f"the group was reset (for the {reset_number}. time): every partition goes on where the reset says"
             )
             self._positions.apply_reset(reset_number)
@@ -102,7 +102,7 @@ class PositionLookups:
             if (
                 ours := self._positions.apply_committed(tp, partition, committed, stream=stream)
             ) is not None and committed:
-                self._out.say(f"{tp} was moved from {ours} to {committed.offset} by another member or an operator")
+                self._out.log(f"{tp} was moved from {ours} to {committed.offset} by another member or an operator")
         self._restored(restored)
         for tp in unknown:
             self._positions.begin_resolving(tp)
@@ -139,7 +139,7 @@ class PositionLookups:
         """Of partitions that this stream has read Kafka has no offset. That it had one nobody can say."""
         self._counts.offsets_restored += len(tps)
         if tps:
-            self._out.say(
+            self._out.log(
                 f"Kafka has no committed offset of {len(tps)} partitions that this stream has read, such as {tps[0]}: "
                 "expired, deleted, or never there. They go on where the checkpoint says, not at startingOffsets"
             )
@@ -169,7 +169,7 @@ class PositionLookups:
         self._positions.fail_lookups(partitions)
         self._again_at_ms = self._out.now_ms + pause_ms(self._failures)
         self._failures += 1
-        self._out.say(f"offsets of {len(partitions)} partitions could not be read: {reason}; asking again", warn=warn)
+        self._out.log(f"offsets of {len(partitions)} partitions could not be read: {reason}; asking again", warn=warn)
 
 
 def _is_new(tp: TopicPartition, known: Mapping[str, int]) -> bool:

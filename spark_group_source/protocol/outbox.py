@@ -54,7 +54,7 @@ class Outbox:
         self._history.append(f"{self.now_ms}   -> {brief(command)}")
         self.commands.append(command)
 
-    def say(self, text: str, *, warn: bool = False) -> None:
+    def log(self, text: str, *, warn: bool = False) -> None:
         """Add a line for the log, ``<event>; <consequence>``. ``warn``: at level WARNING."""
         self.order(ev.LogLine(text=text, warn=warn))
 

@@ -386,11 +386,11 @@ class Placement:
             self._misfit_since_ms, self._has_too_many = now_ms, wanted < len(slots)
         misfit_ms = now_ms - self._misfit_since_ms
         if wanted > len(slots) and (misfit_ms >= GATHER_MS_MAX or not self.agents.has_new()):
-            self._out.say(f"{wanted} agents are ready; adding {wanted - len(slots)} members")
+            self._out.log(f"{wanted} agents are ready; adding {wanted - len(slots)} members")
             while len(slots) < wanted:
                 self._slots.add()
         elif wanted < len(slots) and misfit_ms >= self._rules.shrink_ms:
-            self._out.say(f"{len(slots) - wanted} agents are gone; their members leave the group")
+            self._out.log(f"{len(slots) - wanted} agents are gone; their members leave the group")
             while len(slots) > wanted and self._may_leave(slots[-1]):
                 self._slots.remove_last()
             self._moving.intersection_update(range(len(slots)))
@@ -400,7 +400,7 @@ class Placement:
         return self._slots.may_move(slot) and all(map(self._is_committed, slot.held))
 
     def _move(self, slot: Slot, agent: str) -> None:
-        self._out.say(f"slot {slot.number} moves to {self.agents.name(agent) or 'the stream reader'}")
+        self._out.log(f"slot {slot.number} moves to {self.agents.name(agent) or 'the stream reader'}")
         self._counts.moves += 1
         self._slots.move(slot, agent)
         self._moving.add(slot.number)
@@ -409,7 +409,7 @@ class Placement:
         """Transactions are refused, so the offsets of members on agents cannot be committed: recall the members."""
         for slot in self._slots.all:
             if slot.agent != IN_READER and slot.state in (SlotState.ASSIGNED, SlotState.REVOKING):
-                self._out.say(
+                self._out.log(
                     f"transactions are refused; slot {slot.number} moves to the stream reader, where members commit "
                     "without them",
                     warn=True,
@@ -422,7 +422,7 @@ class Placement:
     def _recall(self, slot: Slot) -> None:
         """The slot could not join from its agent."""
         self.agents.avoid(slot.agent)
-        self._out.say(
+        self._out.log(
             f"slot {slot.number} has no assignment on {self.agents.name(slot.agent)} after "
             f"{self._unassigned_ms_max} ms; it joins from elsewhere",
             warn=True,
@@ -438,7 +438,7 @@ class Placement:
         for agent, why in ended.items():
             slots = [slot for slot in self._slots.all if agent in (slot.agent, slot.closing_on)]
             if slots:
-                self._out.say(f"{why}; {len(slots)} slots join from elsewhere", warn=True)
+                self._out.log(f"{why}; {len(slots)} slots join from elsewhere", warn=True)
             self._counts.recalls += len(slots)
             for slot in slots:
                 slot.recalls += 1
@@ -451,7 +451,7 @@ class Placement:
     def _log_dynamic(self) -> None:
         if not self._has_logged_dynamic and not self._slots.static and self._rules.member_host != "driver":
             self._has_logged_dynamic = True
-            self._out.say(
+            self._out.log(
                 "the members of this run have no instance ids, so each move would be a rebalance; they stay in the "
                 "stream reader"
             )

@@ -286,7 +286,7 @@ class Run:
             case ev.RecordsMissing():
                 self.partitions.skip_missing(event.offsets, event.topics, event.truncated)
                 self.lookups.made_again(event.topics)
-                self._out.say(event.reason, warn=True)
+                self._out.log(event.reason, warn=True)
             # positions of new partitions
             case ev.CommittedOffsetsRead():
                 self._broker_answered(Requester.LOOKUP)
@@ -405,7 +405,7 @@ class Run:
         numbers = [identifiers.slot_of(self._resumed_from.stream, client) for client in described.assigned]
         members = 1 + max((number for number in numbers if number is not None), default=-1)
         if members > self.rules.slots:
-            self._out.say(f"the group still has {members} members of this stream; starting as many")
+            self._out.log(f"the group still has {members} members of this stream; starting as many")
         return members
 
     def _start_members(self, topics: dict[str, int], former_slots: int = 0) -> None:
@@ -483,14 +483,14 @@ class Run:
             return
         self._commits.failed(self._now_ms)
         self.counts.commits_failed += 1
-        self._out.say(
+        self._out.log(
             f"offset commit failed ({event.reason}); no rows are lost, the next commit includes these offsets",
             warn=True,
         )
 
     def _warn_of_absent_slots(self) -> None:
         for number, reason in self._commits.newly_absent(self._now_ms):
-            self._out.say(
+            self._out.log(
                 f"slot {number} is not in the group ({reason}); the offsets of its partitions are committed when it is "
                 "back, those of other slots now",
                 warn=True,
@@ -555,8 +555,8 @@ class Run:
     def _agent_for(self, slot: Slot) -> str:
         return self.placement.agent_for(slot)
 
-    def _agent_name(self, host: str) -> str:
-        return self.placement.agents.name(host)
+    def _agent_name(self, agent: str) -> str:
+        return self.placement.agents.name(agent)
 
     def _tick(self) -> None:
         self._commits.tick(self._now_ms)
@@ -575,7 +575,7 @@ class Run:
     def _broker_silent(self, requester: Requester, error: BrokerUnavailable) -> None:
         name = self.stream or self.rules.group
         if self.outage.request_failed(requester, error, name=name, now_ms=self._now_ms):
-            self._out.say(f"brokers do not answer ({error}); retrying", warn=True)
+            self._out.log(f"brokers do not answer ({error}); retrying", warn=True)
         bound_ms = self.rules.broker_timeout_ms
         if self.state in (RunState.TARGETING, RunState.STARTING):
             bound_ms = min(bound_ms or START_MS_MAX, START_MS_MAX)
@@ -583,7 +583,7 @@ class Run:
 
     def _broker_answered(self, requester: Requester) -> None:
         if (took_ms := self.outage.request_answered(requester, now_ms=self._now_ms)) is not None:
-            self._out.say(f"brokers answer again after {took_ms / 1000:.0f} s; continuing", warn=True)
+            self._out.log(f"brokers answer again after {took_ms / 1000:.0f} s; continuing", warn=True)
 
     # --- steps of Spark's call, by state ----------------------------------------------------------------------------
 
@@ -658,7 +658,7 @@ class Run:
         warn_after_ms = min(ASSIGNMENT_WARNING_MS, budget_ms)
         if waited_ms >= warn_after_ms and not self._has_warned_of_waiting:
             self._has_warned_of_waiting = True
-            self._out.say(
+            self._out.log(
                 f"not all {len(self.slots.all)} members of this query have an assignment after "
                 f"{waited_ms / 1000:.0f} s; waiting up to {budget_ms / 1000:.0f} s. Another member of the group may be "
                 "in a long batch. If the query loads this group twice, the two loads wait for each other: give each "
@@ -714,7 +714,7 @@ class Run:
             return self._ends_request
         self._ends_read_at_ms, self._rebalances_at_read = self._now_ms, self.counts.rebalances
         for text in self.data_loss.warnings:
-            self._out.say(text, warn=True)
+            self._out.log(text, warn=True)
         if self.data_loss.error is not None:
             self._fail(self.data_loss.error)
             return None
@@ -782,7 +782,7 @@ class Run:
         if plan is not None and plan.seq == event.durable and self.state is RunState.READING:
             self._apply(ev.Durable(offset=plan))
         elif plan is not None and self._is_unlimited:
-            self._out.say(
+            self._out.log(
                 "Trigger.Once stops after its only batch, and the sink does not report it as durable; its offsets are "
                 "committed at the next start. Trigger.AvailableNow commits them before it stops"
             )
@@ -797,7 +797,7 @@ class Run:
 
     def _warn_uncommitted(self) -> None:
         seconds = COMMIT_MS_MAX // 1000
-        self._out.say(f"offsets were not committed within {seconds} s; the next start commits them", warn=True)
+        self._out.log(f"offsets were not committed within {seconds} s; the next start commits them", warn=True)
 
     # --- helpers ----------------------------------------------------------------------------------------------------
 

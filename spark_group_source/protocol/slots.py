@@ -172,7 +172,7 @@ class Slots:
                 if slot.failing_since_ms is None:
                     slot.failing_since_ms = self._out.now_ms
                 slot.is_fenced = event.confirmed
-                self._out.say(
+                self._out.log(
                     f"another client {'has' if event.confirmed else 'may have'} the instance id of slot {slot.number} "
                     f"({event.reason}); checking whether a newer driver runs this stream",
                     warn=True,
@@ -227,7 +227,7 @@ class Slots:
         """The subscription matches these topics now."""
         if topics == self._topics:
             return  # a new subscription could cause a rebalance
-        self._out.say(f"the subscription matches {len(topics)} topics now: {', '.join(topics[:10])}")
+        self._out.log(f"the subscription matches {len(topics)} topics now: {', '.join(topics[:10])}")
         self._topics = topics
         for slot in self.all:
             if slot.state not in (SlotState.CLOSED, SlotState.MOVING) and not self._is_rejoining(slot):
@@ -456,7 +456,7 @@ class Slots:
         held_ms = self._out.now_ms - revocation.since_ms
         if is_overrun:
             late = [tp for tp in revocation.partitions if self._must_hold(tp)]
-            self._out.say(
+            self._out.log(
                 f"slot {slot.number} held a revocation for {held_ms} ms, its whole budget; {len(late)} partitions are "
                 "released without a commit, and their next reader may read the batch in flight again",
                 warn=True,
@@ -478,7 +478,7 @@ class Slots:
             self._counts.partitions_lost += len(lost)
             self._counts.possible_duplicates += twice
             self._counts.count_rebalance(reason, now_ms=self._out.now_ms)
-            self._out.say(f"{reason}; {twice} offsets may be read twice", warn=True)
+            self._out.log(f"{reason}; {twice} offsets may be read twice", warn=True)
 
     def _drop(self, slot: Slot, partitions: tuple[TopicPartition, ...], cause: type) -> None:
         for tp in partitions:
@@ -501,7 +501,7 @@ class Slots:
             )
         self._wake_at_ms[slot.number] = self._out.now_ms + pause_ms(slot.failures)
         slot.failures += 1
-        self._out.say(f"the member of slot {slot.number} failed ({reason}); it joins again", warn=slot.failures > 1)
+        self._out.log(f"the member of slot {slot.number} failed ({reason}); it joins again", warn=slot.failures > 1)
         return None
 
     def _start_unassigned(self, slot: Slot) -> None:

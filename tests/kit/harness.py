@@ -98,10 +98,10 @@ class GroupHarness:
         return [command for command in commands if not isinstance(command, ev.LogLine)]
 
     def logged(self) -> list[str]:
-        return [say.text for say in only(ev.LogLine, self.history)]
+        return [line.text for line in only(ev.LogLine, self.history)]
 
     def warned(self) -> list[str]:
-        return [say.text for say in only(ev.LogLine, self.history) if say.warn]
+        return [line.text for line in only(ev.LogLine, self.history) if line.warn]
 
     def gathered(self) -> bool:
         return self.run.is_gathered

@@ -167,10 +167,10 @@ class RunHarness:
         return self.run.is_drained
 
     def logged(self) -> list[str]:
-        return [say.text for say in only(ev.LogLine, self.history)]
+        return [line.text for line in only(ev.LogLine, self.history)]
 
     def warned(self) -> list[str]:
-        return [say.text for say in only(ev.LogLine, self.history) if say.warn]
+        return [line.text for line in only(ev.LogLine, self.history) if line.warn]
 
     def steps_of(self, kind: type[C]) -> list[C]:
         """The steps of one class, in order."""

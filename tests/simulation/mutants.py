@@ -262,8 +262,8 @@ MUTANTS = [
         "never-joins-again",
         S,
         "self._wake_at_ms[slot.number] = self._out.now_ms + pause_ms(slot.failures)\n        "
-        'slot.failures += 1\n        self._out.say(f"the member of slot {slot.number} failed',
-        'slot.failures += 1\n        self._out.say(f"the member of slot {slot.number} failed',
+        'slot.failures += 1\n        self._out.log(f"the member of slot {slot.number} failed',
+        'slot.failures += 1\n        self._out.log(f"the member of slot {slot.number} failed',
         "a slot whose member failed joins again",
     ),
     Mutant(
