@@ -131,7 +131,7 @@ class RebalanceTimeout(GroupError):
 
     retriable = True
     remedy = (
-        "List the members with `spark-group describe --bootstrap-servers SERVERS --group GROUP --members`. A member "
+        "List the members with `spark-group describe --bootstrap-servers HOST:PORT --group GROUP --members`. A member "
         "that does not poll blocks every rebalance until its `max.poll.interval.ms` expires; another driver of the "
         "same checkpoint keeps the static memberships. Stop that member or driver, or wait until its session ends, "
         "then restart the query."
@@ -155,7 +155,7 @@ class CommitFailed(GroupError):
     retriable = True
     remedy = (
         "No action is needed for a query. After a failed reset, compare the committed offsets with `spark-group "
-        "describe --bootstrap-servers SERVERS --group GROUP`, then repeat the reset."
+        "describe --bootstrap-servers HOST:PORT --group GROUP`, then repeat the reset."
     )
 
 
@@ -183,8 +183,8 @@ class LedgerConflict(GroupError):
     remedy = (
         "Nothing was written. The group's offsets were moved, or the table was restored. Check the table with "
         "`spark-group ledger verify TABLE`. Then move the group and the table to one position: `spark-group reset "
-        "--bootstrap-servers SERVERS --group GROUP --table TABLE --to-ledger --execute` moves the group to the table's "
-        "offsets; other targets are listed in `docs/cli.md`."
+        "--bootstrap-servers HOST:PORT --group GROUP --table TABLE --to-ledger --execute` moves the group to the "
+        "table's offsets; other targets are listed in `docs/cli.md`."
     )
 
 
