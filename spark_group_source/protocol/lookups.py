@@ -1,8 +1,7 @@
-"""The questions where partitions stand, and what their answers mean: one on its way for each partition, pauses after
-failures.
+"""The lookups of partition positions: one in flight for each partition, with pauses after failures.
 
-Runs in: the stream reader (inside ``machine``), tests. Deliberately absent: asking, and the rules by which an answer
-becomes a position (``positions``).
+Runs in: the stream reader (inside ``run``), tests. Deliberately absent: the requests, and the rules that choose a
+position (``partitions``).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,9 +16,9 @@ from spark_group_source.protocol.partitions import Partitions
 from spark_group_source.protocol.rules import Rules, pause_ms
 from spark_group_source.protocol.statistics import Statistics
 
-SILENCES_MAX = 6
-"""How often in a row an answer may leave out notes that only tell of resets: some ten seconds, after which what they
-would tell is not waited for."""
+UNANSWERED_MAX = 6
+"""How often in a row an answer may lack partitions that are read for the notes of resets alone: about ten seconds. Then
+the lookup goes on without them."""
 
 NAMED_MAX = 10
 """Partitions that an error names."""
@@ -29,161 +28,170 @@ class PositionLookups:
     """The lookups of one run.
 
     Args:
-        rules: where partitions start.
-        positions: what is asked for, and takes the answers.
-        counts: what it counts.
-        out: takes orders and log lines; it has the time.
+        rules: the starting options.
+        partitions: the partitions of the run.
+        counts: the statistics of the run.
+        out: takes commands and log lines, and has the time.
     """
 
-    def __init__(self, rules: Rules, positions: Partitions, counts: Statistics, out: Outbox) -> None:
-        self._rules, self._positions, self._counts, self._out = rules, positions, counts, out
+    def __init__(self, rules: Rules, partitions: Partitions, counts: Statistics, out: Outbox) -> None:
+        self._rules, self._partitions, self._counts, self._out = rules, partitions, counts, out
         self.known: Mapping[str, int] = {}
-        """How many partitions each topic had when the stream first saw it."""
-        self.began: set[TopicPartition] = set()
-        """Those that nobody committed, and that begin behind their first record, until a batch with them is durable."""
-        self._knows_resets = False  # of the time before it had the partitions that it has
-        self._stay = 0  # how often it had none: an answer is about the stay in which it was asked
-        self._asked_for_resets: int | None = None  # in which stay, while the question is on its way
-        self._failures = self._silences = 0
-        self._again_at_ms: int | None = None
+        """The number of partitions of each topic when the stream first saw it."""
+        self.started: set[TopicPartition] = set()
+        """Partitions without a committed offset that start behind their first record, until a batch with them is
+        durable."""
+        # A group can be reset only while it is empty, so a run can have missed a reset only while it had no partition.
+        # A stay is a time in which it has some without interruption; its first lookup also reads the notes of resets.
+        self._stay = 0
+        self._knows_resets = False  # of the time before this stay
+        self._reads_resets_of: int | None = None  # the stay whose first lookup is in flight
+        self._failures = self._unanswered = 0
+        self._retry_at_ms: int | None = None
 
     def order(self) -> None:
-        """Ask for the partitions that came; the first question of a stay is answered before there is another."""
-        if not self._positions.ours and (self._knows_resets or self._asked_for_resets == self._stay):
+        """Order the lookup of partitions without a position; a stay's first lookup is answered before the next."""
+        if not self._partitions.ours and (self._knows_resets or self._reads_resets_of == self._stay):
             self._knows_resets, self._stay = False, self._stay + 1
-        waits = self._again_at_ms is not None or self._asked_for_resets is not None
-        if not waits and (ask := self._positions.begin_lookups()):
-            beside = self._beside(ask)
-            self._asked_for_resets = self._stay if beside else None
-            self._out.order(ev.FetchCommittedOffsets(partitions=ask, beside=beside))
+        waits = self._retry_at_ms is not None or self._reads_resets_of is not None
+        if not waits and (tps := self._partitions.begin_lookups()):
+            beside = self._partitions_with_notes(tps)
+            self._reads_resets_of = self._stay if beside else None
+            self._out.order(ev.FetchCommittedOffsets(partitions=tps, beside=beside))
 
     def deadlines_ms(self) -> list[int]:
-        return [] if self._again_at_ms is None else [self._again_at_ms]
+        """When :meth:`tick` has something to do."""
+        return [] if self._retry_at_ms is None else [self._retry_at_ms]
 
     def tick(self) -> None:
-        if self._again_at_ms is not None and self._out.now_ms >= self._again_at_ms:
-            self._again_at_ms = None
+        if self._retry_at_ms is not None and self._out.now_ms >= self._retry_at_ms:
+            self._retry_at_ms = None
 
-    def made_again(self, topics: Iterable[str]) -> None:
-        """The stream began with other topics of these names: of the new ones all partitions came later."""
+    def topics_recreated(self, topics: Iterable[str]) -> None:
+        """All partitions of recreated topics are new: the stream first saw the old topics."""
         self.known = {**self.known, **{topic: 0 for topic in topics if topic in self.known}}
 
     def committed_read(self, event: ev.CommittedOffsetsRead, stream: str) -> None:
-        """The group's committed offsets; a newer reset among them makes everything that was known void."""
-        if event.unanswered and self._silences < SILENCES_MAX:
-            self._silences += 1
-            self.ask_later(
-                event.requested, f"the answer left out {len(event.unanswered)} others that may tell of a reset"
-            )
+        """Apply the group's committed offsets. A newer reset among them voids all positions first."""
+        if event.unanswered and self._unanswered < UNANSWERED_MAX:
+            self._unanswered += 1
+            self.retry(event.requested, f"{len(event.unanswered)} others, whose notes may show a reset, have no answer")
             return
-        self._silences = 0
+        self._unanswered = 0
         if event.reset_number is not None:
-            self._knows_resets |= self._asked_for_resets == self._stay
-            self._asked_for_resets = None
+            self._knows_resets |= self._reads_resets_of == self._stay
+            self._reads_resets_of = None
         reset_number = max(
             [at.reset_number for at in event.offsets.values() if at is not None] + [event.reset_number or 0]
         )
-        if reset_number > self._positions.reset_number:
-            self._out.log(
-                f"the group was reset (for the {reset_number}. time): every partition goes on where the reset says"
-            )
-            self._positions.apply_reset(reset_number)
-        unknown, restored = [], []
+        if reset_number > self._partitions.reset_number:
+            self._out.log(f"the group was reset (reset #{reset_number}); all partitions continue at its offsets")
+            self._partitions.apply_reset(reset_number)
+        new, restored = [], []
         for tp, committed in event.offsets.items():
-            partition = self._positions.end_lookup(tp)
+            partition = self._partitions.end_lookup(tp)
             if not isinstance(partition, Fetching):
                 continue
-            self.began.discard(tp)
+            self.started.discard(tp)
             if committed is None and partition.memory is None:
-                unknown.append(tp)
+                new.append(tp)
                 continue
             if committed is None:
                 restored.append(tp)
-            if (
-                ours := self._positions.apply_committed(tp, partition, committed, stream=stream)
-            ) is not None and committed:
-                self._out.log(f"{tp} was moved from {ours} to {committed.offset} by another member or an operator")
-        self._restored(restored)
-        for tp in unknown:
-            self._positions.begin_resolving(tp)
-        if unknown:
-            starting = self._rules.starting  # but for new partitions: their first records would be skipped by "latest"
-            words = {tp: EARLIEST if _is_new(tp, self.known) else starting.of(tp) for tp in unknown}
-            self.began |= {tp for tp, word in words.items() if word != EARLIEST}
-            self._out.order(ev.ResolveStarts(starts=words))
-        self._left_out(event.requested, event.offsets, again=bool(unknown))
+            moved_from = self._partitions.apply_committed(tp, partition, committed, stream=stream)
+            if moved_from is not None and committed is not None:
+                self._out.log(f"another consumer or an operator moved {tp} from {moved_from} to {committed.offset}")
+        self._count_restored(restored)
+        for tp in new:
+            self._partitions.begin_resolving(tp)
+        if new:
+            starting = self._rules.starting  # not for partitions added later: "latest" would skip their first records
+            starts = {tp: EARLIEST if _is_added(tp, self.known) else starting.of(tp) for tp in new}
+            self.started |= {tp for tp, start in starts.items() if start != EARLIEST}
+            self._out.order(ev.ResolveStarts(starts=starts))
+        self._retry_unanswered(event.requested, event.offsets, continues=bool(new))
 
     def starts_resolved(self, event: ev.StartsResolved) -> SourceError | None:
-        """Where partitions without a committed offset start. Returns what the run has to end with, if it has to."""
-        late = []
+        """Apply the starts of partitions without a committed offset. Returns the error that the run fails with."""
+        too_late = []
         for tp, at in event.offsets.items():
-            partition = self._positions.end_lookup(tp)
+            partition = self._partitions.end_lookup(tp)
             if not isinstance(partition, Resolving):
                 continue
             if at is None:
-                late.append(tp)
+                too_late.append(tp)
                 continue
-            if _is_new(tp, self.known) and at > 0 and self._rules.fail_on_data_loss:
-                return data_loss(tp, f"new partition {tp} begins at {at}, not at 0", expected=0, available=at)
-            self._positions.apply_start(tp, partition, at)
-        if late:
-            if (refused := _too_young(late, self._rules)) is not None:
+            if _is_added(tp, self.known) and at > 0 and self._rules.fail_on_data_loss:
+                return data_loss(tp, f"new partition {tp} starts at {at}, not at 0", expected=0, available=at)
+            self._partitions.apply_start(tp, partition, at)
+        if too_late:
+            if (refused := _no_record(too_late, self._rules)) is not None:
                 return refused
-            for tp in late:
-                self._positions.repeat_resolving(tp)
-            self._out.order(ev.ResolveStarts(starts=dict.fromkeys(late, LATEST)))
-        self._left_out(event.requested, event.offsets, again=bool(late))
+            for tp in too_late:
+                self._partitions.repeat_resolving(tp)
+            self._out.order(ev.ResolveStarts(starts=dict.fromkeys(too_late, LATEST)))
+        self._retry_unanswered(event.requested, event.offsets, continues=bool(too_late))
         return None
 
-    def _restored(self, tps: list[TopicPartition]) -> None:
-        """Of partitions that this stream has read Kafka has no offset. That it had one nobody can say."""
+    def _count_restored(self, tps: list[TopicPartition]) -> None:
+        """This stream has read these, but the group has no offset for them. Whether it had one is not known."""
         self._counts.offsets_restored += len(tps)
         if tps:
             self._out.log(
-                f"Kafka has no committed offset of {len(tps)} partitions that this stream has read, such as {tps[0]}: "
-                "expired, deleted, or never there. They go on where the checkpoint says, not at startingOffsets"
+                f"the group has no committed offset for {len(tps)} partitions that this stream has read, such as "
+                f"{tps[0]} (expired, deleted or never committed); they continue at the checkpoint's position, not at "
+                "startingOffsets"
             )
 
-    def _beside(self, asked: tuple[TopicPartition, ...]) -> tuple[TopicPartition, ...]:
-        """A group is reset while nobody is in it, and only what it ever committed tells of it. So who comes back asks
-        for all that it knows of; who has had a partition all the time cannot have missed one."""
+    def _partitions_with_notes(self, requested: tuple[TopicPartition, ...]) -> tuple[TopicPartition, ...]:
+        """Further partitions to read in the first lookup of a stay: only the notes of a group's committed offsets show
+        that it was reset."""
         if self._knows_resets:
             return ()
-        mine = set(asked)
+        mine = set(requested)
         known = (TopicPartition(topic, p) for topic, count in self.known.items() for p in range(count))
-        return tuple(tp for tp in dict.fromkeys([*known, *self._positions.remembered()]) if tp not in mine)
+        return tuple(tp for tp in dict.fromkeys([*known, *self._partitions.remembered()]) if tp not in mine)
 
-    def _left_out(
-        self, asked: tuple[TopicPartition, ...], offsets: Mapping[TopicPartition, object], *, again: bool
+    def _retry_unanswered(
+        self, requested: tuple[TopicPartition, ...], offsets: Mapping[TopicPartition, object], *, continues: bool
     ) -> None:
-        """An answer that leaves something out is no answer for it. ``again``: it led to another question."""
-        left = tuple(tp for tp in asked if tp not in offsets)
-        if left:
-            self.ask_later(left, "the answer did not name them", warn=self._failures > 0)
-        elif not again:
+        """Repeat the lookup of partitions that are not in the answer.
+
+        Args:
+            continues: whether the answer led to a second lookup.
+        """
+        unanswered = tuple(tp for tp in requested if tp not in offsets)
+        if unanswered:
+            self.retry(unanswered, "they are not in the answer", warn=self._failures > 0)
+        elif not continues:
             self._failures = 0
 
-    def ask_later(self, partitions: tuple[TopicPartition, ...], reason: str, *, warn: bool = False) -> None:
-        """Ask again after a pause. ``warn``: not the first time, when a topic that was just made answers so."""
-        self._asked_for_resets = None
-        self._positions.fail_lookups(partitions)
-        self._again_at_ms = self._out.now_ms + pause_ms(self._failures)
+    def retry(self, partitions: tuple[TopicPartition, ...], reason: str, *, warn: bool = False) -> None:
+        """Repeat a lookup after a pause.
+
+        Args:
+            reason: why it failed.
+            warn: log a warning; not at first, because that is the answer for a topic that was just created.
+        """
+        self._reads_resets_of = None
+        self._partitions.fail_lookups(partitions)
+        self._retry_at_ms = self._out.now_ms + pause_ms(self._failures)
         self._failures += 1
-        self._out.log(f"offsets of {len(partitions)} partitions could not be read: {reason}; asking again", warn=warn)
+        self._out.log(f"could not read the offsets of {len(partitions)} partitions ({reason}); retrying", warn=warn)
 
 
-def _is_new(tp: TopicPartition, known: Mapping[str, int]) -> bool:
-    """Whether the partition was added after the stream began."""
+def _is_added(tp: TopicPartition, known: Mapping[str, int]) -> bool:
+    """Whether the partition was added after the stream first saw its topic."""
     return tp.partition >= known.get(tp.topic, 0)
 
 
-def _too_young(tps: Sequence[TopicPartition], rules: Rules) -> OptionError | None:
-    """What ``startingOffsetsByTimestampStrategy`` says of partitions without a record that is young enough."""
+def _no_record(tps: Sequence[TopicPartition], rules: Rules) -> OptionError | None:
+    """The error for partitions without a record after the starting timestamp, unless they start at their end."""
     if rules.starting.no_match == "latest":
         return None
     return OptionError(
-        f"no record of {', '.join(map(str, tps[:NAMED_MAX]))} is as young as the starting timestamp "
-        f"{rules.starting.of(tps[0]).value} (milliseconds since the epoch). Give an earlier one, or set "
-        "startingOffsetsByTimestampStrategy to latest to start these at their end",
+        f"{', '.join(map(str, tps[:NAMED_MAX]))} have no record at or after the starting timestamp "
+        f"{rules.starting.of(tps[0]).value} (milliseconds since the epoch), so they cannot start there. Set an earlier "
+        "timestamp, or set startingOffsetsByTimestampStrategy=latest to start them at their end",
         partitions=[str(tp) for tp in tps],
     )

@@ -99,7 +99,7 @@ class Planner:
             ranges={tp: (backlogs[tp][0], end) for tp, end in until.items()},
             reset_number=run.partitions.reset_number,
             followed=frozenset(tp for tp, at in jumps.items() if at.origin is Origin.FOLLOWED),
-            started=frozenset(run.lookups.began & until.keys()),
+            started=frozenset(run.lookups.started & until.keys()),
             leader_epochs=leader_epochs(positions),
             truncated_from={tp: at.truncated_from for tp, at in jumps.items() if at.truncated_from is not None},
             lost_from={tp: at.lost_from for tp, at in jumps.items() if at.lost_from is not None},

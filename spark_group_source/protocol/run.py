@@ -285,7 +285,7 @@ class Run:
                 self._batch_durable(event.offset)
             case ev.RecordsMissing():
                 self.partitions.skip_missing(event.offsets, event.topics, event.truncated)
-                self.lookups.made_again(event.topics)
+                self.lookups.topics_recreated(event.topics)
                 self._out.log(event.reason, warn=True)
             # positions of new partitions
             case ev.CommittedOffsetsRead():
@@ -296,7 +296,7 @@ class Run:
                 self._fail(self.lookups.starts_resolved(event))
             case ev.LookupFailed():
                 self._broker_silent(Requester.LOOKUP, event.error)
-                self.lookups.ask_later(event.partitions, str(event.error))
+                self.lookups.retry(event.partitions, str(event.error))
             # offset commits
             case ev.OffsetsCommitted():
                 self._offsets_committed(event)
@@ -460,7 +460,7 @@ class Run:
         if self.plan is None or offset.seq != self.plan.seq:  # possibly the previous start again
             _require(offset.seq <= self.seq, f"batch {offset.seq} is durable, but this run did not plan it")
             return
-        self.lookups.began -= self.plan.ranges.keys()
+        self.lookups.started -= self.plan.ranges.keys()
         self.plan = None
         self._commits.batch_durable(self._now_ms)
         self.partitions.complete_batch(offset.seq)

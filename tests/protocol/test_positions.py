@@ -23,14 +23,14 @@ def by_no_stream(offset: int) -> ev.Committed:
 
 
 @pytest.mark.proves("G5", level="core")
-def test_what_is_held_goes_on_at_its_own_position_and_is_not_asked_for_again(group: GroupHarness) -> None:
+def test_assigned_partition_continues_at_its_position_without_a_lookup(group: GroupHarness) -> None:
     group.reads({A: (100, 150)})
     group.durable()
     assert only(ev.FetchCommittedOffsets, group.assigned(B)) == [ev.FetchCommittedOffsets(partitions=(B,))]
     assert group.run.plannable() == {A: 150}
 
 
-def test_a_partition_that_was_never_ours_starts_where_the_group_committed(group: GroupHarness) -> None:
+def test_new_partition_starts_at_the_committed_offset(group: GroupHarness) -> None:
     group.assigned(A, B)
     group.claim({A: by_no_stream(70), B: ev.Committed(offset=80, stream="another")})
     assert group.run.plannable() == {A: 70, B: 80}
@@ -39,7 +39,7 @@ def test_a_partition_that_was_never_ours_starts_where_the_group_committed(group:
     assert group.followed() == {A}
 
 
-def test_what_somebody_else_committed_is_committed_under_our_name_before_it_is_read(group: GroupHarness) -> None:
+def test_foreign_commit_is_claimed_before_the_partition_is_read(group: GroupHarness) -> None:
     """Else a crash before the first echo leaves their commit, and it would look newer than our rows."""
     group.assigned(A, B)
     assert group.committed({A: by_no_stream(70), B: 80}) == [
@@ -54,7 +54,7 @@ def test_what_somebody_else_committed_is_committed_under_our_name_before_it_is_r
     assert group.run.plannable() == {A: 70, B: 80}
 
 
-def test_our_own_commit_that_is_further_wins_over_our_position(fresh: GroupHarness) -> None:
+def test_own_commit_ahead_of_the_position_wins(fresh: GroupHarness) -> None:
     # An old checkpoint was put back: the group knows better.
     fresh.durable({A: (100, 150)})
     fresh.assigned(A)
@@ -63,7 +63,7 @@ def test_our_own_commit_that_is_further_wins_over_our_position(fresh: GroupHarne
 
 
 @pytest.mark.parametrize("offset", [20, 300])
-def test_somebody_elses_commit_is_followed_in_both_directions_and_said(group: GroupHarness, offset: int) -> None:
+def test_foreign_commit_is_followed_in_both_directions_and_logged(group: GroupHarness, offset: int) -> None:
     group.settled(A)
     group.revoking(A)
     group.assigned(A)
@@ -73,7 +73,7 @@ def test_somebody_elses_commit_is_followed_in_both_directions_and_said(group: Gr
     assert any(f"from 100 to {offset}" in text for text in group.logged())
 
 
-def test_what_was_never_committed_starts_as_the_options_say_and_is_committed_at_once(group: GroupHarness) -> None:
+def test_partition_without_a_commit_starts_by_the_options_and_is_committed_at_once(group: GroupHarness) -> None:
     group.assigned(A, B)
     assert group.committed({A: None, B: 7}) == [ev.ResolveStarts(starts={A: EARLIEST})]
     assert not group.run.partitions.all_known
@@ -81,7 +81,7 @@ def test_what_was_never_committed_starts_as_the_options_say_and_is_committed_at_
     assert group.run.plannable() == {A: 31, B: 7}
 
 
-def test_partitions_added_after_the_stream_began_start_at_their_beginning() -> None:
+def test_partitions_added_later_start_at_their_first_record() -> None:
     group = GroupHarness(starting=FROM_THE_END)
     group.start_stream()
     group.assigned(A, NEW, OTHER)
@@ -89,7 +89,7 @@ def test_partitions_added_after_the_stream_began_start_at_their_beginning() -> N
     assert commands == [ev.ResolveStarts(starts={A: LATEST, NEW: EARLIEST, OTHER: EARLIEST})]
 
 
-def test_a_restart_still_knows_which_partitions_are_new() -> None:
+def test_restarted_run_knows_which_partitions_were_added_later() -> None:
     fresh = GroupHarness(starting=FROM_THE_END)
     offset = group_offset(known={"orders": 2})
     fresh.resume(offset)
@@ -100,19 +100,19 @@ def test_a_restart_still_knows_which_partitions_are_new() -> None:
     assert fresh.run.lookups.known == {"orders": 2}
 
 
-def test_partitions_of_a_topic_that_was_made_again_start_at_their_beginning() -> None:
+def test_partitions_of_a_recreated_topic_start_at_their_first_record() -> None:
     """Also those that another member had when the former topic was deleted, whatever startingOffsets says."""
     group = GroupHarness(starting=FROM_THE_END)
     group.start_stream()
     group.settled(A)
-    group.feed(ev.RecordsMissing(offsets={A: 0}, reason="topic orders was made again", topics=("orders",)))
+    group.feed(ev.RecordsMissing(offsets={A: 0}, reason="topic orders was recreated", topics=("orders",)))
     group.commit_succeeds()
     group.assigned(B)
     assert group.committed({B: None}) == [ev.ResolveStarts(starts={B: EARLIEST})]
 
 
 @pytest.mark.parametrize("starts", [False, True], ids=["the committed offset", "the start"])
-def test_a_lookup_that_fails_is_asked_again_after_a_growing_pause(group: GroupHarness, starts: bool) -> None:
+def test_failed_lookup_is_repeated_after_a_growing_pause(group: GroupHarness, starts: bool) -> None:
     group.assigned(A)
     for pause_ms in (100, 200, 500, 1_000, 2_000, 5_000, 5_000):
         if starts:
@@ -130,7 +130,7 @@ def test_a_lookup_that_fails_is_asked_again_after_a_growing_pause(group: GroupHa
     assert group.run.next_deadline_ms() == group.clock() + 100
 
 
-def test_an_answer_older_than_a_partitions_return_is_asked_for_again(group: GroupHarness) -> None:
+def test_lookup_from_before_a_reassignment_is_repeated(group: GroupHarness) -> None:
     assert only(ev.FetchCommittedOffsets, group.assigned(A)) == [ev.FetchCommittedOffsets(partitions=(A,))]
     group.revoking(A)  # it leaves, another member reads and commits, and it comes back
     assert only(ev.FetchCommittedOffsets, group.assigned(A)) == []
@@ -140,7 +140,7 @@ def test_an_answer_older_than_a_partitions_return_is_asked_for_again(group: Grou
     assert group.run.plannable() == {A: 300}
 
 
-def test_the_next_offset_carries_what_its_ranges_do_not_and_kafka_may_not_know(fresh: GroupHarness) -> None:
+def test_next_offset_stores_positions_that_may_not_be_committed(fresh: GroupHarness) -> None:
     fresh.durable({A: (100, 150), B: (40, 40), C: (5, 9)})
     assert fresh.run.partitions.uncommitted() == {A: 150, B: 40, C: 9}  # whether Kafka has them shows when they come
     fresh.assigned(A, B)
@@ -150,23 +150,23 @@ def test_the_next_offset_carries_what_its_ranges_do_not_and_kafka_may_not_know(f
     assert fresh.run.partitions.uncommitted() == {C: 9}
 
 
-def test_a_topic_made_again_goes_on_at_its_new_beginning_and_is_committed_there(group: GroupHarness) -> None:
+def test_recreated_topic_continues_at_its_first_record_and_is_committed_there(group: GroupHarness) -> None:
     group.settled(A, B)
-    assert group.feed(ev.RecordsMissing(offsets={A: 0}, reason="topic orders was made again")) == [
+    assert group.feed(ev.RecordsMissing(offsets={A: 0}, reason="topic orders was recreated")) == [
         ev.CommitOffsets(offsets={A: 0}, stream=STREAM, seq=-1)
     ]
     assert group.run.plannable() == {A: 0, B: 100}
-    assert group.warned() == ["topic orders was made again"]
+    assert group.warned() == ["topic orders was recreated"]
 
 
-def test_a_move_back_while_the_old_position_is_being_committed_is_committed_next(group: GroupHarness) -> None:
+def test_move_back_during_a_commit_is_committed_next(group: GroupHarness) -> None:
     group.reads({A: (100, 150)})
     group.durable()
-    assert group.feed(ev.RecordsMissing(offsets={A: 0}, reason="topic orders was made again")) == []
+    assert group.feed(ev.RecordsMissing(offsets={A: 0}, reason="topic orders was recreated")) == []
     assert group.commit_succeeds() == [ev.CommitOffsets(offsets={A: 0}, stream=STREAM, seq=0)]
 
 
-def test_what_a_batch_is_reading_is_not_moved(group: GroupHarness) -> None:
+def test_partition_in_flight_is_not_moved(group: GroupHarness) -> None:
     group.reads({A: (100, 150)}, B)
     group.feed(ev.RecordsMissing(offsets={A: 120, B: 120, C: 120}, reason="records are gone"))
     assert group.run.plannable() == {B: 120}
@@ -178,10 +178,10 @@ def group_offset(known: dict[str, int]) -> StreamOffset:
     return StreamOffset(group="etl", stream=STREAM, seq=7, known=known, ranges={})
 
 
-# --- answers that leave something out --------------------------------------------------------------------------------
+# --- incomplete answers ----------------------------------------------------------------------------------------------
 
 
-def test_an_answer_that_leaves_a_partition_out_is_asked_again_after_a_growing_pause(group: GroupHarness) -> None:
+def test_partition_missing_in_the_answer_is_looked_up_again_after_a_growing_pause(group: GroupHarness) -> None:
     """A fresh partition: the broker that answers has not heard of it yet."""
     group.assigned(A, B)
     found: dict[TopicPartition, ev.Committed | None] = {A: ev.Committed(offset=5, stream=STREAM)}
@@ -192,13 +192,13 @@ def test_an_answer_that_leaves_a_partition_out_is_asked_again_after_a_growing_pa
         assert group.run.next_deadline_ms() == group.clock() + pause_ms
         assert group.tick(ms=pause_ms) == [ev.FetchCommittedOffsets(partitions=(B,))]
         assert group.feed(ev.CommittedOffsetsRead(offsets={}, requested=(B,))) == []
-    assert "offsets of 1 partitions could not be read: the answer did not name them" in group.warned()[0]
+    assert "could not read the offsets of 1 partitions (they are not in the answer)" in group.warned()[0]
     group.tick(ms=5_000)
     group.committed({B: 7})
     assert group.run.plannable() == {A: 5, B: 7}
 
 
-def test_a_start_that_the_answer_leaves_out_is_asked_again_too(group: GroupHarness) -> None:
+def test_start_missing_in_the_answer_is_looked_up_again(group: GroupHarness) -> None:
     group.assigned(A, B)
     group.committed({A: None, B: None})
     group.feed(ev.StartsResolved(offsets={A: 3}, requested=(A, B)))
@@ -221,13 +221,13 @@ def by_time(no_match: Literal["error", "latest"]) -> GroupHarness:
     return group
 
 
-def test_a_time_that_no_record_is_as_young_as_is_refused() -> None:
+def test_starting_timestamp_after_the_last_record_is_an_error() -> None:
     (fail,) = only(ev.Fail, by_time("error").resolved({A: 3, B: None}))
     assert isinstance(fail.error, OptionError)
-    assert "no record of orders-1 is as young as the starting timestamp 1700000" in str(fail.error)
+    assert "orders-1 have no record at or after the starting timestamp 1700000" in str(fail.error)
 
 
-def test_a_time_that_no_record_is_as_young_as_means_the_end_if_the_options_say_so() -> None:
+def test_starting_timestamp_after_the_last_record_is_the_end_with_strategy_latest() -> None:
     group = by_time("latest")
     assert ev.ResolveStarts(starts={B: LATEST}) in group.resolved({A: 3, B: None})
     group.resolved({B: 9})
@@ -235,7 +235,7 @@ def test_a_time_that_no_record_is_as_young_as_means_the_end_if_the_options_say_s
 
 
 @pytest.mark.parametrize("fail", [True, False])
-def test_a_new_partition_whose_first_records_went_before_anyone_read_them_is_lost_data(fail: bool) -> None:
+def test_added_partition_without_its_first_records_is_data_loss(fail: bool) -> None:
     group = GroupHarness(fail_on_data_loss=fail)
     group.start_stream()
     group.assigned(NEW)
@@ -248,13 +248,13 @@ def test_a_new_partition_whose_first_records_went_before_anyone_read_them_is_los
         assert group.run.plannable() == {NEW: 3}
 
 
-# --- lost during a batch, and back before it is known ----------------------------------------------------------------
+# --- partitions lost during a batch ----------------------------------------------------------------------------------
 
 
 @pytest.mark.proves("G5", level="core")
 @pytest.mark.parametrize("first", ["durable", "answer"])
 @pytest.mark.parametrize("offset", [100, 120, 150])
-def test_a_partition_goes_on_where_others_committed_inside_the_batch_during_which_it_was_lost(
+def test_partition_lost_during_a_batch_continues_at_a_foreign_commit_inside_it(
     group: GroupHarness, first: str, offset: int
 ) -> None:
     """Whether the sink took the batch is not known. A table with a ledger leaves out what it has, as the commit is not
@@ -270,7 +270,7 @@ def test_a_partition_goes_on_where_others_committed_inside_the_batch_during_whic
         group.durable()
         group.commit_succeeds()
     assert group.run.plannable() == {A: offset}
-    assert any("was moved from 150 to" in text for text in group.logged()) == (offset < 150)
+    assert any("moved orders-0 from 150 to" in text for text in group.logged()) == (offset < 150)
     assert group.followed() == frozenset()
     assert group.run.statistics().possible_duplicates == 50
     assert group.run.all_committed
@@ -278,9 +278,7 @@ def test_a_partition_goes_on_where_others_committed_inside_the_batch_during_whic
 
 @pytest.mark.parametrize("first", ["durable", "answer"])
 @pytest.mark.parametrize("offset", [20, 180])
-def test_a_commit_outside_of_the_batch_is_followed_whenever_it_shows(
-    group: GroupHarness, first: str, offset: int
-) -> None:
+def test_foreign_commit_outside_the_batch_is_followed(group: GroupHarness, first: str, offset: int) -> None:
     group.reads({A: (100, 150)})
     group.lost(A)
     group.assigned(A)
@@ -292,19 +290,19 @@ def test_a_commit_outside_of_the_batch_is_followed_whenever_it_shows(
         group.durable()
     assert group.run.plannable() == {A: offset}
     assert group.followed() == {A}
-    assert any(f"was moved from 100 to {offset}" in text for text in group.logged())
+    assert any(f"moved orders-0 from 100 to {offset}" in text for text in group.logged())
 
 
-# --- logs that were cut ----------------------------------------------------------------------------------------------
+# --- truncated logs --------------------------------------------------------------------------------------------------
 
 
-def cut_below(group: GroupHarness, at: int) -> None:
-    group.feed(ev.RecordsMissing(offsets={A: at}, reason="the log was cut", truncated=frozenset({A})))
+def truncate(group: GroupHarness, at: int) -> None:
+    group.feed(ev.RecordsMissing(offsets={A: at}, reason="the log was truncated", truncated=frozenset({A})))
 
 
-def test_a_partition_that_goes_back_says_where_it_stood_until_kafka_has_more(group: GroupHarness) -> None:
+def test_truncated_partition_keeps_its_old_position_until_a_later_offset_is_committed(group: GroupHarness) -> None:
     group.settled(A)
-    cut_below(group, 60)
+    truncate(group, 60)
     assert group.run.plannable() == {A: 60} and group.truncated() == {A: 100}
     group.commit_succeeds()
     assert group.truncated() == {A: 100}, "no batch from there is durable"
@@ -313,10 +311,10 @@ def test_a_partition_that_goes_back_says_where_it_stood_until_kafka_has_more(gro
     assert group.run.plannable() == {A: 80} and group.truncated() == {}
 
 
-def test_a_former_commit_of_ours_does_not_lead_a_cut_partition_forward_again(group: GroupHarness) -> None:
+def test_earlier_own_commit_does_not_move_a_truncated_partition_forward(group: GroupHarness) -> None:
     """The commit of where it went back to was on its way, or was not made, when its member was lost."""
     group.settled(A)
-    cut_below(group, 60)
+    truncate(group, 60)
     group.plan({A: (60, 80)})
     group.durable()
     group.lost(A)
@@ -325,7 +323,7 @@ def test_a_former_commit_of_ours_does_not_lead_a_cut_partition_forward_again(gro
     assert group.run.plannable() == {A: 80}
 
 
-def test_after_a_restart_the_checkpoint_says_what_was_cut(fresh: GroupHarness) -> None:
+def test_truncation_is_restored_from_the_checkpoint(fresh: GroupHarness) -> None:
     past = StreamOffset(group="etl", stream=STREAM, seq=7, ranges={A: (60, 80)}, truncated_from={A: 100})
     fresh.resume(past)
     fresh.join()
@@ -335,7 +333,7 @@ def test_after_a_restart_the_checkpoint_says_what_was_cut(fresh: GroupHarness) -
 
 
 @pytest.mark.parametrize("cut", [100, None])
-def test_our_own_commit_below_our_position_says_whether_the_log_was_cut(fresh: GroupHarness, cut: int | None) -> None:
+def test_own_commit_below_the_position_shows_a_truncation_by_its_note(fresh: GroupHarness, cut: int | None) -> None:
     """The run ended after that commit, before it planned from there. Or it went on where another stream had committed:
     then the table has those rows."""
     past = StreamOffset(group="etl", stream=STREAM, seq=7, ranges={A: (90, 100)})
@@ -347,7 +345,7 @@ def test_our_own_commit_below_our_position_says_whether_the_log_was_cut(fresh: G
     assert fresh.truncated() == ({} if cut is None else {A: cut})
 
 
-def test_a_commit_where_the_log_was_cut_says_where_we_stood(group: GroupHarness) -> None:
+def test_commit_after_a_truncation_has_the_old_position(group: GroupHarness) -> None:
     group.settled(A)
-    commands = group.feed(ev.RecordsMissing(offsets={A: 60}, reason="the log was cut", truncated=frozenset({A})))
+    commands = group.feed(ev.RecordsMissing(offsets={A: 60}, reason="the log was truncated", truncated=frozenset({A})))
     assert only(ev.CommitOffsets, commands)[-1].truncated_from == {A: 100}

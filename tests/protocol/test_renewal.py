@@ -87,12 +87,12 @@ def test_G5_plan_lists_partitions_that_start_after_uncommitted_records() -> None
     group.start_stream({"orders": 2})
     group.assigned(A, B, C)
     group.committed({A: None, B: 7, C: None})
-    assert group.run.lookups.began == {A}, "C was added later: it starts at its first record"
+    assert group.run.lookups.started == {A}, "C was added later: it starts at its first record"
     group.commit_succeeds(group.resolved({A: 31, C: 0}))
     group.plan({})
-    assert group.run.lookups.began == {A}
+    assert group.run.lookups.started == {A}
     group.durable()
-    assert group.run.lookups.began == frozenset()
+    assert group.run.lookups.started == frozenset()
 
 
 def test_partition_committed_meanwhile_is_not_listed_as_started() -> None:
@@ -101,14 +101,14 @@ def test_partition_committed_meanwhile_is_not_listed_as_started() -> None:
     group.assigned(A)
     group.committed({A: None})
     group.commit_succeeds(group.resolved({A: 31}))
-    assert group.run.lookups.began == {A}
+    assert group.run.lookups.started == {A}
     group.lost(A)
     group.assigned(A)
     group.claim({A: ev.Committed(offset=50)})
-    assert group.run.lookups.began == frozenset()
+    assert group.run.lookups.started == frozenset()
 
 
 def test_partition_started_at_its_first_record_is_not_listed(group: GroupHarness) -> None:
     group.assigned(A)
     group.committed({A: None})
-    assert group.run.lookups.began == frozenset()
+    assert group.run.lookups.started == frozenset()

@@ -4,7 +4,7 @@ import pytest
 from kit.harness import STREAM, GroupHarness, only, tps
 
 from spark_group_source.protocol import events as ev
-from spark_group_source.protocol.lookups import SILENCES_MAX
+from spark_group_source.protocol.lookups import UNANSWERED_MAX
 from spark_group_source.protocol.offsets import StreamOffset
 from spark_group_source.protocol.rules import RETRY_PAUSES_MS
 
@@ -44,7 +44,7 @@ def test_reset_voids_the_plan_in_flight_and_all_remembered_positions(fresh: Grou
     again = fresh.committed({A: reset(20), B: reset(30)})
     assert again == [ev.FetchCommittedOffsets(partitions=(A, B))]  # all are looked up again, in the light of it
     assert fresh.run.partitions.uncommitted() == {}
-    assert any("the group was reset (for the 1. time)" in text for text in fresh.logged())
+    assert any("the group was reset (reset #1)" in text for text in fresh.logged())
     assert fresh.committed({A: reset(20), B: reset(30)}) == [
         ev.CommitOffsets(offsets={A: 20, B: 30}, stream=STREAM, seq=2, reset_number=1, followed=frozenset({A, B}))
     ]
@@ -129,7 +129,7 @@ def test_note_that_never_arrives_does_not_block_planning(group: GroupHarness) ->
     silent = ev.CommittedOffsetsRead(
         offsets={A: ev.Committed(offset=100, stream=STREAM)}, requested=(A,), reset_number=0, unanswered=(B,)
     )
-    for _ in range(SILENCES_MAX):
+    for _ in range(UNANSWERED_MAX):
         group.feed(silent)
         group.tick(ms=RETRY_PAUSES_MS[-1])
         assert group.run.plannable() == {}
