@@ -1,4 +1,4 @@
-"""The demo: a short one is played for real, and its proof must not hold for anything but the truth."""
+"""The demo: a real short run, and its checks, which must fail for wrong evidence."""
 
 import io
 import json
@@ -17,12 +17,12 @@ from kafka_words import await_until
 ROOT = Path(__file__).resolve().parent.parent
 DEMO = ROOT / "jobs" / "demo.py"
 DEMO_S = 900
-"""A bound for a machine that is busy with other things; alone the short demo needs about a minute."""
+"""Bound on a busy machine; alone the short demo takes about a minute."""
 
 
 @pytest.fixture(scope="module", autouse=True)
 def programs() -> Any:
-    """Programs of ``jobs/`` import each other as neighbours."""
+    """Programs of ``jobs/`` import each other from the same folder."""
     sys.path.insert(0, str(ROOT / "jobs"))
     yield
     sys.path.remove(str(ROOT / "jobs"))
@@ -67,7 +67,7 @@ def processes_that_know(directory: Path) -> list[str]:
     return lines
 
 
-# --- played ----------------------------------------------------------------------------------------------------------
+# --- real runs -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.broker
@@ -105,7 +105,7 @@ def test_short_demo_proves_each_order_once_and_leaves_nothing(tmp_path: Path) ->
 
 
 def _as_in_a_terminal() -> None:
-    """A shell starts what runs in its background so that Ctrl-C is ignored, and so would be the tests' children."""
+    """Restore the default handler: background processes of a shell ignore Ctrl-C, and so would their children."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
@@ -142,7 +142,7 @@ def test_ctrl_c_stops_everything_the_demo_started(tmp_path: Path) -> None:
     assert not processes_that_know(tmp_path)
 
 
-# --- the proof -------------------------------------------------------------------------------------------------------
+# --- the checks ------------------------------------------------------------------------------------------------------
 
 
 def test_correct_evidence_passes_the_checks(proof: ModuleType, truth: Any) -> None:

@@ -1,5 +1,5 @@
-"""``spark-group run`` and ``jobs/group_to_delta.py``: run as users run them, and their arguments. What they wrote is
-read from the table's files."""
+"""``spark-group run`` and ``jobs/group_to_delta.py``: real runs, and their arguments. The result is read
+from the table's files."""
 
 import json
 import os
@@ -33,7 +33,7 @@ BAD = [b'{"id": 2', b"[1]", b'{"id": "x"}', b'{"id": 3}{"id": 4}', b"", b"null",
 
 @pytest.fixture
 def arguments() -> Any:
-    """``arguments(*more)`` -> (exit status, what was printed), of a call that must not get as far as Spark."""
+    """``arguments(*more)`` -> (exit status, what was printed), of a call that must fail before Spark starts."""
 
     def call(*given: str) -> tuple[int, str]:
         result = CliRunner().invoke(app, ["run", *given], env={"COLUMNS": "2000", "NO_COLOR": "1", "TERM": "dumb"})

@@ -1,4 +1,4 @@
-"""The notebooks run from top to bottom, here with a Kafka and a Spark of their own, and end as they say."""
+"""The notebooks run from top to bottom, with their own Kafka and Spark, and have the documented results."""
 
 import os
 import re
@@ -26,7 +26,7 @@ def test_notebook_is_stored_without_outputs(path: Path) -> None:
 
 @pytest.fixture
 def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The name of a kernel that is this interpreter, whatever kernels the machine knows."""
+    """The name of a kernel with this interpreter."""
     directory = tmp_path / "jupyter" / "kernels" / "this-python"
     directory.mkdir(parents=True)
     argv = f'["{sys.executable}", "-m", "ipykernel_launcher", "-f", "{{connection_file}}"]'
@@ -34,7 +34,7 @@ def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "jupyter"))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
-    # Delta's jars come as users get them, once, and into no folder of the user's.
+    # Delta's jars are downloaded once, and not into the user's folders.
     (tmp_path / "conf").mkdir()
     (tmp_path / "conf" / "spark-defaults.conf").write_text(f"spark.jars.ivy {cache_dir() / 'notebooks'}\n")
     monkeypatch.setenv("SPARK_CONF_DIR", str(tmp_path / "conf"))
@@ -42,7 +42,7 @@ def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def printed(notebook: Any, containing: str) -> str:
-    """What the one code cell with this text printed or evaluated to."""
+    """The output of the only code cell that contains this text."""
     (cell,) = [c for c in notebook.cells if c.cell_type == "code" and containing in c.source]
     return "".join(output.get("text", "") or output.get("data", {}).get("text/plain", "") for output in cell.outputs)
 

@@ -116,8 +116,8 @@ def describe(
     asked = offsets or everything or as_json
     found = []
     for name in names:
-        told = elsewhere if name == names[0] else []
-        one = report.read_group(admin, name, ledgers.get(name), offsets=asked, elsewhere=told)
+        reported = elsewhere if name == names[0] else []
+        one = report.read_group(admin, name, ledgers.get(name), offsets=asked, elsewhere=reported)
         if one is not None:
             found.append(one)
         elif group:

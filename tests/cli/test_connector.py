@@ -1,4 +1,4 @@
-"""What is read of a checkpoint of Spark's own Kafka connector, and what is refused. No broker, no Spark."""
+"""Reading checkpoints of Spark's own Kafka connector, and refusals. No broker, no Spark."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ O0, O1, OTHER = TopicPartition("orders", 0), TopicPartition("orders", 1), TopicP
 
 
 def checkpoint(folder: Path, offsets: Mapping[int, Sequence[str]], commits: Sequence[int], version: str = "v1") -> Path:
-    """A checkpoint as Spark writes it, with its checksums and a file that was not finished."""
+    """A checkpoint as Spark writes it, with checksums and an unfinished file."""
     for log, texts in (
         ("offsets", {n: "\n".join([version, METADATA, *lines]) for n, lines in offsets.items()}),
         ("commits", dict.fromkeys(commits, 'v1\n{"nextBatchWatermarkMs":0}')),

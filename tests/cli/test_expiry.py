@@ -1,4 +1,4 @@
-"""When Kafka forgets a committed offset, as ``tests/kafka/test_expiry.py`` sees it on a real broker."""
+"""When committed offsets expire; ``tests/kafka/test_expiry.py`` tests the same on a real broker."""
 
 import pytest
 from kit.harness import tps

@@ -1,4 +1,4 @@
-"""``spark-group describe`` and ``reset`` on a real group: what they show, what they move, what they refuse.
+"""``spark-group describe`` and ``reset`` on a real group: output, moves and refusals.
 
 Kafka's offsets are read back with its own admin API, the table's rows from its files.
 """
@@ -47,18 +47,18 @@ def run(scene: Scene) -> Run:
 
 
 def refused(shown: Shown) -> str:
-    """The one line that a refused command ends with."""
+    """The error line of a refused command."""
     assert shown.code == 1, shown.output
     return shown.output.splitlines()[-1]
 
 
 def into(job: Job, table: Path) -> None:
-    """An AvailableNow run of the job into a Delta table; raises what the query failed with."""
+    """An AvailableNow run of the job into a Delta table; raises the query's error."""
     job.run_into(DeltaSink(table), availableNow=True)
 
 
 def die_in(scene: Scene, job: Job, table: Path, batch: int) -> None:
-    """A run whose sink does not survive the batch: it is planned then, and not in the table."""
+    """A run whose sink fails: the batch is planned, but not in the table."""
     sink = DeltaSink(table)
 
     def write(df: "DataFrame", number: int) -> None:
@@ -167,7 +167,7 @@ PLACES = {
     ("--shift-by", "-1", "--topic", "%s:1"): (5, 4),
     ("--to-current",): (5, 5),
 }
-"""Where a group that is at 5 in both partitions goes."""
+"""Destinations of a group that is at 5 in both partitions."""
 
 
 def test_reset_moves_offsets_only_with_execute(scene: Scene, run: Run) -> None:
@@ -207,12 +207,12 @@ def test_reset_refuses_invalid_arguments(arguments: tuple[str, ...], message: st
 
 
 def notes(scene: Scene) -> dict[TopicPartition, Note]:
-    """What the text beside each of the group's committed offsets says."""
+    """The metadata of the group's committed offsets."""
     return {tp: parse_note(text) for tp, (_, text) in noted_of(scene.admin, scene.group).items()}
 
 
 def await_left(scene: Scene) -> None:
-    """Wait for the members of a query that failed: they leave while its end is told already."""
+    """Wait until the members of a failed query have left, which may be after its error."""
     await_until(lambda: describe(scene.admin, scene.group).state == "empty", what="the members that leave")
 
 
@@ -246,7 +246,7 @@ def type_in(scene: Scene, command: str) -> None:
 
 
 def conflict(scene: Scene, job: Job, table: Path) -> str:
-    """A run that the ledger refuses; its message."""
+    """The message of a run that the ledger refuses."""
     before = offsets_in(table)
     with pytest.raises(Exception, match="LedgerConflict") as refused:
         into(job, table)
@@ -257,7 +257,7 @@ def conflict(scene: Scene, job: Job, table: Path) -> str:
 
 @pytest.mark.parametrize("written", [False, True], ids=["batch-not-in-table", "batch-in-table"])
 def test_query_follows_a_reset_that_came_during_a_pending_batch(written: bool, scene: Scene, run: Run) -> None:
-    """Pending: ``offsets/N`` says what it reads, and no ``commits/N`` that it is done. Its source is killed in it."""
+    """Pending: ``offsets/N`` exists and ``commits/N`` does not. The source is killed during the batch."""
     name, table = scene.topic(2), scene.folder / "table"
     one = scene.job(subscribe=name, kafka__session__timeout__ms=2000)
     scene.produce(name, numbered(0, 9, 2))
@@ -362,7 +362,7 @@ def test_batch_pending_at_a_reset_is_void(to: str, skipped: range, scene: Scene,
 
 
 def test_pending_batch_is_void_when_one_of_its_topics_is_reset(scene: Scene, run: Run) -> None:
-    """The other topic goes on at its committed offset, so that what the void batch was to read of it is not lost."""
+    """The other topic continues at its committed offset, so its records in the void batch are not lost."""
     moved, other = (scene.topic(name=f"{scene.group}-{what}") for what in ("moved", "other"))
     table = scene.folder / "table"
     for name in (moved, other):
@@ -404,7 +404,7 @@ def test_second_reset_repairs_one_that_died_before_the_table(
 
 
 def test_reset_to_checkpoint_uses_start_of_batch_or_last_end(scene: Scene, run: Run) -> None:
-    """The initial positions of a stream survive its batches and restarts: batch 0 began there."""
+    """The start of batch 0 stays available after later batches and restarts."""
     name = scene.topic(2)
     p0, p1 = TopicPartition(name, 0), TopicPartition(name, 1)
     scene.produce(name, numbered(0, 19, 2))

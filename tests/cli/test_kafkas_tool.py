@@ -1,4 +1,4 @@
-"""Kafka's own ``kafka-consumer-groups`` and ours on the same group: what they show, plan, and read of each other."""
+"""``spark-group`` and Kafka's own ``kafka-consumer-groups`` on the same group: output, plans and files."""
 
 import csv
 import json
@@ -31,7 +31,7 @@ def kafkas(scene: Scene, jvm: None) -> Tool:
 
 @pytest.fixture
 def ours(scene: Scene) -> Tool:
-    """The same of this package; options are spelled alike."""
+    """The same with ``spark-group``; the options have the same names."""
 
     def run(command: str, *arguments: str) -> str:
         done = scene.of_group(command, *arguments)
@@ -42,7 +42,7 @@ def ours(scene: Scene) -> Tool:
 
 
 def plan_of(text: str) -> dict[TopicPartition, int]:
-    """A CSV plan, read with nothing of ours."""
+    """A CSV plan, parsed without code of this package."""
     rows = (row for row in csv.reader(text.splitlines()) if row)
     return {TopicPartition(topic, int(p)): int(at) for topic, p, at in rows}
 

@@ -1,4 +1,4 @@
-"""The guide for changing over, typed as it stands: a job of Spark's own connector, ours in its place, and back."""
+"""The migration guide as printed: from a job of Spark's own connector to this source and back."""
 
 import json
 import subprocess
@@ -30,7 +30,7 @@ CLI_S = 180
 
 
 class Guide:
-    """Types the guide's blocks, with this test's broker, group, topic and folder in place of those it names."""
+    """Runs the guide's blocks with this test's broker, group, topic and folder."""
 
     def __init__(self, scene: Scene, topic: str) -> None:
         self.scene, self.topic = scene, topic
@@ -49,7 +49,7 @@ class Guide:
         exec(compile(self._here(text), GUIDE, "exec"), self.names)
 
     def commands(self) -> list[str]:
-        """The next block's commands, each in a process of its own; what they print."""
+        """Run the next block's commands, each in its own process; returns their output."""
         _, language, text = next(self.blocks)
         assert language == ""
         return [self._typed(line) for line in self._here(text).splitlines()]
@@ -67,7 +67,7 @@ class Guide:
         return self._here(next(block.text for block in self.all if not block.language)).splitlines()[0].split()[1:]
 
     def stop_old(self) -> None:
-        """Stop the first query; its last batch is in the table, and Spark does not know (as it may happen)."""
+        """Stop the first query when its last batch is in the table but not in Spark's commit log."""
         checkpoint = self.scene.folder / "_chk/old"
         last = max(int(path.name) for path in (checkpoint / "offsets").glob("[0-9]*"))
         await_until((checkpoint / "commits" / str(last)).exists, what="the end of the batch")
@@ -75,7 +75,7 @@ class Guide:
         remove_entry(checkpoint, "commits", last)
 
     def finish_old(self) -> None:
-        """What the guide says of a batch that is not finished."""
+        """Follow the guide for an unfinished batch."""
         writer = self.names["old"].writeStream.format("delta").trigger(availableNow=True)
         writer = writer.option("checkpointLocation", f"{self.scene.folder}/_chk/old")
         assert writer.start(f"{self.scene.folder}/orders").awaitTermination(END_S)

@@ -1,4 +1,4 @@
-"""``spark-group delete-offsets`` and ``delete-group`` on real groups, beside Kafka's own tool (KIP-496).
+"""``spark-group delete-offsets`` and ``delete-group`` on real groups, compared with Kafka's own tool (KIP-496).
 
 Kafka's offsets are read back with a plain consumer, and by ``kafka-consumer-groups``.
 """
@@ -61,7 +61,7 @@ def test_only_assigned_partitions_prove_a_subscription() -> None:
     member = GroupMember("m", "c", "", "h", (A1,))
     offsets = {A0: 5, B0: 9, TopicPartition("b", 1): None}
     found = predict_deletion(offsets, GroupDescription("stable", "classic", "range", (member,)))
-    assert found[A0].outcome is Outcome.WOULD_STAY, "also of the partitions that nobody has"
+    assert found[A0].outcome is Outcome.WOULD_STAY, "also unassigned partitions"
     assert found[B0].outcome is Outcome.WOULD_GO and "unless a member subscribes" in found[B0].reason
     assert found[TopicPartition("b", 1)].outcome is Outcome.NOTHING
     assert predict_deletion({A0: 5}, GroupDescription("empty", "classic", "", ())) == {
@@ -70,7 +70,7 @@ def test_only_assigned_partitions_prove_a_subscription() -> None:
 
 
 class Scripted:
-    """An admin client whose broker answers like this."""
+    """An admin client with scripted responses."""
 
     def __init__(self, codes: dict[TopicPartition, int], after: dict[TopicPartition, CommittedOffset | None]) -> None:
         self.codes, self.after = codes, after
@@ -234,7 +234,7 @@ def test_G4_G5_query_with_deleted_offsets_writes_each_record_once(scene: Scene, 
     name, table, numbers = scene.topic(2), scene.folder / "table", range(10)
 
     def lost(*command: str) -> None:
-        """No member and no offset is not_deleted, and there are new records."""
+        """The group has neither members nor offsets, and there are new records."""
         await_until(lambda: not describe(scene.admin, scene.group).members, what="the end of its members")
         assert run(*command, "--execute").code == 0
         assert scene.committed() == {}

@@ -1,4 +1,4 @@
-"""What a reset commits: its number, the offsets of every partition, and the note beside each. No broker, no Spark."""
+"""What a reset commits: reset number, offsets and metadata of every partition. No broker, no Spark."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -51,7 +51,7 @@ def test_unmoved_partition_keeps_stream_id_with_new_reset_number() -> None:
 
 
 def test_unmoved_partition_follows_a_ledger_that_is_ahead() -> None:
-    """The last commit of a run was lost. Left behind the ledger, the partition would look like one that was rewound."""
+    """The last commit of a run was lost. Behind the ledger, the partition would look like an operator's rewind."""
     before = committed({P0: (9, note_text("s1", 4)), P1: (7, note_text("s1", 4))})
     found = plan_reset({P0: 5}, before, ledger({P0: 12, P1: 10, P2: 3}), TOPICS)
     assert found.offsets == {P0: 5, P1: 10, P2: 3}
@@ -59,7 +59,7 @@ def test_unmoved_partition_follows_a_ledger_that_is_ahead() -> None:
 
 
 def test_ledger_with_older_reset_number_does_not_undo_a_reset() -> None:
-    """The group went back to another table's ledger. Before, the next reset of this one skipped what that lacks."""
+    """The group was reset to another table's ledger; a reset with this table skips no record that the other lacks."""
     before = committed({P0: (9, note_text("s1", 4, 1)), P1: (7, note_text("s2", 4, 1)), P2: (7, reset_text(1))})
     assert plan_reset({P0: 5}, before, ledger({P1: 10, P2: 10}), TOPICS).offsets == {P0: 5, P1: 7, P2: 7}
     assert plan_reset({P0: 5}, before, ledger({P1: 10, P2: 10}, reset_number=1), TOPICS).offsets == {
@@ -70,7 +70,7 @@ def test_ledger_with_older_reset_number_does_not_undo_a_reset() -> None:
 
 
 def test_commit_of_a_void_batch_is_ignored() -> None:
-    """It had not heard of the last reset. Left where Kafka stands, the records of that batch would be lost."""
+    """The stream did not know the last reset. At Kafka's offset the records of that batch would be lost."""
     before = committed({P0: (9, note_text("s1", 4)), P1: (7, note_text("s1", 4)), P2: (7, note_text("s2", 4, 1))})
     table = replace(ledger({P1: 2, P2: 2}, reset_number=1), void=frozenset({"s1"}))
     assert plan_reset({P0: 5}, before, table, TOPICS).offsets == {P0: 5, P1: 2, P2: 7}

@@ -1,4 +1,4 @@
-"""What ``describe`` says of each slot of a query, without a query."""
+"""The slot table of ``describe``, without a query."""
 
 import io
 from typing import Any

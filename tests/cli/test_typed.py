@@ -1,4 +1,4 @@
-"""Every command of ``spark-group`` that a document tells people to type, typed in the life of one query.
+"""Every ``spark-group`` command of the documents, run as printed during one query.
 
 Deliberately absent: the commands of the first ten minutes (``test_docs``) and of the guide for changing over
 (``test_migrate``), which are typed there in their order; and names of commands in a sentence, without what they need.
@@ -27,16 +27,16 @@ pytestmark = pytest.mark.spark
 
 ELSEWHERE = {"first.md", "migrate.md"}
 LIVE = ("list", "describe", "watch", "exporter", "drain")
-"""While the query runs, in this order; its drain ends that."""
+"""Commands that run while the query runs, in this order; the drain is the last."""
 STOPPED = ("ledger", "reset", "delete-offsets", "delete-group")
 COMPLETE = ("--group", "--bootstrap-server", "/lake/")
-"""Words of a command that is not only named."""
+"""Words that show that a command has arguments."""
 ELSEWHERE_COMMANDS = ("broker", "run")
-"""``tests/local/test_broker.py`` types them, and ``tests/test_jobs.py``."""
+"""Tested in ``tests/local/test_broker.py`` and ``tests/test_jobs.py``."""
 
 
 def lines() -> list[str]:
-    """Each command once: without what may be left out, and with it."""
+    """Each command once: without its optional parts, and with them."""
     found: dict[str, None] = {}
     for document, line in commands():
         text = re.sub(r"\s+#.*$", "", line)
@@ -50,7 +50,7 @@ def lines() -> list[str]:
 
 
 class Typist:
-    """Types commands as they stand, with this test's broker, group, topic and folder in place of those they name."""
+    """Runs commands as printed, with this test's broker, group, topic and folder."""
 
     def __init__(self, scene: Scene, topic: str, former: str) -> None:
         self.scene, self.topic, self.former = scene, topic, former
@@ -74,7 +74,7 @@ class Typist:
             self.plan.write_text(shown.stdout)
 
     def _serve(self, words: list[str]) -> None:
-        """An exporter has what it is asked for at the port it says, and ends when it is told to."""
+        """The exporter serves metrics at the printed port and stops on a signal."""
         words = ["0" if before == "--port" else word for before, word in zip(["", *words], words, strict=False)]
         words = ["1" if before == "--interval" else word for before, word in zip(["", *words], words, strict=False)]
         command = [sys.executable, "-m", "spark_group_source", *words]

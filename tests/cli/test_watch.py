@@ -1,4 +1,4 @@
-"""``spark-group watch``, ``describe()`` and ``reset()``: what is said of two looks at a group, and of a real one."""
+"""``spark-group watch``, ``describe()`` and ``reset()``: events between snapshots, and a real group."""
 
 import io
 import os
@@ -32,7 +32,7 @@ WATCH_S = 60
 def report(
     owners: Mapping[int, str], *, committed: int = 5, end: int = 9, state: str = "stable", **run: Any
 ) -> GroupReport:
-    """A group that reads topic t: which member has each partition."""
+    """A group that reads topic t, with the owner of each partition."""
     of: dict[str, Any] = {
         "topic": "t",
         "committed": committed,
@@ -58,7 +58,7 @@ def shown(look: GroupReport, **more: Any) -> str:
     return console.export_text()
 
 
-# --- two looks -------------------------------------------------------------------------------------------------------
+# --- two snapshots ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def shown(look: GroupReport, **more: Any) -> str:
             ["rebalance 3 of the query in process 7: a member joined"],
         ),
     ],
-    ids=["it reads on", "a member joins", "a member leaves", "a query of this host tells why"],
+    ids=["records are read", "a member joins", "a member leaves", "a query reports the reason"],
 )
 def test_changes_between_two_snapshots(before: GroupReport, after: GroupReport, said: list[str]) -> None:
     assert changes(before, after) == said
@@ -93,7 +93,7 @@ def test_spans(numbers: list[int], text: str) -> None:
     assert spans(numbers) == text
 
 
-# --- one look --------------------------------------------------------------------------------------------------------
+# --- one snapshot ----------------------------------------------------------------------------------------------------
 
 
 def test_watch_view_shows_members_partitions_and_events() -> None:
@@ -115,7 +115,7 @@ def test_outdated_watch_view_is_marked() -> None:
 
 
 def in_a_notebook(value: Any) -> str:
-    """What a notebook shows of a value: Rich's HTML."""
+    """The HTML that a notebook shows for a value."""
     return " ".join(value._repr_mimebundle_((), ())["text/html"].split())
 
 

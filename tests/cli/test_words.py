@@ -1,4 +1,4 @@
-"""What the commands take and print, without a broker: durations, topics, states, CSV files, exit codes."""
+"""Arguments and output of commands without a broker: durations, topics, states, CSV files, exit codes."""
 
 import json
 import re
@@ -17,7 +17,7 @@ from spark_group_source.model import EARLIEST, StartAt, TopicPartition
 
 CLI_S = 60
 NOBODY = "127.0.0.1:1"
-"""Where no broker listens."""
+"""An address without a broker."""
 
 
 @pytest.mark.parametrize(

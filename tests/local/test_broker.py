@@ -1,4 +1,4 @@
-"""The local Kafka: it starts, does what Kafka does, and leaves nothing behind, however it ends."""
+"""The local Kafka broker: start, stop, failures and clean-up."""
 
 import json
 import os
@@ -29,7 +29,7 @@ CLI_S = 150
 
 
 def alive(pid: int) -> bool:
-    """Whether the process exists and is more than an exit code that nobody has collected."""
+    """Whether the process exists and is no zombie."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -167,7 +167,7 @@ def test_cluster_answers_while_one_node_is_down(
 
 @pytest.fixture
 def home(tmp_path: Path) -> Iterator[dict[str, str]]:
-    """An environment with a state folder of its own; what was started in it is stopped."""
+    """An environment with its own state folder; its broker is stopped at the end."""
     environment = os.environ | {"XDG_STATE_HOME": str(tmp_path / "state")}
     yield environment
     spark_group("broker", "stop", env=environment)

@@ -1,4 +1,4 @@
-"""What a newcomer meets first: the Makefile and .ci/run say in one line what the machine lacks, before they begin."""
+"""Setup of a checkout: the Makefile and .ci/setup report missing requirements in one line before they start."""
 
 import os
 import shutil
@@ -13,11 +13,11 @@ RUN_S = 200
 """Bound of one run; making an empty venv is the longest part."""
 
 UTILITIES = ("bash", "make", "dirname", "mkdir", "rm", "mktemp", "timeout", "grep", "tail", "sed", "touch", "find")
-"""What the scripts use of the system; nothing else of it is in PATH here, so no Python and no Java."""
+"""System programs that the scripts use. Nothing else is in PATH, so neither Python nor Java."""
 
 
 class Run:
-    """A checkout of the build files, and a PATH with only what a test puts there."""
+    """A checkout of the build files, and a PATH that contains only programs of the test."""
 
     def __init__(self, home: Path) -> None:
         self.checkout, self.bin, self.tmp = home / "checkout", home / "bin", home / "tmp"
@@ -33,7 +33,7 @@ class Run:
         self.env = {"PATH": str(self.bin), "HOME": str(home), "TMPDIR": str(self.tmp)}
 
     def has(self, name: str, *, says: str, code: int = 0) -> Path:
-        """A program that prints one line and ends."""
+        """Create a program that prints one line and exits."""
         program = self.bin / name
         program.parent.mkdir(parents=True, exist_ok=True)
         program.write_text(f"#!/bin/sh\necho '{says}' >&{2 if name.endswith('java') else 1}\nexit {code}\n")
@@ -58,7 +58,7 @@ class Run:
         )
 
     def refuses(self, *command: str, **env: str) -> str:
-        """Run something that must fail; its one line of error, without the prefix."""
+        """Run a command that must fail; returns its error line without the prefix."""
         run = self.run(*command, **env)
         assert run.returncode != 0, run.stdout
         # make adds a line of its own that names the target
@@ -130,7 +130,7 @@ def test_unreachable_package_registry_is_reported_in_one_line(machine: Run) -> N
     machine.has_java()
     (machine.bin / "python3").write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
     (machine.bin / "python3").chmod(0o755)
-    # nobody listens on the discard port; no local stand-in for a registry may help out either
+    # nothing listens on the discard port; no local package registry may be used either
     nowhere = {"PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_CONFIG_FILE": os.devnull, "PIP_NO_CACHE_DIR": "1"}
     nowhere["PIP_RETRIES"] = "1"  # of the pip that pip starts, which would ask for a quarter of a minute
     told = machine.refuses("make", "test", **nowhere)
