@@ -150,7 +150,7 @@ def _spark_jars() -> Path:
         if jars.is_dir():
             return jars
     raise SetupError(
-        "PySpark with its jars is needed, for Ivy and for Java's side of Spark: pip install 'spark-group-source[local]'"
+        "PySpark with its jars is not installed in this Python: pip install 'pyspark[sql]==4.2.0' 'delta-spark==4.4.0'"
     )
 
 
