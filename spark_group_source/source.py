@@ -242,8 +242,8 @@ class GroupStreamReader(CheckedPickle, DataSourceStreamReader, SupportsTriggerAv
             options.consumer_settings(),
             include_headers=options.include_headers,
             fail_on_data_loss=options.fail_on_data_loss,
-            deadline_s=options.poll_timeout_ms / 1000,
-            silence_s=options.broker_timeout_ms / 1000 or math.inf,
+            progress_timeout_s=options.poll_timeout_ms / 1000,
+            outage_timeout_s=options.broker_timeout_ms / 1000 or math.inf,
         )
         if partition.task is None:  # the modules of agents are not imported, which would delay a worker's first task
             return read_ranges(partition.piece, read)

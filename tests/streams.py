@@ -234,7 +234,7 @@ class Engine:
             topic_ids=end.topic_ids,
             leader_epochs=end.leader_epochs,
             fail_on_data_loss=self.options.fail_on_data_loss,
-            deadline_s=20,
+            progress_timeout_s=20,
         )
         return [
             SourceRow(row["topic"], row["partition"], row["offset"], row["value"].decode())

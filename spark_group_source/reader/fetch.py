@@ -63,8 +63,8 @@ def read_ranges(piece: Piece, options: ReadOptions, counts: ReadCounts | None = 
         DataLoss: planned offsets are no longer in the log, or were never written to the current log.
         TopicMissing: the topic or partition no longer exists.
         AccessDenied: credentials or permissions were refused; a retry alone cannot help.
-        ReadTimeout: ``deadline_s`` or ``silence_s`` passed; the message has the remaining ranges and the last error of
-            the connection.
+        ReadTimeout: ``progress_timeout_s`` or ``outage_timeout_s`` passed; the message has the remaining ranges and the
+            last error of the connection.
         GroupError: brokers refused a request for good, or Spark cannot store a record's timestamp.
         OptionError: librdkafka refuses a setting; the message has its name, never its value.
         SetupError: librdkafka cannot be used here.
@@ -75,7 +75,7 @@ def read_ranges(piece: Piece, options: ReadOptions, counts: ReadCounts | None = 
         counts.complete(options.group_id)
         return
     lease = _ClientLease(_ClientSettings(_settings(options.settings)))
-    options = replace(options, silence_s=max(options.deadline_s, options.silence_s))
+    options = replace(options, outage_timeout_s=max(options.progress_timeout_s, options.outage_timeout_s))
     is_reusable = False
     try:
         yield from RangeReader(lease, piece._replace(ranges=ranges), options, counts).batches()

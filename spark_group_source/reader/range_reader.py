@@ -77,17 +77,17 @@ class ReadOptions:
             commits and offset reset are overridden.
         include_headers: whether batches have the column ``headers``.
         fail_on_data_loss: False logs lost records as a warning and continues with the remaining ones.
-        deadline_s: seconds without progress (a record, a position that moves) after which ReadTimeout is raised, while
-            brokers respond. Time that the consumer of the batches takes does not count.
-        silence_s: seconds without a response of the brokers, or without a token, after which ReadTimeout is raised;
-            never less than ``deadline_s``.
+        progress_timeout_s: seconds without progress (a record, a position that moves) after which ReadTimeout is
+            raised, while brokers respond. Time that the consumer of the batches takes does not count.
+        outage_timeout_s: seconds without a response of the brokers, or without a token, after which ReadTimeout is
+            raised; never less than ``progress_timeout_s``.
     """
 
     settings: Mapping[str, str]
     include_headers: bool = False
     fail_on_data_loss: bool = True
-    deadline_s: float = 120.0
-    silence_s: float = 0.0
+    progress_timeout_s: float = 120.0
+    outage_timeout_s: float = 0.0
 
     @property
     def servers(self) -> str:
@@ -167,7 +167,7 @@ class RangeReader:
 
     def __init__(self, lease: ClientLease, piece: Piece, options: ReadOptions, counts: ReadCounts) -> None:
         self._lease, self._piece, self._options, self._counts = lease, piece, options, counts
-        self._deadline = ReadDeadline(options.deadline_s, options.silence_s)
+        self._deadline = ReadDeadline(options.progress_timeout_s, options.outage_timeout_s)
         self._record_size = RecordSize()
         self._suspicions = Suspicions(read_errors.GRACE_S)
         self._failures = RequestFailures(options.servers, principal(options.settings), self._suspicions)
@@ -196,7 +196,8 @@ class RangeReader:
         self._start()
         while self._ranges:
             remaining = sum(progress.end - progress.position for progress in self._ranges.values())
-            chunk = self._client.poll(self._record_size.rows_max(remaining), min(LINGER_S, self._options.deadline_s))
+            rows_max = self._record_size.rows_max(remaining)
+            chunk = self._client.poll(rows_max, min(LINGER_S, self._options.progress_timeout_s))
             try:
                 slices = self._planned_slices(chunk)
                 for group in group_by_batch(slices, chunk.sizes):
@@ -330,7 +331,7 @@ class RangeReader:
         if self._failures.needs_new_client(now):
             self._renew_client()
         tp, slowest = min(self._ranges.items(), key=lambda item: item[1].checked_s)
-        if self._check is None and now - slowest.checked_s >= min(CHECK_AFTER_S, self._options.deadline_s / 4):
+        if self._check is None and now - slowest.checked_s >= min(CHECK_AFTER_S, self._options.progress_timeout_s / 4):
             self._schedule_check(tp)
 
     def _renew_client(self) -> None:

@@ -30,7 +30,7 @@ def read(given: dict[str, Any], ranges: list[OffsetRange], seconds: float = DEAD
     """Read every record of the ranges; return how they differ from the expected ones."""
     settings = {"bootstrap.servers": given["servers"], "reconnect.backoff.max.ms": "500", **given["settings"]}
     came: dict[TopicPartition, list[int]] = {r.tp: [] for r in ranges}
-    for batch in read_ranges(Piece(tuple(ranges)), ReadOptions(settings, deadline_s=seconds)):
+    for batch in read_ranges(Piece(tuple(ranges)), ReadOptions(settings, progress_timeout_s=seconds)):
         columns = (batch.column(name).to_pylist() for name in ("partition", "offset", "value"))
         for partition, offset, content in zip(*columns, strict=True):
             came[TopicPartition(given["topic"], partition)].append(offset)

@@ -121,7 +121,7 @@ def test_a_read_with_a_fault_in_the_middle_has_every_record_once(
         {"bootstrap.servers": faulty.bootstrap_servers, "isolation.level": "read_committed"},
         large,
         fail_on_data_loss=fail_on_data_loss,
-        deadline_s=DEADLINE_S,
+        progress_timeout_s=DEADLINE_S,
     )
     with Trouble(faulty, fault) as trouble:
         found = offsets_of(batches)

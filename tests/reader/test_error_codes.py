@@ -129,7 +129,7 @@ Read = Callable[..., list[int]]
 def rows_of(cluster: MockCluster, start: int = 0, end: int = COUNT, **options: Any) -> list[int]:
     """The offsets that were read."""
     settings = {**servers(cluster), "reconnect.backoff.max.ms": "200"}
-    found = read_batches(settings, [OffsetRange(TP, start, end)], **{"deadline_s": DEADLINE_S, **options})
+    found = read_batches(settings, [OffsetRange(TP, start, end)], **{"progress_timeout_s": DEADLINE_S, **options})
     return [offset for batch in found for offset in batch.column("offset").to_pylist()]
 
 
@@ -259,7 +259,7 @@ def test_an_outage_longer_than_the_deadline_is_waited_out(cluster: MockCluster, 
     """The deadline applies only while brokers respond."""
     cluster.set_broker_down(1)
     with as_soon_as(over(2 * OUTAGE_S), cluster.set_broker_up, 1):
-        assert read(deadline_s=OUTAGE_S, silence_s=DEADLINE_S) == list(range(COUNT))
+        assert read(progress_timeout_s=OUTAGE_S, outage_timeout_s=DEADLINE_S) == list(range(COUNT))
 
 
 def test_a_topic_check_does_not_wait_for_a_dead_controller() -> None:
@@ -399,7 +399,7 @@ def test_a_topic_recreated_while_it_is_read_is_detected_after_the_last_rows(
     planned = {"orders": topic_id(cluster)}
     wanted = [OffsetRange(TP, 0, COUNT)]
     found = read_batches(
-        servers(cluster), wanted, topic_ids=planned, fail_on_data_loss=loss_fails, deadline_s=DEADLINE_S
+        servers(cluster), wanted, topic_ids=planned, fail_on_data_loss=loss_fails, progress_timeout_s=DEADLINE_S
     )
     assert next(found).num_rows == 5
     recreate(cluster)

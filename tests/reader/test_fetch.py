@@ -53,7 +53,7 @@ def read(broker: BrokerCluster) -> Read:
     def rows(
         *wanted: OffsetRange, isolation: str = "read_committed", include_headers: bool = False, **options: Any
     ) -> list[Row]:
-        options.setdefault("deadline_s", DEADLINE_S)
+        options.setdefault("progress_timeout_s", DEADLINE_S)
         found: list[Row] = []
         for batch in read_batches(
             {"bootstrap.servers": broker.bootstrap_servers, "isolation.level": isolation},
@@ -173,7 +173,7 @@ def test_an_open_transaction_is_waited_for_until_the_deadline(
     name = topic()
     transactions(name, ["0", "1"], leave_open=True)
     with pytest.raises(ReadTimeout, match="open transaction"):
-        read(of(name, 0, 2), deadline_s=2.0)
+        read(of(name, 0, 2), progress_timeout_s=2.0)
     assert offsets(read(of(name, 0, 2), isolation="read_uncommitted")) == [0, 1]
 
 
@@ -227,7 +227,7 @@ def test_large_records_are_batches_of_their_own(topic: TopicFactory, broker: Bro
     for body in bodies:
         producer.produce(name, body, partition=0)
     assert producer.flush(30) == 0
-    found = list(read_batches({"bootstrap.servers": broker.bootstrap_servers}, [of(name, 0, 5)], deadline_s=30))
+    found = list(read_batches({"bootstrap.servers": broker.bootstrap_servers}, [of(name, 0, 5)], progress_timeout_s=30))
     assert [row["value"] for batch in found for row in batch.to_pylist()] == bodies
     for batch in found:
         assert batch.num_rows == 1 or batch.column("value").nbytes <= 2 * records.BATCH_BYTES_MAX
@@ -400,8 +400,8 @@ def test_a_range_whose_last_offsets_were_compacted_away_is_finished(
     topic: TopicFactory, produce: Produce, admin: AdminClient, broker: BrokerCluster, read: Read
 ) -> None:
     name = compacted(topic, produce, admin, broker.bootstrap_servers)
-    assert offsets(read(of(name, 0, 100), deadline_s=LONG_S)) == [0]
-    assert read(of(name, 50, 100), deadline_s=LONG_S) == []
+    assert offsets(read(of(name, 0, 100), progress_timeout_s=LONG_S)) == [0]
+    assert read(of(name, 50, 100), progress_timeout_s=LONG_S) == []
 
 
 class Silent(FakeClient):
@@ -433,7 +433,7 @@ class FixedLease:
 def offsets_by(client: FakeClient, *wanted: OffsetRange, **options: Any) -> Iterator[tuple[int, int]]:
     """(partition, offset) of each row that a reader with this client hands over."""
     epochs = options.pop("leader_epochs", {})
-    given = range_reader.ReadOptions({}, **{"deadline_s": LONG_S, "silence_s": LONG_S, **options})
+    given = range_reader.ReadOptions({}, **{"progress_timeout_s": LONG_S, "outage_timeout_s": LONG_S, **options})
     reader = range_reader.RangeReader(FixedLease(client), Piece(wanted, {}, epochs), given, read_counts.ReadCounts())
     for batch in reader.batches():
         yield from ((row["partition"], row["offset"]) for row in batch.to_pylist())
@@ -544,7 +544,7 @@ def test_other_ranges_are_read_while_a_truncation_is_checked() -> None:
 
 def test_a_truncated_range_is_skipped_if_data_loss_does_not_fail() -> None:
     client, counts = NewerLeader(records.Watermarks(0, 3, 2)), read_counts.ReadCounts()
-    given = range_reader.ReadOptions({}, deadline_s=LONG_S, fail_on_data_loss=False)
+    given = range_reader.ReadOptions({}, progress_timeout_s=LONG_S, fail_on_data_loss=False)
     piece = Piece((of("t", 0, 3), of("t", 0, 5, 1)), {}, EPOCHS)
     rows = sum(batch.num_rows for batch in range_reader.RangeReader(FixedLease(client), piece, given, counts).batches())
     assert rows == 6
@@ -565,7 +565,7 @@ def test_a_record_that_spark_cannot_store_fails_with_the_command_that_skips_it(m
 
     monkeypatch.setattr(FakeChunk, "batch", batch)
     settings = {"bootstrap.servers": "b:1", "group.id": "etl"}
-    options = range_reader.ReadOptions(settings, deadline_s=LONG_S, silence_s=LONG_S)
+    options = range_reader.ReadOptions(settings, progress_timeout_s=LONG_S, outage_timeout_s=LONG_S)
     piece = Piece((of("t", 0, 3),))
     reader = range_reader.RangeReader(
         FixedLease(NewerLeader(records.Watermarks(0, 3))), piece, options, read_counts.ReadCounts()
@@ -609,7 +609,7 @@ def test_the_client_is_reused_and_replaced_after_an_error(topic: TopicFactory, p
     assert offsets(read(of(name, 1, 3))) == [1, 2]
     assert idle() == first
     with pytest.raises(GroupError):
-        read(of(name, 0, 4), deadline_s=0.2)
+        read(of(name, 0, 4), progress_timeout_s=0.2)
     assert idle() == []
     assert offsets(read(of(name, 0, 3))) == [0, 1, 2]
     assert idle() != first
@@ -623,7 +623,7 @@ def test_a_broker_that_does_not_respond_is_named_within_the_deadline(answers: st
             mute.listen()
         address = f"127.0.0.1:{mute.getsockname()[1]}"
         with pytest.raises(ReadTimeout) as caught:
-            list(read_batches({"bootstrap.servers": address}, [of("orders", 7, 9)], deadline_s=2))
+            list(read_batches({"bootstrap.servers": address}, [of("orders", 7, 9)], progress_timeout_s=2))
     assert int(str(caught.value.fields["waited_ms"])) >= 2_000
     assert address in str(caught.value)
     assert "orders-0[7,9)" in str(caught.value)
@@ -637,7 +637,7 @@ def test_a_broker_that_stops_responding_is_a_timeout_and_no_data_loss() -> None:
         cluster.create_topic("orders")
         servers = {"bootstrap.servers": cluster.bootstrap_servers}
         produce_to(Producer(servers), "orders", ["0", "1"], partition=0)
-        found = read_batches(servers, [of("orders", 0, 9)], deadline_s=2, fail_on_data_loss=False)
+        found = read_batches(servers, [of("orders", 0, 9)], progress_timeout_s=2, fail_on_data_loss=False)
         assert next(found).num_rows == 2
         cluster.set_rtt(1, NEVER_MS)
         with pytest.raises(ReadTimeout, match=r"orders-0\[2,9\)"):
@@ -684,7 +684,7 @@ def test_a_missing_topic_or_partition_is_reported_or_skipped(
     produce(there, ["0", "1"], partition=0)
     gone = there if partition else f"{there}-gone"
     with pytest.raises(TopicMissing, match=gone) as caught:
-        read(of(gone, 0, 5, partition), of(there, 0, 2), deadline_s=LONG_S)
+        read(of(gone, 0, 5, partition), of(there, 0, 2), progress_timeout_s=LONG_S)
     assert caught.value.fields == {"topics": [gone]}
     rows = read(of(gone, 0, 5, partition), of(there, 0, 2), fail_on_data_loss=False)
     assert offsets(rows) == [0, 1]
@@ -794,7 +794,7 @@ def test_settings_of_members_do_not_affect_a_reader(
     assert sum(batch.num_rows for batch in read_batches(odd, [of(name, 0, 1)])) == 1
     delete_records(admin, name, 1)
     with pytest.raises(DataLoss):  # and not the earliest record that is left
-        list(read_batches(odd, [of(name, 0, 2)], deadline_s=DEADLINE_S))
+        list(read_batches(odd, [of(name, 0, 2)], progress_timeout_s=DEADLINE_S))
 
 
 # ------------------------------------------------------------------------------------------------------ masked secrets

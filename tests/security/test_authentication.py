@@ -76,7 +76,7 @@ def test_a_run_continues_after_its_tokens_expire(
 
     def read(end: int) -> int:
         wanted = [OffsetRange(TopicPartition(topic, 0), 0, end)]
-        return sum(batch.num_rows for batch in read_batches(options.consumer_settings(), wanted, deadline_s=20))
+        return sum(batch.num_rows for batch in read_batches(options.consumer_settings(), wanted, progress_timeout_s=20))
 
     assert read(5) == 5
     with Engine(query(KINDS[kind](secured), group_id, topic)) as engine:
@@ -161,7 +161,7 @@ def test_a_task_without_a_token_times_out_with_the_reason(
 
     def read() -> int:
         wanted = [OffsetRange(TopicPartition(topic, 0), 0, 5)]
-        return sum(batch.num_rows for batch in read_batches(options.consumer_settings(), wanted, deadline_s=12))
+        return sum(batch.num_rows for batch in read_batches(options.consumer_settings(), wanted, progress_timeout_s=12))
 
     assert read() == 5
     secured.tokens.close()

@@ -66,7 +66,9 @@ def test_wrong_credentials_fail_a_task(case: str, secured: SecuredBroker, group_
     """Certificate files and environment variables of an executor may differ from the driver's."""
     given = Engine(query(CASES[case][0](secured), group_id, "t")).options
     with pytest.raises(AccessDenied, match="on every executor") as failure:
-        list(read_batches(given.consumer_settings(), [OffsetRange(TopicPartition("t", 0), 0, 5)], deadline_s=60))
+        list(
+            read_batches(given.consumer_settings(), [OffsetRange(TopicPartition("t", 0), 0, 5)], progress_timeout_s=60)
+        )
     assert given.bootstrap_servers in str(failure.value)
     assert WRONG not in repr(failure.value) + str(failure.value.fields)
     assert pickle.loads(pickle.dumps(failure.value)).fields == failure.value.fields
