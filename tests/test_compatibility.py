@@ -40,7 +40,7 @@ def test_the_installed_versions_are_supported() -> None:
 
 def test_a_missing_spark_is_refused_at_load_with_one_line(no_spark: None) -> None:
     del no_spark
-    with pytest.raises(SetupError, match=r"pyspark is not installed: .*'spark-group-source\[local\]'") as met:
+    with pytest.raises(SetupError, match=r"pyspark is not installed: .*pip install 'pyspark\[sql\]==4\.2\.0'") as met:
         KafkaGroupDataSource(OPTIONS)
     assert "\n" not in str(met.value)
 
