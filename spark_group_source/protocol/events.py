@@ -183,13 +183,13 @@ class NextBatchRequested:
     """Spark calls ``latestOffset`` with ``start``, which is durable.
 
     ``unlimited``: the trigger is Once, which reads everything available. ``drain``: a drain of this run was requested:
-    it plans no more batches. ``name``: the id of the stream, if it has none yet.
+    it plans no more batches. ``new_stream``: the stream id if there is none yet.
     """
 
     start: StreamOffset
     unlimited: bool = False
     drain: bool = False
-    name: str
+    new_stream: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -518,11 +518,11 @@ class DismissAgent:
 class FetchCommittedOffsets:
     """Fetch the group's committed offsets, stable ones only (KIP-447).
 
-    ``beside``: partitions that are fetched only for the reset numbers in their notes.
+    ``notes_only``: partitions that are fetched only for the reset numbers in their notes.
     """
 
     partitions: tuple[TopicPartition, ...]
-    beside: tuple[TopicPartition, ...] = field(default=(), compare=False)
+    notes_only: tuple[TopicPartition, ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

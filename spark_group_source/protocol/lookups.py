@@ -55,9 +55,9 @@ class PositionLookups:
             self._knows_resets, self._stay = False, self._stay + 1
         waits = self._retry_at_ms is not None or self._reads_resets_of is not None
         if not waits and (tps := self._partitions.begin_lookups()):
-            beside = self._partitions_with_notes(tps)
-            self._reads_resets_of = self._stay if beside else None
-            self._out.order(ev.FetchCommittedOffsets(partitions=tps, beside=beside))
+            notes_only = self._partitions_with_notes(tps)
+            self._reads_resets_of = self._stay if notes_only else None
+            self._out.order(ev.FetchCommittedOffsets(partitions=tps, notes_only=notes_only))
 
     def deadlines_ms(self) -> list[int]:
         """When :meth:`tick` has something to do."""

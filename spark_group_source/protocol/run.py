@@ -417,7 +417,7 @@ class Run:
             except OptionError as exc:
                 self._fail(exc)
                 return
-            self.stream, self.lookups.known = first.name, topics
+            self.stream, self.lookups.known = first.new_stream, topics
             self.slots.join_all(self.stream, tuple(topics), static=self.static)
             self._move(ev.StreamCreated)
         else:

@@ -120,7 +120,7 @@ class Coordinator:
         """
         drain = self._publisher.is_drain_requested
         end = self._call(
-            ev.NextBatchRequested(start=start, unlimited=unlimited, drain=drain, name=self._environment.new_id())
+            ev.NextBatchRequested(start=start, unlimited=unlimited, drain=drain, new_stream=self._environment.new_id())
         )
         if end is not start:  # a listener may read the statistics right after the batch, before the next tick
             self._publish()

@@ -187,12 +187,12 @@ class RequestThread:
 
     def _read_committed(self, order: ev.FetchCommittedOffsets) -> ev.CommittedOffsetsRead:
         clock_start_ms = self._environment.wall_ms() - self._environment.now_ms()
-        read = self._offsets.read(order.partitions + order.beside)
+        read = self._offsets.read(order.partitions + order.notes_only)
         found = {tp: _committed(at, clock_start_ms) for tp, at in read.items()}
         reset_number = max((at.reset_number for at in found.values() if at is not None), default=0)
         offsets = {tp: found[tp] for tp in order.partitions if tp in found}
-        silent = tuple(tp for tp in order.beside if tp not in found)
-        known = reset_number if order.beside else None
+        silent = tuple(tp for tp in order.notes_only if tp not in found)
+        known = reset_number if order.notes_only else None
         return ev.CommittedOffsetsRead(
             offsets=offsets, requested=order.partitions, reset_number=known, unanswered=silent
         )

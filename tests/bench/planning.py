@@ -97,7 +97,7 @@ def boundary(partitions: int, slots: int, repeat: int) -> dict[str, float]:
 def running(partitions: int, slots: int) -> Run:
     """A run whose slots have equal shares of the partitions, with all positions at 100."""
     run = Run(Rules(group=GROUP, starting=StartingPosition(), slots=slots))
-    run.handle(ev.NextBatchRequested(start=StreamOffset.initial(GROUP), name=STREAM), now_ms=0)
+    run.handle(ev.NextBatchRequested(start=StreamOffset.initial(GROUP), new_stream=STREAM), now_ms=0)
     run.handle(ev.TopicsListed(topics={"orders": partitions}), now_ms=0)
     everything = [TopicPartition("orders", p) for p in range(partitions)]
     orders: list[ev.Command] = []

@@ -154,13 +154,13 @@ class GroupHarness:
 
     def start_stream(self, known: Mapping[str, int] | None = None) -> Commands:
         known = known or {"orders": 4}
-        first = ev.NextBatchRequested(start=StreamOffset.initial(GROUP), name=STREAM)
+        first = ev.NextBatchRequested(start=StreamOffset.initial(GROUP), new_stream=STREAM)
         return self.feed(first, ev.TopicsListed(topics=known))
 
     def resume(self, offset: StreamOffset, topics: Iterable[str] = ("orders",)) -> Commands:
         """The run starts after this durable batch of an earlier run."""
         listed = ev.TopicsListed(topics=dict.fromkeys(topics, 4))
-        return self.feed(ev.NextBatchRequested(start=offset, name=STREAM), listed)
+        return self.feed(ev.NextBatchRequested(start=offset, new_stream=STREAM), listed)
 
     def replay(self, offset: StreamOffset) -> Commands:
         """The run starts with this batch of an earlier run, which is read again."""

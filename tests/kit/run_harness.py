@@ -76,7 +76,7 @@ class RunHarness:
 
     def latest(self, *, unlimited: bool = False, drain: bool = False) -> StreamOffset:
         """Call ``latestOffset`` with ``start``, which is durable."""
-        return self.call(ev.NextBatchRequested(start=self.start, unlimited=unlimited, drain=drain, name=STREAM))
+        return self.call(ev.NextBatchRequested(start=self.start, unlimited=unlimited, drain=drain, new_stream=STREAM))
 
     def batch(self, *, unlimited: bool = False) -> StreamOffset:
         """Plan the next batch and read it; it is durable when the next one is requested."""
@@ -240,10 +240,10 @@ class RunHarness:
                 read = {tp: self.committed.get(tp) for tp in command.partitions}
                 noted = [
                     self.committed[tp].reset_number
-                    for tp in command.partitions + command.beside
+                    for tp in command.partitions + command.notes_only
                     if tp in self.committed
                 ]
-                reset_number = max(noted, default=0) if command.beside else None
+                reset_number = max(noted, default=0) if command.notes_only else None
                 return ev.CommittedOffsetsRead(offsets=read, requested=command.partitions, reset_number=reset_number)
             case ev.ResolveStarts():
                 found = {tp: self._start_of(tp, at) for tp, at in command.starts.items()}

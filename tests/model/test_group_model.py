@@ -45,7 +45,7 @@ class GroupRun:
         self.last: StreamOffset | None = None
         self.logged: StreamOffset | None = None
         self.begin()
-        self.send(ev.NextBatchRequested(start=StreamOffset.initial(GROUP), name=STREAM))
+        self.send(ev.NextBatchRequested(start=StreamOffset.initial(GROUP), new_stream=STREAM))
         self.send(ev.TopicsListed(topics=KNOWN))
         self.divide(owned)
 
@@ -74,7 +74,7 @@ class GroupRun:
                     self.asked.append(command)
                 case ev.FetchCommittedOffsets():
                     unasked = set(ALL[:3]) - set(command.partitions)
-                    assert self.knows or unasked <= set(command.beside), "who comes back asks for every note"
+                    assert self.knows or unasked <= set(command.notes_only), "who comes back asks for every note"
                     self.lookups.append((command, self.arrivals.copy(), self.stay))
                 case ev.ResolveStarts():
                     assert command.starts == {tp: EARLIEST if tp is ALL[3] else LATEST for tp in command.starts}
@@ -247,7 +247,7 @@ class GroupRun:
         model.start = {tp: start for tp, (_, start) in offset.last_batches.items()}
         if durable:
             model.start |= {tp: start for tp, (start, _) in offset.ranges.items()}
-            self.send(ev.NextBatchRequested(start=offset, name=STREAM))
+            self.send(ev.NextBatchRequested(start=offset, new_stream=STREAM))
         else:
             model.in_flight = {tp: pair for tp, pair in offset.ranges.items() if pair[0] < pair[1]}
             model.replayed = set(model.in_flight)
@@ -287,10 +287,12 @@ class GroupRun:
             read = {tp: self.model.group_offsets.get(tp) for tp in told}
             twice = self.run.statistics().possible_duplicates - self.model.duplicates
             notes = [
-                found.reset_number for tp, found in self.model.group_offsets.items() if tp in (*told, *lookup.beside)
+                found.reset_number
+                for tp, found in self.model.group_offsets.items()
+                if tp in (*told, *lookup.notes_only)
             ]
             reset_number = max(notes, default=0)
-            self.knows |= bool(lookup.beside) and stay == self.stay
+            self.knows |= bool(lookup.notes_only) and stay == self.stay
             if reset_number > self.model.reset_number:
                 self.model.reset(reset_number)
                 self.arrivals.update(ALL)
@@ -300,7 +302,7 @@ class GroupRun:
                         self.model.resolve(tp)
             self.send(
                 ev.CommittedOffsetsRead(
-                    offsets=read, requested=asked, reset_number=reset_number if lookup.beside else None
+                    offsets=read, requested=asked, reset_number=reset_number if lookup.notes_only else None
                 )
             )
             assert self.run.statistics().possible_duplicates - self.model.duplicates == twice

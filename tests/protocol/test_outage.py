@@ -46,7 +46,7 @@ def test_statistics_show_an_outage_while_it_lasts() -> None:
     run = reading()
     began_ms = run.clock()
     down(run, MINUTE_MS)
-    run.begin(ev.NextBatchRequested(start=run.start, name="x"), until=RunState.FETCHING_ENDS)
+    run.begin(ev.NextBatchRequested(start=run.start, new_stream="x"), until=RunState.FETCHING_ENDS)
     assert run.run.statistics().unreachable_since_ms == 0
     run.feed(run.answer(run.step()))
     assert began_ms <= run.run.statistics().unreachable_since_ms <= began_ms + 1_000
@@ -96,7 +96,7 @@ def test_missing_assignment_during_an_outage_does_not_fail_the_run() -> None:
     run = RunHarness()
     run.silent = {ev.Join}
     run.ends = {A: 5, B: 7}
-    run.begin(ev.NextBatchRequested(start=run.start, name="9f2c"), until=RunState.GATHERING)
+    run.begin(ev.NextBatchRequested(start=run.start, new_stream="9f2c"), until=RunState.GATHERING)
     over_ms = down(run, 3 * MINUTE_MS)
     run.later(ev.Assigned(slot=0, client=1, partitions=(A, B)), ms=3 * MINUTE_MS + 20_000)
     run.assignments = {0: (A, B)}
@@ -107,7 +107,7 @@ def test_missing_assignment_during_an_outage_does_not_fail_the_run() -> None:
 def test_outage_restarts_the_joining_budget_once() -> None:
     run = RunHarness()
     run.silent = {ev.Join}
-    run.begin(ev.NextBatchRequested(start=run.start, name="9f2c"), until=RunState.GATHERING)
+    run.begin(ev.NextBatchRequested(start=run.start, new_stream="9f2c"), until=RunState.GATHERING)
     over_ms = down(run, 3 * MINUTE_MS)
     with pytest.raises(RebalanceTimeout):
         run.continue_call()
@@ -117,7 +117,7 @@ def test_outage_restarts_the_joining_budget_once() -> None:
 def test_unanswered_lookups_are_an_outage_with_the_same_bound() -> None:
     run = RunHarness(broker_timeout_ms=30_000)
     run.silent = {ev.FetchCommittedOffsets}
-    run.begin(ev.NextBatchRequested(start=run.start, name="9f2c"), until=RunState.GATHERING)
+    run.begin(ev.NextBatchRequested(start=run.start, new_stream="9f2c"), until=RunState.GATHERING)
     for at_ms in range(1_000, 40_000, 1_000):
         run.later(ev.LookupFailed(partitions=(A, B), error=BrokerUnavailable("moving", waited_ms=500)), ms=at_ms)
     with pytest.raises(BrokerUnavailable, match="moving"):

@@ -94,11 +94,11 @@ def test_first_lookup_reads_all_notes_for_a_reset(
 ) -> None:
     """Otherwise 500 slots that join at once would fetch the notes of all partitions 500 times."""
     first = pair.assigned(A, slot=0)
-    assert first == [ev.FetchCommittedOffsets(partitions=(A,))] and set(first[0].beside) >= {B}  # type: ignore[union-attr]
+    assert first == [ev.FetchCommittedOffsets(partitions=(A,))] and set(first[0].notes_only) >= {B}  # type: ignore[union-attr]
     assert pair.assigned(B, slot=1) == []
     answered = pair.committed({A: 100})
     assert answered == [ev.FetchCommittedOffsets(partitions=(B,))]
-    assert answered[0].beside == ()  # type: ignore[union-attr]
+    assert answered[0].notes_only == ()  # type: ignore[union-attr]
 
 
 def test_never_committed_partition_repeats_its_last_batch_after_a_reset(fresh: GroupHarness) -> None:

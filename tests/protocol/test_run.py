@@ -208,7 +208,7 @@ def test_rebalance_ends_the_idle_pause() -> None:
 def test_partition_revoked_while_log_ends_are_read_is_not_planned() -> None:
     run = idle()
     run.ends = {A: 20, B: 5}
-    run.feed(ev.NextBatchRequested(start=run.start, name=STREAM))
+    run.feed(ev.NextBatchRequested(start=run.start, new_stream=STREAM))
     run.pass_time(200)
     step = run.step()
     assert isinstance(step, ev.ReadLogEnds) and set(step.ends) == {A, B}
@@ -283,7 +283,7 @@ def test_bounded_run_does_not_end_while_a_log_end_is_unknown() -> None:
     run.set_target(dict(run.ends))
     del run.ends[B]  # its leader has just moved
     assert run.batch().ranges == {A: (0, 10), B: (0, 0)}
-    run.feed(ev.NextBatchRequested(start=run.start, name=STREAM))
+    run.feed(ev.NextBatchRequested(start=run.start, new_stream=STREAM))
     for _ in range(20):
         step = run.step()
         if isinstance(step, ev.Wait):
@@ -436,7 +436,8 @@ def test_failure_ends_a_waiting_call() -> None:
 def test_no_member_joins_after_a_failure_during_the_start() -> None:
     run = RunHarness.resumed(PAST)
     run.feed(
-        ev.NextBatchRequested(start=PAST, name=STREAM), ev.InternalFailure(error=BrokerUnavailable("nobody answered"))
+        ev.NextBatchRequested(start=PAST, new_stream=STREAM),
+        ev.InternalFailure(error=BrokerUnavailable("nobody answered")),
     )
     with pytest.raises(BrokerUnavailable):
         run.latest()

@@ -276,7 +276,7 @@ PARTITION_PATHS: dict[Row, Path] = {
 
 
 def asked_for(run: RunHarness, *, drain: bool = False) -> ev.NextBatchRequested:
-    return ev.NextBatchRequested(start=run.start, name=STREAM, drain=drain)
+    return ev.NextBatchRequested(start=run.start, new_stream=STREAM, drain=drain)
 
 
 def at(state: RunState) -> Callable[[], RunHarness]:
