@@ -148,7 +148,7 @@ def translate(
         case Meaning.FENCED:
             return Fenced(f"{op} was refused: {text}. A newer process has taken over from this one", op=op)
         case Meaning.GONE if request is Request.DELETE:
-            return GroupError(f"{op} failed: there is no group {client_info.group or name!r} on {servers}", op=op)
+            return GroupError(f"{op} failed: group {client_info.group or name!r} does not exist on {servers}", op=op)
         case Meaning.FATAL:
             return GroupError(f"{op} failed on {servers}: {text}", op=op, code=error.code())
     if is_token_missing(error.code(), text):

@@ -168,7 +168,9 @@ def test_delete_group_deletes_group_and_offsets(scene: Scene, run: Run) -> None:
     admin = GroupAdmin({"bootstrap.servers": scene.servers}, retries=0)
     with pytest.raises(GroupError, match="does not exist"):
         admin.delete_group(scene.group)
-    with pytest.raises(GroupError, match="does not exist"):  # in the library's text alone: `library._said`
+    with pytest.raises(
+        GroupError, match="does not exist"
+    ):  # in the library's text alone: `offset_deletion._broker_error`
         admin.delete_offsets(scene.group, [TopicPartition(name, 0)])
 
 
