@@ -1,10 +1,10 @@
-"""One query and its executors, in a group that nothing else disturbs: what placement alone does to it.
+"""One query and its executors, in a group without other faults: what placement alone does to the group.
 
-Runs in: tests. Agents come, die, freeze and lose their channels, while brokers answer and everything else goes well. A
-group must not rebalance for any of that: each place is taken over before its session ends, unless the agent that takes
-it over is lost within that time, too; so there is at most one fault a session. Only a KIP-848 member that breaks while
-its agent lives keeps its place until then, and comes back: two rebalances. Deliberately absent: all other faults
-(``simulation``).
+Runs in: tests. Agents connect, die, freeze and lose their channels, while the brokers answer and everything else works.
+The group must not rebalance: each instance id is taken over before its session ends, unless the agent that takes it
+over is lost within that time as well; so there is at most one fault in a session. One exception: a KIP-848 member that
+fails while its agent runs keeps its membership until its session ends, and rejoins: two rebalances.
+Deliberately absent: all other faults (``simulation``).
 """
 
 from dataclasses import dataclass, replace
@@ -21,14 +21,14 @@ from spark_group_source.options.client import SESSION_TIMEOUT_MS
 
 CLASSIC_SESSION_MS = 2 * SESSION_MS
 GATHERED_MS = 10_000
-"""By then the members have joined."""
-LENT_MS = (40_000, 90_000)
-"""How long agents come and go, drawn by the seed; several sessions, which are longer under KIP-848."""
+"""Time after which the members have joined."""
+PLACEMENT_MS = (40_000, 90_000)
+"""How long agents come and go, drawn by the seed: several sessions, which are longer with KIP-848."""
 
 
 @dataclass(frozen=True)
-class PlacedMembers:
-    """What came of one history."""
+class CalmOutcome:
+    """The result of one history."""
 
     moves: int
     recalls: int
@@ -37,26 +37,26 @@ class PlacedMembers:
 
 
 class CalmScene(Scene):
-    """Nobody else, and brokers that answer."""
+    """One query, no other consumer, and brokers that answer."""
 
     def __init__(self, world: World, cluster: Cluster, truth: Invariants, protocol: str) -> None:
         super().__init__(world, cluster, truth, protocol, agents=True)
         world.loss, cluster.misfortune = 0.0, Misfortune()
-        # Without them nobody can tell a frozen agent that took its place back from a newer driver but by its session.
+        # Without transactions, only the session tells a frozen agent that rejoined from a newer driver.
         cluster.transactions_allowed = True
         self.queries = self.queries[:1]
         query = self.queries[0]
         habits = replace(query.habits, trigger="default", crash=0.0, sink_ms_max=800)
-        # In a shorter session a move that meets a cut channel is late.
+        # In a shorter session a move over a closed channel would be late.
         self.group.session_ms = SESSION_TIMEOUT_MS if protocol == "consumer" else CLASSIC_SESSION_MS
         options = dict(habits.options)
         if protocol != "consumer":
             options["kafka.session.timeout.ms"] = str(CLASSIC_SESSION_MS)
-        # Another number of slots is a rebalance.
+        # A change of the number of slots is a rebalance.
         query.habits = replace(habits, options=options, member_host="auto", auto_slots=False)
         assert query.executors is not None
-        query.executors.luck.swallowed = 0.0  # each would cut the channel: several in a lease are too many for it
-        query.executors.luck.cut = 0.0  # a fault of its own
+        query.executors.luck.swallowed = 0.0  # each would close the channel: several in a lease are too many
+        query.executors.luck.cut = 0.0  # this fault is injected separately
 
     def begin(self) -> None:
         self.start(self.queries[0])
@@ -65,7 +65,7 @@ class CalmScene(Scene):
 
 
 class CalmFaults(AgentFaults):
-    """Of agents alone; those that cut a member off from the brokers are not those of placement."""
+    """Faults of agents alone, without those that separate a member from the brokers."""
 
     def __init__(self, scene: Scene) -> None:
         super().__init__(scene)
@@ -73,7 +73,7 @@ class CalmFaults(AgentFaults):
         self._kinds = [kind for kind in AgentFaults.kinds() if kind is not AgentFaults.cut_agent_off]
 
 
-def lend(seed: int, protocol: str) -> PlacedMembers:
+def play_calm(seed: int, protocol: str) -> CalmOutcome:
     """Play one history.
 
     Raises:
@@ -84,7 +84,7 @@ def lend(seed: int, protocol: str) -> PlacedMembers:
         return _play(world, protocol)
 
 
-def _play(world: World, protocol: str) -> PlacedMembers:
+def _play(world: World, protocol: str) -> CalmOutcome:
     truth = Invariants(world)
     scene = CalmScene(world, Cluster(world, PROTOCOLS[protocol], truth), truth, protocol)
     faults = CalmFaults(scene)
@@ -93,9 +93,9 @@ def _play(world: World, protocol: str) -> PlacedMembers:
     before = scene.group.rebalances
     faults.begin()
     longer = scene.group.session_ms // SESSION_MS
-    world.run_until(world.now_ms + longer * world.draws("faults").between(*LENT_MS))
+    world.run_until(world.now_ms + longer * world.draws("faults").between(*PLACEMENT_MS))
     rebalances = scene.group.rebalances - before
-    broken = faults.happened.get("break_lent_member", 0) if protocol == "consumer" else 0
+    broken = faults.happened.get("break_placed_member", 0) if protocol == "consumer" else 0
     if rebalances > 2 * broken:
         raise Violation(f"the group rebalanced {rebalances} times")
     scene.calm()
@@ -103,7 +103,7 @@ def _play(world: World, protocol: str) -> PlacedMembers:
     world.run_until(world.now_ms + CALM_MS_MAX, stop=scene.at_rest)
     truth.finish()
     if scene.ends:
-        raise Violation(f"the query ended: {dict(scene.ends)}")
+        raise Violation(f"the query stopped: {dict(scene.ends)}")
     watched = scene.queries[0].runs[0].watched
     assert watched is not None
-    return PlacedMembers(watched.counts.moves, watched.counts.recalls, rebalances, faults.happened)
+    return CalmOutcome(watched.counts.moves, watched.counts.recalls, rebalances, faults.happened)

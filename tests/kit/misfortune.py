@@ -1,7 +1,7 @@
-"""What can go wrong with one question to the brokers, chosen by the seed.
+"""Faults of single requests to the brokers, drawn by the seed.
 
-Runs in: tests. Requests of members (join, sync, heartbeat) have ``World.loss`` instead: the library repeats them, and
-the application does not see it. Deliberately absent: brokers that cannot be reached (``World.down_until_ms``,
+Runs in: tests. Requests of members (join, sync, heartbeat) have ``World.loss`` instead: the library retries them, and
+the application does not see that. Deliberately absent: brokers that cannot be reached (``World.down_until_ms``,
 ``Process.cut_off_until_ms``).
 """
 
@@ -16,7 +16,7 @@ from kit.world import Draws
 
 
 class Ask(Enum):
-    """The kinds of questions."""
+    """The kinds of requests."""
 
     TOPICS = "list topics"
     DESCRIBE = "describe topics"
@@ -32,7 +32,7 @@ class Ask(Enum):
 
 
 class Luck(Enum):
-    """What happens to one question."""
+    """What happens to one request."""
 
     LATE = "answered late"
     TWICE = "done twice"
@@ -58,7 +58,7 @@ REFUSALS: Final[Mapping[Ask, Sequence[int]]] = {
     Ask.SEND: (KafkaError.COORDINATOR_LOAD_IN_PROGRESS, KafkaError.REQUEST_TIMED_OUT, *_TRANSACTION),
     Ask.END: (KafkaError._TIMED_OUT, *_TRANSACTION),
 }
-"""Errors that the application sees of each question, and that pass. The library repeats what is not in it by itself."""
+"""Temporary errors of each request that the application sees. The library itself retries after all others."""
 
 LIES: Final[Mapping[Ask, Sequence[int]]] = {
     Ask.COMMIT: (KafkaError._WAIT_COORD, KafkaError._TRANSPORT, KafkaError.REQUEST_TIMED_OUT, KafkaError.UNKNOWN),
@@ -67,7 +67,7 @@ LIES: Final[Mapping[Ask, Sequence[int]]] = {
     Ask.SEND: (KafkaError._TIMED_OUT, KafkaError.REQUEST_TIMED_OUT, KafkaError.UNKNOWN),
     Ask.END: (KafkaError._TIMED_OUT, KafkaError._TIMED_OUT, KafkaError._TIMED_OUT, KafkaError.UNKNOWN),
 }
-"""Errors of what was done all the same; other questions change nothing."""
+"""Errors of requests that were executed all the same; all other requests change nothing."""
 
 PARTIAL: Final[Mapping[Ask, Sequence[int]]] = {
     Ask.DESCRIBE: (KafkaError.LEADER_NOT_AVAILABLE, KafkaError.UNKNOWN_TOPIC_OR_PART),
@@ -84,7 +84,7 @@ PARTIAL: Final[Mapping[Ask, Sequence[int]]] = {
     Ask.COMMIT: (KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError.REQUEST_TIMED_OUT),
     Ask.ALTER: (KafkaError.UNKNOWN_TOPIC_OR_PART,),
 }
-"""Errors of one topic or partition in an answer that is otherwise good."""
+"""Errors of one topic or partition in an answer without other errors."""
 
 
 _ONLY: Final[Mapping[Luck, Container[Ask]]] = {
@@ -95,7 +95,7 @@ _ONLY: Final[Mapping[Luck, Container[Ask]]] = {
 
 @dataclass
 class Misfortune:
-    """How likely each is, as a share of all questions; all 0 is calm."""
+    """The share of requests that each fault affects; without faults by default."""
 
     late: float = 0.0
     twice: float = 0.0
@@ -106,7 +106,7 @@ class Misfortune:
     late_ms_max: int = 4_000
 
     def draw(self, draws: Draws, ask: Ask) -> Luck | None:
-        """What happens to this one."""
+        """The fault of this request, if any."""
         shares = (self.late, self.twice, self.never, self.refused, self.lied, self.partly)
         if not any(shares):
             return None
@@ -124,5 +124,5 @@ class Misfortune:
         return draws.choice(LIES[ask])
 
     def partial(self, draws: Draws, ask: Ask) -> int:
-        """The error of one part of an answer; 0 for a part that is good."""
+        """The error of one part of an answer; 0 for none."""
         return draws.choice(PARTIAL[ask]) if draws.chance(0.5) else 0

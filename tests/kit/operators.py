@@ -1,8 +1,8 @@
-"""Operators: they stop everything that reads, move the group on purpose, and start it again.
+"""Operators that stop all consumers, move the offsets of the group, and start the consumers again.
 
-Runs in: tests. They move a group by Kafka's own tool (offsets alone), or by ``spark-group reset``, whose plan is what
-ships (``cli.reset``): Kafka first, then the ledgers of the tables. Deliberately absent: typing errors, and groups that
-are moved while they have members, which Kafka refuses.
+Runs in: tests. They use Kafka's own tool (offsets alone) or ``spark-group reset``, with the product's plan
+(``cli.reset``): Kafka first, then the ledgers of the tables. Deliberately absent: typing errors, and resets of groups
+with members, which Kafka refuses.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ from spark_group_source.kafka import GroupAdmin
 from spark_group_source.model import StartAt, TopicPartition
 
 GROUP_EMPTY_MS_MAX = 90_000
-"""By then every session has ended."""
+"""Time after which every session has ended."""
 LOOK_S = 0.5
 TRIES_MAX = 50
 
@@ -28,11 +28,11 @@ Targets = dict[TopicPartition, int]
 
 
 class Operator:
-    """One at a time.
+    """An operator, who makes one change at a time.
 
     Args:
-        stop: everybody leaves the group.
-        start: they come back.
+        stop: makes all members leave the group.
+        start: makes them join again.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Operator:
         truth.operator = self._process.name
 
     def begin(self, act: Callable[[], None]) -> bool:
-        """Stop everything, act, start it again; False: another one is at work."""
+        """Stop all consumers, act, and start them again. Returns False if a change is in progress already."""
         if self.busy:
             return False
         self.busy = True
@@ -67,7 +67,7 @@ class Operator:
         self._stop()
         until_ms = self._world.now_ms + GROUP_EMPTY_MS_MAX
         while self._cluster.group(self._group).members:
-            self._truth.require(self._world.now_ms < until_ms, "a member of nobody stays in the group")
+            self._truth.require(self._world.now_ms < until_ms, "a member of no simulated process stays in the group")
             self._environment.pause(LOOK_S)
         for _ in range(TRIES_MAX):
             try:
@@ -80,13 +80,13 @@ class Operator:
         self.busy = False
         self._start()
 
-    # --- what they do, on the operator's thread ---------------------------------------------------------------------
+    # --- changes, on the operator's thread -------------------------------------------------------------------------
 
     def by_kafkas_tool(self, draw: Callable[[Targets], Targets]) -> None:
         """``kafka-consumer-groups.sh --reset-offsets``: offsets without a note.
 
         Args:
-            draw: makes the targets of what is committed.
+            draw: makes the new offsets from the committed ones.
         """
         committed = self._admin.committed(self._group)
         targets = draw({tp: at.offset for tp, at in committed.items()})
@@ -95,10 +95,10 @@ class Operator:
             self._admin.move_committed(self._group, targets)
 
     def by_reset(self, draw: Callable[[Targets], Targets], tables: Sequence[Table], *, halfway: bool = False) -> None:
-        """``spark-group reset``, once for each table, or once without any.
+        """``spark-group reset``, once for each table, or once without a table.
 
         Args:
-            halfway: the operator's machine dies between Kafka and the table.
+            halfway: whether the operator's machine dies between Kafka and the table.
         """
         targets: Targets | None = None
         for table in tables or [None]:  # type: ignore[list-item]
@@ -116,7 +116,7 @@ class Operator:
             try:
                 self._admin.move_committed(self._group, plan.offsets, notes=plan.notes)
             except GroupError:
-                self._truth.half_done(plan.offsets)  # one that was not answered may still arrive, behind the next look
+                self._truth.half_done(plan.offsets)  # a request without an answer may still be executed later
                 raise
             if table is not None and halfway:
                 self._truth.half_done(plan.offsets)
@@ -125,12 +125,12 @@ class Operator:
                 table.set_ledger(plan.offsets, topic_ids=ids, reset_number=plan.reset_number)
 
     def settle(self, table: Table, tables: Sequence[Table]) -> None:
-        """What the message of a LedgerConflict says: go on where the table stands, or write it again on purpose.
+        """Resolve a LedgerConflict as its message says: continue at the table's offsets, or write the rows again.
 
-        Where one table stands may be behind another one of the group, so all are reset to it.
+        The offsets of one table may be behind those of another table of the group, so all tables are reset to them.
         """
         held = {} if table.ledger is None else dict(table.ledger.offsets)
-        if not self._admin.committed(self._group):  # all topics were deleted: the command asks for their names
+        if not self._admin.committed(self._group):  # all topics were deleted: the command needs their names
             scope = dict.fromkeys(self._admin.existing_topics(tp.topic for tp in held), frozenset[int]())
             first = reset.start_offsets(
                 self._admin, reset.partitions_of(self._admin, self._group, scope), StartAt("earliest")

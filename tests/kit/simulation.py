@@ -1,12 +1,12 @@
-"""A whole group for a few simulated minutes: queries with the shipped driver, ordinary consumers, Kafka, misfortune.
+"""A simulation of a whole group for a few minutes: queries, ordinary consumers, Kafka, and faults.
 
-Runs in: tests. One seed is one history: :func:`run` raises :class:`Failed` with the story, and running the seed again
-tells the same story. First up to a minute and a half of faults (``faults``), then calm, in which everything must come
-to rest: each record processed, each offset committed. What is simulated is what ships: ``driver``, ``kafka``, ``group``
-and the decisions of ``delta.ledger`` and ``cli.reset``. Only Kafka, time, threads and Spark are models.
+Runs in: tests. One seed is one history: :func:`run` raises :class:`Failed` with the story, and the same seed gives the
+same story again. After up to a minute and a half of faults (``faults``) comes a calm time, in which every record must
+be processed and every offset committed. The product's own code runs: ``runtime``, ``kafka``, ``protocol``, ``agents``
+and the decisions of ``delta.ledger_decision`` and ``cli.reset``. Only Kafka, time, threads and Spark are models.
 
-Deliberately absent (not modelled): what agents read ahead, changed subscriptions, several groups, clocks that
-jump, and time inside the machine (an event takes none).
+Deliberately absent (not modelled): what agents read ahead, changed subscriptions, several groups, clocks that jump, and
+the duration of an event in the protocol.
 """
 
 import logging
@@ -26,22 +26,22 @@ from kit.scene import Scene
 from kit.world import World
 
 FAULTS_MS = (30_000, 90_000)
-"""How long faults go on, drawn by the seed."""
+"""Duration of the faults, drawn by the seed."""
 REFUSED_SHARE = 0.3
-"""Of the histories with agents, those in which an administrator takes the right to use transactional ids away, some
-time after the last fault."""
+"""Share of the histories with agents in which an administrator revokes the right to use transactional ids, some time
+after the last fault."""
 CALM_MS_MAX = 120_000
-"""By then everything must have come to rest: sessions end, places are taken again, the backlog is read."""
+"""Time after which the group must be at rest: sessions have ended, members have rejoined, the backlog is read."""
 PROTOCOLS: dict[str, type[Group]] = {"eager": ClassicGroup, "cooperative": CooperativeGroup, "consumer": ConsumerGroup}
 
 
 class Failed(AssertionError):
-    """A rule was broken. The message is the rule, the end of the story, and how to run it again."""
+    """A rule was broken. The message has the rule, the end of the story, and the command that runs it again."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a history was made of, to see that the seeds are worth running."""
+    """What happened in a history, to check that the seeds cover enough."""
 
     seed: int
     protocol: str
@@ -61,7 +61,7 @@ def run(seed: int, *, protocol: str | None = None, agents: bool = False) -> Outc
     """Play one history.
 
     Args:
-        agents: the queries have executors, whose agents host members.
+        agents: whether the queries have executors, on whose agents members are placed.
 
     Raises:
         Failed: a rule did not hold.
@@ -77,7 +77,7 @@ def run(seed: int, *, protocol: str | None = None, agents: bool = False) -> Outc
 
 @contextmanager
 def telling(world: World, name: str, again: str = "") -> Iterator[None]:
-    """Play a history without the product's log, as a story tells more, and end its world.
+    """Play a history with the product's log disabled, because the story has more, and close its world.
 
     Raises:
         Failed: with the story, where a rule does not hold.
@@ -105,7 +105,7 @@ def _play(world: World, seed: int, protocol: str, *, agents: bool) -> Outcome:
     # Some records after the last fault show that everything works again.
     world.run_until(world.now_ms + 10_000)
     if agents and world.draws("permission").chance(REFUSED_SHARE):
-        world.note("transactions are refused from now on")  # while slots are lent: they come home, and members commit
+        world.note("transactions are refused from now on")  # slots on agents are recalled
         cluster.transactions_allowed = False
         world.run_until(world.now_ms + 10_000)
     scene.producing = False
@@ -129,7 +129,7 @@ def _play(world: World, seed: int, protocol: str, *, agents: bool) -> Outcome:
 
 
 def _every(look: Callable[[], bool], calls: int = 20) -> Callable[[], bool]:
-    """Look now and then only: it costs more than a step."""
+    """Evaluate ``look`` only once in so many calls: it costs more than a step."""
     left = 0
 
     def sometimes() -> bool:

@@ -23,7 +23,7 @@ REQUEST_TIMEOUT_MS = 700
 """After this a request without an answer is sent again."""
 STORY_LINES_MAX = 10_000
 PREEMPTED_MS_MAX = 30
-"""The longest that a thread stands still because others run, where it may be preempted."""
+"""The longest time that a thread waits for others where it may be preempted."""
 
 R = TypeVar("R")
 Do = Callable[[], None]
@@ -40,7 +40,7 @@ class Draws(Random):
 
 
 class World:
-    """The scheduler: one heap of things to do, one story, one seed. Used from one real thread."""
+    """The scheduler: one heap of callbacks, one story, one seed. Used from one real thread."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
@@ -66,10 +66,10 @@ class World:
             heapq.heappush(self._heap, (self.now_ms + delay_ms, next(self._order), do))
 
     def run_until(self, end_ms: int, *, stop: Callable[[], bool] | None = None) -> bool:
-        """Do everything up to ``end_ms``; True when ``stop`` held before.
+        """Run all callbacks up to ``end_ms``. Returns True if ``stop`` was true before.
 
         Raises:
-            BaseException: the first one that :meth:`fail` was told of, or that something in the loop raised.
+            BaseException: the first one that :meth:`fail` got, or that a callback raised.
         """
         heap = self._heap
         while heap and heap[0][0] <= end_ms:
@@ -86,7 +86,7 @@ class World:
         return stop is not None and stop()
 
     def others_due(self) -> bool:
-        """Whether anything else is due at this very instant."""
+        """Whether another callback is due at the present time."""
         return bool(self._heap) and self._heap[0][0] <= self.now_ms
 
     def draws(self, topic: str) -> Draws:
@@ -97,7 +97,7 @@ class World:
         return found
 
     def note(self, text: str | Callable[[], str]) -> None:
-        """A line of the story; a function makes its text only if the story is told."""
+        """Add a line to the story; a function makes its text only if the story is printed."""
         if not self.inert:
             self._story.append((self.now_ms, text))
 
@@ -105,12 +105,12 @@ class World:
         return "\n".join(f"{ms:>7} {text if isinstance(text, str) else text()}" for ms, text in self._story)
 
     def fail(self, error: BaseException) -> None:
-        """End the history with this error, whatever the code that runs now does with an exception."""
+        """Stop the history with this error, however the running code handles exceptions."""
         if self._failure is None and not self.inert:
             self._failure = error
 
     def close(self) -> None:
-        """The end of a history, in whatever way: no greenlet is left to be unwound by the garbage collector."""
+        """End a history: unwind all greenlets, so that none is left to the garbage collector."""
         for process in self.processes:
             process.alive = False
         self._doomed = self.processes
@@ -141,9 +141,10 @@ class World:
 
 
 class Process:
-    """Something that can be killed, or stopped and continued (SIGSTOP, SIGCONT).
+    """A process, which can be killed, or stopped and continued (SIGSTOP, SIGCONT).
 
-    What is due while it is stopped happens when it goes on: in order for each of its threads, in any order among them.
+    Callbacks that are due while it is stopped run when it continues: in order for each of its threads, in any order
+    among them.
     A thread is a greenlet (:meth:`spawn`), or just a name under which callbacks are put in order (:meth:`later`), such
     as a library's own thread.
     """
@@ -169,11 +170,11 @@ class Process:
         return thread
 
     def later(self, thread: str, delay_ms: int, do: Do) -> None:
-        """Do something on one of its threads."""
+        """Run a callback on one of its threads."""
         self.world.at(delay_ms, partial(self.run, thread, do))
 
     def run(self, thread: str, do: Do) -> None:
-        """Do it now, or once the process goes on."""
+        """Run a callback now, or when the process continues."""
         if not self.alive:
             return
         if self.frozen or thread in self._due:
@@ -186,11 +187,11 @@ class Process:
         return self.world.draws(f"{self.name}/{topic}")
 
     def cut_off(self) -> bool:
-        """Whether no broker is reached at the moment."""
+        """Whether it cannot reach any broker now."""
         return self.world.now_ms < max(self.world.down_until_ms, self.cut_off_until_ms)
 
     def kill(self, how: str = "killed") -> None:
-        """Ends now, without another step of any of its threads. Called on one of these, it does not return."""
+        """Kill it now, without another step of its threads. Does not return if one of these calls it."""
         if self.alive:
             self.world.note(f"{self.name}: {how}")
             self.alive = False
@@ -198,7 +199,7 @@ class Process:
             self.world.doom(self)
 
     def freeze(self) -> None:
-        """Stops now, also the very thread that calls this."""
+        """Stop it now, including the thread that calls this."""
         self.world.note(f"{self.name}: frozen")
         self.frozen = True
         if self.world.current is not None and self.world.current.process is self:
@@ -228,10 +229,10 @@ class Process:
         *,
         repeat: bool = True,
     ) -> None:
-        """Send a request to the broker, again after a timeout until it is answered; ``answer`` runs on ``thread``.
+        """Send a request to the broker, and retry after a timeout until it is answered; ``answer`` runs on ``thread``.
 
         Args:
-            ask: runs at the broker and calls what it is given, now or later.
+            ask: runs at the broker and calls its argument with the answer, now or later.
             repeat: whether a lost answer makes the broker do it again.
         """
         world, draws = self.world, self.draws(f"network/{thread}")
@@ -295,7 +296,7 @@ class Thread:
         return self._woken
 
     def block_idle(self, step_ms: int, longest_ms: int) -> bool:
-        """Wait as a loop would that looks around every ``step_ms``, without the turns in which it would find nothing:
+        """Wait like a loop that polls every ``step_ms``, without the polls that would find nothing:
         until :meth:`wake`, or :meth:`stir` and the end of the step, but not for more than ``longest_ms``."""
         self._idle = (self._world.now_ms, step_ms)
         try:
@@ -304,11 +305,11 @@ class Thread:
             self._idle = None
 
     def wake(self) -> None:
-        """End its waiting. Anyone may call it who knows that it waits."""
+        """Stop its wait. Callers have to know that it waits."""
         self.process.later(self.name, 0, partial(self._go, self._turn, woken=True))
 
     def stir(self) -> None:
-        """There is something for it to find when it looks around the next time."""
+        """Its next poll will find something."""
         if self._idle is not None:
             since_ms, step_ms = self._idle
             left_ms = -(self._world.now_ms - since_ms) % step_ms

@@ -564,14 +564,14 @@ def main(arguments: list[str]) -> int:
     if mutant.module in sys.modules:
         raise ImportError(f"{mutant.module} was imported before its line could be broken")
     sys.meta_path.insert(0, Finder(mutant))
-    from kit.calm import lend
+    from kit.calm import play_calm
     from kit.simulation import Failed, run
 
     pairs = list(zip(arguments[1::2], map(int, arguments[2::2]), strict=True))
     for protocol, seed in pairs or [FOUND_BY[mutant.name]]:
         try:
             if protocol.startswith(CALM):
-                lend(seed, protocol.removeprefix(CALM))
+                play_calm(seed, protocol.removeprefix(CALM))
             else:
                 run(seed, protocol=protocol, agents=mutant.agents)
         except Failed as failed:

@@ -12,7 +12,7 @@ from collections import Counter
 import pytest
 from kit.agent_faults import AgentFaults
 from kit.books import Cause
-from kit.calm import lend
+from kit.calm import play_calm
 from kit.faults import Faults
 from kit.simulation import PROTOCOLS, Failed, Outcome, run
 from simulation.mutants import AGENT_SEEDS, SEEDS
@@ -50,10 +50,10 @@ def test_the_same_holds_for_members_that_live_at_agents(protocol: str, only_seed
 @pytest.mark.proves("G7", level="simulation")
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_g7_lending_and_lost_agents_alone_make_no_group_rebalance(protocol: str) -> None:
-    outcomes = [lend(seed, protocol) for seed in range(CALM_SEEDS)]
+    outcomes = [play_calm(seed, protocol) for seed in range(CALM_SEEDS)]
     assert sum(outcome.moves for outcome in outcomes) > CALM_SEEDS
     assert sum(outcome.recalls for outcome in outcomes) > CALM_SEEDS
-    broken = sum(outcome.faults.get("break_lent_member", 0) for outcome in outcomes)
+    broken = sum(outcome.faults.get("break_placed_member", 0) for outcome in outcomes)
     rebalances = sum(outcome.rebalances for outcome in outcomes)
     assert rebalances <= (2 * broken if protocol == "consumer" else 0)  # it left with its session, and came back
 
