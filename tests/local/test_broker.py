@@ -18,7 +18,7 @@ from kit.broker_cluster import BrokerCluster
 from spark_group_source.errors import BrokerUnavailable, OptionError, SetupError
 from spark_group_source.local import background as local_broker
 from spark_group_source.local import jars
-from spark_group_source.local.broker import Broker, Node
+from spark_group_source.local.broker import Broker, Node, free_ports
 from spark_group_source.local.conf import read_conf
 
 pytestmark = pytest.mark.broker
@@ -179,7 +179,7 @@ def spark_group(*args: str, env: dict[str, str]) -> subprocess.CompletedProcess[
 
 @pytest.mark.slow
 def test_background_broker_is_started_shown_and_stopped(home: dict[str, str]) -> None:
-    port = 14_092
+    port, other = free_ports(2)
     started = spark_group("broker", "start", "--port", str(port), "--topic", "orders:4", env=home)
     assert started.stdout.splitlines()[-1:] == [f"127.0.0.1:{port}"], started.stderr
     admin = AdminClient({"bootstrap.servers": f"127.0.0.1:{port}", "log_level": 0})
@@ -189,7 +189,7 @@ def test_background_broker_is_started_shown_and_stopped(home: dict[str, str]) ->
     shown = spark_group("broker", "status", env=home)
     assert shown.returncode == 0 and str(port) in shown.stdout
 
-    again = spark_group("broker", "start", "--port", str(port + 10), env=home)
+    again = spark_group("broker", "start", "--port", str(other), env=home)
     assert again.returncode == 1 and again.stderr.startswith(
         f"error: OptionError: a broker is already running at 127.0.0.1:{port}"
     )
