@@ -1,4 +1,4 @@
-"""The simulated Kafka: topics with their logs, groups, transactions, and how well it can be reached.
+"""The simulated Kafka: topics with their logs, groups, transactions, and whether brokers can be reached.
 
 Runs in: tests. What the fakes of the client library talk to (``SimulatedEnvironment``). Deliberately absent: brokers of
 their own, records (only where a log begins and ends), compaction.
@@ -16,17 +16,17 @@ from kit.world import Process, World
 from spark_group_source.model import TopicPartition
 
 HEARD_MS = (50, 5_000)
-"""From a change of topics until a group's members have heard of it."""
+"""Time from a change of topics until the members of a group know it."""
 
 
 @dataclass(slots=True)
 class Log:
-    """One partition. Offsets are of the next record; ``held`` is where an open transaction of records begins."""
+    """One partition. Offsets are of the next record; ``held`` is where an open transaction of records starts."""
 
     first: int = 0
     end: int = 0
     held: int | None = None
-    serves_from_ms: int = 0  # before it metadata names the partition, and no broker serves it
+    serves_from_ms: int = 0  # until then metadata has the partition, but no broker serves it
 
     @property
     def stable(self) -> int:
@@ -36,10 +36,10 @@ class Log:
 
 @dataclass(slots=True)
 class Topic:
-    """A topic as it is now. Deleted and made again it has another id."""
+    """A topic as it is now. When it is recreated, it has another id."""
 
     id: str
-    known_from_ms: int = 0  # before it no broker has heard of it
+    known_from_ms: int = 0  # until then no broker knows it
     logs: list[Log] = field(default_factory=list)
 
 
@@ -68,7 +68,7 @@ class Cluster:
     # --- topics -----------------------------------------------------------------------------------------------------
 
     def create(self, name: str, partitions: int, *, first: int = 0, slow_ms: int = 0) -> None:
-        """Make a topic; for ``slow_ms`` metadata does not name it, and then for as long again no broker serves it."""
+        """Create a topic; for ``slow_ms`` metadata does not have it, and then for as long again no broker serves it."""
         self._created += 1
         known_ms = self.world.now_ms + slow_ms
         self.topics[name] = Topic(f"{name}-id{self._created}", known_ms)
@@ -79,7 +79,7 @@ class Cluster:
         return self._add(name, count, 0, self.world.now_ms + slow_ms)
 
     def delete(self, name: str) -> None:
-        """A topic goes, with its records and what was committed for it."""
+        """Delete a topic, with its records and committed offsets."""
         gone = [TopicPartition(name, p) for p in range(len(self.topics.pop(name).logs))]
         for group in self.groups.values():
             group.forget(gone)
@@ -116,12 +116,12 @@ class Cluster:
         self._log(tp).end += count
 
     def age(self, tp: TopicPartition, first: int) -> None:
-        """Retention takes the records below ``first``."""
+        """Delete the records below ``first``, as retention does."""
         log = self._log(tp)
         log.first = min(max(log.first, first), log.end)
 
     def shrink(self, tp: TopicPartition, end: int) -> None:
-        """A leader was elected that did not have the records from ``end`` on."""
+        """Elect a leader that does not have the records from ``end`` on."""
         log = self._log(tp)
         log.end = max(min(log.end, end), log.first)
 
@@ -139,12 +139,12 @@ class Cluster:
         return self.groups[name]
 
     def unreachable(self, ms: int) -> None:
-        """No broker answers for so long; sessions begin anew after it."""
+        """Let no broker answer for so long; sessions start again afterwards."""
         self.world.note(f"no broker can be reached for {ms} ms")
         self.world.down_until_ms = max(self.world.down_until_ms, self.world.now_ms + ms)
 
     def client_number(self, process: Process, kind: str) -> int:
-        """Tells one client of the library from all others of its kind in its process."""
+        """A number that distinguishes one client of the library from the others in its process."""
         self._clients[process.name, kind] += 1
         return self._clients[process.name, kind]
 

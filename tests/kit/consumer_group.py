@@ -10,7 +10,7 @@ from kit.world import World
 from spark_group_source.model import TopicPartition
 
 RELEASED = -2
-"""Epoch of a static member that went away and keeps its place until its session ends."""
+"""Epoch of a static member that left and keeps its membership until its session ends."""
 LEFT = -1
 
 
@@ -50,7 +50,7 @@ class ConsumerGroup(Group):
         elif epoch == RELEASED:
             member.epoch, member.revoking, member.revoking_since_ms = RELEASED, set(), None
             reply(Answer(Code.OK))
-        elif epoch not in (member.epoch, member.generation):  # the last answer may have been lost
+        elif epoch not in (member.epoch, member.generation):  # the last answer may be lost
             reply(Answer(Code.FENCED_EPOCH))
         else:
             member.seen_ms = self.world.now_ms
@@ -68,7 +68,7 @@ class ConsumerGroup(Group):
         topics: frozenset[str],
         reply: Callable[[Answer], None],
     ) -> None:
-        """A static member of the classic protocol joins, as a new one: nobody's place is refused to it."""
+        """A static member of the classic protocol joins as a new one; no instance id is refused to it."""
         holder = self.static(instance)
         if holder is None:
             member = self.new_member(id_, instance, client_id)
@@ -84,7 +84,7 @@ class ConsumerGroup(Group):
             if holder.epoch != RELEASED and not holder.taken:
                 return Answer(Code.UNRELEASED)
             member = self._replace(holder, id_, client_id)
-        elif id_ in self.members:  # its first answer was lost
+        elif id_ in self.members:  # the answer to its first request was lost
             member = self.members[id_]
             member.seen_ms = self.world.now_ms
         else:
@@ -111,7 +111,7 @@ class ConsumerGroup(Group):
         return Answer(Code.OK, member.id, member.epoch, assignment=frozenset(member.assigned))
 
     def _reconcile(self, member: Member, owned: frozenset[TopicPartition] | None) -> None:
-        """Take away first, give when it is free: pure bookkeeping of one member against the target."""
+        """Revoke partitions first, assign them when they are free: compares one member with the target."""
         if member.revoking and owned is not None and not (member.revoking & owned):
             member.revoking, member.revoking_since_ms = set(), None
         if member.revoking:
@@ -119,7 +119,7 @@ class ConsumerGroup(Group):
         target = self._target.get(member.id, set())
         if gone := member.assigned - target:
             member.assigned -= gone
-            if owned is None or owned:  # it may have them: it must say that it gave them back
+            if owned is None or owned:  # it may have them, so it must report that it released them
                 member.revoking, member.revoking_since_ms = gone, self.world.now_ms
                 return
         taken = {tp for m in self.members.values() if m is not member for tp in m.assigned | m.revoking}
@@ -144,7 +144,7 @@ class ConsumerGroup(Group):
         return Code.ILLEGAL_GENERATION if transactional else Code.STALE_EPOCH
 
     def describe(self) -> tuple[str, dict[str, frozenset[TopicPartition]]]:
-        """The library has no word for a group that assigns or reconciles."""
+        """The state as the library reports it: it has no value for groups that assign or reconcile."""
         members = list(self.members.values())
         settled = all(m.epoch == self.epoch and m.assigned == self._target.get(m.id) for m in members)
         state = "EMPTY" if not members else "STABLE" if settled else "UNKNOWN"
