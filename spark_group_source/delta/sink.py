@@ -177,8 +177,12 @@ class DeltaSink:
         return df if self.transform is None else self.transform(df)
 
     def _report(self, spark: "SparkSession", planned: PlannedBatch, durable: Sequence[StreamOffset]) -> None:
-        """Mark the batch as durable for the run on this host, and keep the run's statistics in its checkpoint."""
+        """Mark the batch as durable, or as void, for the run on this host, and keep the run's statistics in its
+        checkpoint."""
         in_all_tables = write_guard.all_tables_written(planned)
+        for offset in planned.offsets:
+            if offset not in durable and (ledger := self._ledgers.get(offset.group)) is not None:
+                run_files.mark_void(offset.stream, offset.seq, ledger.reset_number)
         for offset in durable:
             if in_all_tables:
                 run_files.mark_durable(offset.stream, offset.seq)

@@ -9,11 +9,13 @@ creates:
 - ``<pid>.drain``: a request that this run drains;
 - ``<load>.load``: locked by the stream of that ``load()``;
 - ``<stream>.durable``: the durable mark: the number of the newest batch that the sink has. Spark reports a batch as
-  durable only when it requests the next one, so without this mark the last batch of a run would stay uncommitted.
+  durable only when it requests the next one, so without this mark the last batch of a run would stay uncommitted;
+- ``<stream>.void``: the void mark: the numbers of the newest batch of which the sink wrote nothing, and of the reset
+  that made it void. Kafka may show nothing of that reset.
 
-A run removes its files when it stops normally. The temporary folder is writable for every user, so another user may
-have created a directory or a link of that name: then no file in it is written, removed or trusted, and a warning is
-logged.
+A run removes its files when it stops normally, except for a void mark, which the stream's next run may need. The
+temporary folder is writable for every user, so another user may have created a directory or a link of that name: then
+no file in it is written, removed or trusted, and a warning is logged.
 """
 
 import contextlib
@@ -38,6 +40,7 @@ log = logging.getLogger(__name__)
 
 DRAIN = ".drain"
 DURABLE = ".durable"
+VOID = ".void"
 READ_FILES_MAX = 1_000
 """How many runs of one host :func:`read` reads."""
 DRAIN_S = 60.0
@@ -61,6 +64,25 @@ def mark_durable(stream: str, seq: int) -> None:
     with contextlib.suppress(OSError):
         if _is_usable():
             write_atomically(directory() / f"{stream}{DURABLE}", str(seq))
+
+
+def mark_void(stream: str, seq: int, reset_number: int) -> None:
+    """Write the void mark of a stream: the sink wrote nothing of its batch ``seq``, because of this reset.
+
+    Does nothing where no run of this user publishes, and never raises: the sink refuses the stream's next void batch.
+    """
+    with contextlib.suppress(OSError):
+        if stream.isalnum() and _is_usable():
+            write_atomically(directory() / f"{stream}{VOID}", f"{seq} {reset_number}")
+
+
+def void_by(stream: str, seq: int) -> int:
+    """Return the number of the reset that made batch ``seq`` void; 0 if no sink of this host reported one."""
+    with contextlib.suppress(OSError, ValueError):
+        if stream.isalnum() and _is_usable():
+            marked, reset_number = map(int, (directory() / f"{stream}{VOID}").read_text().split())
+            return reset_number if marked == seq else 0
+    return 0
 
 
 def durable_seq(stream: str) -> int:
@@ -199,6 +221,10 @@ class Publisher:
     def durable_seq(self, stream: str) -> int:
         """Return the number in a stream's durable mark; -1 if there is none."""
         return durable_seq(stream)
+
+    def void_by(self, stream: str, seq: int) -> int:
+        """Return the number of the reset that made batch ``seq`` void for the sink; 0 if it reported none."""
+        return void_by(stream, seq)
 
     def close(self) -> None:
         """Remove the files of this run; later statistics are not written."""

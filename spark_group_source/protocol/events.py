@@ -183,13 +183,15 @@ class NextBatchRequested:
     """Spark calls ``latestOffset`` with ``start``, which is durable.
 
     ``unlimited``: the trigger is Once, which reads everything available. ``drain``: a drain of this run was requested:
-    it plans no more batches. ``new_stream``: the stream id if there is none yet.
+    it plans no more batches. ``new_stream``: the stream id if there is none yet. ``void_by``: the number of the reset
+    because of which the sink wrote nothing of the batch that ends at ``start``; 0 if the sink reported none.
     """
 
     start: StreamOffset
     unlimited: bool = False
     drain: bool = False
     new_stream: str
+    void_by: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

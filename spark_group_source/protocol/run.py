@@ -370,9 +370,22 @@ class Run:
             self._choose_membership()
             self._first_call = event
         elif not event.start.is_initial and self.stream and not self.closed:
+            self._apply_reported_reset(event)
             self._apply(ev.Durable(offset=event.start))
         if self.state is not RunState.FAILED:
             self._move(ev.NextBatchRequested)
+
+    def _apply_reported_reset(self, event: ev.NextBatchRequested) -> None:
+        """The sink wrote nothing of the last batch, because its table knows a reset that this run does not know: other
+        consumers committed every partition since, so no commit metadata shows it. All partitions are looked up again.
+        """
+        if event.void_by > self.partitions.reset_number:
+            self._out.log(
+                f"the sink wrote nothing of batch {event.start.seq}: its table knows reset #{event.void_by} of the "
+                "group, and Kafka's commit metadata does not; all partitions continue at the committed offsets",
+                warn=True,
+            )
+            self.partitions.apply_reset(event.void_by)
 
     def _batch_started(self, event: ev.BatchStarted) -> None:
         if self.state in (RunState.CLOSED, RunState.FAILED, RunState.STOPPING):
@@ -423,6 +436,8 @@ class Run:
         else:
             replayed = isinstance(first, ev.BatchStarted)
             self._resume(past, tuple(topics), former_slots, replay=replayed)
+            if isinstance(first, ev.NextBatchRequested):
+                self._apply_reported_reset(first)
             self._move(ev.Replay if replayed else ev.Durable)
         self._renew_at_ms = self._now_ms + RENEW_CHECK_MS
 

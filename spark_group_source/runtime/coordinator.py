@@ -118,9 +118,14 @@ class Coordinator:
         Raises:
             SourceError: the run cannot continue.
         """
-        drain = self._publisher.is_drain_requested
         end = self._call(
-            ev.NextBatchRequested(start=start, unlimited=unlimited, drain=drain, new_stream=self._environment.new_id())
+            ev.NextBatchRequested(
+                start=start,
+                unlimited=unlimited,
+                drain=self._publisher.is_drain_requested,
+                new_stream=self._environment.new_id(),
+                void_by=self._publisher.void_by(start.stream, start.seq),
+            )
         )
         if end is not start:  # a listener may read the statistics right after the batch, before the next tick
             self._publish()

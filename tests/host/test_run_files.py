@@ -64,6 +64,21 @@ def test_a_run_reads_the_durable_mark_and_removes_it_when_it_stops(directory: Pa
     assert list(directory.iterdir()) == []
 
 
+def test_the_void_mark_names_one_batch_and_stays_for_the_next_run(directory: Path) -> None:
+    run = run_files.Publisher("etl")
+    run.publish(statistics())
+    assert run.void_by(STREAM, 7) == 0
+    run_files.mark_void(STREAM, 7, 2)
+    run.close()
+    following = run_files.Publisher("etl")
+    assert [following.void_by(stream, seq) for stream, seq in ((STREAM, 7), (STREAM, 8), ("other", 7), ("", -1))] == [
+        2,
+        0,
+        0,
+        0,
+    ]
+
+
 def test_the_metrics_port_is_published_with_the_statistics(directory: Path) -> None:
     run = run_files.Publisher("etl")
     run.metrics_port = 9464

@@ -140,15 +140,6 @@ class Accounts(Books):
             book.whole = max(book.nobodys, min(book.whole, at))
             advance(book)
 
-    def left_out(self, ranges: Ranges) -> None:
-        """A table left a batch out, because it was planned before a reset. Where others committed over all notes of the
-        reset, the stream does not know of it, and its table cannot tell that batch from one of before the reset: its
-        records are left out for good, and the log says so. Kafka has no other place for such a note."""
-        notes = [parse_note(book.commits[-1][1].note) for book in self.books.values() if book.commits]
-        if not any(note.reset_number >= self._reset for note in notes):
-            for tp, (_, end) in self._of(ranges):
-                self._nobodys(tp, end)
-
     def has_already(self, ranges: Ranges, *, table: str) -> None:
         """A table left out what it has. After a reset that did not move this table, that was to be processed again.
 

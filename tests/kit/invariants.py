@@ -228,7 +228,7 @@ class Invariants(Accounts):
                 self._break(f"{reader.name} plans {tp}[{start},{end}), but its last range ended at {last}")
             book.chain[reader.party] = end
             if offset.reset_number < self._reset:
-                # Others committed over all notes of the reset (see left_out); when it hears of it, this is void.
+                # Others committed over all notes of the reset; when the run hears of it, this is void.
                 book.undone.add(start)
                 book.losses.append(Loss(self._nobody, start, Cause.OPERATOR, end))
             mine = [held for held in book.holders.values() if held.reader is reader and held.loss is None]

@@ -78,6 +78,8 @@ class Table:
                 break
         for done in decision.durable:
             run.query.durable[done.stream] = done.seq
+        if offset not in decision.durable and self.ledger is not None:
+            run.query.void[offset.stream, offset.seq] = self.ledger.reset_number
 
     def _commit(
         self, run: SparkRun, offset: StreamOffset, read: Read, seen: Ledger | None, decision: WriteBatch
@@ -90,7 +92,6 @@ class Table:
             return False
         if any(comparison.void for comparison in decision.comparisons):
             self.voids += 1
-            self._truth.left_out(offset.ranges)
         self._world.note(lambda: f"table {self.name}: batch {offset.seq} of {offset.stream}, without {decision.drop}")
         self.ledger = decision.ledgers[self._group].with_next_number()
         self._truth.processed_by(run.reader, rows, table=self.name)

@@ -96,6 +96,7 @@ class Query:
     checkpoint: Checkpoint
     runs: list["SparkRun"] = field(default_factory=list)
     durable: dict[str, int] = field(default_factory=dict)  # what its sink says, by stream
+    void: dict[tuple[str, int], int] = field(default_factory=dict)  # by stream and batch: the reset that made it void
     threads_left: int | None = None  # how many the machine has for its next run
     executors: Executors | None = None  # where its members may live besides
 
@@ -121,6 +122,9 @@ class Publisher(run_files.Publisher):
 
     def durable_seq(self, stream: str) -> int:
         return self._query.durable.get(stream, -1)
+
+    def void_by(self, stream: str, seq: int) -> int:
+        return self._query.void.get((stream, seq), 0)
 
     def close(self) -> None:
         self._query.durable.clear()

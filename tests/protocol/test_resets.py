@@ -67,6 +67,29 @@ def test_batch_voided_by_a_hidden_reset_does_not_count_as_read(fresh: GroupHarne
     assert fresh.run.plannable() == {A: 149, B: 40}
 
 
+def test_reset_that_only_the_sink_reports_voids_the_last_batch(group: GroupHarness) -> None:
+    """Other consumers replaced all metadata of the reset; the batch was planned after it and not written."""
+    group.settled(A)
+    batch = group.offset({A: (100, 150)}, group.run.seq + 1)
+    group.planned(batch)
+    requested = group.feed(ev.NextBatchRequested(start=batch, new_stream="another", void_by=3))
+    assert only(ev.CommitOffsets, requested) == []
+    assert only(ev.FetchCommittedOffsets, requested) == [ev.FetchCommittedOffsets(partitions=(A,))]
+    group.claim({A: ev.Committed(offset=100)})
+    assert group.run.plannable() == {A: 100}
+    assert group.run.partitions.reset_number == 3
+
+
+def test_reset_that_the_sink_reported_to_an_earlier_run_is_applied_at_the_start(fresh: GroupHarness) -> None:
+    past = StreamOffset(group="etl", stream=STREAM, seq=3, known={"orders": 2}, ranges={A: (100, 150)})
+    fresh.feed(
+        ev.NextBatchRequested(start=past, new_stream="another", void_by=1), ev.TopicsListed(topics={"orders": 2})
+    )
+    fresh.assigned(A)
+    fresh.claim({A: ev.Committed(offset=100)})
+    assert fresh.run.plannable() == {A: 100}
+
+
 def test_later_commits_and_plans_contain_the_reset_number(group: GroupHarness) -> None:
     group.assigned(A)
     group.committed({A: reset(20, reset_number=2)})

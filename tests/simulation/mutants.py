@@ -353,6 +353,13 @@ MUTANTS = [
         "rows that the table has are left out",
     ),
     Mutant(
+        "ignores-a-reset-that-the-sink-reports",
+        "protocol/run.py",
+        "        if event.void_by > self.partitions.reset_number:",
+        "        if False:",
+        "a batch of which the sink wrote nothing is not committed",
+    ),
+    Mutant(
         "writes-void-plans",
         "delta/ledger_decision.py",
         "    void = batch.reset_number < known.reset_number",
@@ -488,6 +495,7 @@ FOUND_BY: dict[str, tuple[str, int]] = {
     "ignores-the-batch-of-a-returning-partition": ("eager", 2),
     "plans-no-uncommitted-offsets": ("eager", 1),
     "plans-without-reset-number": ("eager", 2),
+    "ignores-a-reset-that-the-sink-reports": ("cooperative", 101_586),
     "hides-a-rewind": ("cooperative", 10),
     "overlaps-ranges": ("cooperative", 0),
     "holds-nothing": ("eager", 0),
