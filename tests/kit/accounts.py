@@ -1,7 +1,7 @@
-"""The books of all partitions, and what the world does to them: records come and go, topics are made again, operators
-move the group on purpose.
+"""The true state of all partitions, and changes from outside: records are added and deleted, topics are recreated,
+operators move the group's offsets.
 
-Runs in: tests. Deliberately absent: who has what and who reads what (``invariants``).
+Runs in: tests. Deliberately absent: ownership and reads (``invariants``).
 """
 
 from collections import defaultdict
@@ -18,11 +18,11 @@ Ranges = Mapping[TopicPartition, tuple[int, int]]
 
 
 class Violation(AssertionError):
-    """A rule did not hold. The message names the rule."""
+    """A rule is broken. The message names the rule."""
 
 
 class Accounts(Books):
-    """The books, and what they need to be kept true."""
+    """The true state of all partitions, and the events that change it."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -30,15 +30,15 @@ class Accounts(Books):
         self._given_up: set[str] = set()  # agents that close their members by themselves
         self.books: dict[TopicPartition, Book] = {}
         self.starts_at_the_end = False  # startingOffsets=latest
-        self.ledgers = False  # somebody writes to a table with a ledger
-        self.operator = ""  # the name of a process that may move the group
-        self.pending: Callable[[], list[StreamOffset]] = list  # batches that queries would run again at their start
+        self.ledgers = False  # a query writes to a table with a ledger
+        self.operator = ""  # the name of a process that may move the group's offsets
+        self.pending: Callable[[], list[StreamOffset]] = list  # batches that queries would replay at their start
         self.last: Callable[[], list[StreamOffset]] = list  # the newest batches that queries planned
         self._reset = 0
         self._nobody = Reader("nobody", "nobody")
-        self._former: dict[TopicPartition, int] = {}  # deleted, and how far they were read
-        self._former_holders: dict[TopicPartition, dict[str, Holding]] = {}  # who has them all the same
-        self._remade: set[str] = set()  # topics that were deleted and made again
+        self._former: dict[TopicPartition, int] = {}  # deleted partitions, and how far they were read
+        self._former_holders: dict[TopicPartition, dict[str, Holding]] = {}  # consumers that still own them
+        self._remade: set[str] = set()  # recreated topics
         self.twice = 0
         self.processed = 0
         self.causes: dict[Cause, int] = defaultdict(int)
@@ -53,12 +53,12 @@ class Accounts(Books):
         self.books[tp].end += count
 
     def gone(self, tp: TopicPartition, first: int) -> None:
-        """Retention took the records below ``first``: who did not read them need not."""
+        """Retention deleted the records below ``first``: they need not be processed."""
         self.books[tp].firsts.add(first)
         self._nobodys(tp, first)
 
     def shrunk(self, tp: TopicPartition, end: int) -> None:
-        """The log lost its end. What comes to these offsets now may be read, or be taken for what was read."""
+        """The log was truncated. New records at these offsets may be read, or be taken for records read before."""
         book = self.books[tp]
         former, book.end = book.end, end
         book.longest = max(book.longest, former)
@@ -71,13 +71,13 @@ class Accounts(Books):
         advance(book)
 
     def deleted(self, tp: TopicPartition) -> None:
-        """The topic is gone. One that is made under its name has other records at the same offsets."""
+        """The topic is deleted. A topic that is recreated under its name has other records at the same offsets."""
         book = self.books.pop(tp)
         self._former[tp] = max([book.end, book.whole, book.stale, *book.reached.values()])
         self._former_holders[tp] = book.holders
 
     def made_again(self, tp: TopicPartition) -> None:
-        """As far as the former topic was read, whose records are meant is not judged."""
+        """A topic is recreated. Offsets below the former topic's progress are ambiguous and not judged."""
         self._remade.add(tp.topic)
         stale = self._former.get(tp, -1)
         book = self.books[tp] = Book(0, 0, whole=max(stale, 0), nobodys=max(stale, 0), stale=stale, again=True)
@@ -89,8 +89,8 @@ class Accounts(Books):
             book.losses += [] if loss is None else [loss]
 
     def resets(self, reset_number: int) -> None:
-        """``spark-group reset`` moves the group now: what was planned before is void, also where nothing was committed
-        and so nothing can be moved."""
+        """``spark-group reset`` moves the group now: earlier plans are void, also where nothing was committed and so no
+        offset can be moved."""
         self._reset = reset_number
         for offset in self.last():
             for tp, (start, end) in self._of(offset.ranges):
@@ -100,15 +100,15 @@ class Accounts(Books):
                     book.losses.append(Loss(self._nobody, start, Cause.OPERATOR, end))
 
     def half_done(self, offsets: Iterable[TopicPartition]) -> None:
-        """That reset did not reach the table: what it says may still be taken back by the next one."""
+        """This reset did not reach the table: the next one may revert its offsets."""
         for tp in self._there(offsets):
             self.books[tp].halfway = True
 
     def _moved(self, tp: TopicPartition, operator: Reader, new: Entry) -> None:
-        """An operator moved a partition on purpose: forward, and what is left out is nobody's; or back, and then all
-        from there on has to be processed once more."""
+        """An operator moved a committed offset: forward, which skips records; or back, after which all records from
+        there on must be processed again."""
         book, at, note = self.books[tp], new.offset, parse_note(new.note)
-        void, meant = note.reset_number > 0, note.stream is None  # a reset keeps the notes of what it does not move
+        void, meant = note.reset_number > 0, note.stream is None  # a reset keeps the other offsets with their notes
         book.commits.append((self._world.now_ms, new))
         book.away |= book.chain.keys()
         back = meant and at < book.whole
@@ -118,12 +118,12 @@ class Accounts(Books):
             book.flight.clear()
             book.durable.clear()
         book.moved |= not void
-        # By Kafka's tool, a batch that was planned and not finished counts as if it had come before. That it was, no
-        # run can tell later: it follows the operator into the middle of the batch.
+        # With Kafka's own tool, a planned batch that is not finished counts as if the move had preceded it. A later run
+        # cannot determine the order: it follows the operator into the middle of the batch.
         kept = [offset.ranges[tp] for offset in self.pending() if tp in offset.ranges and not void]
         book.losses += [Loss(operator, at, Cause.OPERATOR, end) for start, end in kept if start <= at < end]
         if at > book.whole:
-            # What a reset does not move stands where the table does: that may take an earlier move back.
+            # A reset keeps an offset that it does not move at the table's position: that may revert an earlier move.
             self.require(
                 meant or book.moved or book.halfway,
                 f"a reset leaves {tp} at {at}, but only what is below {book.whole} was processed",
@@ -132,7 +132,7 @@ class Accounts(Books):
         elif back:
             book.rewound = max(book.rewound, 0 if void else book.nobodys)
             book.nobodys = max([book.start, min(book.nobodys, at), *book.firsts])
-            # Nor does a table with a ledger take again what the ledger covers: it refuses that, or leaves it out.
+            # A table with a ledger does not accept rows that its ledger covers: it refuses or drops them.
             again = range(max(0, at - book.start), len(book.times)) if void or not self.ledgers else ()
             for i in again:
                 if not any(start <= book.start + i < end for start, end in kept):
@@ -141,11 +141,11 @@ class Accounts(Books):
             advance(book)
 
     def has_already(self, ranges: Ranges, *, table: str) -> None:
-        """A table left out what it has. After a reset that did not move this table, that was to be processed again.
+        """A table dropped rows that it has. A reset that did not move this table wanted them processed again.
 
-        What came before its ledger began counts as if it had it, where another query took the rewind first and so this
-        one does not know of it: a ledger has one number for each partition. Who goes back behind where a table began
-        has to move both (``spark-group reset --table``).
+        Rows before the start of its ledger count as present if another query read from the rewound offset first, so
+        that this query does not know of the rewind: a ledger has one number per partition. An operator who rewinds
+        behind the start of a table has to move both (``spark-group reset --table``).
         """
         for tp, (start, end) in self._of(ranges):
             book = self.books[tp]
@@ -158,7 +158,7 @@ class Accounts(Books):
             advance(book)
 
     def ledger_moved(self, table: str, offsets: Mapping[TopicPartition, int]) -> None:
-        """An operator moved a table's ledger: what stands behind that is to be written again."""
+        """An operator moved a table's ledger: rows from that offset on must be written again."""
         for tp, at in offsets.items():
             if tp in self.books and table in self.books[tp].rows:
                 self.books[tp].rows[table] = {row for row in self.books[tp].rows[table] if row < at}
@@ -178,21 +178,21 @@ class Accounts(Books):
         return book.commits[-1][1].offset if book.commits else book.start
 
     def _there(self, tps: Iterable[TopicPartition]) -> list[TopicPartition]:
-        """Those whose topic is not deleted."""
+        """Return the partitions whose topic is not deleted."""
         return sorted(tp for tp in tps if tp in self.books)
 
     def _of(self, ranges: Ranges) -> list[tuple[TopicPartition, tuple[int, int]]]:
         return [(tp, bounds) for tp, bounds in ranges.items() if tp in self.books]
 
     def _may_skip(self, tp: TopicPartition, reader: Reader) -> bool:
-        """Whether this stream may begin at the end: under ``latest``, if it did not begin before, and not on partitions
-        that were added since. Another stream may have begun, and lost the partition before it committed where: nobody
-        can know of that."""
+        """Return whether this stream may start at the log end: under ``latest``, if it did not start before, and not on
+        partitions that were added since. Another stream may have started, and lost the partition before its first
+        commit; its start is unknown."""
         known = reader.known.get(tp.topic, 0)
         return self.starts_at_the_end and tp.partition < known and reader.party not in self.books[tp].chain
 
     def _nobodys(self, tp: TopicPartition, until: int) -> None:
-        """Records below this are nobody's to process."""
+        """Records below this offset need not be processed."""
         book = self.books[tp]
         book.nobodys = max(book.nobodys, until)
         advance(book)
@@ -206,10 +206,10 @@ class Accounts(Books):
         (start, end), committed = self.books[tp].flight[reader], self._committed(tp)
         book = self.books[tp]
         if committed < start and (book.moved or book.again):
-            return False  # an operator, or who took the topic for a new one, has it read again by whoever is next
+            return False  # an operator, or a run that took the topic for a new one, makes the next owner read it again
         others = [entry.offset for _, entry in book.commits if entry.stream != reader.party]
         if committed < start and reader.party in book.away and others[-1:] == [committed]:
-            return False  # a former run planned it, and others have put the group before it since: there it goes on
+            return False  # a former run planned it, and foreign commits moved the group before it since
         return committed < end and start < end
 
 

@@ -1,7 +1,7 @@
-"""A consumer of the classic protocol, as librdkafka's own thread plays it: join, sync, heartbeat.
+"""A consumer of the classic protocol as librdkafka implements it: join, sync, heartbeat.
 
-Runs in: tests. Deliberately absent: choosing an assignment (the coordinator does it, ``classic_group``), and what
-``kafka_client`` says.
+Runs in: tests. Deliberately absent: choosing an assignment (the coordinator does it, ``classic_group``), and the parts
+in ``kafka_client``.
 """
 
 from collections.abc import Callable
@@ -11,17 +11,17 @@ from kit.kafka_client import HEARTBEAT_MS, Client, Kind, ignore
 from kit.kafka_group import Answer, Code
 
 JOIN_AGAIN_MS = (100, 1_000)
-"""The pause after a join that was refused."""
+"""Bounds of the pause after a join that was refused."""
 
 
 class ClassicClient(Client):
-    """Both flavours: eager members give all back before they join again, cooperative ones keep what they have."""
+    """Both flavours: eager members release all partitions before they rejoin, cooperative ones keep theirs."""
 
     _group: ClassicGroup
     _started = False
     _beating = False
     _joining = False
-    _in_group = False  # it was given an assignment, be it an empty one, and did not give it back since
+    _in_group = False  # it received an assignment, possibly empty, and has not released it since
     _joined_with: frozenset[str] = frozenset()
     _joins = 0
 
@@ -73,7 +73,7 @@ class ClassicClient(Client):
     def _joined(self, answer: Answer) -> None:
         if self.closed or not self._joining:
             if answer.code is Code.OK and not self.closed and not self.member:
-                self.member = answer.member  # it came after the application had left
+                self.member = answer.member  # the answer arrived after the application had left
                 self._leave()
             return
         self._heard_ms = self.process.world.now_ms
@@ -102,7 +102,7 @@ class ClassicClient(Client):
         self._in_group = True
         revoked, added = self.owned - answer.assignment, answer.assignment - self.owned
         if revoked:
-            # What was added follows also where that is nothing, and whatever was heard meanwhile: the library does so.
+            # librdkafka always runs the second step, even if nothing was added and whatever happened meanwhile.
             self._ask(Kind.REVOKE, revoked, lambda: self._ask(Kind.ASSIGN, added, self._join_again))
         else:
             self._ask(Kind.ASSIGN, added, self._taken)
@@ -125,7 +125,7 @@ class ClassicClient(Client):
             self._join()
 
     def _taken(self) -> None:
-        """In the group, and nothing to wait for: look whether something changed meanwhile."""
+        """After joining with no pending step: check for changes meanwhile."""
         if not self._goes() and self.topics != self._joined_with:
             self._rebalance()
 
@@ -159,7 +159,7 @@ class ClassicClient(Client):
             return
         self._forget(code)
         if self.calling is not None or not self._started:
-            return  # neither a rebalance is told, nor that it is out
+            return  # neither a rebalance nor the fencing is reported
         if code is Code.REBALANCE:
             self._rebalance()
         elif self.owned or (self._in_group and not self._group.incremental):

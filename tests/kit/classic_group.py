@@ -1,7 +1,7 @@
-"""The classic protocol at the coordinator: join, sync, generations; eager and cooperative; static members (KIP-345).
+"""The coordinator of the classic protocol: join, sync, generations; eager and cooperative; static members (KIP-345).
 
 Runs in: tests. Deliberately absent: several protocol names in one group, the round of MEMBER_ID_REQUIRED, member
-metadata other than what is owned and subscribed to.
+metadata other than owned partitions and subscriptions.
 """
 
 from collections.abc import Callable, Collection
@@ -11,11 +11,11 @@ from kit.kafka_group import Answer, Code, Group, Member, balanced
 from spark_group_source.model import TopicPartition
 
 INITIAL_DELAY_MS = 300
-"""group.initial.rebalance.delay.ms: an empty group waits for more members."""
+"""group.initial.rebalance.delay.ms: an empty group waits this long for more members."""
 
 
 class State(Enum):
-    """As the client library names them."""
+    """The states, with librdkafka's names."""
 
     EMPTY = "EMPTY"
     PREPARING = "PREPARING_REBALANCING"  # waits for all members to join
@@ -49,7 +49,7 @@ class ClassicGroup(Group):
         topics: frozenset[str],
         reply: Reply,
     ) -> None:
-        """A member joins (``id_`` empty: a new one) or joins again."""
+        """A member joins (``id_`` empty: a new one) or rejoins."""
         holder = self.static(instance)
         if holder is not None and not id_:
             self._replace(holder, client_id, owned, topics, reply)
@@ -76,7 +76,7 @@ class ClassicGroup(Group):
     def _replace(
         self, old: Member, client_id: str, owned: Collection[TopicPartition], topics: frozenset[str], reply: Reply
     ) -> None:
-        """A newcomer takes over a static member's place: without a rebalance when the group is stable."""
+        """A new process takes over a static member's instance id: without a rebalance when the group is stable."""
         for waiting in (old.join_reply, old.sync_reply):
             if waiting is not None:
                 waiting(Answer(Code.FENCED_INSTANCE))
@@ -159,7 +159,7 @@ class ClassicGroup(Group):
         self._initial = False
         if any(m.join_reply is not None for m in self.members.values()):
             self._complete()
-        elif self.members:  # static members that are all away: the group waits for a session to end
+        elif self.members:  # all are static members that are absent: the group waits for a session to end
             self.world.at(self.rebalance_ms, lambda: self._on_timeout(round_))
         else:
             self.state = State.EMPTY
@@ -176,7 +176,7 @@ class ClassicGroup(Group):
             assert reply is not None
             reply(Answer(Code.OK, member.id, self.generation, member.id == self.leader))
         round_ = self._round
-        # Who joined but never asks for its assignment is removed.
+        # A member that joined but does not request its assignment is removed.
         self.world.at(self.rebalance_ms, lambda: self._expire_pending_sync(round_))
 
     def _expire_pending_sync(self, round_: int) -> None:
@@ -209,13 +209,14 @@ class ClassicGroup(Group):
 
     def _cooperative(self, members: list[Member], everything: list[TopicPartition]) -> dict[str, set[TopicPartition]]:
         claims: dict[TopicPartition, Member] = {}
-        for member in sorted(members, key=lambda m: m.generation):  # of two claims the newer generation's counts
+        for member in sorted(members, key=lambda m: m.generation):  # the newer generation of two claims counts
             claims.update(dict.fromkeys(member.owned, member))
         owned = {m.id: {tp for tp, owner in claims.items() if owner is m} for m in members}
         target = balanced(members, owned, everything)
         newest = max((m.generation for m in members if m.owned), default=-1)
         claimed = {m.id: m.owned for m in members if m.generation == newest}
-        # What moves is first only taken away; its owner joins again without it. So is what two claim in one generation.
+        # A moved partition is first only revoked; its owner rejoins without it. So is one claimed twice in one
+        # generation.
         return {
             id_: {tp for tp in tps if all(tp not in of for other, of in claimed.items() if other != id_)}
             for id_, tps in target.items()
@@ -224,13 +225,13 @@ class ClassicGroup(Group):
     # --- for the base class -----------------------------------------------------------------------------------------
 
     def check_generation(self, member: Member, generation: int, *, transactional: bool) -> Code:
-        del member  # all have one generation
+        del member  # all share one generation
         if generation != self.generation:
             return Code.ILLEGAL_GENERATION
         return Code.REBALANCE if self.state is State.COMPLETING and not transactional else Code.OK
 
     def describe(self) -> tuple[str, dict[str, frozenset[TopicPartition]]]:
-        """In a rebalance the coordinator does not say what members have."""
+        """During a rebalance the coordinator does not report the members' partitions."""
         given = {m.id: frozenset(m.assigned if self.state is State.STABLE else ()) for m in self.members.values()}
         return self.state.value, given
 
@@ -255,6 +256,6 @@ class ClassicGroup(Group):
 
 
 class CooperativeGroup(ClassicGroup):
-    """cooperative-sticky: members keep what they have through a rebalance."""
+    """cooperative-sticky: members keep their partitions through a rebalance."""
 
     incremental = True

@@ -1,6 +1,6 @@
-"""A consumer of the KIP-848 protocol, as librdkafka's own thread plays it: heartbeats alone.
+"""A consumer of the KIP-848 protocol as librdkafka implements it: heartbeats only.
 
-Runs in: tests. Deliberately absent: subscriptions by regular expression, and what ``kafka_client`` says.
+Runs in: tests. Deliberately absent: subscriptions by regular expression, and the parts in ``kafka_client``.
 """
 
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from kit.kafka_group import Answer, Code
 
 
 class ConsumerClient(Client):
-    """Its member id is made here and never goes away; its epoch is 0 while it is not in the group."""
+    """The client generates its member id and never changes it; its epoch is 0 while it is not in the group."""
 
     _group: ConsumerGroup
     _started = False
@@ -31,7 +31,7 @@ class ConsumerClient(Client):
             self._later(HEARTBEAT_MS, self._beat)
 
     def close(self, *, leave: bool) -> None:
-        """A static member cannot leave for good, whatever is asked."""
+        """Close. A static member cannot leave permanently, whatever ``leave`` is."""
         del leave
         self._send_leave()
         self.closed = True
@@ -68,7 +68,7 @@ class ConsumerClient(Client):
     def _send(
         self, thread: str, epoch: int, owned: Tps | None, answer: Callable[[Answer], None], *, full: bool = True
     ) -> None:
-        topics, instance = self.topics, self.instance if full else None  # so librdkafka: it did not change
+        topics, instance = self.topics, self.instance if full else None  # as librdkafka: it did not change
         self.process.call(
             thread,
             lambda reply: self._group.heartbeat(self.member, instance, self.client_id, epoch, owned, topics, reply),
@@ -103,7 +103,8 @@ class ConsumerClient(Client):
             self._ask(Kind.ASSIGN, added, self._go_on)
 
     def _go_on(self) -> None:
-        """The application is done. Only now librdkafka says what happened meanwhile (F_WAIT_REJOIN)."""
+        """The application has completed its operation. Only now librdkafka reports the events meanwhile
+        (F_WAIT_REJOIN)."""
         if self._thrown_out:
             self._rejoin()
         elif not self._goes():
@@ -123,9 +124,9 @@ class ConsumerClient(Client):
 
 
 class TakingClient(Client):
-    """A static consumer of the classic protocol that joins a KIP-848 group, which brokers allow: it takes a place.
+    """A static consumer of the classic protocol that takes over an instance id in a KIP-848 group; brokers allow it.
 
-    Only its join is played: whoever uses it takes the place, closes it at once, and makes a KIP-848 one.
+    Only its join is modelled: the caller takes the instance id over, closes this client and creates a KIP-848 one.
     """
 
     _group: ConsumerGroup
@@ -144,7 +145,7 @@ class TakingClient(Client):
             )
 
     def close(self, *, leave: bool) -> None:
-        """A static one says nothing."""
+        """A static member sends no request to leave."""
         del leave
         self.closed = True
 

@@ -1,4 +1,4 @@
-"""The KIP-848 protocol at the coordinator: heartbeats, epochs, one member's reconciliation at a time.
+"""The coordinator of the KIP-848 protocol: heartbeats, epochs, one member's reconciliation at a time.
 
 Runs in: tests. Deliberately absent: regular expressions, racks, assignors other than the sticky one.
 """
@@ -34,9 +34,9 @@ class ConsumerGroup(Group):
         topics: frozenset[str],
         reply: Callable[[Answer], None],
     ) -> None:
-        """A member's word: 0 joins, :data:`LEFT` and :data:`RELEASED` go; ``owned`` acknowledges what it has now.
+        """A heartbeat: epoch 0 joins, :data:`LEFT` and :data:`RELEASED` leave; ``owned`` acknowledges the partitions.
 
-        Without ``instance``, as all but the full ones are, nothing shows that another has its place.
+        Without ``instance``, which only full heartbeats have, a replaced member is not detected.
         """
         if epoch == 0:
             reply(self._join(id_, instance, client_id, topics))
@@ -68,7 +68,7 @@ class ConsumerGroup(Group):
         topics: frozenset[str],
         reply: Callable[[Answer], None],
     ) -> None:
-        """A static member of the classic protocol joins as a new one; no instance id is refused to it."""
+        """A static member of the classic protocol joins as a new one; no instance id is refused."""
         holder = self.static(instance)
         if holder is None:
             member = self.new_member(id_, instance, client_id)
@@ -111,7 +111,7 @@ class ConsumerGroup(Group):
         return Answer(Code.OK, member.id, member.epoch, assignment=frozenset(member.assigned))
 
     def _reconcile(self, member: Member, owned: frozenset[TopicPartition] | None) -> None:
-        """Revoke partitions first, assign them when they are free: compares one member with the target."""
+        """Compare one member with the target: revoke partitions first, assign them when they are free."""
         if member.revoking and owned is not None and not (member.revoking & owned):
             member.revoking, member.revoking_since_ms = set(), None
         if member.revoking:
@@ -119,7 +119,7 @@ class ConsumerGroup(Group):
         target = self._target.get(member.id, set())
         if gone := member.assigned - target:
             member.assigned -= gone
-            if owned is None or owned:  # it may have them, so it must report that it released them
+            if owned is None or owned:  # it may own some, so it must report their release
                 member.revoking, member.revoking_since_ms = gone, self.world.now_ms
                 return
         taken = {tp for m in self.members.values() if m is not member for tp in m.assigned | m.revoking}

@@ -1,18 +1,18 @@
-"""What librdkafka's own thread does for a consumer: it joins, heartbeats, and asks the application to take and give.
+"""The background thread of librdkafka for one consumer: it joins, heartbeats, and runs rebalance operations.
 
-Runs in: tests. Here is what both protocols share, ``classic_client`` and ``consumer_client`` are these. The application
-is a :class:`Listener`; ``fake_consumer`` makes callbacks inside ``poll()`` of it. The habits of the library that matter
-are kept:
+Runs in: tests. This module has the parts that both protocols share; ``classic_client`` and ``consumer_client``
+implement them. The application is a :class:`Listener`; ``fake_consumer`` turns its calls into callbacks inside
+``poll()``. These habits of the library are modelled:
 
-- heartbeats go on while the application is in a callback, such as one that holds a revocation;
-- what happens meanwhile is not told: a classic holder that was thrown out takes what is added and joins again with what
-  it kept, as another member; a KIP-848 one is told right after the callback;
-- a fenced consumer is dead, without a callback for its partitions;
-- an eager member gives back and loses also an empty list; a cooperative or KIP-848 one without partitions gets no
-  callback at all, and joins again at once: a static classic one takes its place back from whoever has it now;
-- KIP-848 tells nothing of an empty assignment.
+- heartbeats continue while the application is in a callback, such as one that holds a revocation;
+- events during a callback are not reported: a fenced classic holder accepts the added partitions and rejoins as another
+  member with the partitions it kept; a KIP-848 member is notified right after the callback;
+- a fenced consumer stops, without a callback for its partitions;
+- an eager member gets callbacks for an empty list too; a cooperative or KIP-848 member without partitions gets no
+  callback and rejoins immediately: a static classic one fences the current holder of its instance id;
+- KIP-848 reports no empty assignment.
 
-Deliberately absent: fetching; requests of the application's (``wire``).
+Deliberately absent: fetching; the application's requests (``wire``).
 """
 
 from collections.abc import Callable
@@ -35,15 +35,15 @@ class Kind(Enum):
 
 
 class Listener(Protocol):
-    """The application around a consumer. Told on the library's thread, it may take its time."""
+    """The application around a consumer. Called on the library's thread; it may take its time."""
 
     def rebalance(self, op: "Op") -> None: ...
-    def renamed(self) -> None: ...  # it is another member, or in another generation
+    def renamed(self) -> None: ...  # the member id or the generation changed
     def dead(self, code: Code) -> None: ...
 
 
 class Op:
-    """Something that the application is asked to take, give back, or hear that it lost."""
+    """An operation for the application: assign, revoke or report as lost."""
 
     def __init__(self, client: "Client", kind: Kind, tps: Tps, then: Callable[[], None]) -> None:
         self.kind, self.tps = kind, tps
@@ -52,12 +52,12 @@ class Op:
         self._open = True
 
     def begin(self) -> None:
-        """The application hears of it."""
+        """The application starts to process the operation."""
         if self.kind is Kind.LOST and self.tps:
             self._tell(self._client.truth.told)
 
     def done(self) -> None:
-        """The application took them, or let them go. Only the first call counts."""
+        """The application has assigned or released the partitions. Only the first call counts."""
         client = self._client
         if not self._open:
             return
@@ -77,19 +77,19 @@ class Op:
     def _tell(self, hook: Callable[[Tps, "Client"], None]) -> None:
         try:
             hook(self.tps, self._client)
-        except AssertionError as exc:  # a rule is broken: the application, which is told here, must not swallow that
+        except AssertionError as exc:  # a rule is broken: the application, called here, must not swallow the error
             self._client.process.world.fail(exc)
             raise
 
 
 class Client:
-    """What both protocols share.
+    """The parts that both protocols share.
 
     Args:
         thread: name of the library's thread.
-        name: tells one consumer from all others.
+        name: unique name of the consumer.
         instance: its group.instance.id.
-        client_id: what the group calls it.
+        client_id: its client.id in the group.
     """
 
     def __init__(
@@ -106,11 +106,11 @@ class Client:
     ) -> None:
         self.process, self.thread, self.name, self.instance, self.truth = process, thread, name, instance, truth
         self.client_id = client_id or name
-        self.member = name if group.protocol == "consumer" else ""  # KIP-848: a UUID that the consumer makes
+        self.member = name if group.protocol == "consumer" else ""  # KIP-848: a UUID that the consumer generates
         self.owned: Tps = frozenset()
         self.topics: frozenset[str] = frozenset()
         self.generation = -1
-        self.calling: Op | None = None  # the application is asked, and has not answered
+        self.calling: Op | None = None  # the operation that the application has not completed
         self.closed = False
         self._listener, self._group = listener, group
         self._leaving = self._closing = False
@@ -118,7 +118,7 @@ class Client:
 
     @property
     def holding(self) -> bool:
-        """Whether the application was asked to give back, and has not yet."""
+        """Whether the application has been requested to release partitions and has not yet."""
         return self.calling is not None and self.calling.kind is Kind.REVOKE
 
     @property
@@ -127,52 +127,52 @@ class Client:
         return self._leaving or self._closing
 
     def subscribe(self, topics: frozenset[str]) -> None:
-        """Join, or go on with other topics."""
+        """Join, or change the subscription."""
         raise NotImplementedError
 
     def unsubscribe(self) -> None:
-        """Give everything back, then leave."""
+        """Release all partitions, then leave."""
         if not self.closed:
             self._leaving = True
             if self.calling is None:
                 self._goes()
 
     def breaks(self) -> None:
-        """It ends here and now; the group hears nothing of it."""
+        """Stop without notifying the group."""
         self._die(Code.UNKNOWN_MEMBER)
 
     def give_all_back(self) -> None:
-        """Before :meth:`close`, if the application is not being asked for anything."""
+        """Revoke all partitions before :meth:`close`, unless the application is in another operation."""
         self._closing = True
         if self.owned and self.calling is None and not self.closed:
             self._ask(Kind.REVOKE, self.owned, lambda: None)
 
     def close(self, *, leave: bool) -> None:
-        """The end. ``leave``: also of a static member's place, where the protocol knows such a thing."""
+        """Close. ``leave``: end a static membership too, where the protocol supports that."""
         raise NotImplementedError
 
     def refused(self, code: Code) -> None:
-        """A commit of the application's was refused for what the member is."""
+        """The broker refused a commit of the application because of the member's state."""
         raise NotImplementedError
 
     @property
     def is_out(self) -> bool:
-        """Whether the group does not know it any more: its session ended, or another took its place."""
+        """Whether the group does not list it any more: its session ended, or it was replaced."""
         return self.member not in self._group.members
 
     def entitled(self, tp: TopicPartition) -> bool:
-        """Whether the group still says that it has the partition: an answer may come after the session ended."""
+        """Whether the group still assigns the partition to it: a response may arrive after the session ended."""
         member = self._group.members.get(self.member)
         return member is not None and tp in member.assigned
 
     # --- for the protocols ------------------------------------------------------------------------------------------
 
     def _leave(self) -> None:
-        """Out of the group; nothing is owned."""
+        """Leave the group; no partition is owned."""
         raise NotImplementedError
 
     def _goes(self) -> bool:
-        """Go on with leaving, if that is under way."""
+        """Continue with leaving, if that is in progress. Returns whether it is."""
         if self._leaving:
             if self.owned:
                 self._ask(Kind.REVOKE, self.owned, self._leave)
@@ -181,7 +181,7 @@ class Client:
         return self._leaving
 
     def _is(self, *, member: str | None = None, generation: int | None = None) -> None:
-        """Who it is in the group from now on."""
+        """Set its identity in the group."""
         before = self.member, self.generation
         self.member = self.member if member is None else member
         self.generation = self.generation if generation is None else generation
@@ -192,7 +192,7 @@ class Client:
         self.process.later(self.thread, delay_ms, lambda: None if self.closed else do())
 
     def _ask(self, kind: Kind, tps: Tps, then: Callable[[], None]) -> None:
-        """Ask the application; ``then`` runs when it is done."""
+        """Start an operation of the application; ``then`` runs when it is done."""
         self.calling = Op(self, kind, tps, then)
         self._listener.rebalance(self.calling)
 
@@ -203,7 +203,7 @@ class Client:
 
 
 def ignore(_: Answer) -> None:
-    """Nobody is left to hear it."""
+    """Discard an answer that no caller needs."""
 
 
 def make_client(
@@ -218,7 +218,7 @@ def make_client(
     client_id: str = "",
     takes: bool = False,
 ) -> Client:
-    """``takes``: of the classic protocol, in a KIP-848 group."""
+    """Create a client. ``takes``: one of the classic protocol, in a KIP-848 group."""
     from kit.classic_client import ClassicClient
     from kit.consumer_client import ConsumerClient, TakingClient
 

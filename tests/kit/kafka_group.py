@@ -1,9 +1,9 @@
-"""Kafka's group coordinator, as far as members and committing processes can see it: the part that all protocols share.
+"""Kafka's group coordinator as members and committing processes see it: the part that all protocols share.
 
-Runs in: tests. The protocols are in ``classic_group`` and ``consumer_group``. Modelled: committed offsets with the
-notes beside them, offsets that a transaction has sent but not finished (a plain read shows the old ones), sessions,
-what each member subscribes to. Deliberately absent: logs of records and topics (``cluster``), transactional ids
-(``transactions``), brokers of their own, racks.
+Runs in: tests. The protocols are in ``classic_group`` and ``consumer_group``. Modelled: committed offsets with their
+notes, offsets that a transaction has sent but not finished (a plain read returns the old ones), sessions,
+subscriptions. Deliberately absent: logs of records and topics (``cluster``), transactional ids (``transactions``),
+individual brokers, racks.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
     from kit.kafka_client import Client
 
 SESSION_MS = 8_000
-"""session.timeout.ms of every member."""
+"""session.timeout.ms of each member."""
 REBALANCE_MS = 15_000
-"""max.poll.interval.ms of every member: how long the group waits for one that does not give back or join."""
+"""max.poll.interval.ms of each member: how long the group waits until it revokes or joins."""
 SESSION_CHECK_MS = 250
 STABLE_CHECK_MS = 10
 
 
 class Code(Enum):
-    """What the broker answers, by Kafka's number."""
+    """The broker's error codes, with Kafka's numbers."""
 
     OK = 0
     UNKNOWN_TOPIC = 3
@@ -44,7 +44,8 @@ class Code(Enum):
 
 
 class Entry(NamedTuple):
-    """A committed offset. ``by`` is who wrote it, ``order`` its place in the log, ``stream`` what its note says."""
+    """A committed offset. ``by``: the process that wrote it; ``order``: its position in the log; ``stream``: from its
+    note."""
 
     offset: int
     stream: str | None
@@ -54,7 +55,7 @@ class Entry(NamedTuple):
 
 
 class Books:
-    """Is told of what really happens. These do not look: a test looks by itself (``invariants`` has the rules)."""
+    """Receives the events of the group. This class ignores them; ``invariants`` checks its rules with them."""
 
     def committed(self, tp: TopicPartition, old: Entry | None, new: Entry) -> None: ...
     def joins(self, client: "Client", *, answered: bool) -> None: ...
@@ -65,7 +66,7 @@ class Books:
 
 @dataclass(slots=True)
 class Member:
-    """What the coordinator knows of one member; fields of both protocols."""
+    """The coordinator's state of one member; fields of both protocols."""
 
     id: str
     instance: str | None
@@ -84,11 +85,11 @@ class Member:
     revoking: set[TopicPartition] = field(default_factory=set)
     revoking_since_ms: int | None = None
     taken: bool = False
-    """By a member of the classic protocol."""
+    """Joined by a member of the classic protocol, which takes over an instance id."""
 
 
 class Answer(NamedTuple):
-    """Of a join, sync or heartbeat."""
+    """The response to a join, sync or heartbeat."""
 
     code: Code
     member: str = ""
@@ -101,8 +102,8 @@ class Group:
     """Offsets and members of one group. Subclasses are the protocols.
 
     Args:
-        topics: partitions of each topic, as far as the group has heard.
-        books: told of each commit.
+        topics: partitions of each topic, as the coordinator knows them.
+        books: receives each commit.
     """
 
     incremental = True
@@ -124,23 +125,23 @@ class Group:
     # --- topics -----------------------------------------------------------------------------------------------------
 
     def partitions(self) -> list[TopicPartition]:
-        """All that a member subscribes to."""
+        """All partitions that a member subscribes to."""
         wanted = {topic for member in self.members.values() for topic in member.topics}
         counts = sorted((topic, count) for topic, count in self.topics.items() if topic in wanted)
         return [TopicPartition(topic, p) for topic, count in counts for p in range(count)]
 
     def unowned(self) -> set[TopicPartition]:
-        """Partitions that a member subscribes to and none has."""
+        """Partitions that a member subscribes to and that have no owner."""
         return set(self.partitions()) - {tp for member in self.members.values() for tp in member.assigned}
 
     def set_topics(self, topics: Mapping[str, int]) -> None:
-        """The group hears which topics there are now, and how many partitions each has."""
+        """Update the coordinator's topics and their numbers of partitions."""
         if topics != self.topics:
             self.topics = dict(topics)
             self.on_topics_changed()
 
     def forget(self, tps: Collection[TopicPartition]) -> None:
-        """Partitions were deleted, and with them their offsets."""
+        """Partitions were deleted, and their offsets with them."""
         for found in (self.offsets, *self._pending.values()):
             for tp in found.keys() & set(tps):
                 del found[tp]
@@ -153,7 +154,7 @@ class Group:
         stable: bool,
         reply: Callable[[dict[TopicPartition, Entry | None]], None],
     ) -> None:
-        """Committed offsets; a stable read waits for transactions that are not finished."""
+        """Read committed offsets; a stable read waits for unfinished transactions."""
         asked = list(tps)
         if stable and any(tp in sent for sent in self._pending.values() for tp in asked):
             self.world.at(STABLE_CHECK_MS, lambda: self.read(asked, stable, reply))
@@ -163,7 +164,8 @@ class Group:
     def commit(
         self, member: str, generation: int, entries: Mapping[TopicPartition, Entry], *, instance: str | None = None
     ) -> Code:
-        """A plain commit: any partition, by a member of the present generation, or by anyone if there are none."""
+        """A plain commit: of any partition, by a member of the current generation, or by any client if there are no
+        members."""
         code = self.check_commit(member, generation, instance, transactional=False)
         if code is Code.OK:
             if member in self.members:
@@ -181,7 +183,7 @@ class Group:
         *,
         instance: str | None = None,
     ) -> Code:
-        """Offsets of a transaction that is open: they show when it is finished."""
+        """Offsets of an open transaction: they become visible when it is finished."""
         code = self.check_commit(member, generation, instance, transactional=True)
         if code is Code.OK:
             self._pending.setdefault(transactional_id, {}).update(self._ordered(entries))
@@ -189,11 +191,11 @@ class Group:
 
     @property
     def unfinished(self) -> bool:
-        """Whether stable reads wait for a transaction, be it of somebody who was killed."""
+        """Whether stable reads wait for a transaction, possibly of a killed process."""
         return any(self._pending.values())
 
     def finish(self, transactional_id: str, *, commit: bool) -> None:
-        """The transaction's marker."""
+        """Write the transaction's marker."""
         sent = self._pending.pop(transactional_id, {})
         if commit:
             for tp, entry in sent.items():
@@ -205,14 +207,14 @@ class Group:
 
     def _store(self, tp: TopicPartition, entry: Entry) -> None:
         old = self.offsets.get(tp)
-        if old is None or entry.order > old.order:  # the place in the log decides, not when the marker came
+        if old is None or entry.order > old.order:  # the position in the log decides, not the time of the marker
             self.offsets[tp] = entry
             self._books.committed(tp, old, entry)
 
     # --- members ----------------------------------------------------------------------------------------------------
 
     def check_commit(self, member: str, generation: int, instance: str | None, *, transactional: bool) -> Code:
-        """Who may commit; which partitions is never asked."""
+        """Check the committing member; the partitions are not checked."""
         if generation < 0 and not member and instance is None and (transactional or not self.members):
             return Code.OK
         holder = self.static(instance)
@@ -232,11 +234,11 @@ class Group:
         raise NotImplementedError
 
     def alive(self, member: Member) -> bool:
-        """Whether the member's session is not judged now."""
+        """Whether the member's session timeout is suspended now."""
         raise NotImplementedError
 
     def describe(self) -> tuple[str, dict[str, frozenset[TopicPartition]]]:
-        """Kafka's word for the state, in upper case, and what the group says each member has, by member id."""
+        """Return Kafka's name of the state, in upper case, and the partitions by member id."""
         raise NotImplementedError
 
     def static(self, instance: str | None) -> Member | None:
@@ -256,7 +258,7 @@ class Group:
     def _check_sessions(self) -> None:
         now = self.world.now_ms
         if now < self.world.down_until_ms:
-            for member in self.members.values():  # a new coordinator starts every session anew
+            for member in self.members.values():  # a new coordinator restarts all sessions
                 member.seen_ms = now
         for member in list(self.members.values()):
             if member.id in self.members and not self.alive(member) and now - member.seen_ms > self.session_ms:
@@ -267,8 +269,8 @@ class Group:
 def balanced(
     members: list[Member], owned: Mapping[str, set[TopicPartition]], partitions: list[TopicPartition]
 ) -> dict[str, set[TopicPartition]]:
-    """A sticky assignment: equal numbers, and what is owned stays where that allows it. A partition goes only to a
-    member that subscribes to its topic, and to none if there is no such one."""
+    """A sticky assignment: equal numbers, and owned partitions stay where possible. A partition is assigned only to a
+    member that subscribes to its topic, or to none."""
     target: dict[str, set[TopicPartition]] = {member.id: set() for member in members}
     if not members:
         return target

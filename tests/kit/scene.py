@@ -1,7 +1,6 @@
-"""Who takes part in a history, and what they are like: topics, queries with their sinks, ordinary consumers.
+"""The participants of a history and their settings: topics, queries with their sinks, ordinary consumers.
 
-Runs in: tests. All of it is drawn by the seed. Deliberately absent: what goes wrong (``faults``), and what must hold
-(``invariants``).
+Runs in: tests. The seed draws all of it. Deliberately absent: faults (``faults``) and the rules (``invariants``).
 """
 
 from collections import Counter
@@ -31,32 +30,32 @@ from spark_group_source.runtime.offset_commits import MEMBER_COMMIT_S_MAX
 
 PRODUCE_EVERY_MS = 400
 SHARES = (0.0, 0.002, 0.02)
-"""Of all questions to the brokers, that one kind of misfortune meets."""
+"""Fractions of the requests to the brokers that one kind of fault affects."""
 TRIGGERS: tuple[Trigger, ...] = ("default", "default", "default", "default", "available now", "once")
 CHANNEL_SHARES = (0.0, 0.01, 0.05)
-"""Of all messages between agents and stream reader, that one kind of misfortune meets."""
+"""Fractions of the messages between agents and the stream reader that one kind of fault affects."""
 CHANNEL_MS = (10, 100, 1_500)
-"""The longest that a message may take."""
+"""Maximum delays of a message."""
 MEMBER_HOSTS: tuple[MemberHost, ...] = ("auto", "auto", "auto", "auto", "executor", "driver")
 SLOW_MS = (0, 300, 2_500)
-"""Before metadata names something new, and then before a broker serves it."""
+"""Maximum delays until metadata lists a new topic, and then until a broker serves it."""
 WATCH_EVERY_MS = 1_000
 HOLD_SLACK_MS = 1_500
-"""Beyond the budget of a hold: the member looks every 250 ms, and its thread may have stood still."""
+"""Allowance beyond the hold budget: the member checks every 250 ms, and its thread may have been suspended."""
 CALL_MS_MAX = 60_000
-"""The longest that a call of Spark's may take while the brokers answer and the process runs."""
+"""Maximum duration of a call from Spark while the brokers respond and the process runs."""
 PATIENCE_MS_MAX = 20_000
-"""The longest that a run may still wait for the group when that is at rest and all questions are answered."""
+"""Maximum time that a run may wait for the group once the group is stable and all requests are answered."""
 UNOWNED_EVERY_MS = 20_000
-"""How often in the calm somebody looks for partitions without an owner: longer than a session."""
+"""Interval of the check for partitions without an owner in the calm phase; longer than a session."""
 CALL_SLACK_MS = 15_000
-"""Beyond the budget of a call that waits for the group."""
+"""Allowance beyond the time limit of a call that waits for the group."""
 START_AGAIN_MS = (100, 1_500, 4_000, 12_000)
-"""When a query that ended is started again, at once or after more than a session."""
+"""Delays before a query that ended is restarted: immediately, or after more than a session."""
 
 
 class Scene:
-    """One history's cast."""
+    """The participants of one history."""
 
     def __init__(
         self, world: World, cluster: Cluster, truth: Invariants, protocol: str, *, agents: bool = False
@@ -91,9 +90,9 @@ class Scene:
         self.queries = [self._query(name) for name in ("a", "b")[: random.choice([1, 1, 2])]]
         truth.ledgers = bool(self.tables)
         self.others: list[OrdinaryMember] = []
-        self.deleted: set[str] = set()  # topics that will be made again
-        self._at_rest_since_ms = 0  # the group
-        self.closed = False  # an operator wants nobody in the group
+        self.deleted: set[str] = set()  # topics that will be recreated
+        self._at_rest_since_ms = 0  # when the group became stable
+        self.closed = False  # an operator needs an empty group
         self.operator = Operator(world, cluster, truth, GROUP, stop=self._stop_all, start=self._start_all)
         truth.pending = lambda: [at for query in self.queries if (at := query.checkpoint.pending()) is not None]
         truth.last = lambda: [at for query in self.queries if (at := query.checkpoint.last()) is not None]
@@ -101,10 +100,10 @@ class Scene:
         if agents:
             self._with_agents()
 
-    # --- the cast ---------------------------------------------------------------------------------------------------
+    # --- participants -----------------------------------------------------------------------------------------------
 
     def _with_agents(self) -> None:
-        """The queries have executors, with agents that host members."""
+        """Give the queries executors with agents, where members may be placed."""
         random = self.world.draws("channels")
         swallowed, cut = (random.choice(CHANNEL_SHARES) for _ in range(2))
         for query in self.queries:
@@ -198,7 +197,7 @@ class Scene:
         other.start()
 
     def _on_end(self, run: SparkRun, error: BaseException | None) -> None:
-        """Whoever runs the queries starts one again that ended."""
+        """Restart a query that ended."""
         self.ends["ended" if error is None else type(error).__name__] += 1
         if run is not run.query.runs[-1]:
             return
@@ -219,16 +218,16 @@ class Scene:
         self.world.at(delay_ms, lambda: self.start(query) if query.runs[-1] is run else None)
 
     def _judge_fenced(self, run: SparkRun, error: SourceError) -> None:
-        """The newest run of a query may only be shut out by an older one that had not begun when it started, or by its
-        own request to begin, sent again when no answer came."""
+        """The newest run of a query may be fenced only by an older run that was still initializing its producer when
+        this run started, or by its own initialization request that was sent again after a timeout."""
         if not run.late and not self.cluster.transactions.taken_twice(run.process.name):
-            raise self._violation(f"{run.process.name}, the newest run of its query, was shut out: {error}")
+            raise self._violation(f"{run.process.name}, the newest run of its query, was fenced: {error}")
 
     def _judge_timeout(self, run: SparkRun, error: SourceError) -> None:
-        """A run waits for the group as long as that is not at rest, or the brokers do not answer. Where nobody shuts
-        it out, an older run of its stream may go on in the group: the members of both have the same names, and what
-        those have is waited for. Nor is an older one shut out that has nothing to commit and no place of a name, as the
-        members of a bounded run under KIP-848."""
+        """A run waits for the group only while that is not stable or the brokers do not respond. An older run of its
+        stream that nothing fences may continue in the group: the members of both have the same names, and the new run
+        waits for the older run's partitions. An older run is also not fenced if it has nothing to commit and no static
+        members, such as a bounded run under KIP-848."""
         older = [other for other in run.query.runs if other is not run and other.lately_alive]
         nameless = self.protocol == "consumer" and run.trigger != "default"
         outlived = nameless or not self.cluster.transactions_allowed
@@ -236,9 +235,9 @@ class Scene:
             return
         rest_ms = max(self._at_rest_since_ms, run.process.thawed_at_ms, run.process.cut_off_until_ms)
         if self.world.now_ms - rest_ms > PATIENCE_MS_MAX and not self._unanswered:
-            raise self._violation(f"{run.process.name} waited for a group that is at rest: {error}")
+            raise self._violation(f"{run.process.name} timed out waiting for a stable group: {error}")
 
-    # --- what goes on -----------------------------------------------------------------------------------------------
+    # --- activity ---------------------------------------------------------------------------------------------------
 
     def _produce(self) -> None:
         if not self.producing:
@@ -252,7 +251,7 @@ class Scene:
         self.world.at(draws.between(1, PRODUCE_EVERY_MS), self._produce)
 
     def _watch(self) -> None:
-        """Nothing waits for longer than it may."""
+        """Check that every wait stays within its limit."""
         now = self.world.now_ms
         if self.group.describe()[0] != "STABLE" or self.group.unfinished or now < self.world.down_until_ms:
             self._at_rest_since_ms = now
@@ -292,7 +291,7 @@ class Scene:
     def make_again(self, topic: str) -> None:
         if topic not in self.deleted:
             return
-        self.world.note(f"topic {topic} is made again")
+        self.world.note(f"topic {topic} is recreated")
         self.deleted.discard(topic)
         draws = self.world.draws("topics made again")
         slow_ms = 0 if self.is_calm else draws.choice(SLOW_MS)
@@ -302,7 +301,7 @@ class Scene:
                 self.truth.made_again(tp)
 
     def release(self, tp: TopicPartition) -> None:
-        """The open transaction of records ends."""
+        """End the open transaction of the partition's records."""
         if (log := self.cluster.log(tp)) is not None:
             log.held = None
 
@@ -333,13 +332,14 @@ class Scene:
                 process.thaw()
 
     def _own_all(self) -> None:
-        """Partitions that no member has, in a classic group that is stable, wait for the next rebalance, as in Kafka: a
-        broker that replaces a static member in a stable group compares the name of the assignor alone
-        (``GroupMetadataManager.updateStaticMemberThenRebalanceOrCompleteJoin``, 4.2.1) and hands out what the place
-        had. So a partition that was taken from a member which was replaced before it joined again comes to nobody
-        (cooperative), nor does a topic that a member subscribes to anew. Members of ours tell the broker of that."""
+        """In a stable classic group, a partition without an owner stays unassigned until the next rebalance, as in
+        Kafka: a broker that replaces a static member in a stable group compares only the assignor's name
+        (``GroupMetadataManager.updateStaticMemberThenRebalanceOrCompleteJoin``, 4.2.1) and assigns the former member's
+        partitions. So a partition revoked from a member that was replaced before it rejoined stays unassigned
+        (cooperative), as does a topic that a member newly subscribes to. The source's members report this to the
+        broker."""
         if self.protocol != "consumer" and self.group.unowned():
-            self.world.note("somebody makes the group rebalance: a partition has no owner")
+            self.world.note("forced rebalance: a partition has no owner")
             self.group.on_topics_changed()
         self.world.at(UNOWNED_EVERY_MS, self._own_all)
 

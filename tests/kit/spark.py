@@ -1,8 +1,9 @@
-"""Spark for one run of a query: calls the shipped driver as Spark does, from the checkpoint that its runs share.
+"""A simulated Spark for one run of a query: calls the product's driver code, from the checkpoint that runs share.
 
-Runs in: tests. One simulated process stands for the driver JVM and the stream reader beside it: they live, freeze and
-die together. Its first thread is Spark's: it asks for the next offset, writes it down, has it read and written by the
-sink, and writes down that it was. Everything below those calls is what ships (``driver``, ``kafka``, ``group``).
+Runs in: tests. One simulated process stands for the driver JVM and the stream reader beside it: they run, freeze and
+end together. Its first thread is Spark's: it requests the next offset, writes it to the offset log, has the batch read
+and written by the sink, and writes the commit log. All code below those calls is the product's (``runtime``, ``kafka``,
+``protocol``).
 Deliberately absent: tasks and rows (a record is its offset), Spark's own retries.
 """
 
@@ -33,14 +34,14 @@ from spark_group_source.runtime.coordinator import Coordinator, rules_of
 
 GROUP = "etl"
 POLLING_DELAY_MS = 10
-"""Spark's pause between two questions when there was nothing to read."""
+"""Spark's pause between two calls when there was nothing to read."""
 UNREACHED_MS = 250
-"""How often a task looks whether the brokers can be reached again."""
+"""Interval of a task's check whether the brokers are reachable."""
 ON_ITS_WAY_MS_MAX = 5_000
-"""How long after its sender's end a request may reach a broker (``Misfortune.late_ms_max``)."""
+"""Time after its sender's end in which a request may reach a broker (``Misfortune.late_ms_max``)."""
 
 SHRINK_MS = 20_000
-"""How long agents must have stayed away before their slots leave."""
+"""Time for which agents must be absent before their slots leave."""
 
 Trigger = Literal["default", "available now", "once"]
 MemberHost = Literal["auto", "executor", "driver"]
@@ -48,61 +49,61 @@ MemberHost = Literal["auto", "executor", "driver"]
 
 @dataclass
 class Checkpoint:
-    """What survives a run: Spark's offset log and commit log, under the id of the query."""
+    """The state that outlives a run: Spark's offset log and commit log, under the id of the query."""
 
     query_id: str
     offsets: dict[int, str] = field(default_factory=dict)
     commits: set[int] = field(default_factory=set)
 
     def last(self) -> StreamOffset | None:
-        """The batch that was planned last."""
+        """Return the newest planned batch."""
         return parse(self.offsets[max(self.offsets)]) if self.offsets else None
 
     def pending(self) -> StreamOffset | None:
-        """The batch that was planned and is not known to be done."""
+        """Return the newest planned batch, unless the commit log has it."""
         return None if max(self.offsets, default=-1) in self.commits else self.last()
 
 
 @dataclass(frozen=True)
 class Habits:
-    """How a query is run. ``options``: as a user writes them."""
+    """The settings of a query. ``options``: as a user writes them."""
 
     options: dict[str, str]
     trigger: Trigger = "default"
     sink_ms_max: int = 800
-    crash: float = 0.0  # chance to die at each step of a batch
+    crash: float = 0.0  # chance to end at each step of a batch
     member_host: MemberHost = "auto"
     auto_slots: bool = False
 
 
 class Sink(Protocol):
-    """Where the rows of a query go."""
+    """The destination of a query's rows."""
 
     def write(self, run: "SparkRun", offset: StreamOffset, read: "Read") -> None:
-        """Write a batch, on Spark's thread. Raises SourceError where it refuses."""
+        """Write a batch, on Spark's thread. Raises SourceError if the sink refuses it."""
 
 
 Read = Callable[[list[OffsetRange]], dict[TopicPartition, tuple[int, int]]]
-"""Reads ranges; returns what there was of each."""
+"""Reads ranges; returns the available range of each partition."""
 
 
 @dataclass
 class Query:
-    """One query over all of its runs."""
+    """One query with all of its runs."""
 
     name: str
     habits: Habits
     sink: Sink
     checkpoint: Checkpoint
     runs: list["SparkRun"] = field(default_factory=list)
-    durable: dict[str, int] = field(default_factory=dict)  # what its sink says, by stream
+    durable: dict[str, int] = field(default_factory=dict)  # the sink's durable batch, by stream id
     void: dict[tuple[str, int], int] = field(default_factory=dict)  # by stream and batch: the reset that made it void
-    threads_left: int | None = None  # how many the machine has for its next run
-    executors: Executors | None = None  # where its members may live besides
+    threads_left: int | None = None  # how many threads its next run can start
+    executors: Executors | None = None  # where its members may be placed
 
 
 class ConcurrentUpdate(Exception):
-    """Another run wrote to the offset log or the commit log: Spark ends the query."""
+    """Another run wrote to the offset log or the commit log: Spark stops the query."""
 
 
 class Publisher(run_files.Publisher):
@@ -131,15 +132,15 @@ class Publisher(run_files.Publisher):
 
 
 NO_THREAD = "can't start new thread"
-"""What Python says where the machine has no more of them: nobody broke a rule."""
+"""Python's message when the machine has no more threads: no rule is broken."""
 
 
 class WatchedRun(Run):
-    """The shipped run, looked at after each event: breaking a rule breaks the history. It decides nothing.
+    """The product's run, checked after each event: a broken rule ends the history. It decides nothing.
 
     Args:
-        process, reader: whose run it is.
-        truth: is told of what the run decides.
+        process, reader: the process and reader of the run.
+        truth: receives the run's decisions.
     """
 
     def __init__(self, rules: Rules, process: Process, reader: Reader, truth: Invariants) -> None:
@@ -148,7 +149,7 @@ class WatchedRun(Run):
         self._planned_seq = -1
 
     def longest_hold_ms(self, now_ms: int) -> int:
-        """How long a revocation is held by now."""
+        """Return how long the oldest revocation has been held."""
         return max((now_ms - held.since_ms for _, held in self.slots._held_revocations()), default=0)
 
     def handle(self, event: ev.Event, *, now_ms: int) -> list[ev.Command]:
@@ -197,7 +198,7 @@ class WatchedRun(Run):
                 self._break(str(command.error))
             if isinstance(command, ev.CommitOffsets) and not self.closed:
                 for tp in command.offsets.keys() - self.partitions.ours.keys():
-                    self._break(f"commits {tp}, which it was told is another member's")
+                    self._break(f"commits {tp}, although the run knows that another member owns it")
 
     def _break(self, rule: str) -> None:
         self._process.world.note(f"VIOLATION: {self._process.name}: {rule}")
@@ -212,7 +213,7 @@ class SparkRun:
     """One run of a query.
 
     Args:
-        on_end: told when the process has ended, of what: None where the query ended by itself or was stopped.
+        on_end: called when the process has ended, with its error: None if the query ended by itself or was stopped.
     """
 
     def __init__(
@@ -232,14 +233,14 @@ class SparkRun:
         self.watched: WatchedRun | None = None
         self.publisher = Publisher(query)
         self.reader = Reader(self.process.name, self.process.name, self.number, self._counted)
-        self.calling_since_ms: int | None = None  # inside a call of Spark's
+        self.calling_since_ms: int | None = None  # inside a call from Spark
         self.calling = ""
         self.ended_ms: int | None = None
         self._world, self._truth, self._on_end = world, truth, on_end
         self._draws = self.process.draws("spark")
         self._environment = SimulatedEnvironment(self.process, cluster)
         self._environment.threads_left, query.threads_left = query.threads_left, None
-        self.late = [run for run in query.runs if run.lately_alive and not run.prepared]  # may shut this one out
+        self.late = [run for run in query.runs if run.lately_alive and not run.prepared]  # these may fence this one
         self.executors = query.executors
         self._inbox: Inbox[tuple[Channel, ms.AgentReport | None]] | None = None
         self._coordinator: Coordinator | None = None
@@ -247,32 +248,32 @@ class SparkRun:
         self._stopping = False
         truth.reads_as(self.process.name, self.reader)
 
-    # --- from outside -----------------------------------------------------------------------------------------------
+    # --- control ----------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         self._thread = self.process.spawn("spark", self._main)
 
     def kill(self, how: str = "killed") -> None:
-        """Nothing of it does another step: no close, no commit."""
+        """End the process: no close, no commit."""
         if self.process.alive:
             self._gone(None)
             self.process.kill(how)
 
     def stop(self) -> None:
-        """The query is stopped, wherever it is: its reader gets a signal and closes."""
+        """Stop the query at any point: its reader gets a signal and closes."""
         if self.process.alive and self._thread is not None and not self._stopping:
             self._world.note(f"{self.process.name}: Spark stops the query")
             self._stopping = True
             self._thread.interrupt(SystemExit())
 
     def heard(self, channel: Channel, message: ms.AgentReport) -> None:
-        """An agent's message has come."""
+        """A message of an agent has arrived."""
         if self._inbox is None:
             self._inbox = Inbox(self.process, self._take)
         self._inbox.put((channel, message))
 
     def cut(self, channel: Channel) -> None:
-        """An agent's channel is cut."""
+        """An agent's connection is closed."""
         if self._inbox is not None:
             self._inbox.put((channel, None))
 
@@ -286,13 +287,13 @@ class SparkRun:
 
     @property
     def prepared(self) -> bool:
-        """Whether it has taken its transactional id over, so that older runs are shut out."""
+        """Whether it has initialized its transactional id, so that older runs are fenced."""
         worker = None if self._coordinator is None else self._coordinator._requests
         return worker is not None and worker._is_prepared
 
     @property
     def lately_alive(self) -> bool:
-        """Whether it runs, or a request of its may still be on its way."""
+        """Whether it runs, or a request of it may still be in transit."""
         return self.ended_ms is None or self._world.now_ms - self.ended_ms <= ON_ITS_WAY_MS_MAX
 
     @property
@@ -357,7 +358,8 @@ class SparkRun:
                 return
 
     def _trigger(self, start: StreamOffset) -> int | None:
-        """Ask until there is another batch, and write it down: its number. None: the query is at its end."""
+        """Poll until there is another batch, and write it to the offset log: its number. None: the query is
+        complete."""
         coordinator, log = self._coordinator, self.query.checkpoint
         assert coordinator is not None
         while True:
@@ -399,7 +401,7 @@ class SparkRun:
         self._step(1, 30)
 
     def _read(self, ranges: list[OffsetRange]) -> dict[TopicPartition, tuple[int, int]]:
-        """What tasks find: everything that is left of the ranges."""
+        """Return the ranges that tasks read: the remaining part of each."""
         while self.process.cut_off():
             self._environment.pause(UNREACHED_MS / 1000)
         found = {}
@@ -423,7 +425,7 @@ class SparkRun:
                 self.calling_since_ms = None
 
     def _step(self, low_ms: int, high_ms: int) -> None:
-        """Something that takes time; the process may die before it or behind it."""
+        """Take some time; the process may end before or after it."""
         self.pause(low_ms, high_ms)
         if self._draws.chance(self.query.habits.crash):
             self._gone(None)

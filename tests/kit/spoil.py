@@ -1,4 +1,4 @@
-"""Corruption of Kafka's responses, as by a broken network card or a server of another protocol: wrong lengths and
+"""Corruption of Kafka's responses, as by a defective network card or a server of another protocol: wrong lengths and
 bytes.
 
 Runs in: tests, on a proxy's thread. Deliberately absent: the contents of responses. Only the frame is known: four bytes
@@ -41,7 +41,7 @@ class Spoil:
         return Spoiler(self, random.Random(self.seed + self.made))
 
     def __str__(self) -> str:
-        return f"{' and '.join(self.harms)} in {self.share:.0%} of the answers, seed {self.seed}"
+        return f"{' and '.join(self.harms)} in {self.share:.0%} of the responses, seed {self.seed}"
 
 
 class Spoiler:

@@ -1,11 +1,11 @@
-"""Simulated time, processes with threads that crash or freeze, and a network that delays, loses and repeats.
+"""Simulated time, processes with threads that crash or freeze, and a network that delays, loses and repeats requests.
 
-Runs in: tests. A simulated thread is a greenlet: what it runs is ordinary blocking code, and whatever blocks switches
-to the one loop of the :class:`World`, which goes on with whoever is due next. So there is one order of all that
-happens, decided by the seed alone, and a failure can be run again. Each concern (a thread, a connection, the faults)
-draws from a random stream of its own: code that draws once more in one of them leaves what the others draw as it was.
+Runs in: tests. A simulated thread is a greenlet: it runs ordinary blocking code, and each blocking call switches to the
+loop of the :class:`World`, which continues with the next due callback. So all events have one order that depends on the
+seed only, and a failure is reproducible. Each concern (a thread, a connection, the faults) draws from its own random
+stream: an additional draw in one of them does not change the draws of the others.
 Deliberately absent: real threads, clocks and randomness other than the seed's; Kafka (``cluster``), and the primitives
-that threads wait on (``environment``).
+on which threads wait (``environment``).
 """
 
 import heapq
@@ -20,10 +20,10 @@ from typing import TypeVar
 from greenlet import GreenletExit, getcurrent, greenlet
 
 REQUEST_TIMEOUT_MS = 700
-"""After this a request without an answer is sent again."""
+"""A request without a response is sent again after this time."""
 STORY_LINES_MAX = 10_000
 PREEMPTED_MS_MAX = 30
-"""The longest time that a thread waits for others where it may be preempted."""
+"""Maximum time that a preempted thread waits for others."""
 
 R = TypeVar("R")
 Do = Callable[[], None]
@@ -46,14 +46,14 @@ class World:
         self._seed = seed
         self._draws: dict[str, Draws] = {}
         self.now_ms = 0
-        self.loss = 0.0  # share of requests or answers that get lost
+        self.loss = 0.0  # share of requests or responses that get lost
         self.delay_ms_max = 15
-        self.down_until_ms = 0  # no broker answers before this
+        self.down_until_ms = 0  # no broker responds before this
         self.preempt = 0.0  # chance that a thread is preempted where it takes a lock or puts into a queue
         self.steps = 0
-        self.current: Thread | None = None  # the thread that runs; None in the loop itself
+        self.current: Thread | None = None  # the running thread; None in the loop itself
         self.hub = getcurrent()
-        self.inert = False  # while dead greenlets are unwound: nothing they do has an effect
+        self.inert = False  # while dead greenlets are unwound: their actions have no effect
         self.processes: list[Process] = []
         self._failure: BaseException | None = None
         self._doomed: list[Process] = []
@@ -69,7 +69,7 @@ class World:
         """Run all callbacks up to ``end_ms``. Returns True if ``stop`` was true before.
 
         Raises:
-            BaseException: the first one that :meth:`fail` got, or that a callback raised.
+            BaseException: the first one passed to :meth:`fail`, or raised by a callback.
         """
         heap = self._heap
         while heap and heap[0][0] <= end_ms:
@@ -86,18 +86,18 @@ class World:
         return stop is not None and stop()
 
     def others_due(self) -> bool:
-        """Whether another callback is due at the present time."""
+        """Whether another callback is due at the current time."""
         return bool(self._heap) and self._heap[0][0] <= self.now_ms
 
     def draws(self, topic: str) -> Draws:
-        """The random stream of one concern; always the same object for one topic."""
+        """Return the random stream of one concern; always the same object for one topic."""
         found = self._draws.get(topic)
         if found is None:
             found = self._draws[topic] = Draws(f"{self._seed}/{topic}")
         return found
 
     def note(self, text: str | Callable[[], str]) -> None:
-        """Add a line to the story; a function makes its text only if the story is printed."""
+        """Add a line to the story; a function is called only if the story is printed."""
         if not self.inert:
             self._story.append((self.now_ms, text))
 
@@ -110,7 +110,7 @@ class World:
             self._failure = error
 
     def close(self) -> None:
-        """End a history: unwind all greenlets, so that none is left to the garbage collector."""
+        """End a history: unwind all greenlets, so that the garbage collector finds none."""
         for process in self.processes:
             process.alive = False
         self._doomed = self.processes
@@ -123,10 +123,10 @@ class World:
         if self.current is None:
             self._bury()
         elif self.current.process is process:
-            self.hub.switch()  # never comes back but to be unwound
+            self.hub.switch()  # returns only by being unwound
 
     def _bury(self) -> None:
-        """Unwind dead threads. Their ``finally`` blocks run, and find primitives that only raise GreenletExit."""
+        """Unwind dead threads. Their ``finally`` blocks run; the primitives only raise GreenletExit there."""
         silent = logging.root.manager.disable
         self.inert = True
         logging.disable()
@@ -143,10 +143,10 @@ class World:
 class Process:
     """A process, which can be killed, or stopped and continued (SIGSTOP, SIGCONT).
 
-    Callbacks that are due while it is stopped run when it continues: in order for each of its threads, in any order
-    among them.
-    A thread is a greenlet (:meth:`spawn`), or just a name under which callbacks are put in order (:meth:`later`), such
-    as a library's own thread.
+    Callbacks that become due while it is stopped run when it continues: in order within a thread, in any order across
+    threads.
+    A thread is a greenlet (:meth:`spawn`), or only a name under which callbacks run in order (:meth:`later`), such as a
+    library's own thread.
     """
 
     def __init__(self, world: World, name: str) -> None:
@@ -156,7 +156,7 @@ class Process:
         self.frozen = False
         self.orphaned = False
         self.thawed_at_ms = 0
-        self.cut_off_until_ms = 0  # no broker is reached from here before this
+        self.cut_off_until_ms = 0  # no broker is reachable from here before this
         self.threads: list[Thread] = []
         self._due: dict[str, list[Do]] = {}
         world.processes.append(self)
@@ -170,7 +170,7 @@ class Process:
         return thread
 
     def later(self, thread: str, delay_ms: int, do: Do) -> None:
-        """Run a callback on one of its threads."""
+        """Schedule a callback on one of its threads."""
         self.world.at(delay_ms, partial(self.run, thread, do))
 
     def run(self, thread: str, do: Do) -> None:
@@ -206,7 +206,7 @@ class Process:
             self.world.current.block(0)
 
     def thaw(self) -> None:
-        self.world.note(f"{self.name}: goes on")
+        self.world.note(f"{self.name}: continues")
         self.frozen, self.thawed_at_ms = False, self.world.now_ms
         for thread in list(self._due):
             self.world.at(self.draws("thaw").between(0, 40), partial(self._catch_up, thread))
@@ -229,11 +229,12 @@ class Process:
         *,
         repeat: bool = True,
     ) -> None:
-        """Send a request to the broker, and retry after a timeout until it is answered; ``answer`` runs on ``thread``.
+        """Send a request to the broker, and retry after a timeout until a response arrives; ``answer`` runs on
+        ``thread``.
 
         Args:
-            ask: runs at the broker and calls its argument with the answer, now or later.
-            repeat: whether a lost answer makes the broker do it again.
+            ask: runs at the broker and calls its argument with the response, now or later.
+            repeat: whether a retry after a lost response makes the broker run the request again.
         """
         world, draws = self.world, self.draws(f"network/{thread}")
 
@@ -259,7 +260,7 @@ class Process:
 
 
 class Thread:
-    """One simulated thread. Everything but :meth:`wake` and :meth:`join` is called on it, or by the loop."""
+    """One simulated thread. All methods but :meth:`wake` and :meth:`join` are called on it, or by the loop."""
 
     def __init__(self, process: Process, name: str, run: Do) -> None:
         self.process, self.name = process, name
@@ -268,7 +269,7 @@ class Thread:
         self._draws = process.draws(f"preempted/{name}")
         self._run = run
         self._greenlet = greenlet(self._main, parent=self._world.hub)
-        self._turn = 0  # counts what it waited for, so that what comes late wakes nobody
+        self._turn = 0  # number of waits, so that a late event of an earlier wait wakes no later one
         self._woken = False
         self._idle: tuple[int, int] | None = None
         self._interrupt: BaseException | None = None
@@ -278,7 +279,7 @@ class Thread:
         self._go(self._turn, woken=True)
 
     def block(self, timeout_ms: int | None) -> bool:
-        """Wait until :meth:`wake`, or for ``timeout_ms``; whether it was woken.
+        """Wait until :meth:`wake`, or for ``timeout_ms``; return whether it was woken.
 
         Raises:
             GreenletExit: the process is dead.
@@ -297,7 +298,7 @@ class Thread:
 
     def block_idle(self, step_ms: int, longest_ms: int) -> bool:
         """Wait like a loop that polls every ``step_ms``, without the polls that would find nothing:
-        until :meth:`wake`, or :meth:`stir` and the end of the step, but not for more than ``longest_ms``."""
+        until :meth:`wake`, or :meth:`stir` and the end of the step, but at most ``longest_ms``."""
         self._idle = (self._world.now_ms, step_ms)
         try:
             return self.block(max(step_ms, longest_ms))
@@ -305,24 +306,24 @@ class Thread:
             self._idle = None
 
     def wake(self) -> None:
-        """Stop its wait. Callers have to know that it waits."""
+        """End its wait. Callers must know that it waits."""
         self.process.later(self.name, 0, partial(self._go, self._turn, woken=True))
 
     def stir(self) -> None:
-        """Its next poll will find something."""
+        """Make its next poll find something."""
         if self._idle is not None:
             since_ms, step_ms = self._idle
             left_ms = -(self._world.now_ms - since_ms) % step_ms
             self._world.at(left_ms, partial(self._time_is_up, self._turn))
 
     def interrupt(self, error: BaseException) -> None:
-        """Raise this where it waits, as a handler of a signal does that comes meanwhile."""
+        """Raise this error where it waits, as a signal handler does that runs meanwhile."""
         if not self.ended:
             self._interrupt = error
             self.wake()
 
     def may_be_preempted(self) -> None:
-        """Others run first, now and then: those that are due at this instant, or even those due a little later."""
+        """Sometimes let others run first: those due at this instant, or even those due a little later."""
         world, draws = self._world, self._draws
         if world.preempt and draws.chance(world.preempt):
             delay_ms = 0 if draws.chance(0.7) else draws.between(1, PREEMPTED_MS_MAX)
@@ -336,11 +337,11 @@ class Thread:
         return not self.ended
 
     def unwind(self) -> None:
-        """Let go of everything on its stack. Only for dead processes."""
+        """Unwind its stack. Only for dead processes."""
         self._turn += 1
         try:
             self._greenlet.throw(GreenletExit)
-        except BaseException:  # noqa: BLE001 - nobody is left to hear of it
+        except BaseException:  # noqa: BLE001 - no caller is left to handle it
             pass
 
     def _main(self) -> None:
@@ -368,11 +369,11 @@ class Thread:
 
 
 def the_thread(world: World) -> Thread:
-    """The thread that runs now.
+    """Return the running thread.
 
     Raises:
         GreenletExit: its process is dead.
-        RuntimeError: none runs: what the loop itself does cannot wait.
+        RuntimeError: no thread runs: the loop itself cannot wait.
     """
     me = world.current
     if me is None:
@@ -383,7 +384,7 @@ def the_thread(world: World) -> Thread:
 
 
 def wait_until(world: World, waiting: list[Thread], holds: Callable[[], bool], timeout_s: float | None = None) -> bool:
-    """Let the thread that runs wait among others, whom a change wakes, until something holds; False: not in time."""
+    """Wait on the running thread, woken by changes, until a condition holds; False: not in time."""
     me = the_thread(world)
     deadline_ms = None if timeout_s is None else world.now_ms + to_ms(timeout_s)
     while not holds():
@@ -400,5 +401,5 @@ def wait_until(world: World, waiting: list[Thread], holds: Callable[[], bool], t
 
 
 def to_ms(seconds: float) -> int:
-    """Whole milliseconds, rounded up: a wait is never shorter than asked for. Negative is 0."""
+    """Whole milliseconds, rounded up: a wait is never shorter than requested. Negative values become 0."""
     return max(0, -int(-seconds * 1000 // 1))
