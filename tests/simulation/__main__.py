@@ -1,9 +1,9 @@
-"""``python -m tests.simulation SEED [PROTOCOL [agents]]`` plays one history and prints what came of it."""
+"""``python -m tests.simulation SEED [PROTOCOL [agents]]`` runs one history and prints its outcome."""
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # the modules of the tests are found as pytest finds them
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the tests' modules are found as by pytest
 
 from kit.simulation import Failed, run
 

@@ -1,4 +1,4 @@
-"""``pytest tests/simulation --seed N`` plays one history instead of all."""
+"""``pytest tests/simulation --seed N`` runs one history instead of all."""
 
 from collections.abc import Iterator
 
@@ -7,7 +7,7 @@ from simulation.stage import Stage
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--seed", type=int, default=None, help="play only this history of the simulated group")
+    parser.addoption("--seed", type=int, default=None, help="run only this history of the simulated group")
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ def only_seed(request: pytest.FixtureRequest) -> int | None:
 
 @pytest.fixture
 def play(request: pytest.FixtureRequest, group_id: str) -> Iterator[Stage]:
-    """The stage of a script: see :func:`simulation.stage.played`."""
+    """The stage on which a script runs: see :func:`simulation.stage.played`."""
     flavour, real = request.param
     if real:
         servers = request.getfixturevalue("broker").bootstrap_servers

@@ -1,12 +1,12 @@
-"""One-line breaks of the shipped code: the simulation must find each of them.
+"""One-line changes that break the product's code: the simulation must find each of them.
 
-``python -m tests.simulation.mutants NAME [PROTOCOL SEED ...]`` plays histories with one line broken, and exits 1 at the
-first that fails. The line is replaced as its source is loaded: it is the shipped module that runs, in a process
-of its own; nothing on the disk changes.
+``python -m tests.simulation.mutants NAME [PROTOCOL SEED ...]`` runs histories with one line changed, and exits with 1
+at the first that fails. The line is replaced while the source is loaded: the product's module runs, in a separate
+process; no file changes.
 
-``python -m tests.simulation.mutants find`` prints ``FOUND_BY`` as it is now: a change of the code or of the simulation
-makes other histories, and a mutant whose history is not known any more is looked for in all of the quick run, and then
-in more.
+``python -m tests.simulation.mutants find`` prints the current ``FOUND_BY``: a change of the code or of the simulation
+changes the histories. If the known history does not find a mutant, ``find`` searches all histories of the quick run,
+and then more.
 """
 
 import importlib.abc
@@ -20,15 +20,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # the modules of the tests are found as pytest finds them
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the tests' modules are found as by pytest
 
 PACKAGE = Path(__file__).resolve().parent.parent.parent / "spark_group_source"
 SEEDS = 60
-"""Histories of each protocol in the quick run: some seconds each."""
+"""Histories of each protocol in the quick run: a few seconds per protocol."""
 AGENT_SEEDS = 40
-"""The same with agents."""
+"""The same number, with agents."""
 FIND_SEEDS = 1_000
-"""Histories of each protocol that ``find`` plays beyond those of the quick run, for a mutant that they do not find."""
+"""Histories of each protocol that ``find`` runs after those of the quick run, for a mutant that they do not find."""
 CALM, CALM_SEEDS = "calm-", 4
 """Prefix of a protocol: histories with nothing but the placement of members (``kit.calm``)."""
 
@@ -50,14 +50,14 @@ class Mutant:
         return "spark_group_source." + self.file.removesuffix(".py").replace("/", ".")
 
     def source(self) -> str:
-        """The module with its line broken.
+        """Return the source of the module with the changed line.
 
         Raises:
-            ValueError: the line is not there, or stands there twice.
+            ValueError: the line is not in the module exactly once.
         """
         text = (PACKAGE / self.file).read_text()
         if text.count(self.old) != 1:
-            raise ValueError(f"{self.name}: {self.file} has {text.count(self.old)} times {self.old!r}")
+            raise ValueError(f"{self.name}: {self.file} contains {self.old!r} {text.count(self.old)} times")
         return text.replace(self.old, self.new)
 
 
@@ -106,14 +106,14 @@ MUTANTS = [
         P,
         "offset = max(offset, known) if truncated_from is None else known",
         "pass",
-        "the stream's own position wins over an older commit",
+        "the stream's own position takes precedence over an older commit",
     ),
     Mutant(
         "undoes-a-rewind",
         P,
         "if isinstance(memory, Memory) and is_older(committed, memory):",
         "if isinstance(memory, Memory):",
-        "a commit that is newer than the remembered position counts, also if it goes back",
+        "a commit that is newer than the remembered position counts, even if it moves back",
     ),
     Mutant(
         "claims-nothing",
@@ -127,7 +127,7 @@ MUTANTS = [
         PS,
         "return end if start <= at < end else at",
         "return at",
-        "a pending batch is applied to the committed offset as if that had come first",
+        "a pending batch is applied as if the committed offset had preceded it",
     ),
     Mutant(
         "keeps-the-plan-over-a-reset",
@@ -169,14 +169,14 @@ MUTANTS = [
         P,
         "if start <= partition.position.offset < end:  # it is",
         "if False:  # it is",
-        "a partition assigned again while a batch reads it is released only when that is durable",
+        "a partition assigned again during a batch is released only when the batch is durable",
     ),
     Mutant(
         "undoes-a-rewind-before-its-batch",
         PS,
         "put_back = committed.seq == last.seq - 1 and last.start is not None and at < last.start",
         "put_back = False",
-        "a commit of the stream before the start of the batch in flight was moved there, and counts",
+        "a commit of the stream that was moved back before the batch in flight counts",
     ),
     Mutant(
         "keeps-a-pending-batch-over-a-foreign-commit",
@@ -206,14 +206,14 @@ MUTANTS = [
         "protocol/planner.py",
         "reset_number=run.partitions.reset_number,",
         "reset_number=0,",
-        "a plan contains the reset number that it knows",
+        "a plan contains the reset number of its run",
     ),
     Mutant(
         "hides-a-rewind",
         "protocol/planner.py",
         "followed=frozenset(tp for tp, at in jumps.items() if at.origin is Origin.FOLLOWED),",
         "followed=frozenset(),",
-        "the plan tells the sink which positions followed a foreign commit",
+        "the plan reports to the sink which positions followed a foreign commit",
     ),
     Mutant(
         "overlaps-ranges",
@@ -350,7 +350,7 @@ MUTANTS = [
         "delta/ledger_decision.py",
         "                drop.append(OffsetRange(tp, start, min(recorded, end)))",
         "                pass",
-        "rows that the table has are left out",
+        "rows that the table has are dropped",
     ),
     Mutant(
         "ignores-a-reset-that-the-sink-reports",
@@ -388,7 +388,7 @@ MUTANTS = [
         "runtime/coordinator.py",
         "before_join=self._requests.await_transactional_id,",
         "before_join=lambda: None,",
-        "members join when the run has its transactional id, or knows that it cannot have it now",
+        "members join after the run has its transactional id, or knows that it cannot get it now",
     ),
     Mutant(
         "keeps-two-agents-of-an-executor",
@@ -403,7 +403,7 @@ MUTANTS = [
         S,
         "            self._move(slot, ev.AgentLost)\n            self.join(slot)",
         "            self._move(slot, ev.AgentLost)",
-        "a slot whose agent is lost joins from elsewhere",
+        "a slot whose agent is lost joins again elsewhere",
         agents=True,
     ),
     Mutant(
@@ -534,18 +534,18 @@ FOUND_BY: dict[str, tuple[str, int]] = {
     "places-where-transactions-are-refused": ("eager", 3),
     "leaves-slots-without-transactions": ("eager", 1),
 }
-"""A history that is known to find each of them, by protocol and seed."""
+"""A history that finds each mutant, by protocol and seed."""
 
 
 def histories(name: str, *, more: int = 0) -> list[str]:
-    """Arguments: the history that is known to find this mutant, then all of the quick run, then ``more``."""
+    """Return the arguments: the history known to find this mutant, then all of the quick run, then ``more`` seeds."""
     from kit.simulation import PROTOCOLS
 
     agents = any(mutant.agents for mutant in MUTANTS if mutant.name == name)
     quick = [(f"{CALM}{protocol}", seed) for protocol in PROTOCOLS for seed in range(CALM_SEEDS)] if agents else []
     quick += [(protocol, seed) for protocol in PROTOCOLS for seed in range(AGENT_SEEDS if agents else SEEDS)]
     quick += [(protocol, SEEDS + seed) for seed in range(more) for protocol in PROTOCOLS]
-    known = [FOUND_BY[name]] if name in FOUND_BY else []  # a new one is looked for
+    known = [FOUND_BY[name]] if name in FOUND_BY else []  # none for a new mutant
     return [str(word) for pair in [*known, *quick] for word in pair]
 
 
@@ -561,7 +561,7 @@ def find() -> int:
 
 
 def main(arguments: list[str]) -> int:
-    """Play histories with one mutant; 1 when it was found."""
+    """Run histories with one mutant; return 1 if a history finds it."""
     if arguments == ["find"]:
         return find()
     by_name = {mutant.name: mutant for mutant in MUTANTS}
@@ -570,7 +570,7 @@ def main(arguments: list[str]) -> int:
         return 2
     mutant = by_name[arguments[0]]
     if mutant.module in sys.modules:
-        raise ImportError(f"{mutant.module} was imported before its line could be broken")
+        raise ImportError(f"{mutant.module} was imported before its line could be changed")
     sys.meta_path.insert(0, Finder(mutant))
     from kit.calm import play_calm
     from kit.simulation import Failed, run

@@ -1,6 +1,6 @@
-"""Where a script of threads and Kafka's clients is played: in the simulation, or with a real broker.
+"""Runs a script of threads and Kafka clients in the simulation or with a real broker.
 
-The same script on both is what makes the fakes worth believing.
+The same script on both validates the fakes.
 """
 
 import functools
@@ -22,7 +22,7 @@ from kit.world import Process, World
 from spark_group_source.kafka import Environment
 
 SESSION_MS = 6_000
-"""The shortest that a broker allows, unless told otherwise."""
+"""The shortest session timeout that a broker accepts by default."""
 PATIENCE_S = 40.0
 POLL_S = 0.1
 FLAVOURS: Mapping[str, type[Group]] = {
@@ -37,8 +37,8 @@ class Stage:
     """A broker, a group of one flavour, and threads.
 
     Args:
-        servers, make_topic: of a real broker; without them the simulation is played.
-        world, cluster: what another stage of the simulation has, of which this is one more process.
+        servers, make_topic: of a real broker; without them the script runs in the simulation.
+        world, cluster: of another stage in the simulation, to which this stage adds a process.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Stage:
         )
 
     def elsewhere(self) -> "Stage":
-        """Another process of the same world."""
+        """Return a stage for another process of the same world."""
         return Stage(self.flavour, self.group, world=self.world, cluster=self.cluster)
 
     def topic(self, partitions: int) -> str:
@@ -115,7 +115,7 @@ class Stage:
         return self.environment.producer(settings)
 
     def committed(self, tps: list[KafkaPartition], *, stable: bool) -> list[tuple[int, str]]:
-        """Offset and note of each partition, as a consumer that never joins reads them."""
+        """Return the offset and note of each partition, as read by a consumer that never joins."""
         level = "read_committed" if stable else "read_uncommitted"
         settings = {"bootstrap.servers": self.servers, "group.id": self.group, "isolation.level": level}
         reader = self.environment.consumer({**settings, "group.protocol": "classic", "enable.auto.commit": "false"})
@@ -126,11 +126,11 @@ class Stage:
 
 
 class Watched:
-    """A consumer on a thread of its own, and all that it is told.
+    """A consumer on a thread of its own, with a log of its callbacks.
 
     Args:
-        hold_s: how long it keeps what is to be given back.
-        before_release: called inside the callback, when that time is over.
+        hold_s: how long it holds a revocation.
+        before_release: called inside the callback, at the end of that time.
     """
 
     def __init__(
@@ -156,14 +156,14 @@ class Watched:
         stage.environment.spawn(name, self._run, died=self._died.append)
 
     def stop(self, how: str = "close") -> None:
-        """Close it ("close"), leave first ("leave"), or just drop it ("drop")."""
+        """Close it ("close"), leave first ("leave"), or only drop it ("drop")."""
         self._how = how
         self.stage.until(lambda: self.ended or bool(self._died), f"end of {self.name}")
         assert not self._died, self._died
 
     @property
     def generation(self) -> int:
-        """As :attr:`identity` has it: behind ``CGMDv2:``, a native int32."""
+        """The generation in :attr:`identity`: a native int32 after ``CGMDv2:``."""
         return int(struct.unpack_from("=i", self.identity[1], 7)[0])
 
     def count(self, kind: str) -> int:
@@ -217,8 +217,8 @@ class Watched:
 
 
 def played(*flavours: str, broker: bool = False) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Make a test of a script, which is played on a thread of the stage ``play``: once for each flavour of the group,
-    in the simulation, and with ``broker`` once more on a real one."""
+    """Make a test of a script, which runs on a thread of the stage ``play``: once for each flavour of the group in the
+    simulation, and with ``broker`` also on a real one."""
     params = [pytest.param((flavour, False), id=flavour) for flavour in flavours]
     if broker:
         real = pytest.mark.broker
@@ -236,10 +236,10 @@ def played(*flavours: str, broker: bool = False) -> Callable[[Callable[..., None
 
 
 def refused(act: Callable[[], Any]) -> KafkaError:
-    """The error with which a call fails."""
+    """Return the error with which a call fails."""
     try:
         act()
     except KafkaException as exc:
         error: KafkaError = exc.args[0]
         return error
-    raise AssertionError("the call was taken")
+    raise AssertionError("the call was accepted")

@@ -1,4 +1,4 @@
-"""What the fakes of the client library promise, played in the simulation and with a real broker: the same script."""
+"""The contract of the fakes of the client library: the same scripts run in the simulation and with a real broker."""
 
 from collections import deque
 
@@ -14,7 +14,7 @@ assert HOLD_S * 1000 > SESSION_MS
 
 
 @played(*FLAVOURS, broker=True)
-def test_members_share_the_partitions_and_who_leaves_gives_them_back(play: Stage) -> None:
+def test_members_share_partitions_and_a_leaving_member_releases_them(play: Stage) -> None:
     topic = play.topic(4)
     one = Watched(play, topic, "one")
     play.until(lambda: one.owned == {0, 1, 2, 3}, "assignment")
@@ -29,7 +29,7 @@ def test_members_share_the_partitions_and_who_leaves_gives_them_back(play: Stage
 
 
 @played(*FLAVOURS, broker=True)
-def test_a_revocation_can_be_held_for_longer_than_a_session_and_committed_in(play: Stage) -> None:
+def test_offsets_are_committed_in_a_revocation_held_longer_than_a_session(play: Stage) -> None:
     topic = play.topic(2)
     committed: list[str] = []
 
@@ -52,7 +52,7 @@ def test_a_revocation_can_be_held_for_longer_than_a_session_and_committed_in(pla
 
 
 @played(*FLAVOURS, broker=True)
-def test_a_transaction_commits_in_a_members_name_and_not_in_that_of_a_stale_one(play: Stage) -> None:
+def test_a_transaction_commits_for_a_member_and_not_for_a_stale_generation(play: Stage) -> None:
     topic = play.topic(2)
     entries = [KafkaPartition(topic, 0, 5, "note")]
     one = Watched(play, topic, "one")
@@ -83,7 +83,7 @@ def test_a_transaction_commits_in_a_members_name_and_not_in_that_of_a_stale_one(
 
 
 @played("range", broker=True)
-def test_a_newer_producer_of_the_id_shuts_the_older_one_out(play: Stage) -> None:
+def test_a_newer_producer_of_the_transactional_id_fences_the_older_one(play: Stage) -> None:
     topic = play.topic(1)
     nobody = play.environment.consumer(play.settings())
     metadata = nobody.consumer_group_metadata()
@@ -105,7 +105,7 @@ def test_a_newer_producer_of_the_id_shuts_the_older_one_out(play: Stage) -> None
 
 
 @played(*CLASSIC, broker=True)
-def test_a_static_newcomer_has_the_place_without_a_rebalance_and_the_old_one_is_fenced(play: Stage) -> None:
+def test_a_static_newcomer_replaces_and_fences_the_member_without_a_rebalance(play: Stage) -> None:
     topic = play.topic(2)
     old, other = Watched(play, topic, "old", instance="i"), Watched(play, topic, "other", instance="j")
     play.until(lambda: len(old.owned) == 1 and len(other.owned) == 1, "share for both")
@@ -113,20 +113,20 @@ def test_a_static_newcomer_has_the_place_without_a_rebalance_and_the_old_one_is_
     told = [*old.told, *other.told]
     new = Watched(play, topic, "new", instance="i")
     play.until(lambda: new.owned == old.owned, "take-over")
-    play.until(lambda: old.failed is not None, "word to the old one")
+    play.until(lambda: old.failed is not None, "fencing of the old one")
     assert old.failed is not None and "fenced" in old.failed.str().lower()
     assert [*old.told, *other.told] == told
-    new.stop("close")  # keeps its place
+    new.stop("close")  # keeps its static membership
     again = Watched(play, topic, "again", instance="i")
-    play.until(lambda: bool(again.owned), "take-over of a place that was left")
+    play.until(lambda: bool(again.owned), "take-over of a closed member's instance id")
     assert [*old.told, *other.told] == told
-    again.stop("leave")  # gives it up
-    play.until(lambda: other.owned == {0, 1}, "share of who left")
+    again.stop("leave")  # ends its static membership
+    play.until(lambda: other.owned == {0, 1}, "share of the member that left")
     other.stop()
 
 
 @played("consumer", broker=True)
-def test_under_the_new_protocol_a_place_is_refused_until_it_is_given_up(play: Stage) -> None:
+def test_kip_848_refuses_an_instance_id_until_its_holder_closes(play: Stage) -> None:
     topic = play.topic(2)
     old = Watched(play, topic, "old", instance="i")
     play.until(lambda: old.owned == {0, 1}, "assignment")
@@ -142,9 +142,7 @@ def test_under_the_new_protocol_a_place_is_refused_until_it_is_given_up(play: St
 
 @pytest.mark.parametrize("alone", [False, True])
 @played("consumer", broker=True)
-def test_under_the_new_protocol_a_place_is_taken_through_the_classic_one_and_nobody_else_notices(
-    play: Stage, alone: bool
-) -> None:
+def test_kip_848_instance_id_is_taken_over_by_a_classic_join_without_a_rebalance(play: Stage, alone: bool) -> None:
     topic = play.topic(2)
     old = Watched(play, topic, "old", instance="i")
     others = [] if alone else [Watched(play, topic, "other", instance="j")]
@@ -156,38 +154,38 @@ def test_under_the_new_protocol_a_place_is_taken_through_the_classic_one_and_nob
     known: deque[str] = deque()
     place = play.settings("taking", "i")
     take_over_membership(place, [topic], environment=play.environment, own_member_ids=known, is_cancelled=lambda: False)
-    assert known, "the member that took it is known to be this process's"
+    assert known, "the member id of the take-over is recorded as this process's own"
     new = Watched(play, topic, "new", instance="i")
     play.until(lambda: new.owned == had, "take-over")
-    play.until(lambda: old.failed is not None, "word to the old one")
+    play.until(lambda: old.failed is not None, "fencing of the old one")
     assert old.failed is not None and "still used by another member" in old.failed.str()
-    assert old.count("lost") == 1, "it is told that it is out, and refused when it joins again"
+    assert old.count("lost") == 1, "its loss is reported, and its next join is refused"
     if play.simulated:  # the clock is a model; a broker's own sessions last 45 s
-        play.environment.pause(SESSION_MS / 1000 + 2)  # those of the one that had it, and of the one in between
+        play.environment.pause(SESSION_MS / 1000 + 2)  # the sessions of the former holder and of the classic member
     assert new.owned == had and new.count("lost") == 0
     assert [each.told for each in others] == told
-    assert [each.generation for each in others] == generations, "the group has another epoch"
+    assert [each.generation for each in others] == generations, "the epoch of the group changed"
     for each in (new, *others):
         each.stop()
 
 
 @played("range", broker=True)
-def test_an_eager_member_without_partitions_gives_back_nothing_and_is_told_so(play: Stage) -> None:
+def test_an_eager_member_without_partitions_gets_an_empty_revocation(play: Stage) -> None:
     topic = play.topic(1)
     one = Watched(play, topic, "one")
     play.until(lambda: one.owned == {0}, "assignment")
     two = Watched(play, topic, "two")
-    play.until(lambda: two.count("assigned") == 1 and one.count("assigned") == 2, "word")
-    idle = next(each for each in (one, two) if not each.owned)  # which one, member ids decide
+    play.until(lambda: two.count("assigned") == 1 and one.count("assigned") == 2, "callback")
+    idle = next(each for each in (one, two) if not each.owned)  # member ids decide which one
     three = Watched(play, topic, "three")
-    play.until(lambda: three.count("assigned") == 1, "word")
+    play.until(lambda: three.count("assigned") == 1, "callback")
     assert ("revoked", ()) in idle.told
     for each in (one, two, three):
         each.stop()
 
 
 @played(*FLAVOURS, broker=True)
-def test_a_closed_consumer_takes_no_calls(play: Stage) -> None:
+def test_a_closed_consumer_accepts_no_calls(play: Stage) -> None:
     topic = play.topic(1)
     consumer = play.environment.consumer(play.settings())
     if play.flavour == "consumer":

@@ -1,5 +1,5 @@
-"""The simulated Kafka and the fakes of its clients, where a real broker would take too long or cannot be made to do it:
-frozen and dead processes, answers that do not come, topics that come and go."""
+"""The simulated Kafka and the fakes of its clients in cases that take too long on a real broker or cannot be forced
+there: frozen and dead processes, missing responses, topics that are created and deleted."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ FROZEN_MS = 20_000
 
 
 def freeze(play: Stage, stage: Stage) -> None:
-    """Stop a process for longer than a session, seen from another one."""
+    """Freeze a process for longer than a session, as seen from another one."""
     stage.process.freeze()
     play.environment.pause(FROZEN_MS / 1000)
 
@@ -27,7 +27,7 @@ def freeze(play: Stage, stage: Stage) -> None:
 
 
 @played(*FLAVOURS)
-def test_who_was_frozen_for_longer_than_a_session_is_told_what_it_lost(play: Stage) -> None:
+def test_losses_are_reported_to_a_process_frozen_longer_than_a_session(play: Stage) -> None:
     topic, away = play.topic(4), play.elsewhere()
     frozen, living = Watched(away, topic, "frozen"), Watched(play, topic, "living")
     play.until(lambda: len(frozen.owned) == 2 and len(living.owned) == 2, "share for both")
@@ -36,30 +36,30 @@ def test_who_was_frozen_for_longer_than_a_session_is_told_what_it_lost(play: Sta
     assert living.owned == {0, 1, 2, 3}
     assert frozen.count("lost") == 0
     away.process.thaw()
-    play.until(lambda: ("lost", lost) in frozen.told, "word of the loss")
+    play.until(lambda: ("lost", lost) in frozen.told, "report of the loss")
     play.until(lambda: len(frozen.owned) == 2 and len(living.owned) == 2, "share for both again")
 
 
 @played(*CLASSIC)
-def test_an_idle_static_member_takes_its_place_back_after_a_freeze(play: Stage) -> None:
+def test_an_idle_static_member_replaces_its_successor_after_a_freeze(play: Stage) -> None:
     topic, away = play.topic(1), play.elsewhere()
     holder = Watched(play, topic, "holder", instance="h")
     play.until(lambda: holder.owned == {0}, "assignment")
     idle = Watched(away, topic, "idle", instance="i")
-    play.until(lambda: idle.count("assigned") > 0, "word")
+    play.until(lambda: idle.count("assigned") > 0, "callback")
     told = len(idle.told)
     freeze(play, away)
     successor = Watched(play, topic, "successor", instance="i")
     play.until(lambda: successor.count("assigned") > 0, "take-over")
     away.process.thaw()
-    play.until(lambda: successor.failed is not None, "fencing of the healthy one")
+    play.until(lambda: successor.failed is not None, "fencing of the successor")
     assert idle.failed is None
     assert [kind for kind, _ in idle.told[told:] if kind != "assigned"] == (["lost"] if play.flavour == "range" else [])
     assert ("lost", ()) in idle.told or play.flavour != "range"
 
 
 @played("consumer")
-def test_under_the_new_protocol_a_frozen_static_member_is_the_one_that_fails(play: Stage) -> None:
+def test_kip_848_fences_a_frozen_static_member(play: Stage) -> None:
     topic, away = play.topic(1), play.elsewhere()
     frozen = Watched(away, topic, "frozen", instance="i")
     play.until(lambda: frozen.owned == {0}, "assignment")
@@ -75,7 +75,7 @@ def test_under_the_new_protocol_a_frozen_static_member_is_the_one_that_fails(pla
 
 
 @played(*FLAVOURS)
-def test_a_holder_that_is_thrown_out_hears_of_it_later_or_never(play: Stage) -> None:
+def test_a_holder_fenced_in_its_callback_is_notified_afterwards_or_never(play: Stage) -> None:
     topic = play.topic(2)
     one = Watched(play, topic, "one", hold_s=25)
     play.until(lambda: one.owned == {0, 1}, "assignment")
@@ -89,13 +89,13 @@ def test_a_holder_that_is_thrown_out_hears_of_it_later_or_never(play: Stage) -> 
     play.until(lambda: len(one.owned) < 2, "end of the hold")
     play.environment.pause(3)
     assert one.count("lost") == (1 if play.flavour == "consumer" else 0)
-    if play.flavour == "cooperative-sticky":  # it keeps the rest, as another member
+    if play.flavour == "cooperative-sticky":  # it keeps the other partition, as another member
         assert one.identity[0] != member and one.identity[0] is not None
         assert ("assigned", ()) in one.told
 
 
 @played("consumer")
-def test_the_new_protocol_tells_nothing_of_an_empty_assignment(play: Stage) -> None:
+def test_kip_848_reports_no_empty_assignment(play: Stage) -> None:
     topic = play.topic(1)
     one = Watched(play, topic, "one")
     play.until(lambda: one.owned == {0}, "assignment")
@@ -118,8 +118,8 @@ def test_a_dead_process_keeps_its_partitions_until_its_session_ends(play: Stage)
 
 
 @played("range")
-def test_a_join_replaces_the_retry_of_one_that_was_refused(play: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second join of an eager member that has partitions would be one with partitions that it did not give back."""
+def test_a_join_replaces_the_retry_of_a_refused_join(play: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With both, an eager member would send the second join while it still owns partitions."""
     monkeypatch.setattr("kit.classic_client.JOIN_AGAIN_MS", (2_000, 2_000))
     play.cluster.create("u", 1)
     topic, consumer, group = play.topic(1), play.environment.consumer(play.settings()), play.cluster.group(play.group)
@@ -127,7 +127,7 @@ def test_a_join_replaces_the_retry_of_one_that_was_refused(play: Stage, monkeypa
     play.until(lambda: bool(group.members), "join")
     group.remove(next(iter(group.members.values())), "tried out")
     play.environment.pause(0.1)
-    consumer.subscribe([topic, "u"])  # joins at once
+    consumer.subscribe([topic, "u"])  # joins immediately
     play.until(lambda: consumer.poll(0.1) is None and len(consumer.assignment()) == 2, "assignment")
     rebalances = group.rebalances
     play.environment.pause(5)
@@ -138,7 +138,7 @@ def test_a_join_replaces_the_retry_of_one_that_was_refused(play: Stage, monkeypa
 
 
 def begun(stage: Stage) -> tuple[Any, bytes]:
-    """A producer in a transaction, and the metadata of a consumer that is no member."""
+    """Return a producer in a transaction, and the metadata of a consumer outside the group."""
     producer = stage.producer("g.s")
     producer.init_transactions(30)
     producer.begin_transaction()
@@ -146,7 +146,7 @@ def begun(stage: Stage) -> tuple[Any, bytes]:
 
 
 @played("range")
-def test_an_open_transaction_of_a_dead_process_hides_offsets_until_it_is_ended(play: Stage) -> None:
+def test_an_open_transaction_of_a_dead_process_hides_offsets_until_it_ends(play: Stage) -> None:
     topic, away = play.topic(1), play.elsewhere()
     asked = [KafkaPartition(topic, 0)]
 
@@ -160,12 +160,12 @@ def test_an_open_transaction_of_a_dead_process_hides_offsets_until_it_is_ended(p
     assert play.committed(asked, stable=False) == [(-1001, "")]
     error = refused(lambda: play.committed(asked, stable=True))
     assert error.code() == KafkaError._TIMED_OUT
-    play.producer("g.s").init_transactions(30)  # the next run of the stream takes the id over
+    play.producer("g.s").init_transactions(30)  # the next run of the stream initializes the id
     assert play.committed(asked, stable=True) == [(-1001, "")]
 
 
 @played("range")
-def test_a_commit_that_was_not_answered_is_asked_for_again(play: Stage) -> None:
+def test_a_commit_that_timed_out_is_retried(play: Stage) -> None:
     topic = play.topic(1)
     producer, metadata = begun(play)
     producer.send_offsets_to_transaction([KafkaPartition(topic, 0, 9)], metadata, 5)
@@ -179,7 +179,7 @@ def test_a_commit_that_was_not_answered_is_asked_for_again(play: Stage) -> None:
 
 
 @played("range")
-def test_a_transaction_for_a_topic_that_is_gone_is_to_be_aborted(play: Stage) -> None:
+def test_a_transaction_for_a_deleted_topic_requires_an_abort(play: Stage) -> None:
     topic = play.topic(1)
     producer, metadata = begun(play)
     play.cluster.delete(topic)
@@ -193,17 +193,17 @@ def test_a_transaction_for_a_topic_that_is_gone_is_to_be_aborted(play: Stage) ->
 
 
 @played("range")
-def test_where_transactions_are_not_allowed_the_producer_is_dead_at_once(play: Stage) -> None:
+def test_a_producer_without_transaction_permission_fails_immediately(play: Stage) -> None:
     play.cluster.transactions_allowed = False
     error = refused(lambda: play.producer("g.s").init_transactions(30))
     assert error.code() == KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED and error.fatal()
 
 
-# --- questions -------------------------------------------------------------------------------------------------------
+# --- requests --------------------------------------------------------------------------------------------------------
 
 
 def ends(play: Stage, *tps: TopicPartition) -> dict[TopicPartition, int]:
-    """End offsets; an error's code where there is one."""
+    """Return the end offset of each partition, or the error code."""
     admin = play.environment.admin({"bootstrap.servers": play.servers})
     asked = {KafkaPartition(tp.topic, tp.partition): OffsetSpec.latest() for tp in tps}
     futures = admin.list_offsets(asked, isolation_level=IsolationLevel.READ_COMMITTED, request_timeout=10)
@@ -217,7 +217,7 @@ def ends(play: Stage, *tps: TopicPartition) -> dict[TopicPartition, int]:
 
 
 @played("range")
-def test_a_log_ages_shrinks_and_hides_what_is_not_committed(play: Stage) -> None:
+def test_a_log_is_trimmed_and_truncated_and_hides_uncommitted_records(play: Stage) -> None:
     tp = TopicPartition(play.topic(1), 0)
     log = play.cluster.log(tp)
     assert log is not None
@@ -232,7 +232,7 @@ def test_a_log_ages_shrinks_and_hides_what_is_not_committed(play: Stage) -> None
 
 
 @played("range")
-def test_a_topic_is_named_before_it_is_served_and_made_again_it_is_another(play: Stage) -> None:
+def test_a_topic_is_listed_before_it_is_served_and_a_recreated_one_has_a_new_id(play: Stage) -> None:
     name = play.topic(1)
     tp = TopicPartition(name, 0)
     not_there = {KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError.NOT_LEADER_FOR_PARTITION}
@@ -264,7 +264,7 @@ def test_a_topic_is_named_before_it_is_served_and_made_again_it_is_another(play:
 
 
 @played("range")
-def test_what_is_asked_while_no_broker_is_reached_is_the_librarys_guess(play: Stage) -> None:
+def test_requests_without_a_reachable_broker_get_local_errors_of_the_library(play: Stage) -> None:
     tp = TopicPartition(play.topic(1), 0)
     admin = play.environment.admin({"bootstrap.servers": play.servers})
     play.cluster.unreachable(500_000)
@@ -282,7 +282,7 @@ def test_what_is_asked_while_no_broker_is_reached_is_the_librarys_guess(play: St
 
 
 @played("range")
-def test_every_misfortune_happens_and_ends_when_it_is_told_to(play: Stage) -> None:
+def test_every_misfortune_happens_and_stops_when_it_is_switched_off(play: Stage) -> None:
     tps = [TopicPartition(play.topic(3), p) for p in range(3)]
     seen: set[int] = set()
     play.cluster.misfortune = Misfortune(0.1, 0.1, 0.1, 0.1, 0.1, 0.3)
@@ -297,7 +297,7 @@ def test_every_misfortune_happens_and_ends_when_it_is_told_to(play: Stage) -> No
 
 
 @played("range")
-def test_offsets_that_come_when_their_transaction_is_over_are_refused(play: Stage) -> None:
+def test_offsets_that_arrive_after_their_transaction_ended_are_refused(play: Stage) -> None:
     play.topic(1)
     transactions, group = play.cluster.transactions, play.cluster.group(play.group)
     _, epoch = transactions.init("t")
@@ -311,7 +311,7 @@ def test_offsets_that_come_when_their_transaction_is_over_are_refused(play: Stag
 
 
 @played("range")
-def test_a_commit_may_be_done_although_the_answer_says_that_it_failed(play: Stage) -> None:
+def test_a_commit_may_succeed_although_the_response_is_an_error(play: Stage) -> None:
     entries = [KafkaPartition(play.topic(1), 0, 3, "note")]
     consumer = play.environment.consumer(play.settings())
     play.cluster.misfortune = Misfortune(lied=1.0)
@@ -343,7 +343,7 @@ def test_an_operator_moves_offsets_only_while_the_group_has_no_members(play: Sta
 
 
 @pytest.mark.parametrize("play", [("range", False)], indirect=True)
-def test_a_broken_rule_ends_the_history_also_where_the_application_swallows_errors(play: Stage) -> None:
+def test_a_broken_rule_ends_the_history_although_the_application_swallows_errors(play: Stage) -> None:
     class Strict(Books):
         def given(self, *_: object) -> None:
             raise AssertionError("a rule")

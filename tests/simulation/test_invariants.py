@@ -1,7 +1,7 @@
-"""The rules of the simulation in two rare histories: topics that are deleted and made again, and older runs of a stream
-that go on after newer ones have ended.
+"""The rules of the simulation in two rare cases: topics that are deleted and recreated, and older runs of a stream that
+continue after newer ones have ended.
 
-What the rules find in the shipped code is in ``test_mutants``.
+``test_mutants`` checks what the rules find in the product's code.
 """
 
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ TPS = frozenset({TP})
 
 
 class Silent:
-    """An application that is not asked for anything."""
+    """An application without rebalance operations."""
 
     def rebalance(self, op: Op) -> None:
         raise NotImplementedError
@@ -45,7 +45,7 @@ class Scene:
         self._committed: Entry | None = None
 
     def member(self, name: str, *, stream: str = "") -> tuple[Reader, Client]:
-        """A consumer that the group knows: of a run of ``stream``, or an ordinary one."""
+        """A consumer in the group: of a run of ``stream``, or an ordinary one."""
         process = Process(self.world, name)
         reader = Reader(name, stream or name, counted=(lambda: 0) if stream else None)
         self.truth.reads_as(name, reader)
@@ -68,7 +68,7 @@ class Scene:
         self.truth.deleted(TP)
         self._committed = None
 
-    def make_topic_again(self, records: int) -> None:
+    def recreate_topic(self, records: int) -> None:
         self.truth.made_again(TP)
         self.truth.produce(TP, records)
 
@@ -85,11 +85,12 @@ def offset(reader: Reader, seq: int, start: int, end: int) -> StreamOffset:
 
 
 def test_a_consumer_assigned_while_the_topic_is_deleted_may_lose_records_of_the_new_one(scene: Scene) -> None:
-    """The group hears of a deletion late. Records that the consumer processed and did not commit are read again."""
+    """The coordinator learns of a deletion late. Records that the consumer processed without a commit are read
+    again."""
     (first, lost), (second, successor) = scene.member("first"), scene.member("second")
     scene.delete_topic()
     scene.assign(lost)
-    scene.make_topic_again(5)
+    scene.recreate_topic(5)
     scene.truth.processed_by(first, {TP: (0, 5)})
     scene.truth.told(TPS, lost)
     scene.assign(successor)
@@ -98,22 +99,22 @@ def test_a_consumer_assigned_while_the_topic_is_deleted_may_lose_records_of_the_
 
 
 def test_the_partition_of_a_deleted_topic_may_have_had_two_consumers(scene: Scene) -> None:
-    """One that was frozen does not know yet that it lost the partition when the topic is made again."""
+    """A frozen consumer does not know yet that it lost the partition when the topic is recreated."""
     (first, frozen), (second, successor) = scene.member("first"), scene.member("second")
     scene.delete_topic()
     scene.assign(frozen)
     scene.assign(successor)
-    scene.make_topic_again(5)
+    scene.recreate_topic(5)
     scene.truth.processed_by(first, {TP: (0, 5)})
     scene.truth.processed_by(second, {TP: (0, 5)})
     assert scene.truth.causes == {Cause.UNTOLD: 5}
 
 
-def test_records_of_a_topic_made_again_that_are_committed_are_not_processed_twice(scene: Scene) -> None:
+def test_committed_records_of_a_recreated_topic_are_not_processed_twice(scene: Scene) -> None:
     (first, lost), (second, successor) = scene.member("first"), scene.member("second")
     scene.delete_topic()
     scene.assign(lost)
-    scene.make_topic_again(5)
+    scene.recreate_topic(5)
     scene.truth.processed_by(first, {TP: (0, 5)})
     scene.commit(first, 5)
     scene.truth.told(TPS, lost)
@@ -122,14 +123,14 @@ def test_records_of_a_topic_made_again_that_are_committed_are_not_processed_twic
         scene.truth.processed_by(second, {TP: (0, 5)})
 
 
-def begun_anew(scene: Scene) -> tuple[Reader, Client]:
+def restarted(scene: Scene) -> tuple[Reader, Client]:
     """A run that replayed a batch [9, 13) of the former topic, and has planned [0, 3) of the new one since."""
     former, _ = scene.member("a.1", stream="a")
     scene.truth.produce(TP, 13)
     scene.truth.planned(former, offset(former, 0, 0, 13))
     scene.truth.ended(former)
     scene.delete_topic()
-    scene.make_topic_again(20)
+    scene.recreate_topic(20)
     run, client = scene.member("a.2", stream="a")
     scene.assign(client)
     scene.truth.replaying(run, offset(run, 0, 9, 13))
@@ -140,16 +141,16 @@ def begun_anew(scene: Scene) -> tuple[Reader, Client]:
 
 
 def test_a_replay_of_the_former_topic_does_not_count_as_read_of_the_new_one(scene: Scene) -> None:
-    """Also where the table has the rows of the new batch already and drops them."""
-    run, client = begun_anew(scene)
+    """Also if the table already has the rows of the new batch and drops them."""
+    run, client = restarted(scene)
     scene.truth.processed_by(run, {}, table="t")
     scene.truth.durable(run, offset(run, 1, 0, 3))
     scene.commit(run, 3)
     scene.truth.released(TPS, client)
 
 
-def test_a_partition_of_a_topic_made_again_is_not_released_before_its_batch_is_committed(scene: Scene) -> None:
-    run, client = begun_anew(scene)
+def test_a_partition_of_a_recreated_topic_is_not_released_before_its_batch_is_committed(scene: Scene) -> None:
+    run, client = restarted(scene)
     scene.truth.processed_by(run, {TP: (0, 3)})
     with pytest.raises(Violation, match="let orders-0 go at 3, but Kafka has 0"):
         scene.truth.released(TPS, client)
@@ -157,7 +158,7 @@ def test_a_partition_of_a_topic_made_again_is_not_released_before_its_batch_is_c
 
 def successor(scene: Scene, *, seq: int) -> Reader:
     """The third run of a stream. The second one was killed after batch 1 [0, 10) and before its commit. Then another
-    member committed 4, and the first run, which was frozen, commits that again with ``seq`` in its note.
+    member committed 4, and the first run, which was frozen, commits 4 again with ``seq`` in its note.
     """
     scene.truth.produce(TP, 20)
     (first, zombie), (second, killed) = scene.member("a.1", stream="a"), scene.member("a.2", stream="a")
@@ -179,15 +180,15 @@ def successor(scene: Scene, *, seq: int) -> Reader:
     return third
 
 
-def test_a_run_goes_on_behind_its_durable_batch_where_an_older_run_committed_inside_it(scene: Scene) -> None:
+def test_a_run_continues_after_its_durable_batch_where_an_older_run_committed_inside_it(scene: Scene) -> None:
     third = successor(scene, seq=0)
     scene.truth.planned(third, offset(third, 2, 10, 20))
     assert scene.truth.causes == {Cause.DEAD: 4}
 
 
 @pytest.mark.parametrize(("seq", "start"), [(0, 11), (1, 10)])
-def test_a_run_skips_no_record_that_the_committed_offset_asks_for(scene: Scene, seq: int, start: int) -> None:
-    """Nothing behind the batch; and nothing of it where the commit was made by a run that knew of the batch."""
+def test_a_run_skips_no_record_from_the_committed_offset_on(scene: Scene, seq: int, start: int) -> None:
+    """Neither after the batch, nor inside it if the commit is of a run that knew the batch."""
     third = successor(scene, seq=seq)
     with pytest.raises(Violation, match="its last range ended at 4"):
         scene.truth.planned(third, offset(third, 2, start, 20))

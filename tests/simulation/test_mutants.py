@@ -1,4 +1,4 @@
-"""The simulation finds broken rules: each one-line break of the shipped code fails in some history of the quick run."""
+"""The simulation finds broken rules: each one-line change of the product's code fails in a history of the quick run."""
 
 import subprocess
 import sys
@@ -13,7 +13,7 @@ FOUND, NOT_FOUND = 1, 0
 RUN_S_MAX = 200
 
 
-def test_there_are_many_and_each_names_its_rule() -> None:
+def test_mutants_have_distinct_rules_and_known_histories() -> None:
     assert len(MUTANTS) >= MUTANTS_MIN
     assert len({mutant.rule for mutant in MUTANTS}) == len(MUTANTS)
     assert FOUND_BY.keys() == {mutant.name for mutant in MUTANTS}
@@ -21,7 +21,7 @@ def test_there_are_many_and_each_names_its_rule() -> None:
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_a_broken_rule_is_found(mutant: Mutant) -> None:
-    """First in the history that is known to find it, then in all of the quick run."""
+    """Run the history that is known to find the mutant, then the quick run."""
     played = subprocess.run(
         [sys.executable, "-m", "tests.simulation.mutants", mutant.name, *histories(mutant.name)],
         cwd=ROOT,
@@ -31,5 +31,5 @@ def test_a_broken_rule_is_found(mutant: Mutant) -> None:
         timeout=RUN_S_MAX,
     )
     assert played.returncode in (FOUND, NOT_FOUND), played.stderr
-    assert played.returncode == FOUND, f"nothing failed, although this is broken: {mutant.rule}"
+    assert played.returncode == FOUND, f"no history failed, although this rule is broken: {mutant.rule}"
     assert played.stdout.startswith("found by "), played.stdout

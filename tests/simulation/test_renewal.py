@@ -1,4 +1,4 @@
-"""Histories in which offsets grow old within seconds: whatever happens, committing them again breaks no guarantee."""
+"""Histories in which offsets are due for renewal within seconds: committing them again breaks no guarantee."""
 
 import pytest
 from kit import simulation
@@ -17,7 +17,7 @@ OLD_AFTER_S = 3
         (4, "consumer", False),
     ],
 )
-def test_G2_offsets_that_are_committed_again_and_again(
+def test_G2_renewed_commits_break_no_guarantee(
     seed: int, protocol: str, agents: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(partitions, "RENEW_MS", OLD_AFTER_S * 1000)

@@ -1,7 +1,7 @@
-"""Histories of a whole group with crashes, zombies, operators and a bad network: G2 to G6 hold in each of them.
+"""Histories of a whole group with crashes, zombies, operators and an unreliable network: G2 to G6 hold in each of them.
 
 A failure prints the history's story. ``python -m tests.simulation SEED PROTOCOL`` and ``pytest tests/simulation -k
-protocol --seed SEED`` play it again.
+protocol --seed SEED`` repeat it.
 """
 
 import os
@@ -36,7 +36,7 @@ def test_every_record_is_processed_once_or_counted_and_nothing_is_skipped(protoc
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_the_same_holds_for_members_that_live_at_agents(protocol: str, only_seed: int | None) -> None:
+def test_the_same_holds_for_members_placed_at_agents(protocol: str, only_seed: int | None) -> None:
     seeds = range(AGENT_SEEDS) if only_seed is None else [only_seed]
     outcomes = [run(seed, protocol=protocol, agents=True) for seed in seeds]
     if only_seed is None:
@@ -49,13 +49,13 @@ def test_the_same_holds_for_members_that_live_at_agents(protocol: str, only_seed
 
 @pytest.mark.proves("G7", level="simulation")
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_g7_lending_and_lost_agents_alone_make_no_group_rebalance(protocol: str) -> None:
+def test_G7_placement_and_lost_agents_cause_no_rebalance(protocol: str) -> None:
     outcomes = [play_calm(seed, protocol) for seed in range(CALM_SEEDS)]
     assert sum(outcome.moves for outcome in outcomes) > CALM_SEEDS
     assert sum(outcome.recalls for outcome in outcomes) > CALM_SEEDS
     broken = sum(outcome.faults.get("break_placed_member", 0) for outcome in outcomes)
     rebalances = sum(outcome.rebalances for outcome in outcomes)
-    assert rebalances <= (2 * broken if protocol == "consumer" else 0)  # it left with its session, and came back
+    assert rebalances <= (2 * broken if protocol == "consumer" else 0)  # a session ended, and a join
 
 
 @pytest.mark.soak
@@ -68,7 +68,7 @@ def test_thousands_of_histories(protocol: str, first: int, agents: bool) -> None
 
 
 def _worth_running(outcomes: list[Outcome]) -> None:
-    """Misfortune of every kind happened, and the rules were put to the test by it."""
+    """Check that all kinds of faults happened and that they exercised the rules."""
     faults: Counter[str] = Counter()
     causes: Counter[Cause] = Counter()
     ends: Counter[str] = Counter()
@@ -85,7 +85,7 @@ def _worth_running(outcomes: list[Outcome]) -> None:
     assert sum(outcome.twice for outcome in outcomes) * 10 < sum(outcome.processed for outcome in outcomes)
 
 
-def test_a_seed_tells_the_same_story_every_time() -> None:
+def test_a_seed_reproduces_its_outcome() -> None:
     code = "from kit.simulation import run; print([run(seed) for seed in range(5)])"
     told = {
         subprocess.run(
@@ -104,10 +104,10 @@ def test_a_seed_tells_the_same_story_every_time() -> None:
     assert len(told) == 1
 
 
-def test_a_failure_prints_its_story_and_how_to_see_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_prints_its_story_and_the_command_that_repeats_it(monkeypatch: pytest.MonkeyPatch) -> None:
     from spark_group_source.protocol.run import Run
 
-    monkeypatch.setattr(Run, "_must_hold", lambda *_: False)  # revocations go in the middle of a batch
+    monkeypatch.setattr(Run, "_must_hold", lambda *_: False)  # revocations do not wait for the batch
     text = ""
     for seed in range(50):
         try:

@@ -1,4 +1,4 @@
-"""The simulated world alone: threads take turns, wait, are preempted, stand still and die."""
+"""The simulated world: threads interleave, wait, are preempted, freeze and end."""
 
 import logging
 import queue
@@ -52,7 +52,7 @@ def test_threads_wait_in_simulated_time(world: World) -> None:
     assert world.now_ms == 10_000
 
 
-def test_a_condition_lets_one_thread_in_and_wakes_who_waits(world: World) -> None:
+def test_a_condition_admits_one_thread_and_wakes_waiting_threads(world: World) -> None:
     process = Process(world, "p")
     environment = SimulatedEnvironment(process)
     changed = environment.condition()
@@ -68,7 +68,7 @@ def test_a_condition_lets_one_thread_in_and_wakes_who_waits(world: World) -> Non
         environment.pause(0.5)
         with changed:
             changed.notify_all()
-            environment.pause(2)  # nobody else comes in meanwhile
+            environment.pause(2)  # no other thread enters meanwhile
             log.append("out")
 
     start(process, "waits", waits)
@@ -108,7 +108,7 @@ def test_seeds_decide_how_threads_interleave() -> None:
     assert orders == [order(seed) for seed in range(30)]
 
 
-def test_what_is_due_while_a_process_is_frozen_happens_when_it_goes_on(world: World) -> None:
+def test_callbacks_due_while_a_process_is_frozen_run_when_it_continues(world: World) -> None:
     process = Process(world, "p")
     environment = SimulatedEnvironment(process)
     log: list[int] = []
@@ -126,7 +126,7 @@ def test_what_is_due_while_a_process_is_frozen_happens_when_it_goes_on(world: Wo
     assert 5_000 <= log[1] <= 5_040 and log[2] == log[1] + 100
 
 
-def test_a_frozen_thread_of_its_own_process_stops_where_it_is(world: World) -> None:
+def test_a_thread_that_freezes_its_process_stops_at_that_point(world: World) -> None:
     process = Process(world, "p")
     log: list[int] = []
 
@@ -141,7 +141,7 @@ def test_a_frozen_thread_of_its_own_process_stops_where_it_is(world: World) -> N
 
 
 @pytest.mark.parametrize("where", ["by another", "by itself", "by the loop"])
-def test_a_killed_process_does_nothing_more(
+def test_a_killed_process_takes_no_further_step(
     world: World, where: str, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     process, other = Process(world, "p"), Process(world, "q")
@@ -157,7 +157,7 @@ def test_a_killed_process_does_nothing_more(
             log.append("woken")
         except:
             logging.getLogger("product").error("died")
-            log.append("unwound")  # plain Python is not stopped, but nothing that it asks for happens
+            log.append("unwound")  # plain Python code runs, but its calls have no effect
             with changed:
                 log.append("never")
             raise
@@ -181,7 +181,7 @@ def test_a_killed_process_does_nothing_more(
     assert "p: killed" in world.story()
 
 
-def test_what_leaves_a_thread_ends_the_history_or_goes_to_who_asked_for_it(world: World) -> None:
+def test_an_uncaught_error_ends_the_history_or_is_passed_to_the_callback(world: World) -> None:
     process = Process(world, "p")
     told: list[BaseException] = []
     environment = SimulatedEnvironment(process)
@@ -194,7 +194,7 @@ def test_what_leaves_a_thread_ends_the_history_or_goes_to_who_asked_for_it(world
         world.run_until(20)
 
 
-def test_a_thread_that_cannot_be_started_is_told(world: World) -> None:
+def test_a_thread_that_cannot_be_started_is_reported(world: World) -> None:
     environment = SimulatedEnvironment(Process(world, "p"))
     environment.threads_left = 0
     told: list[BaseException] = []
@@ -202,7 +202,7 @@ def test_a_thread_that_cannot_be_started_is_told(world: World) -> None:
     assert not thread.is_alive() and len(told) == 1
 
 
-def test_who_looks_around_now_and_then_sees_an_order_at_its_next_look(world: World) -> None:
+def test_a_polling_thread_sees_an_item_at_its_next_poll(world: World) -> None:
     process = Process(world, "p")
     environment = SimulatedEnvironment(process)
     orders, seen = environment.queue(9), []
