@@ -1,11 +1,11 @@
-"""The run against a small model of the design's rules, over random histories.
+"""The run compared with a small model of the design's rules, over random histories.
 
-The model knows the group's committed offsets and their notes, what the sink has, and the assigned partitions. After
-each event it tells which revocations must be released, what must be committed, the position of every partition and the
-contents of the next plan.
+The model has the group's committed offsets with their notes, the sink's durable batch, and the assigned partitions.
+After each event it derives which revocations must be released, which offsets must be committed, the position of every
+partition and the contents of the next plan.
 
 A history is a list of moves that are drawn before it starts, so it can be repeated without one of them: a failure is
-reported with the shortest history that still fails. (Hypothesis plays some twenty times fewer moves in the same time.)
+reported with the shortest history that still fails. (Hypothesis runs about twenty times fewer moves in the same time.)
 """
 
 from collections import Counter
@@ -56,15 +56,15 @@ class GroupRun:
         self.commits: list[tuple[ev.CommitOffsets, Counter[TopicPartition]]] = []
         self.lookups: list[tuple[ev.FetchCommittedOffsets | ev.ResolveStarts, Counter[TopicPartition], int]] = []
         self.stay = 0  # how often it had no partition at all
-        self.knows = False  # of every reset before this stay
-        self.arrivals: Counter[TopicPartition] = Counter()  # how often it became ours, or all was void
-        self.out: set[int] = set()  # slots that an echo left out
+        self.knows = False  # knows every reset before this stay
+        self.arrivals: Counter[TopicPartition] = Counter()  # how often it was assigned, or all was void
+        self.out: set[int] = set()  # slots whose offsets a commit left out
         self.revoked_at: dict[int, int] = {}
-        self.asked: list[ev.CheckReplaced] = []  # by the slot that was fenced last
+        self.asked: list[ev.CheckReplaced] = []  # requests of the slot that was fenced last
         self.model = Model(group_offsets=self.model.group_offsets)
 
     def send(self, event: ev.Event) -> None:
-        """Hand an event over, after the model was changed by it, and compare what is ordered."""
+        """Pass an event to the run, after the model was changed by it, and compare the commands."""
         released = []
         for command in self.run.handle(event, now_ms=self.now_ms):
             match command:
@@ -74,14 +74,14 @@ class GroupRun:
                     self.asked.append(command)
                 case ev.FetchCommittedOffsets():
                     unasked = set(ALL[:3]) - set(command.partitions)
-                    assert self.knows or unasked <= set(command.notes_only), "who comes back asks for every note"
+                    assert self.knows or unasked <= set(command.notes_only), "not every note is read"
                     self.lookups.append((command, self.arrivals.copy(), self.stay))
                 case ev.ResolveStarts():
                     assert command.starts == {tp: EARLIEST if tp is ALL[3] else LATEST for tp in command.starts}
                     self.lookups.append((command, self.arrivals.copy(), self.stay))
                 case ev.CommitOffsets():
                     self.compare(command)
-                    assert not self.commits, "one commit at a time"
+                    assert not self.commits, "only one commit may be in flight"
                     self.commits.append((command, self.arrivals.copy()))
                 case ev.Release():
                     released.append(command.slot)
@@ -93,7 +93,7 @@ class GroupRun:
             stays = any(self.model.must_hold(tp, self.on_its_way()) for tp in leaving)
             overrun = isinstance(event, ev.Tick) and self.now_ms - self.revoked_at[slot] >= HOLD_BUDGET_MS
             if overrun or not stays:
-                assert slot in released, f"slot {slot} must be let go"
+                assert slot in released, f"slot {slot} must be released"
                 released.remove(slot)
                 for tp in list(self.model.leaving.pop(slot)):
                     self.model.drop(tp)
@@ -101,18 +101,18 @@ class GroupRun:
         if not self.model.held:
             self.stay, self.knows = self.stay + 1, False
 
-    def compare(self, echo: ev.CommitOffsets) -> None:
-        """The echo carries all that Kafka does not have, but for slots that the one before had left out."""
+    def compare(self, commit: ev.CommitOffsets) -> None:
+        """The commit contains all uncommitted offsets, except for slots that the previous commit left out."""
         model = self.model
-        named = {model.held[tp] for tp in echo.offsets}
-        assert echo.offsets == {tp: at for tp, at in model.due().items() if model.held[tp] in named}
+        named = {model.held[tp] for tp in commit.offsets}
+        assert commit.offsets == {tp: at for tp, at in model.due().items() if model.held[tp] in named}
         assert {model.held[tp] for tp in model.due()} <= named | self.out
-        assert echo.slots == {tp: model.held[tp] for tp in echo.offsets}
-        assert (echo.seq, echo.reset_number) == (model.seq, model.reset_number)
-        assert echo.followed == model.followed & echo.offsets.keys()
+        assert commit.slots == {tp: model.held[tp] for tp in commit.offsets}
+        assert (commit.seq, commit.reset_number) == (model.seq, model.reset_number)
+        assert commit.followed == model.followed & commit.offsets.keys()
 
     def on_its_way(self) -> set[TopicPartition]:
-        return {tp for echo, _ in self.commits for tp in echo.offsets}
+        return {tp for commit, _ in self.commits for tp in commit.offsets}
 
     def of(self, slot: int) -> dict[str, Any]:
         return {"slot": slot, "client": self.clients[slot]}
@@ -120,14 +120,14 @@ class GroupRun:
     def mine(self, slot: int, wanted: set[TopicPartition]) -> tuple[TopicPartition, ...]:
         return tuple(sorted(tp for tp in wanted if self.model.held.get(tp) == slot))
 
-    # --- what members report ---------------------------------------------------------------------------------------
+    # --- reports of members ----------------------------------------------------------------------------------------
 
     def assign(self, slot: int, wanted: set[TopicPartition]) -> None:
         if slot in self.model.leaving:
             return
         wanted -= {tp for tp, owner in self.model.held.items() if owner in self.model.leaving}
         for tp in wanted:
-            if self.model.held.get(tp, slot) != slot:  # it moved without our being told
+            if self.model.held.get(tp, slot) != slot:  # it moved without a reported revocation
                 self.model.drop(tp)
             self.arrivals[tp] += tp not in self.model.held
             self.model.held[tp] = slot
@@ -149,7 +149,7 @@ class GroupRun:
         self.send(ev.Revoking(**self.of(slot), partitions=gone, eager=eager))
 
     def lose(self, wanted: set[TopicPartition], by: str | None, at: list[int], back: bool) -> None:
-        """Some are taken away without asking; maybe somebody else commits for them, and they come back."""
+        """Some partitions are lost; another consumer may commit for them, and they may be assigned again."""
         slot = min(self.model.held.get(tp, SLOTS) for tp in wanted)
         gone = self.mine(slot, wanted)
         if slot in self.model.leaving or not gone:
@@ -165,9 +165,9 @@ class GroupRun:
             self.assign(slot, set(gone))
 
     def fail(self, slot: int, how: str) -> None:
-        """Its consumer dies, or an older process of this stream takes its place, or may have; it joins again.
+        """The consumer of a slot dies, or an older process of this stream fences it, or may have; the slot joins again.
 
-        Late words of the former consumer follow.
+        Late events of the former consumer follow.
         """
         old = self.of(slot)
         for tp in self.mine(slot, set(ALL)):
@@ -179,7 +179,7 @@ class GroupRun:
             self.send(ev.ReplacedUnclear(slot=slot, reason="test"))
             self.tick(LONGEST_PAUSE_MS)
             again = ev.CheckReplaced(slot=slot, confirmed=how == "fenced")
-            assert self.asked == [again, again], "it is asked until it is answered"
+            assert self.asked == [again, again], "the request is repeated until it is answered"
             self.send(ev.NotReplaced(slot=slot))
         else:
             self.send(ev.MemberFailed(**self.of(slot), reason="test"))
@@ -191,10 +191,10 @@ class GroupRun:
         self.send(ev.MemberFailed(**old, reason="late"))
         self.send(ev.MemberFenced(**old, reason="late"))
 
-    # --- what Spark says --------------------------------------------------------------------------------------------
+    # --- calls of Spark ---------------------------------------------------------------------------------------------
 
     def plan(self, sizes: list[int], done: bool) -> None:
-        """The next batch; maybe it is durable at once."""
+        """Plan the next batch; it may be durable immediately."""
         self.finish(False)
         model = self.model
         ranges = {tp: (at, at + sizes[ALL.index(tp)]) for tp, at in model.plannable().items()}
@@ -209,7 +209,7 @@ class GroupRun:
         assert offset.followed == model.followed & ranges.keys()
         self.logged = offset
         model.in_flight = {tp: pair for tp, pair in ranges.items() if pair[0] < pair[1]}
-        self.run.state = RunState.FETCHING_ENDS  # the call of Spark has come that far
+        self.run.state = RunState.FETCHING_ENDS  # Spark's call has reached this state
         self.send(ev.Planned(offset=offset))
         if done:
             self.finish(False)
@@ -226,8 +226,8 @@ class GroupRun:
             self.send(ev.Durable(offset=self.last))
 
     def restart(self, reset: list[int] | None, owned: list[int]) -> None:
-        """The driver is killed; an operator may reset the group; the next run finds the checkpoint, as text, and maybe
-        only from the group how many members it has."""
+        """The driver is killed; an operator may reset the group; the next run reads the checkpoint as text, and may
+        learn its number of members from the group."""
         if self.logged is None:
             return
         durable = self.logged is self.last
@@ -257,18 +257,18 @@ class GroupRun:
         self.send(ev.GroupDescribed(state="stable", assigned=places))
         self.divide(owned)
 
-    # --- what Kafka answers -----------------------------------------------------------------------------------------
+    # --- responses of Kafka -----------------------------------------------------------------------------------------
 
     def rest(self) -> None:
-        """Kafka answers all that it is asked."""
+        """Kafka answers all requests."""
         while self.lookups or self.commits:
             while self.lookups:
                 self.answer(0, 1, set())
             while self.commits:
-                self.echo(True, True, None)
+                self.commit(True, True, None)
 
     def answer(self, which: int, fails: int, left_out: set[TopicPartition]) -> None:
-        """An answer, in any order; maybe an error, maybe only for some of what was asked."""
+        """A response, in any order; it may be an error, or cover only some of the partitions."""
         if not self.lookups:
             return
         lookup, arrivals, stay = self.lookups.pop(which % len(self.lookups))
@@ -279,7 +279,7 @@ class GroupRun:
             self.send(ev.LookupFailed(partitions=asked, error=BrokerUnavailable("test")))
         elif isinstance(lookup, ev.ResolveStarts):
             for tp in counts:
-                found = self.model.group_offsets.pop(tp, None)  # whatever came since was not in the answer before
+                found = self.model.group_offsets.pop(tp, None)  # later commits are not in the response
                 self.model.resolve(tp)
                 self.model.group_offsets |= {} if found is None else {tp: found}
             self.send(ev.StartsResolved(offsets={tp: START[tp] for tp in told}, requested=asked))
@@ -308,28 +308,33 @@ class GroupRun:
             assert self.run.statistics().possible_duplicates - self.model.duplicates == twice
 
     def waits(self, tp: TopicPartition, arrivals: Counter[TopicPartition]) -> bool:
-        """Whether an answer counts: what left and came back since the question is asked for again."""
+        """Return whether a response counts: a partition that was lost and assigned again since the request is read
+        again."""
         return tp in self.model.held and tp not in self.model.position and arrivals[tp] == self.arrivals[tp]
 
-    def echo(self, landed: bool, heard: bool, left: int | None) -> None:
-        """A commit that arrives or not, and whose answer arrives or not; maybe without the share of a slot."""
+    def commit(self, landed: bool, answered: bool, left: int | None) -> None:
+        """A commit that arrives or not, with a response that arrives or not; the offsets of a slot may be left out."""
         if not self.commits:
             return
-        echo, arrivals = self.commits.pop()
-        ordered = set(echo.slots.values())
-        # What left since is not ours to move any more: the broker refuses its share.
-        same = {tp for tp in echo.offsets if tp in self.model.held and arrivals[tp] == self.arrivals[tp]}
-        done = {tp: at for tp, at in echo.offsets.items() if tp in same and echo.slots[tp] != left}
+        commit, arrivals = self.commits.pop()
+        ordered = set(commit.slots.values())
+        # A partition lost since is no longer the member's to commit: the broker refuses its offsets.
+        same = {tp for tp in commit.offsets if tp in self.model.held and arrivals[tp] == self.arrivals[tp]}
+        done = {tp: at for tp, at in commit.offsets.items() if tp in same and commit.slots[tp] != left}
         if not done and left is not None:
             self.out |= ordered
             self.send(ev.OffsetCommitFailed(reason="test", stale=True))
             return
-        if landed or heard:
+        if landed or answered:
             for tp, at in done.items():
                 self.model.group_offsets[tp] = ev.Committed(
-                    offset=at, stream=STREAM, seq=echo.seq, reset_number=echo.reset_number, followed=tp in echo.followed
+                    offset=at,
+                    stream=STREAM,
+                    seq=commit.seq,
+                    reset_number=commit.reset_number,
+                    followed=tp in commit.followed,
                 )
-        if not heard:
+        if not answered:
             self.send(ev.OffsetCommitFailed(reason="test"))
             return
         self.out = self.out - ordered | {slot for slot in ordered if slot == left}
@@ -338,8 +343,8 @@ class GroupRun:
         self.send(ev.OffsetsCommitted(offsets=done, left_out=dict.fromkeys(self.out & ordered, "test")))
 
     def commit_of_others(self, tp: TopicPartition, by: str | None, offset: int) -> None:
-        """Another stream, an ordinary consumer, or an operator with Kafka's own tool, which writes no reset number
-        and may delete an offset."""
+        """A commit of another stream, of an ordinary consumer, or of an operator with Kafka's own tool, which writes no
+        reset number and may delete an offset."""
         if tp in self.model.held or tp in self.on_its_way():
             return
         if by == "nobody":
@@ -370,7 +375,7 @@ class GroupRun:
         assert self.run.all_committed == (not self.model.due() and not self.commits)
 
     def left_alone(self) -> None:
-        """Everything comes to rest: all that is durable is committed, nothing is held."""
+        """All activity ends: all durable batches are committed, no revocation is held."""
         for _ in range(6):
             self.finish(False)
             self.rest()
@@ -386,7 +391,7 @@ def some(r: Random) -> set[TopicPartition]:
 
 
 def numbers(r: Random, most: int) -> list[int]:
-    """One for each partition."""
+    """Draw one number for each partition."""
     return [r.randint(0, most) for _ in ALL]
 
 
@@ -404,12 +409,12 @@ MOVES: dict[str, Callable[[Random], tuple[Any, ...]]] = {
     "restart": lambda r: (numbers(r, OFFSET_MAX) if r.random() < 0.3 else None, numbers(r, SLOTS)),
     "rest": lambda r: (),
     "answer": lambda r: (r.randrange(4), r.randrange(8), some(r) if r.random() < 0.2 else set()),
-    "echo": lambda r: (r.random() < 0.8, r.random() < 0.7, slot(r) if r.random() < 0.3 else None),
+    "commit": lambda r: (r.random() < 0.8, r.random() < 0.7, slot(r) if r.random() < 0.3 else None),
     "commit_of_others": lambda r: (r.choice(ALL), r.choice(OTHERS), r.randint(0, OFFSET_MAX)),
     "tick": lambda r: (r.choice([1, 100, LONGEST_PAUSE_MS, LONGEST_PAUSE_MS, HOLD_BUDGET_MS]),),
 }
-"""What can happen, and what it is told: nothing that depends on what happened before."""
-OFTEN = ("plan", "plan", "finish", "answer", "answer", "echo")
+"""The moves and how to draw their arguments: they do not depend on earlier moves."""
+OFTEN = ("plan", "plan", "finish", "answer", "answer", "commit")
 
 Move = tuple[str, tuple[Any, ...]]
 
@@ -429,14 +434,14 @@ def play(owned: list[int], moves: list[Move]) -> None:
 
 
 def shortest(owned: list[int], moves: list[Move]) -> list[Move]:
-    """Leave out every move without which it fails as well."""
+    """Remove every move without which the history still fails."""
     at = 0
     while at < len(moves):
         fewer = moves[:at] + moves[at + 1 :]
         try:
             play(owned, fewer)
             at += 1
-        except Exception:  # noqa: BLE001 - whatever is wrong, less of it is better
+        except Exception:  # noqa: BLE001 - any failure counts
             moves = fewer
     return moves
 
@@ -448,10 +453,10 @@ def test_run_behaves_as_the_model(hundred: int) -> None:
         try:
             play(owned, moves)
             continue
-        except Exception:  # noqa: BLE001 - told below, by the shortest history that has it
+        except Exception:  # noqa: BLE001 - raised below, by the shortest history that fails
             moves = shortest(owned, moves)
         try:
             play(owned, moves)
         except Exception as exc:
-            exc.add_note(f"seed {seed}; these moves are enough: play({owned}, {moves})")
+            exc.add_note(f"seed {seed}; shortest history: play({owned}, {moves})")
             raise
