@@ -1,7 +1,7 @@
-"""Short words for topics, records and offsets of a real Kafka, and for waiting.
+"""Helpers for topics, records and offsets of a real Kafka, and for waiting.
 
-Runs in: tests. Deliberately absent: fixtures (``conftest.py``), which are these words tied to the run's own broker. It
-is a module of its own because every ``conftest.py`` has the same name, and a type must not exist twice.
+Runs in: tests. Deliberately absent: fixtures (``conftest.py``), which bind these helpers to the broker of the test
+run. It is a module of its own because every ``conftest.py`` has the same name, and a type must not be defined twice.
 """
 
 import sys
@@ -34,15 +34,15 @@ from spark_group_source.model import TopicPartition
 T = TypeVar("T")
 
 ADMIN_S = 30
-"""Bound of one answer of Kafka's admin API, and of delivering the records of one ``produce``."""
+"""Limit of one request to Kafka's admin API, and of delivering the records of one ``produce``."""
 SASL_USER, SASL_PASSWORD = "etl", "open-sesame-5b21"
-"""Whom the broker that tests share knows, at ``broker.sasl_bootstrap_servers``."""
+"""The user that the shared test broker accepts at ``broker.sasl_bootstrap_servers``."""
 
 POLL_S = 0.02
-"""Pause between two looks of :func:`await_until` and :func:`await_progress`."""
+"""Pause between two checks of :func:`await_until` and :func:`await_progress`."""
 
 STALLED_S = 120.0
-"""Bound of a hang: also on a busy machine something happens within it, a log line or a commit."""
+"""Limit for detecting a hang: even on a busy machine, a log line or a commit happens within it."""
 
 STACK_LINES_MAX = 6
 """Frames of each thread in the report of a condition that did not come true."""
@@ -55,7 +55,7 @@ NOT_SERVED_YET = frozenset(
         KafkaError.UNKNOWN_LEADER_EPOCH,
     }
 )
-"""What Kafka answers for a partition between its creation and its leader's first answer."""
+"""Kafka's error codes for a partition between its creation and its leader's first response."""
 
 
 class Record(NamedTuple):
@@ -84,7 +84,7 @@ Offsets = dict[TopicPartition, int]
 
 
 def sasl(password: str) -> dict[str, str]:
-    """Options of a query that says it is :data:`SASL_USER`."""
+    """Return the options of a query that authenticates as :data:`SASL_USER`."""
     login = "org.apache.kafka.common.security.plain.PlainLoginModule"
     return {
         "kafka.security.protocol": "SASL_PLAINTEXT",
@@ -94,14 +94,14 @@ def sasl(password: str) -> dict[str, str]:
 
 
 def await_until(predicate: Callable[[], T], deadline_s: float = STALLED_S, *, what: str = "") -> T:
-    """Call ``predicate`` until it returns something true, and return that; fail the test after ``deadline_s``."""
+    """Call ``predicate`` until its result is true, and return it; fail the test after ``deadline_s``."""
     return _await(predicate, lambda: None, deadline_s, what, "within")
 
 
 def await_progress(
     condition: Callable[[], T], progress: Callable[[], object], stalled_s: float = STALLED_S, *, what: str = ""
 ) -> T:
-    """Call ``condition`` until it returns something true, and return that, however long it takes.
+    """Call ``condition`` until its result is true, and return it, however long it takes.
 
     Args:
         progress: anything that compares unequal after each step towards the condition: the length of a log, rows,
@@ -112,7 +112,8 @@ def await_progress(
 
 
 def size_of(*files: Path) -> int:
-    """Bytes of these files, as the progress of processes that log to them; a file that is not there has none."""
+    """Return the total bytes of these files, as the progress of processes that log to them; a missing file counts as
+    0."""
     return sum(file.stat().st_size for file in files if file.exists())
 
 
@@ -134,7 +135,7 @@ def _await(condition: Callable[[], T], progress: Callable[[], object], bound_s: 
 
 
 def _stacks() -> str:
-    """Where each thread of this process stands: what a condition that does not come true is waited for behind."""
+    """Return the stacks of all threads of this process, to find what a condition waits for."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     return "".join(
         f"--- {names.get(ident, ident)}\n{''.join(traceback.format_stack(frame)[-STACK_LINES_MAX:])}"
@@ -193,7 +194,7 @@ def produce_to(
     for given in records:
         record = given if isinstance(given, Record) else Record(given.encode() if isinstance(given, str) else given)
         where = record.partition if record.partition is not None else partition
-        options: dict[str, Any] = {} if where is None else {"partition": where}  # Any: each has a type of its own
+        options: dict[str, Any] = {} if where is None else {"partition": where}  # Any: each option has its own type
         if record.timestamp_ms is not None:
             options["timestamp"] = record.timestamp_ms
         if record.headers:
@@ -212,15 +213,15 @@ def produce_to(
 
 
 def committed_of(admin: AdminClient, group: str) -> Offsets:
-    """The group's committed offsets (pending transactions are waited for)."""
+    """Return the group's committed offsets (waits for pending transactions)."""
     return {tp: offset for tp, (offset, _) in noted_of(admin, group).items()}
 
 
 def noted_of(admin: AdminClient, group: str) -> dict[TopicPartition, tuple[int, str]]:
-    """The group's committed offsets, and the text beside each.
+    """Return the group's committed offsets with their notes.
 
-    A plain consumer asks, as librdkafka's admin client ends the process with a segmentation fault where the group's
-    coordinator is moving or loading, or cannot write in time.
+    A plain consumer reads them, because librdkafka's admin client ends the process with a segmentation fault if the
+    group's coordinator is moving or loading, or cannot write in time.
     """
     metadata = admin.list_topics(timeout=ADMIN_S)
     servers = ",".join(f"{broker.host}:{broker.port}" for broker in metadata.brokers.values())
@@ -234,13 +235,14 @@ def noted_of(admin: AdminClient, group: str) -> dict[TopicPartition, tuple[int, 
 
 
 def set_committed(admin: AdminClient, group: str, topic: str, offsets: Mapping[int, int]) -> None:
-    """What ``kafka-consumer-groups --reset-offsets`` does: partition -> offset, while nobody is in the group."""
+    """Set offsets (partition -> offset) of a group without members, as ``kafka-consumer-groups --reset-offsets``
+    does."""
     entries = [KafkaTopicPartition(topic, p, offset) for p, offset in offsets.items()]
     admin.alter_consumer_group_offsets([ConsumerGroupTopicPartitions(group, entries)])[group].result(ADMIN_S)
 
 
 def end_offsets_of(admin: AdminClient, topic: str, isolation: IsolationLevel | None = None) -> Offsets:
-    """The next offset of every partition of the topic; with an isolation level, the one that its readers see."""
+    """Return the end offset of every partition of the topic; with an isolation level, as its readers see it."""
     partitions = admin.list_topics(topic, timeout=ADMIN_S).topics[topic].partitions
     specs = {KafkaTopicPartition(topic, p): OffsetSpec.latest() for p in partitions}
     futures = admin.list_offsets(specs, isolation_level=isolation or IsolationLevel.READ_UNCOMMITTED)
@@ -248,7 +250,8 @@ def end_offsets_of(admin: AdminClient, topic: str, isolation: IsolationLevel | N
 
 
 def await_markers(admin: AdminClient, topic: str) -> None:
-    """Until no transaction is open there: a broker writes its markers after it has said that the transaction ended."""
+    """Wait until the topic has no open transaction: a broker writes the markers after it has confirmed the
+    transaction."""
 
     def ended() -> bool:
         return end_offsets_of(admin, topic, IsolationLevel.READ_COMMITTED) == end_offsets_of(admin, topic)

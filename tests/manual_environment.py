@@ -1,7 +1,7 @@
-"""An environment that a test moves by hand: no threads, a scripted clock, scripted clients.
+"""An environment that a test controls step by step: no threads, a scripted clock, scripted clients.
 
 Runs in: tests. Deliberately absent: any behaviour of Kafka; a client returns what the test specified (the fakes in
-``kit`` behave like Kafka). Whatever would wait runs the next line of :attr:`ManualEnvironment.script` instead.
+``kit`` behave like Kafka). Each wait runs the next line of :attr:`ManualEnvironment.script` instead.
 """
 
 import queue
@@ -17,7 +17,7 @@ from spark_group_source.kafka import Environment
 from spark_group_source.model import TopicPartition
 
 WALL_MS = 7
-"""The wall clock of these processes, which stands still."""
+"""The constant wall clock of these processes."""
 A0, A1 = TopicPartition("a", 0), TopicPartition("a", 1)
 
 
@@ -50,7 +50,7 @@ class ManualEnvironment(Environment):
         self.producers: list[ManualProducer] = []
         self.admins: list[ManualAdmin] = []
         self.answers: dict[str, deque[Any]] = {}
-        """By method of a client: what its next calls return, or raise."""
+        """By method of a client: the values that its next calls return, or errors that they raise."""
         self.calls: list[tuple[str, Any]] = []
         """Every call of a producer and an admin client, and the calls of a consumer that a test may check."""
 
@@ -69,7 +69,7 @@ class ManualEnvironment(Environment):
 
     def wait(self, wait_s: float) -> None:
         self.clock_ms += int(wait_s * 1000)
-        assert self.script, "somebody waits, and nothing more happens in this test"
+        assert self.script, "a thread waits, but the script has no more lines"
         self.script.popleft()()
 
     def run(self, *script: Callable[[], object]) -> None:
@@ -203,7 +203,7 @@ class ManualConsumer:
 
 
 class ManualProducer:
-    """Records each call. Of offsets: the generation of the member, and what is committed."""
+    """Records each call; for offsets, the generation of the member and the committed offsets."""
 
     def __init__(self, environment: ManualEnvironment) -> None:
         self.environment = environment
@@ -226,16 +226,16 @@ class ManualProducer:
 
 
 class ManualAdmin:
-    """Answers with completed futures, or with those of the test."""
+    """Returns completed futures, or those of the test."""
 
     def __init__(self, environment: ManualEnvironment) -> None:
         self.environment = environment
         self.bounds_s: list[float] = []
-        """Of each request for offsets."""
+        """One entry per request for offsets."""
         self.topic_bounds_s: list[float] = []
 
     def poll(self, timeout: float) -> None:
-        """Nothing to serve."""
+        """Do nothing: there are no events."""
 
     def describe_topics(self, topics: Any, **bounds: float) -> dict[str, "Future[Any]"]:
         self.topic_bounds_s.append(bounds["request_timeout"])

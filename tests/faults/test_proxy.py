@@ -151,8 +151,8 @@ def test_a_refusing_port_resets_and_refuses_connections(proxy: Proxy, client: so
     for _ in range(2):
         with pytest.raises(ConnectionRefusedError):
             connect(proxy)
-    proxy.refuse()  # what is refused already stays so
-    await_until(lambda: echo.ended == ["reset"], REPLY_S, what="the server to hear of it")
+    proxy.refuse()  # refused connections stay refused
+    await_until(lambda: echo.ended == ["reset"], REPLY_S, what="a reset at the server")
     proxy.accept()
     with connect(proxy) as again:
         assert asked(again, b"back") == b"back"
@@ -162,7 +162,7 @@ def test_a_reset_closes_both_ends_and_new_connections_pass(proxy: Proxy, client:
     assert proxy.reset() == 1
     with pytest.raises(ConnectionResetError):
         client.recv(1)
-    await_until(lambda: echo.ended == ["reset"], REPLY_S, what="the server to hear of it")
+    await_until(lambda: echo.ended == ["reset"], REPLY_S, what="a reset at the server")
     with connect(proxy) as again:
         assert asked(again, b"new") == b"new"
 
