@@ -161,6 +161,6 @@ class ConsumerGroup(Group):
     def alive(self, member: Member) -> bool:
         since = member.revoking_since_ms
         if since is not None and self.world.now_ms - since > self.rebalance_ms:
-            self.remove(member, "it did not give back in time")
+            self.remove(member, "it did not revoke in time")
             return True
         return False

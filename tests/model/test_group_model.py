@@ -60,7 +60,7 @@ class GroupRun:
         self.arrivals: Counter[TopicPartition] = Counter()  # how often it was assigned, or all was void
         self.out: set[int] = set()  # slots whose offsets a commit left out
         self.revoked_at: dict[int, int] = {}
-        self.asked: list[ev.CheckReplaced] = []  # requests of the slot that was fenced last
+        self.checks: list[ev.CheckReplaced] = []  # requests of the slot that was fenced last
         self.model = Model(group_offsets=self.model.group_offsets)
 
     def send(self, event: ev.Event) -> None:
@@ -71,7 +71,7 @@ class GroupRun:
                 case ev.Join():
                     self.clients[command.slot] = command.client
                 case ev.CheckReplaced():
-                    self.asked.append(command)
+                    self.checks.append(command)
                 case ev.FetchCommittedOffsets():
                     unasked = set(ALL[:3]) - set(command.partitions)
                     assert self.knows or unasked <= set(command.notes_only), "not every note is read"
@@ -174,12 +174,12 @@ class GroupRun:
             self.model.drop(tp)
         self.model.leaving.pop(slot, None)
         if how != "dead":
-            self.asked = []
+            self.checks = []
             self.send(ev.MemberFenced(**self.of(slot), reason="test", confirmed=how == "fenced"))
             self.send(ev.ReplacedUnclear(slot=slot, reason="test"))
             self.tick(LONGEST_PAUSE_MS)
             again = ev.CheckReplaced(slot=slot, confirmed=how == "fenced")
-            assert self.asked == [again, again], "the request is repeated until it is answered"
+            assert self.checks == [again, again], "the request is repeated until it is answered"
             self.send(ev.NotReplaced(slot=slot))
         else:
             self.send(ev.MemberFailed(**self.of(slot), reason="test"))
@@ -272,24 +272,24 @@ class GroupRun:
         if not self.lookups:
             return
         lookup, arrivals, stay = self.lookups.pop(which % len(self.lookups))
-        asked = lookup.partitions if isinstance(lookup, ev.FetchCommittedOffsets) else tuple(lookup.starts)
-        told = [tp for tp in asked if tp not in left_out]
-        counts = {tp for tp in told if self.waits(tp, arrivals)}
+        requested = lookup.partitions if isinstance(lookup, ev.FetchCommittedOffsets) else tuple(lookup.starts)
+        covered = [tp for tp in requested if tp not in left_out]
+        counts = {tp for tp in covered if self.waits(tp, arrivals)}
         if fails == 0:
-            self.send(ev.LookupFailed(partitions=asked, error=BrokerUnavailable("test")))
+            self.send(ev.LookupFailed(partitions=requested, error=BrokerUnavailable("test")))
         elif isinstance(lookup, ev.ResolveStarts):
             for tp in counts:
                 found = self.model.group_offsets.pop(tp, None)  # later commits are not in the response
                 self.model.resolve(tp)
                 self.model.group_offsets |= {} if found is None else {tp: found}
-            self.send(ev.StartsResolved(offsets={tp: START[tp] for tp in told}, requested=asked))
+            self.send(ev.StartsResolved(offsets={tp: START[tp] for tp in covered}, requested=requested))
         else:
-            read = {tp: self.model.group_offsets.get(tp) for tp in told}
+            read = {tp: self.model.group_offsets.get(tp) for tp in covered}
             twice = self.run.statistics().possible_duplicates - self.model.duplicates
             notes = [
                 found.reset_number
                 for tp, found in self.model.group_offsets.items()
-                if tp in (*told, *lookup.notes_only)
+                if tp in (*covered, *lookup.notes_only)
             ]
             reset_number = max(notes, default=0)
             self.knows |= bool(lookup.notes_only) and stay == self.stay
@@ -302,7 +302,7 @@ class GroupRun:
                         self.model.resolve(tp)
             self.send(
                 ev.CommittedOffsetsRead(
-                    offsets=read, requested=asked, reset_number=reset_number if lookup.notes_only else None
+                    offsets=read, requested=requested, reset_number=reset_number if lookup.notes_only else None
                 )
             )
             assert self.run.statistics().possible_duplicates - self.model.duplicates == twice

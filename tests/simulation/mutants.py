@@ -553,8 +553,8 @@ def find() -> int:
     for mutant in MUTANTS:
         played = histories(mutant.name, more=FIND_SEEDS)
         command = [sys.executable, "-m", "tests.simulation.mutants", mutant.name, *played]
-        told = subprocess.run(command, capture_output=True, text=True, check=False).stdout
-        found = re.match(r"found by ([\w-]+) (\d+)", told)
+        output = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+        found = re.match(r"found by ([\w-]+) (\d+)", output)
         line = f'("{found[1]}", {found[2]})' if found else "in no history"
         print(f'    "{mutant.name}": {line},', flush=True)  # noqa: T201
     return 0

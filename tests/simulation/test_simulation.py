@@ -87,7 +87,7 @@ def _worth_running(outcomes: list[Outcome]) -> None:
 
 def test_a_seed_reproduces_its_outcome() -> None:
     code = "from kit.simulation import run; print([run(seed) for seed in range(5)])"
-    told = {
+    outputs = {
         subprocess.run(
             [sys.executable, "-c", code],
             env={
@@ -101,7 +101,7 @@ def test_a_seed_reproduces_its_outcome() -> None:
         ).stdout
         for salt in ("1", "2")
     }
-    assert len(told) == 1
+    assert len(outputs) == 1
 
 
 def test_a_failure_prints_its_story_and_the_command_that_repeats_it(monkeypatch: pytest.MonkeyPatch) -> None:

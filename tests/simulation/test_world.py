@@ -183,12 +183,12 @@ def test_a_killed_process_takes_no_further_step(
 
 def test_an_uncaught_error_ends_the_history_or_is_passed_to_the_callback(world: World) -> None:
     process = Process(world, "p")
-    told: list[BaseException] = []
+    errors: list[BaseException] = []
     environment = SimulatedEnvironment(process)
-    environment.spawn("t", lambda: end_with(ValueError("x")), died=told.append)
-    environment.spawn("t", lambda: end_with(SystemExit()), died=told.append)
+    environment.spawn("t", lambda: end_with(ValueError("x")), died=errors.append)
+    environment.spawn("t", lambda: end_with(SystemExit()), died=errors.append)
     world.run_until(10)
-    assert [str(error) for error in told] == ["x"]
+    assert [str(error) for error in errors] == ["x"]
     process.spawn("t", lambda: end_with(ValueError("y")))
     with pytest.raises(ValueError, match="y"):
         world.run_until(20)
@@ -197,9 +197,9 @@ def test_an_uncaught_error_ends_the_history_or_is_passed_to_the_callback(world: 
 def test_a_thread_that_cannot_be_started_is_reported(world: World) -> None:
     environment = SimulatedEnvironment(Process(world, "p"))
     environment.threads_left = 0
-    told: list[BaseException] = []
-    thread = environment.spawn("t", lambda: None, died=told.append)
-    assert not thread.is_alive() and len(told) == 1
+    errors: list[BaseException] = []
+    thread = environment.spawn("t", lambda: None, died=errors.append)
+    assert not thread.is_alive() and len(errors) == 1
 
 
 def test_a_polling_thread_sees_an_item_at_its_next_poll(world: World) -> None:
