@@ -113,6 +113,10 @@ def test_modules_import_each_other_in_one_direction_and_few_levels() -> None:
     assert max(structure.levels(graph).values()) <= IMPORT_LEVELS_MAX
 
 
+def test_a_public_class_name_is_defined_once() -> None:
+    assert structure.duplicate_classes() == {}
+
+
 def test_the_group_protocol_is_pure() -> None:
     for name, path in modules():
         if room(name) == "protocol":

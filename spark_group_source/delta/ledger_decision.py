@@ -13,7 +13,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from spark_group_source.delta import operator_commands
-from spark_group_source.delta.ledger_format import LastBatch, Ledger, Topic
+from spark_group_source.delta.ledger_format import Ledger, LedgerTopic, RecordedBatch
 from spark_group_source.errors import LedgerConflict
 from spark_group_source.model import OffsetRange, TopicPartition
 from spark_group_source.protocol.offsets import StreamOffset
@@ -88,13 +88,13 @@ def compare(batch: StreamOffset, ledger: Ledger | None) -> Comparison:
     drop: list[OffsetRange] = []
     skipped: list[OffsetRange] = []
     refused: list[RefusedPartition] = []
-    topics: list[Topic] = []
+    topics: list[LedgerTopic] = []
     for name, ranges in groupby(sorted(batch.ranges.items()), key=lambda item: item[0].topic):
         id_ = batch.topic_ids.get(name, "")
         if void and id_ in known.former:
             continue
         offsets = dict(known.offsets_of(name, id_))
-        topics.append(Topic(name, id_, offsets))
+        topics.append(LedgerTopic(name, id_, offsets))
         for tp, (start, end) in ranges:
             recorded = offsets.get(tp.partition)
             if void:
@@ -216,7 +216,7 @@ def missing_from_ledger(batch: StreamOffset, ledger: Ledger) -> list[OffsetRange
     None are missing if the batch is the stream's newest one in the table, wherever the ledger was moved since, or if
     it is void, because its positions are not comparable.
     """
-    if batch.reset_number < ledger.reset_number or ledger.streams.get(batch.stream) == LastBatch.of(batch):
+    if batch.reset_number < ledger.reset_number or ledger.streams.get(batch.stream) == RecordedBatch.of(batch):
         return []
     missing = []
     for r in batch.batch():

@@ -63,7 +63,7 @@ class LedgerDamaged(LedgerConflict):
     """The ledger cannot be read: which records the table holds is unknown."""
 
 
-class Topic(NamedTuple):
+class LedgerTopic(NamedTuple):
     """The records of one topic that a table holds."""
 
     name: str
@@ -77,7 +77,7 @@ class Topic(NamedTuple):
         return not self.id or not id_ or self.id == id_
 
 
-class LastBatch(NamedTuple):
+class RecordedBatch(NamedTuple):
     """The newest batch of a stream in the table."""
 
     seq: int
@@ -86,7 +86,7 @@ class LastBatch(NamedTuple):
     """A digest of its offset, which tells two batches of one number apart."""
 
     @classmethod
-    def of(cls, offset: StreamOffset) -> "LastBatch":
+    def of(cls, offset: StreamOffset) -> "RecordedBatch":
         return cls(offset.seq, hashlib.sha256(offset.to_json().encode()).hexdigest()[:DIGEST_CHARS])
 
 
@@ -95,11 +95,11 @@ class Ledger:
     """The records of one group that a table holds."""
 
     group: str
-    topics: Mapping[str, Topic] = field(default_factory=dict)
+    topics: Mapping[str, LedgerTopic] = field(default_factory=dict)
     """The present topics by name, in the order in which they were first read."""
-    former: Mapping[str, Topic] = field(default_factory=dict)
+    former: Mapping[str, LedgerTopic] = field(default_factory=dict)
     """The former topics by id, in the order in which they became former."""
-    streams: Mapping[str, LastBatch] = field(default_factory=dict)
+    streams: Mapping[str, RecordedBatch] = field(default_factory=dict)
     """The newest batch of each stream, in the order in which the streams wrote last."""
     void: frozenset[str] = frozenset()
     """The streams that had a void batch since the newest reset."""
@@ -156,7 +156,7 @@ class Ledger:
                 topics={name: _topic(name, str(entry["id"]), entry) for name, entry in doc["topics"].items()},
                 former={id_: _topic(str(entry["name"]), id_, entry) for id_, entry in doc["former"].items()},
                 streams={
-                    stream: LastBatch(_number(seq), str(digest)) for stream, (seq, digest) in doc["streams"].items()
+                    stream: RecordedBatch(_number(seq), str(digest)) for stream, (seq, digest) in doc["streams"].items()
                 },
                 void=frozenset(map(str, doc["void"])),
                 reset_number=_number(doc["reset"]),
@@ -199,7 +199,7 @@ class Ledger:
             void: whether the batch was planned before the newest reset.
         """
         streams = {stream: batch for stream, batch in self.streams.items() if stream != offset.stream}
-        streams[offset.stream] = LastBatch.of(offset)
+        streams[offset.stream] = RecordedBatch.of(offset)
         known_void = self.void | {offset.stream} if void else self.void
         # A void stream stays: its next batch is refused, and only the last one tells that batch from a replay.
         evicted = [stream for stream in streams if stream not in known_void][:-STREAMS_MAX]
@@ -218,7 +218,7 @@ class Ledger:
             return present.offsets
         return self.former[id_].offsets if id_ in self.former else {}
 
-    def with_topics(self, changed: Iterable[Topic], *, present: bool = False) -> "Ledger":
+    def with_topics(self, changed: Iterable[LedgerTopic], *, present: bool = False) -> "Ledger":
         """Return the ledger with other offsets of some topics. A new topic takes over the name from a former one.
 
         Args:
@@ -246,7 +246,7 @@ class Ledger:
         """
         names = {tp.topic: None for tp in offsets} | dict.fromkeys(ids)
         topics = {
-            name: Topic(name, ids.get(name, ""), dict(self.offsets_of(name, ids.get(name, "")))) for name in names
+            name: LedgerTopic(name, ids.get(name, ""), dict(self.offsets_of(name, ids.get(name, "")))) for name in names
         }
         for tp, n in offsets.items():
             topics[tp.topic].offsets[tp.partition] = n
@@ -275,12 +275,12 @@ class Ledger:
         return replace(moved, topics=topics, former=_newest(former), reset_number=reset_number, void=frozenset())
 
 
-def _newest(former: Mapping[str, Topic]) -> dict[str, Topic]:
+def _newest(former: Mapping[str, LedgerTopic]) -> dict[str, LedgerTopic]:
     return dict(list(former.items())[-FORMER_MAX:])
 
 
-def _topic(name: str, id_: str, entry: Mapping[str, Any]) -> Topic:
-    return Topic(name, id_, {int(p): _number(n) for p, n in entry["offsets"].items()})
+def _topic(name: str, id_: str, entry: Mapping[str, Any]) -> LedgerTopic:
+    return LedgerTopic(name, id_, {int(p): _number(n) for p, n in entry["offsets"].items()})
 
 
 def _number(value: object) -> int:

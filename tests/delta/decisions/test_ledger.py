@@ -21,7 +21,7 @@ from spark_group_source.delta.ledger_decision import (
     decide,
     missing_from_ledger,
 )
-from spark_group_source.delta.ledger_format import LastBatch, Ledger, Topic
+from spark_group_source.delta.ledger_format import Ledger, LedgerTopic, RecordedBatch
 from spark_group_source.delta.ledger_store import read_ledger, read_ledgers, set_ledger
 from spark_group_source.errors import LedgerConflict, OptionError
 from spark_group_source.model import OffsetRange, TopicPartition
@@ -99,7 +99,7 @@ def test_a_batch_is_compared_with_the_ledger(case: tuple[str, Case]) -> None:
     assert comparison.skipped == tuple(OffsetRange(*r) for r in of.skipped)
     assert (comparison.refused, comparison.recreated, comparison.void) == ((), (), False)
     assert comparison.ledger.offsets == of.after
-    assert comparison.ledger.streams == {"s1": LastBatch.of(of.batch)}
+    assert comparison.ledger.streams == {"s1": RecordedBatch.of(of.batch)}
 
 
 @pytest.mark.parametrize("end", [30, 10])
@@ -144,7 +144,7 @@ def test_a_recreated_topic_starts_again_and_other_topics_do_not() -> None:
 def test_an_unknown_topic_id_is_not_another_topic(old: str, new: str) -> None:
     comparison = compare(offset(4, ranges((0, 30)), topic_id=new), ledger({P0: 100}, topic_id=old))
     assert comparison.recreated == ()
-    assert comparison.ledger.topics == {"orders": Topic("orders", "id-1", {0: 100})}
+    assert comparison.ledger.topics == {"orders": LedgerTopic("orders", "id-1", {0: 100})}
 
 
 def test_offsets_of_a_topic_are_kept_when_a_batch_with_its_former_id_follows() -> None:
@@ -154,8 +154,8 @@ def test_offsets_of_a_topic_are_kept_when_a_batch_with_its_former_id_follows() -
     late = compare(offset(7, ranges((95, 120)), topic_id="id-1", stream="s2"), now)
     assert late.drop == (OffsetRange(P0, 95, 100),), "compared with the offsets of the former topic"
     assert late.recreated == ()
-    assert late.ledger.topics == {"orders": Topic("orders", "id-2", {0: 30})}
-    assert late.ledger.former == {"id-1": Topic("orders", "id-1", {0: 120})}
+    assert late.ledger.topics == {"orders": LedgerTopic("orders", "id-2", {0: 30})}
+    assert late.ledger.former == {"id-1": LedgerTopic("orders", "id-1", {0: 120})}
     again = compare(offset(6, ranges((20, 40)), topic_id="id-2"), late.ledger)
     assert again.drop == (OffsetRange(P0, 20, 30),)
     assert compare(offset(8, ranges((95, 120)), topic_id="id-1", stream="s2"), again.ledger).drop == (
@@ -188,7 +188,7 @@ def test_former_topics_are_kept_through_resets_up_to_a_maximum(monkeypatch: pyte
     for n in range(8):
         now = compare(offset(n, ranges((0, n + 1)), topic_id=f"id-{n}", reset_number=n), now).ledger
     assert now is not None
-    assert now.former == {f"id-{n}": Topic("orders", f"id-{n}", {0: n + 1}) for n in range(3, 7)}
+    assert now.former == {f"id-{n}": LedgerTopic("orders", f"id-{n}", {0: n + 1}) for n in range(3, 7)}
 
 
 def test_records_of_a_topic_that_a_reset_found_deleted_are_not_written_again() -> None:
@@ -371,7 +371,7 @@ def test_a_refusal_names_table_group_both_offsets_and_both_commands_and_stays_sh
 
 names = st.sampled_from(["a", "b", "c'\"\\ü"])
 ids, numbers = st.text(max_size=3), st.integers(0, 2**63 - 1)
-topics = st.builds(Topic, names, ids, st.dictionaries(st.integers(0, 3), numbers))
+topics = st.builds(LedgerTopic, names, ids, st.dictionaries(st.integers(0, 3), numbers))
 
 
 @given(
@@ -380,7 +380,7 @@ topics = st.builds(Topic, names, ids, st.dictionaries(st.integers(0, 3), numbers
         group=st.just("g"),
         topics=st.lists(topics).map(lambda found: {topic.name: topic for topic in found}),
         former=st.lists(topics).map(lambda found: {topic.id: topic for topic in found}),
-        streams=st.dictionaries(ids, st.builds(LastBatch, numbers, ids)),
+        streams=st.dictionaries(ids, st.builds(RecordedBatch, numbers, ids)),
         void=st.frozensets(ids),
         reset_number=numbers,
         number=numbers,

@@ -27,7 +27,7 @@ from sink_words import (
 
 from spark_group_source.delta import commit_race, table_names
 from spark_group_source.delta.checkpoint import parse_planned
-from spark_group_source.delta.ledger_format import LastBatch
+from spark_group_source.delta.ledger_format import RecordedBatch
 from spark_group_source.delta.ledger_store import set_ledger
 from spark_group_source.delta.native_writer import NativeWriter
 from spark_group_source.delta.options_writer import OptionsWriter
@@ -56,7 +56,7 @@ def test_one_commit_holds_the_rows_the_batch_number_the_ledger_and_the_offsets(q
         "former": {},
         "number": 1,
         "reset": 0,
-        "streams": {"s1": list(LastBatch.of(batch))},
+        "streams": {"s1": list(RecordedBatch.of(batch))},
         "topics": {"orders": {"id": "id-1", "offsets": {"0": 5, "1": 7}}},
         "v": 1,
         "void": [],
