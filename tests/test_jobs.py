@@ -164,7 +164,7 @@ def test_invalid_schema_is_refused_in_one_line(spark: "SparkSession") -> None:
         with pytest.raises(typer.BadParameter, match="is not Spark DDL") as met:
             job._ddl(spark, schema)
         assert "\n" not in str(met.value)
-    with pytest.raises(typer.BadParameter, match="names no field"):
+    with pytest.raises(typer.BadParameter, match="has no field"):
         job._ddl(spark, "")
     fields = job._ddl(spark, "id BIGINT, Timestamp TIMESTAMP")
     with pytest.raises(typer.BadParameter, match=r"'Timestamp'.*--kafka-prefix"):

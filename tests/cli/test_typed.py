@@ -60,6 +60,8 @@ class Typist:
         text = line.replace("broker:9092", self.scene.servers).replace("/lake/", f"{self.scene.folder}/")
         text = re.sub(r"--topic orders\b", f"--topic {self.topic}", text).replace("plan.csv", str(self.plan))
         text = text.replace("--topic former", f"--topic {self.former}")
+        text = text.replace("HOST:PORT", self.scene.servers).replace("--group GROUP", "--group etl")
+        text = re.sub(r"\bTABLE\b", f"{self.scene.folder}/orders", text)
         return shlex.split(text.replace("--group etl", f"--group {self.scene.group}"))[1:]
 
     def type(self, line: str) -> None:

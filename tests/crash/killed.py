@@ -166,7 +166,7 @@ class Application:
 
     def joins(self) -> int:
         """How many of its runs joined the group."""
-        return self.log.read_text(errors="replace").count("joining with") if self.log.exists() else 0
+        return self.log.read_text(errors="replace").count(": joining; stream=") if self.log.exists() else 0
 
     def joined(self) -> bool:
         """Whether the current run did."""
