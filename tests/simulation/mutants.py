@@ -139,8 +139,8 @@ MUTANTS = [
     Mutant(
         "keeps-positions-over-a-reset",
         P,
-        "memory = _voided(partition.memory)",
-        "memory = partition.memory",
+        "return None if memory is None else VoidedMemory(memory.without_last_batch)",
+        "return memory",
         "positions remembered from before a reset are void",
     ),
     Mutant(
@@ -488,7 +488,7 @@ FOUND_BY: dict[str, tuple[str, int]] = {
     "claims-nothing": ("eager", 13),
     "ignores-a-pending-batch": ("eager", 11),
     "keeps-the-plan-over-a-reset": ("eager", 41),
-    "keeps-positions-over-a-reset": ("eager", 5),
+    "keeps-positions-over-a-reset": ("cooperative", 80),
     "plans-uncommitted-offsets-of-assigned-partitions-only": ("eager", 24),
     "plans-without-marking-in-flight": ("cooperative", 0),
     "counts-no-duplicates": ("eager", 16),
