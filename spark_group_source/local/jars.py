@@ -50,7 +50,7 @@ SPARK_KAFKA_COORDINATES = (
 KAFKA_TOOLS_COORDINATES = (f"org.apache.kafka:kafka-tools:{KAFKA_VERSION}", KAFKA_COORDINATES[1])
 KAFKA_TOOLS_EXCLUDE = tuple(
     f"org.apache.kafka:{artifact}"
-    for artifact in ("connect-api", "connect-json", "connect-environment", "connect-transforms")
+    for artifact in ("connect-api", "connect-json", "connect-runtime", "connect-transforms")
 )
 """Kafka Connect with a web server; the group tools do not need it."""
 SPARK_KAFKA_EXCLUDE = (f"org.apache.spark:spark-token-provider-kafka-0-10_{SCALA}",)
