@@ -185,7 +185,7 @@ def counted() -> Iterator[list[int]]:
 
     class Counting(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            count[0] += "another writer was first" in record.getMessage()
+            count[0] += "another writer committed first" in record.getMessage()
 
     handler, level = Counting(), commit_race.log.level
     commit_race.log.addHandler(handler)
