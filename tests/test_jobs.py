@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from spark_group_source.cli import run as job
 from spark_group_source.cli.app import app
+from spark_group_source.delta import operator_commands
 from spark_group_source.local.broker import Broker
 from spark_group_source.local.jars import delta_jars
 
@@ -202,7 +203,7 @@ def test_source_error_is_one_line_without_stack_trace(
     assert said.exc_info is None and not (tmp_path / "t").exists()
 
 
-def test_reason_is_the_line_with_the_remedy() -> None:
+def test_reason_is_the_message_with_its_commands() -> None:
     wrapped = (
         "[PYTHON_DATA_SOURCE_ERROR] Failed\nTraceback (most recent call last):\n  File x\n"
         "spark_group_source.errors.TopicMissing: topic 'a' does not exist\n\nSQLSTATE: 38000"
@@ -210,5 +211,8 @@ def test_reason_is_the_line_with_the_remedy() -> None:
     assert job.reason(RuntimeError(wrapped)) == "TopicMissing: topic 'a' does not exist"
     inside = wrapped.replace("spark_group_source.errors.TopicMissing", "pyspark.errors.exceptions.captured.SparkError")
     assert job.reason(RuntimeError(inside)) == "SparkError: topic 'a' does not exist"
+    commands = operator_commands.alternatives({"leave them out": "spark-group reset", "write them again": "RESTORE"})
+    with_commands = wrapped.replace("does not exist", f"does not exist:{commands}")
+    assert job.reason(RuntimeError(with_commands)) == f"TopicMissing: topic 'a' does not exist:{commands}"
     assert job.reason(RuntimeError("first\nsecond")) == "first"
     assert job.reason(KeyError()) == "KeyError()"

@@ -3,8 +3,8 @@
 Runs in: a terminal. Deliberately absent: anything a job needs; a job imports the package.
 
 A command is a function that is registered with ``app.command()`` (or with a subcommand group such as ``broker_app``).
-It raises ``SourceError`` for errors that the user can resolve: these are printed as one line on stderr, and the exit
-code shows whether a retry can help (:data:`EXIT_CODES`). Heavy imports (Kafka, Spark) belong inside the functions, so
+It raises ``SourceError`` for errors that the user can resolve: the message is printed on stderr, and the exit code
+shows whether a retry can help (:data:`EXIT_CODES`). Heavy imports (Kafka, Spark) belong inside the functions, so
 that ``--help`` answers at once.
 """
 
@@ -59,7 +59,7 @@ EXIT_CODES = {
 
 
 class _Commands(TyperGroup):
-    """Shows errors as one line instead of a traceback."""
+    """Shows the message of an error instead of a traceback."""
 
     def invoke(self, ctx: Any) -> Any:  # Any: as in the base class, whose context class typer does not export
         try:

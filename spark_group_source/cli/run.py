@@ -57,6 +57,11 @@ LOOK_S: Final = 1
 """Interval in which the query is checked: the longest reaction time to a signal."""
 ASKED_TO_STOP: Final = threading.Event()
 
+_MESSAGE: Final = re.compile(
+    r"(?:spark_group_source\.errors|pyspark\.errors\.exceptions\.\w+)\.(\w+): (.+(?:\n(?: {2}| {4})\S.*)*)"
+)
+"""The class and the message of an error in a stack trace, with the indented lines of its commands."""
+
 DELTA_SETTINGS: Final = {
     "spark.sql.extensions": "io.delta.sql.DeltaSparkSessionExtension",
     "spark.sql.catalog.spark_catalog": "org.apache.spark.sql.delta.catalog.DeltaCatalog",
@@ -306,10 +311,9 @@ def _end(spark: "SparkSession") -> None:
 
 
 def reason(exc: BaseException) -> str:
-    """The line of an error with its remedy; Spark wraps it in stack traces of several processes."""
+    """The message of an error with its commands; Spark wraps it in stack traces of several processes."""
     text = str(exc)
-    found = re.findall(r"(?:spark_group_source\.errors|pyspark\.errors\.exceptions\.\w+)\.(\w+): (.+)", text)
-    if found:
+    if found := _MESSAGE.findall(text):
         return ": ".join(found[-1])
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[0] if lines else repr(exc)
