@@ -184,7 +184,7 @@ class DeltaSink:
             if offset not in durable and (ledger := self._ledgers.get(offset.group)) is not None:
                 run_files.mark_void(offset.stream, offset.seq, ledger.reset_number)
         for offset in durable:
-            if in_all_tables:
+            if in_all_tables and not run_files.void_by(offset.stream, offset.seq):  # void in another table of the query
                 run_files.mark_durable(offset.stream, offset.seq)
             if planned.run_id not in (None, ONLY_RUN):
                 checkpoint_status.start_reporting(

@@ -11,6 +11,7 @@ from sink_words import NewQuery, Query, commits, next_offsets, one, records, row
 
 from spark_group_source.delta import checkpoint
 from spark_group_source.delta.checkpoint import QUERY_ID, RUN_ID
+from spark_group_source.delta.ledger_store import set_ledger
 from spark_group_source.delta.sink import DeltaSink
 from spark_group_source.delta.table_history import TableHistory
 from spark_group_source.delta.table_writer import TableWriter
@@ -89,6 +90,21 @@ def test_a_batch_for_two_tables_is_durable_when_both_have_it(
     write(2)
     assert after[-1] == 2
     assert rows(table) == rows(tmp_path / "other") == records(0, 15)
+
+
+def test_a_batch_that_a_reset_made_void_in_one_of_two_tables_is_not_durable(
+    query: Query, table: Path, tmp_path: Path, enter: Enter
+) -> None:
+    a, b = query.sink(table), query.sink(tmp_path / "other")
+    enter(query, "only")
+    for n in range(2):
+        batch = offset(n, one(n * 5, n * 5 + 5))
+        if n == 1:
+            set_ledger(query.spark, str(table), "etl", {}, reason="r", reset_number=1)
+        for sink in (a, b):
+            query.run(sink, n, batch)
+    assert (rows(table), rows(tmp_path / "other")) == (records(0, 5), records(0, 10))
+    assert (run_files.durable_seq("s1"), run_files.void_by("s1", 1)) == (0, 1)
 
 
 @pytest.fixture
