@@ -9,6 +9,7 @@ reader starts at the end of the last finished batch.
 """
 
 import json
+import shlex
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
@@ -19,6 +20,7 @@ from spark_group_source.cli import common, reset
 from spark_group_source.cli.common import ConfigOption, GroupOption, JsonOption, ServersOption, TableOption, console
 from spark_group_source.cli.report import DEAD, missing_group
 from spark_group_source.cli.reset import Scope, TopicsOption, in_scope, scope_of
+from spark_group_source.delta.operator_commands import UNKNOWN_SERVERS
 from spark_group_source.errors import CheckpointMismatch, GroupError, OptionError
 from spark_group_source.kafka import GroupAdmin
 from spark_group_source.model import TopicPartition
@@ -119,7 +121,7 @@ def _write(out: Path, text: str) -> None:
 
 
 def progress(
-    files: "CheckpointFiles", root: str, sources: Collection[str] = (), *, servers: str = "SERVERS"
+    files: "CheckpointFiles", root: str, sources: Collection[str] = (), *, servers: str = UNKNOWN_SERVERS
 ) -> Progress:
     """The position of a checkpoint's query.
 
@@ -167,11 +169,16 @@ def _offsets(line: str, root: str, servers: str) -> dict[TopicPartition, int] | 
     from spark_group_source.delta.checkpoint import is_kafka_group
 
     if is_kafka_group(line):
-        group = json.loads(line)["group"]
+        try:
+            group = str(json.loads(line)["group"])
+        except ValueError as exc:
+            raise CheckpointMismatch(
+                f"{root}: the offset of its kafka-group source is damaged", checkpoint=root
+            ) from exc
+        back = ("--bootstrap-servers", servers, "--group", group, "--to-checkpoint", root, "--execute")
         raise OptionError(
             f"{root} is the checkpoint of a kafka-group query: its group {group!r} has its offsets. To move the "
-            f"group back to the checkpoint: `spark-group reset --group {group} --bootstrap-servers {servers} "
-            f"--to-checkpoint {root} --execute`",
+            f"group back to the checkpoint: `{shlex.join(('spark-group', 'reset', *back))}`",
             checkpoint=root,
         )
     try:
@@ -213,7 +220,7 @@ def _starting_offsets(admin: GroupAdmin, group: str, table: str | None, scope: S
     if described.members:
         raise GroupError(
             f"group {group!r} has {len(described.members)} members, so its offsets still change. Drain its queries "
-            f"(`spark-group drain --group {group}`), stop them, and run this command again",
+            f"(`spark-group drain --group {shlex.quote(group)}`), stop them, and run this command again",
             group=group,
         )
     committed = admin.committed(group)

@@ -24,6 +24,7 @@ import functools
 import json
 import logging
 import os
+import shlex
 import stat
 import tempfile
 import threading
@@ -346,10 +347,11 @@ def drain(group: str, *, driver: int | None = None, timeout_s: float = DRAIN_S) 
         return {str(doc["pid"]): doc for doc in read(group) if driver in (None, doc["driver"])}
 
     if not runs():
+        option = shlex.join(("--group", group))
         raise GroupError(
-            f"no query of group {group!r} runs on this host. Run `spark-group drain --group {group}` on the host of "
-            "its driver, or here with --checkpoint and the query's checkpointLocation. `spark-group describe --group "
-            f"{group} --bootstrap-servers HOST:PORT` shows the hosts of its members",
+            f"no query of group {group!r} runs on this host. Run `spark-group drain {option}` on the host of its "
+            "driver, or here with --checkpoint and the query's checkpointLocation. `spark-group describe "
+            f"{option} --bootstrap-servers HOST:PORT` shows the hosts of its members",
             group=group,
         )
     return drain_runs(DrainTarget(runs, lambda pid: request_drain(int(pid)), POLL_S), group, timeout_s=timeout_s)

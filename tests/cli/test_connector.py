@@ -79,6 +79,8 @@ ENDED = ['{"orders":{"0":3}}']
         ({0: ENDED}, [0, 1], CheckpointMismatch, "has commits/1 and no offsets/1"),
         ({0: ["0"]}, [0], OptionError, "no source of Spark's Kafka connector with a partition, and 1 other sources"),
         ({0: ['{"group":"etl","v":1}']}, [0], OptionError, "is the checkpoint of a kafka-group query"),
+        ({0: ['{"group":"my etl","v":1}']}, [0], OptionError, "--group 'my etl' --to-checkpoint /.* --execute`"),
+        ({0: ['{"group":"etl","v']}, [0], CheckpointMismatch, "the offset of its kafka-group source is damaged"),
     ],
 )
 def test_unfinished_and_foreign_checkpoints_are_refused_with_remedy(
