@@ -303,7 +303,8 @@ class RangeReader:
                 # Transaction markers and compaction may have moved the log's end past the last record.
                 self._advance(tp, progress, event.offset, time.monotonic())
                 if tp in self._ranges:
-                    progress.log_end = LogEnd.REACHED
+                    if progress.log_end is LogEnd.NOT_REACHED:  # an open transaction stays known until the check
+                        progress.log_end = LogEnd.REACHED
                     self._schedule_check(tp)
             return
         self._request_failed(Request.FETCH, event)

@@ -495,6 +495,31 @@ def test_a_range_is_read_while_its_check_is_pending(monkeypatch: pytest.MonkeyPa
     assert client.asked == 1
 
 
+class OpenTransaction(Silent):
+    """The log's readable end is reached, and again after a new assignment. Only the first check gets a response: the
+    log has records up to the planned end."""
+
+    polls = checks = 0
+
+    def poll(self, rows_max: int, wait_s: float) -> FakeChunk:
+        self.polls += 1
+        return FakeChunk([], [records.ClientEvent(planned_rows.EOF, "", T0, 5)] if self.polls in (1, 3) else [])
+
+    def positions(self, tps: Sequence[TopicPartition]) -> dict[TopicPartition, int]:
+        return dict.fromkeys(tps, -1001)
+
+    def request_watermarks(self, tp: TopicPartition) -> FakeRequest:
+        self.checks += 1
+        return FakeRequest([records.Watermarks(0, 9)] if self.checks == 1 else [])
+
+
+def test_a_timeout_names_a_known_open_transaction_while_the_next_check_is_pending() -> None:
+    client = OpenTransaction()
+    with pytest.raises(ReadTimeout, match=r"t-0 has an open transaction before the planned end"):
+        list(offsets_by(client, of("t", 5, 9), progress_timeout_s=0.2, outage_timeout_s=0.2))
+    assert client.checks == 2
+
+
 class NewerLeader(Silent):
     """``t``-0 returns offset 0, and one of a newer leader at 1, followed by the log's end. ``t``-1 returns one offset
     per poll. The watermarks of ``t``-0 arrive after ``t``-1 is read.
