@@ -4,6 +4,7 @@ Runs in: benchmarks. Deliberately absent: faults (``proxy`` has them, on the thr
 """
 
 import multiprocessing
+import os
 import queue
 import socket
 import threading
@@ -51,7 +52,15 @@ class SlowNetwork:
         return times.user + times.system
 
 
+def _end_with_parent() -> None:
+    """A benchmark that is killed cannot stop the proxy."""
+    if (parent := multiprocessing.parent_process()) is not None:
+        parent.join()
+        os._exit(0)
+
+
 def _serve(port: int, target: int, delay_s: float, bytes_per_s: float, listening: threading.Event) -> None:
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     with socket.create_server(("127.0.0.1", port), backlog=128) as server:
         listening.set()
         while True:
