@@ -56,7 +56,7 @@ def problem() -> str | None:
     if importlib.util.find_spec("pyspark") is None:
         return (
             f"pyspark is not installed: {REQUIREMENTS}. Install Spark and Delta Lake with: "
-            "pip install 'pyspark[sql]==4.2.0' 'delta-spark==4.4.0'"
+            f"pip install 'pyspark[sql]=={SPARK}.0' 'delta-spark=={DELTA}.0'"
         )
     missing = _missing_feature()
     if missing is not None:
