@@ -20,7 +20,7 @@ _Row = Metric[SweepResult]
 
 
 class Exporter:
-    """GroupSweeper until it is stopped.
+    """Sweeps at an interval, until it is stopped, and serves the last result.
 
     Args:
         sweeps: sweeps over the groups.
