@@ -44,7 +44,7 @@ class Story:
     def play(self) -> int:
         """Returns how many orders were produced."""
         self._start()
-        self._lend()
+        self._place()
         self._share()
         self._kill_executor()
         self._kill()
@@ -58,7 +58,7 @@ class Story:
         self._began_s = time.monotonic()
         self._until(lambda: self.stage.view.table > 0, "orders flow through Kafka into the table")
 
-    def _lend(self) -> None:
+    def _place(self) -> None:
         view = self.stage.view
         self._until(lambda: self._at(0.15), "orders flow through Kafka into the table")
         self._until(lambda: view.executors and self._job_has_all, "the job's members move to its executors' agents")

@@ -35,7 +35,7 @@ class Described(NamedTuple):
     host: str
     assigned: str
     partitions: str
-    lives_at: str
+    placed_on: str
 
 
 @dataclass(slots=True)

@@ -151,8 +151,10 @@ class Stage:
         run = group.runs[0] if group.runs else None
         view.generation = run["generation"] if run is not None and run["generation"] >= 0 else None
         # Empty unless each of the job's members is on an agent and owns partitions.
-        lent = run is not None and all(run["agents"]) and all(run["assigned"])
-        view.executors = [int(host.rpartition("-")[2]) for host in run["agents"]] if run is not None and lent else []
+        placed = run is not None and all(run["agents"]) and all(run["assigned"])
+        view.executors = (
+            [int(agent.rpartition("-")[2]) for agent in run["agents"]] if run is not None and placed else []
+        )
 
     def evidence(self, produced: int) -> Evidence:
         """The evidence: the table's files, the output of Kafka's own tool, and the ordinary consumer's file."""

@@ -72,7 +72,7 @@ def test_a_query_and_an_exporter_serve_every_metric_of_the_dashboard_and_the_ale
     exporter = Exporter(sweeps, interval_s=15, host="127.0.0.1", port=0)
     with one.running() as query:
         query.processAllAvailable()
-        await_until(lambda: scene.committed() == scene.end_offsets(topic), what="the echo")
+        await_until(lambda: scene.committed() == scene.end_offsets(topic), what="the offset commit")
         (port,) = [doc["metrics_port"] for doc in run_files.read(scene.group)]
 
         def at_rest() -> Scrape:
