@@ -1,4 +1,4 @@
-"""The architecture as tests: import walls, documents that say what the code is, public names, "Runs in:" lines."""
+"""The architecture as tests: import limits, documents that match the code, public names, "Runs in:" lines."""
 
 import ast
 import importlib
@@ -39,11 +39,11 @@ ROADS = {
 }
 """Sections of the architecture page that follow one thing through the code, and the most files that each may name."""
 ARCHITECTURE_NAMES_MIN = 100
-"""Fewer names than this were found: the pattern does not match any more."""
+"""If fewer names are found, the pattern does not match any more."""
 
 PURE = {"time", "random", "threading", "socket", "logging", "os", "queue", "asyncio", "subprocess"}
 VALUES = {"model", "error_codes", "errors", "compatibility", "__version__"}
-"""What every room may import."""
+"""Modules that every package may import."""
 STREAM_READER = {"runtime", "members", "kafka", "reader", "agents"}
 WALLS: dict[str, set[str]] = {
     "protocol": VALUES,
@@ -54,20 +54,19 @@ WALLS: dict[str, set[str]] = {
     "agents": VALUES | {"options", "protocol", "kafka", "members", "reader", "host"},
     "runtime": VALUES | {"options", "protocol", "kafka", "host", "members", "agents"},
     "host": VALUES | {"protocol"},
-    "delta": VALUES | {"protocol", "host"},  # the sink tells the run beside it what is durable
+    "delta": VALUES | {"protocol", "host"},  # the sink reports durable batches to the run on the same host
     "local": VALUES,
     "metrics": VALUES | {"options", "protocol", "kafka"},
     "cli": VALUES | {"options", "protocol", "kafka", "host", "delta", "local", "metrics"},
 }
-"""Which rooms a room may import besides itself. Think twice before adding one: it is what keeps the protocol pure, and
-source and sink apart."""
+"""What each package may import besides itself. These limits keep the protocol pure, and source and sink apart."""
 
 
-def modules() -> list[tuple[str, Path]]:
-    return [(".".join(path.relative_to(PACKAGE).with_suffix("").parts), path) for path in sorted(PACKAGE.rglob("*.py"))]
+MODULES = structure.modules()
 
 
-def room(name: str) -> str:
+def package(name: str) -> str:
+    """The subpackage of a module; the module itself if it is in none."""
     return name.split(".", maxsplit=1)[0]
 
 
@@ -84,7 +83,7 @@ def imports(path: Path) -> set[str]:
 
 
 def ours(path: Path) -> set[str]:
-    """The rooms of this package, and the modules at its top, that a file imports."""
+    """The subpackages of this project, and the modules beside them, that a file imports."""
     parts = {
         name.removeprefix("spark_group_source.") for name in imports(path) if name.startswith("spark_group_source.")
     }
@@ -96,15 +95,15 @@ def foreign(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("name", WALLS)
-def test_a_room_imports_only_the_rooms_that_it_may(name: str) -> None:
-    for module, path in modules():
-        if room(module) == name:
+def test_package_imports_only_allowed_packages(name: str) -> None:
+    for module, path in MODULES.items():
+        if package(module) == name:
             assert ours(path) - {name} <= WALLS[name], module
 
 
-def test_every_folder_is_a_room_with_walls() -> None:
-    rooms = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()}
-    assert rooms == set(WALLS)
+def test_every_package_has_import_limits() -> None:
+    packages = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()}
+    assert packages == set(WALLS)
 
 
 def test_modules_import_each_other_in_one_direction_and_few_levels() -> None:
@@ -118,43 +117,43 @@ def test_a_public_class_name_is_defined_once() -> None:
 
 
 def test_the_group_protocol_is_pure() -> None:
-    for name, path in modules():
-        if room(name) == "protocol":
+    for name, path in MODULES.items():
+        if package(name) == "protocol":
             assert not foreign(path) & (PURE | {"confluent_kafka", "pyspark", "pyarrow", "delta"}), name
 
 
-def test_source_and_sink_meet_only_in_values() -> None:
+def test_source_and_sink_do_not_import_each_other() -> None:
     assert not WALLS["delta"] & STREAM_READER
     assert not any("delta" in WALLS[name] for name in STREAM_READER)
 
 
 def test_only_the_coordinator_and_the_source_import_agents() -> None:
-    importers = {name for name, path in modules() if room(name) != "agents" and "agents" in ours(path)}
+    importers = {name for name, path in MODULES.items() if package(name) != "agents" and "agents" in ours(path)}
     assert importers <= {"runtime.coordinator", "source"}
 
 
-def test_only_kafkas_side_imports_the_client_library() -> None:
-    importers = {room(name) for name, path in modules() if "confluent_kafka" in foreign(path)}
+def test_only_kafka_reader_and_local_import_the_client_library() -> None:
+    importers = {package(name) for name, path in MODULES.items() if "confluent_kafka" in foreign(path)}
     assert importers <= {"kafka", "reader", "local"}, importers
 
 
 def test_only_source_imports_sparks_data_source_classes() -> None:
-    importers = [n for n, path in modules() if any(i.startswith("pyspark.sql.datasource") for i in imports(path))]
+    importers = [n for n, path in MODULES.items() if any(i.startswith("pyspark.sql.datasource") for i in imports(path))]
     assert importers == ["source"]
 
 
-def test_the_stream_reader_knows_nothing_of_spark() -> None:
-    for name, path in modules():
-        if room(name) in ("runtime", "members", "kafka", "protocol"):
+def test_stream_reader_does_not_import_spark() -> None:
+    for name, path in MODULES.items():
+        if package(name) in ("runtime", "members", "kafka", "protocol"):
             assert "pyspark" not in foreign(path), name
 
 
-def test_nothing_imports_the_test_tools() -> None:
-    assert not [name for name, path in modules() if foreign(path) & {"kit", "tests"}]
+def test_product_does_not_import_test_code() -> None:
+    assert not [name for name, path in MODULES.items() if foreign(path) & {"kit", "tests"}]
 
 
-def test_every_module_says_where_it_runs_and_what_is_absent() -> None:
-    for name, path in modules():
+def test_every_module_states_where_it_runs_and_what_is_absent() -> None:
+    for name, path in MODULES.items():
         doc = " ".join((ast.get_docstring(ast.parse(path.read_text())) or "").split())
         if name.endswith("__main__"):
             continue
@@ -167,7 +166,7 @@ def test_importing_the_package_opens_nothing_and_needs_no_spark() -> None:
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 
-def test_every_public_name_is_there() -> None:
+def test_every_public_name_exists() -> None:
     assert sorted(spark_group_source.__all__) == list(spark_group_source.__all__)
     for name in spark_group_source.__all__:
         assert getattr(spark_group_source, name) is not None
@@ -184,14 +183,14 @@ def test_jobs_and_notebooks_use_public_names_only() -> None:
 # --- the documents --------------------------------------------------------------------------------------------------
 
 
-def test_each_guarantee_is_proven_at_each_level_or_it_is_said_why_not() -> None:
+def test_each_guarantee_is_proven_at_each_level_or_a_reason_is_given() -> None:
     wanted = {(guarantee, level) for guarantee in proofs.GUARANTEES for level in proofs.LEVELS}
     assert proofs.NOT_AT.keys() <= wanted
     assert {(proof.guarantee, proof.level) for proof in proofs.proofs()} == wanted - proofs.NOT_AT.keys()
 
 
 @pytest.mark.parametrize("path", render.blocks(), ids=lambda path: path.name)
-def test_the_documents_have_what_the_code_knows(path: Path) -> None:
+def test_rendered_parts_of_documents_are_up_to_date(path: Path) -> None:
     text = path.read_text()
     for name, content in render.blocks()[path].items():
         assert render.filled(text, name, content) == text, f"{name}: run python -m tests.render"
@@ -202,7 +201,7 @@ def test_readme_and_architecture_page_are_short() -> None:
     assert len(ARCHITECTURE.read_text().splitlines()) <= ARCHITECTURE_LINES_MAX
 
 
-def test_every_link_of_the_documents_leads_somewhere() -> None:
+def test_every_link_and_anchor_of_the_documents_exists() -> None:
     for path in DOCUMENTS:
         text = path.read_text()
         for target in re.findall(r"\]\(([^)\s]+)\)", text):
@@ -215,7 +214,7 @@ def test_every_link_of_the_documents_leads_somewhere() -> None:
 
 
 def headings(text: str) -> set[str]:
-    """The anchors that GitHub makes of headings."""
+    """The anchors that GitHub creates for headings."""
     found = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in found}
 
@@ -233,7 +232,7 @@ def test_architecture_page_names_many_symbols() -> None:
 
 
 @pytest.mark.parametrize(("heading", "most"), ROADS.items())
-def test_a_road_leads_through_few_files(heading: str, most: int) -> None:
+def test_a_road_names_few_files(heading: str, most: int) -> None:
     sections = re.split(r"^## ", ARCHITECTURE.read_text(), flags=re.MULTILINE)
     (text,) = [section for section in sections if section.startswith(f"{heading}\n")]
     assert 0 < len({file for file, _ in named_symbols(text)}) <= most
@@ -246,7 +245,7 @@ def named_symbols(text: str) -> list[tuple[str, str]]:
 
 
 def defined(path: Path) -> set[str]:
-    """The classes, functions and constants of a file, those of a class behind its name."""
+    """The classes, functions and constants of a file; those of a class with the class name before them."""
     found: set[str] = set()
     for node in ast.parse(path.read_text()).body:
         inner = node.body if isinstance(node, ast.ClassDef) else []
@@ -260,7 +259,7 @@ def defined(path: Path) -> set[str]:
     return found
 
 
-def test_the_readme_names_no_command_that_is_not_there() -> None:
+def test_make_targets_of_the_readme_exist() -> None:
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert set(re.findall(r"`make ([a-z]+)`", README.read_text())) <= targets
 
@@ -269,7 +268,7 @@ ERRORS = [cls for cls in vars(errors).values() if isinstance(cls, type) and issu
 
 
 @pytest.mark.parametrize("cls", ERRORS)
-def test_every_error_survives_pickling_with_its_facts(cls: type[errors.SourceError]) -> None:
+def test_every_error_survives_pickling_with_its_fields(cls: type[errors.SourceError]) -> None:
     error = cls("what was wrong", topic="orders", partition=3)
     again = pickle.loads(pickle.dumps(error))
     assert (type(again), str(again), again.fields) == (cls, "what was wrong", {"topic": "orders", "partition": 3})
@@ -277,6 +276,6 @@ def test_every_error_survives_pickling_with_its_facts(cls: type[errors.SourceErr
 
 
 def test_every_module_can_be_imported() -> None:
-    for name, _ in modules():
+    for name in MODULES:
         if not name.endswith("__main__"):
             importlib.import_module(f"spark_group_source.{name}".removesuffix(".__init__"))
