@@ -47,9 +47,7 @@ def retry_races(attempt: Callable[[], _T], *, what: str) -> _T:
             return attempt()
         except CommitRace as exc:
             last_race = exc
-            log.info(
-                "%s: another writer committed first; trying again (attempt %d of %d)", what, n, COMMIT_ATTEMPTS_MAX
-            )
+            log.info("%s: another writer committed first (attempt %d of %d)", what, n, COMMIT_ATTEMPTS_MAX)
             threading.Event().wait(random.uniform(0, RACE_WAIT_MAX_S * n / COMMIT_ATTEMPTS_MAX))
     raise LedgerConflict(
         f"{what} lost to concurrent writers {COMMIT_ATTEMPTS_MAX} times in a row; nothing was written. It is safe to "
