@@ -99,9 +99,9 @@ def test_describe_names_the_owner_of_each_partition(scene: Scene, run: Run) -> N
     assert text.count("rdkafka") >= 2, text
 
 
-def test_describe_of_a_missing_group_is_refused(run: Run) -> None:
+def test_describe_of_a_missing_group_is_refused(scene: Scene, run: Run) -> None:
     for command in (("describe",), ("reset", "--to-latest"), ("migrate", "--to-checkpoint")):
-        assert "does not exist" in refused(run(*command)), command
+        assert f"group {scene.group!r} does not exist" in refused(run(*command)), command
 
 
 def test_reset_creates_a_group(scene: Scene, run: Run) -> None:
