@@ -320,7 +320,9 @@ def reset_command(
     to_latest: Annotated[
         bool, typer.Option("--to-latest", help="To the end of the log: skip all existing records.")
     ] = False,
-    to_current: Annotated[bool, typer.Option("--to-current", help="To the current position, for --export.")] = False,
+    to_current: Annotated[
+        bool, typer.Option("--to-current", help="To the committed offsets, for --table or --export.")
+    ] = False,
     to_offset: Annotated[int | None, typer.Option("--to-offset", min=0, help="To this offset.")] = None,
     to_offsets: Annotated[str | None, typer.Option("--to-offsets", help='JSON: {"orders":{"0":23,"1":-1}}')] = None,
     to_datetime: Annotated[
