@@ -11,6 +11,7 @@ from kafka_words import set_committed
 from scenes import Scene
 from streams import OtherMember, numbered
 
+from spark_group_source.local.jars import kafka_tools_jars
 from spark_group_source.local.tools import kafka_consumer_groups, shown
 from spark_group_source.model import TopicPartition
 
@@ -45,6 +46,12 @@ def plan_of(text: str) -> dict[TopicPartition, int]:
     """A CSV plan, parsed without code of this package."""
     rows = (row for row in csv.reader(text.splitlines()) if row)
     return {TopicPartition(topic, int(p)): int(at) for topic, p, at in rows}
+
+
+def test_jars_of_kafkas_tools_do_not_include_kafka_connect(jvm: None) -> None:
+    names = [jar.name for jar in kafka_tools_jars()]
+    assert any("kafka-tools" in name for name in names)
+    assert [name for name in names if "connect" in name] == []
 
 
 def test_describe_matches_kafka_consumer_groups(scene: Scene, kafkas: Tool, ours: Tool) -> None:
