@@ -276,10 +276,8 @@ class Partitions:
         if isinstance(memory, Memory):
             start, end = memory.pending or (start, end)
             expected = memory.position.offset
-            if memory.last_batch.replays_next:
-                self._counts.possible_duplicates += (
-                    end - start
-                )  # of a former run: not counted when the partition was lost
+            if memory.last_batch.replays_next:  # a former run's batch: not counted when the partition was lost
+                self._counts.possible_duplicates += end - start
         is_inside = start < end and start <= offset <= end
         if is_inside:
             expected = end

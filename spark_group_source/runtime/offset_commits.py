@@ -157,10 +157,8 @@ class OffsetCommits:
         if self.members_commit and not self._has_placed_members():
             return ev.ReplacedUnclear(slot=slot, reason="transactions are not allowed here", final=True)
         try:
-            if (
-                self._committer.id_uncertain or self.members_commit
-            ):  # the other client may be a frozen agent of this run
-                return self._check_memberships(slot)
+            if self._committer.id_uncertain or self.members_commit:
+                return self._check_memberships(slot)  # the other client may be a frozen agent of this run
             if self._committer.probe(partition()):
                 return ev.NotReplaced(slot=slot)
         except Fenced as exc:
