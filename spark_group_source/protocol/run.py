@@ -376,13 +376,14 @@ class Run:
             self._move(ev.NextBatchRequested)
 
     def _apply_reported_reset(self, event: ev.NextBatchRequested) -> None:
-        """The sink wrote nothing of the last batch, because its table knows a reset that this run does not know: other
-        consumers committed every partition since, so no commit metadata shows it. All partitions are looked up again.
+        """The sink wrote nothing of the last batch, because its table knows a reset that this run does not know yet:
+        the first lookup is not answered, or other consumers committed every partition since, so that no commit metadata
+        shows the reset. All partitions are looked up again.
         """
         if event.void_by > self.partitions.reset_number:
             self._out.log(
-                f"the sink wrote nothing of batch {event.start.seq}: its table knows reset #{event.void_by} of the "
-                "group, and Kafka's commit metadata does not; all partitions continue at the committed offsets",
+                f"the sink wrote nothing of batch {event.start.seq}, because its table knows reset #{event.void_by} of "
+                "the group and the batch's plan does not; all partitions continue at the committed offsets",
                 warn=True,
             )
             self.partitions.apply_reset(event.void_by)
