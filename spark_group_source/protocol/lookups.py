@@ -40,7 +40,7 @@ class PositionLookups:
         """The number of partitions of each topic when the stream first saw it."""
         self.started: set[TopicPartition] = set()
         """Partitions without a committed offset that start behind their first record, until a batch with them is
-        durable."""
+        durable or a foreign commit decides instead. This stream's own commit of the start does not count as one."""
         # A group can be reset only while it is empty, so a run can have missed a reset only while it had no partition.
         # A stay is a time in which it has some without interruption; its first lookup also reads the notes of resets.
         self._stay = 0
@@ -92,12 +92,13 @@ class PositionLookups:
             partition = self._partitions.end_lookup(tp)
             if not isinstance(partition, Fetching):
                 continue
-            self.started.discard(tp)
             if committed is None and partition.memory is None:
                 new.append(tp)
                 continue
             if committed is None:
                 restored.append(tp)
+            elif committed.stream != stream:
+                self.started.discard(tp)  # no longer chosen by the starting options
             moved_from = self._partitions.apply_committed(tp, partition, committed, stream=stream)
             if moved_from is not None and committed is not None:
                 self._out.log(f"another consumer or an operator moved {tp} from {moved_from} to {committed.offset}")
@@ -107,6 +108,7 @@ class PositionLookups:
         if new:
             starting = self._rules.starting  # not for partitions added later: "latest" would skip their first records
             starts = {tp: EARLIEST if _is_added(tp, self.known) else starting.of(tp) for tp in new}
+            self.started.difference_update(new)
             self.started |= {tp for tp, start in starts.items() if start != EARLIEST}
             self._out.order(ev.ResolveStarts(starts=starts))
         self._retry_unanswered(event.requested, event.offsets, continues=bool(new))

@@ -10,7 +10,7 @@ foreign commit inside a batch of this stream, the partition continues at the for
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Set
 
 from spark_group_source.errors import InvariantBroken
 from spark_group_source.model import TopicPartition
@@ -156,9 +156,9 @@ class Partitions:
                 partition.until = end
         self._in_flight = spans
 
-    def complete_batch(self, seq: int) -> None:
+    def complete_batch(self, seq: int) -> Set[TopicPartition]:
         """The batch in flight is durable, whichever member has its partitions now: this stream does not read its
-        records again."""
+        records again. Returns its partitions; none if a reset has voided the batch."""
         self.seq = seq
         ranges, self._in_flight = self._in_flight, {}
         ours, due, truncated = self.ours, self._due, Origin.TRUNCATED
@@ -179,6 +179,7 @@ class Partitions:
                 memory = self._memory(tp)
                 if isinstance(memory, Memory):
                     memory.pending = (start, end)
+        return ranges.keys()
 
     def skip_missing(
         self,

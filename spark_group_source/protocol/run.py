@@ -476,10 +476,9 @@ class Run:
         if self.plan is None or offset.seq != self.plan.seq:  # possibly the previous start again
             _require(offset.seq <= self.seq, f"batch {offset.seq} is durable, but this run did not plan it")
             return
-        self.lookups.started -= self.plan.ranges.keys()
         self.plan = None
         self._commits.batch_durable(self._now_ms)
-        self.partitions.complete_batch(offset.seq)
+        self.lookups.started -= self.partitions.complete_batch(offset.seq)
         if self.state in (RunState.PLANNED, RunState.READING):
             self._move(ev.Durable)
 

@@ -1,5 +1,6 @@
 """What a run does before Kafka forgets an offset, and after it did."""
 
+import pytest
 from kit.harness import STREAM, GroupHarness, only, tps
 
 from spark_group_source.model import LATEST
@@ -105,6 +106,41 @@ def test_partition_committed_meanwhile_is_not_listed_as_started() -> None:
     group.lost(A)
     group.assigned(A)
     group.claim({A: ev.Committed(offset=50)})
+    assert group.run.lookups.started == frozenset()
+
+
+@pytest.mark.parametrize("found", [ev.Committed(offset=31, stream=STREAM), None], ids=["committed", "not committed"])
+def test_partition_that_returns_before_its_first_batch_is_durable_is_listed_as_started(
+    found: ev.Committed | None,
+) -> None:
+    """Its start was only committed by this stream, or not even that: no consumer read the records before it."""
+    group = GroupHarness(starting=StartingPosition(everywhere=LATEST))
+    group.start_stream()
+    group.assigned(A)
+    group.committed({A: None})
+    group.commit_succeeds(group.resolved({A: 31}))
+    group.revoking(A)
+    group.assigned(A)
+    group.committed({A: found})
+    assert group.run.lookups.started == {A}
+    assert group.run.plannable() == {A: 31}
+
+
+def test_partition_of_a_batch_that_a_reset_voids_is_listed_as_started() -> None:
+    """The table refuses the next batch as well, instead of taking the records before the start as read."""
+    group = GroupHarness(starting=StartingPosition(everywhere=LATEST))
+    group.start_stream()
+    group.assigned(A)
+    group.committed({A: None})
+    group.commit_succeeds(group.resolved({A: 31}))
+    batch = group.offset({A: (31, 40)}, group.run.seq + 1)
+    group.planned(batch)
+    group.feed(ev.NextBatchRequested(start=batch, new_stream="another", void_by=1))
+    group.committed({A: ev.Committed(offset=31, stream=STREAM)})
+    assert group.run.plannable() == {A: 31}
+    assert group.run.lookups.started == {A}
+    group.plan({A: (31, 40)})
+    group.durable()
     assert group.run.lookups.started == frozenset()
 
 
