@@ -4,6 +4,7 @@ Runs in: the user's driver (CLI), the exporter. Deliberately absent: the offsets
 reads the offsets of its own partitions (``group_offsets``) and commits as a member of the group (``committer``).
 """
 
+import shlex
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
@@ -115,10 +116,10 @@ class GroupAdmin(Admin):
         except KafkaException as exc:
             error = exc.args[0]
             if error.code() < 0:  # librdkafka's own code: no broker has answered
+                words = ("spark-group", "describe", "--bootstrap-servers", self._servers, "--group", group)
                 raise CommitFailed(
                     f"Kafka did not confirm the new offsets of group {group!r} ({error.str()}). They may still be "
-                    f"committed. Check with `spark-group describe --bootstrap-servers {self._servers} "
-                    f"--group {group}`, then try again"
+                    f"committed. Check with `{shlex.join(words)}`, then try again"
                 ) from exc
             refused = f"Kafka refused new offsets of group {group!r}: {error.str()}"
             if missing := self._client_info.missing_permission(Request.ALTER, error.code(), group):

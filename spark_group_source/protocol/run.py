@@ -11,6 +11,7 @@ new partitions. The thread of Spark's call requests one step after another from 
 :class:`ReturnOffset` or :class:`RaiseError`: the coordinator has no state of its own.
 """
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import assert_never
@@ -843,11 +844,12 @@ class Run:
             if self._held_elsewhere
             else ""
         )
+        words = ("spark-group", "describe", "--bootstrap-servers", self.rules.servers, "--group", self.rules.group)
         return RebalanceTimeout(
             f"group {self.rules.group!r} has not {done} within {waited_ms / 1000:.0f} s for all "
             f"{len(self.slots.all)} members of this query (slot states: {states}), so the query cannot continue. "
-            f"{elsewhere}To see the members of the group: `spark-group describe --bootstrap-servers "
-            f"{self.rules.servers} --group {self.rules.group}`. The last events:\n{self._out.history()}",
+            f"{elsewhere}To see the members of the group: `{shlex.join(words)}`. The last events:\n"
+            f"{self._out.history()}",
             group=self.rules.group,
             waited_ms=waited_ms,
         )

@@ -106,7 +106,7 @@ def test_first_batch_waits_for_partitions_of_members_of_an_earlier_run() -> None
 
 
 def test_missing_assignment_is_logged_and_fails_the_run_after_its_budget() -> None:
-    run = RunHarness()
+    run = RunHarness(group="our etl")
     run.silent = {ev.Join}
     run.later(ev.Tick(), ms=ASSIGNMENT_WARNING_MS + 1)
     with pytest.raises(RebalanceTimeout) as failure:
@@ -115,6 +115,7 @@ def test_missing_assignment_is_logged_and_fails_the_run_after_its_budget() -> No
     assert "has not assigned partitions within 75 s for all 1 members of this query (slot states: joining)" in str(
         failure.value
     )
+    assert "`spark-group describe --bootstrap-servers broker:9092 --group 'our etl'`" in str(failure.value)
     assert "Join(slot=0" in str(failure.value)
     (warning,) = run.warned()
     assert "not all 1 members of this query have an assignment after 10 s; waiting up to 75 s" in warning
