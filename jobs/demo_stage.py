@@ -150,11 +150,16 @@ class Stage:
         self.orders.hold = view.lag > self._lag_max
         run = group.runs[0] if group.runs else None
         view.generation = run["generation"] if run is not None and run["generation"] >= 0 else None
-        # Empty unless each of the job's members is on an agent and owns partitions.
-        placed = run is not None and all(run["agents"]) and all(run["assigned"])
-        view.executors = (
-            [int(agent.rpartition("-")[2]) for agent in run["agents"]] if run is not None and placed else []
-        )
+        # Empty unless each of the job's members is on an agent and owns partitions, and the run's statistics are as new
+        # as the group: they follow a rebalance a moment later, and have the generation from before it until then.
+        view.executors = []
+        if (
+            run is not None
+            and all(run["agents"])
+            and all(run["assigned"])
+            and sum(run["assigned"]) == len(view.owned["job"])
+        ):
+            view.executors = [int(agent.rpartition("-")[2]) for agent in run["agents"]]
 
     def evidence(self, produced: int) -> Evidence:
         """The evidence: the table's files, the output of Kafka's own tool, and the ordinary consumer's file."""
