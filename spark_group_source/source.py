@@ -209,7 +209,7 @@ class GroupStreamReader(CheckedPickle, DataSourceStreamReader, SupportsTriggerAv
                 lock = LoadLock(self._load)
                 lock.acquire(wait_s=LOAD_WAIT_S)
                 self._lock = lock
-            publisher = Publisher(self._options.group_id, self._options.bootstrap_servers)
+            publisher = Publisher(self._options.group_id, self._options.connection)
             if self._options.metrics_port is not None:
                 self._endpoint = _start_metrics(self._options, publisher)
             coordinator = Coordinator(self._options, publisher=publisher)

@@ -14,9 +14,9 @@ from delta_files import living_rows
 from deltalake import DeltaTable
 from typer.testing import CliRunner
 
+from spark_group_source import command_line
 from spark_group_source.cli import run as job
 from spark_group_source.cli.app import app
-from spark_group_source.delta import operator_commands
 from spark_group_source.local.broker import Broker
 from spark_group_source.local.jars import delta_jars
 
@@ -211,7 +211,7 @@ def test_reason_is_the_message_with_its_commands() -> None:
     assert job.reason(RuntimeError(wrapped)) == "TopicMissing: topic 'a' does not exist"
     inside = wrapped.replace("spark_group_source.errors.TopicMissing", "pyspark.errors.exceptions.captured.SparkError")
     assert job.reason(RuntimeError(inside)) == "SparkError: topic 'a' does not exist"
-    commands = operator_commands.alternatives({"leave them out": "spark-group reset", "write them again": "RESTORE"})
+    commands = command_line.alternatives({"leave them out": "spark-group reset", "write them again": "RESTORE"})
     with_commands = wrapped.replace("does not exist", f"does not exist:{commands}")
     assert job.reason(RuntimeError(with_commands)) == f"TopicMissing: topic 'a' does not exist:{commands}"
     assert job.reason(RuntimeError("first\nsecond")) == "first"

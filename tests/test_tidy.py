@@ -42,7 +42,7 @@ ARCHITECTURE_NAMES_MIN = 100
 """If fewer names are found, the pattern does not match any more."""
 
 PURE = {"time", "random", "threading", "socket", "logging", "os", "queue", "asyncio", "subprocess"}
-VALUES = {"model", "error_codes", "errors", "compatibility", "__version__"}
+VALUES = {"model", "error_codes", "errors", "command_line", "compatibility", "__version__"}
 """Modules that every package may import."""
 STREAM_READER = {"runtime", "members", "kafka", "reader", "agents"}
 WALLS: dict[str, set[str]] = {

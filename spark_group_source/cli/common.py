@@ -69,7 +69,8 @@ def admin_of(
         group: the group whose offsets are requested; "-" for none.
         options: settings with the names of the source's options.
     """
-    return GroupAdmin(options_of(servers, group, config, options).admin_settings(), retries=0)
+    file = None if config is None else str(config.absolute())
+    return GroupAdmin(options_of(servers, group, config, options).admin_settings(), config_file=file, retries=0)
 
 
 def options_of(

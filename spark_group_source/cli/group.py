@@ -121,7 +121,7 @@ def describe(
         if one is not None:
             found.append(one)
         elif group:
-            raise report.missing_group(name)  # a group may be deleted after --all-groups listed it
+            raise report.missing_group(admin, name)  # a group may be deleted after --all-groups listed it
     if as_json:
         shown = [one.as_dict() for one in found]
         typer.echo(json.dumps(shown[0] if group and len(shown) == 1 else shown, indent=2))

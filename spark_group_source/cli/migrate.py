@@ -9,18 +9,17 @@ reader starts at the end of the last finished batch.
 """
 
 import json
-import shlex
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
+from spark_group_source import command_line
 from spark_group_source.cli import common, reset
 from spark_group_source.cli.common import ConfigOption, GroupOption, JsonOption, ServersOption, TableOption, console
 from spark_group_source.cli.report import DEAD, missing_group
 from spark_group_source.cli.reset import Scope, TopicsOption, in_scope, scope_of
-from spark_group_source.delta.operator_commands import UNKNOWN_SERVERS
 from spark_group_source.errors import CheckpointMismatch, GroupError, OptionError
 from spark_group_source.kafka import GroupAdmin
 from spark_group_source.model import TopicPartition
@@ -94,7 +93,7 @@ def migrate(
             _write(out, f"{text}\n")
         return
     with common.checkpoint_files(from_checkpoint) as (files, root):
-        found = progress(files, root, source or [], servers=bootstrap_servers)
+        found = progress(files, root, source or [], to_brokers=admin.connection)
     done = reset.reset(admin, group, group_offsets(admin, found, scope), execute=execute)
     if as_json:
         typer.echo(json.dumps(done.as_dict() | {"batch": found.batch}, indent=2))
@@ -121,13 +120,17 @@ def _write(out: Path, text: str) -> None:
 
 
 def progress(
-    files: "CheckpointFiles", root: str, sources: Collection[str] = (), *, servers: str = UNKNOWN_SERVERS
+    files: "CheckpointFiles",
+    root: str,
+    sources: Collection[str] = (),
+    *,
+    to_brokers: command_line.Connection = command_line.UNKNOWN,
 ) -> Progress:
     """The position of a checkpoint's query.
 
     Args:
         sources: only these sources of the query, by number, or by name if they have names.
-        servers: bootstrap servers for the command in an error.
+        to_brokers: the arguments with which the command in an error connects.
 
     Raises:
         OptionError: the checkpoint has another format, or none of those sources.
@@ -143,7 +146,7 @@ def progress(
     for source, line in sorted(lines.items()):
         if (sources and source not in sources) or line == NO_OFFSET:
             continue
-        offsets = _offsets(line, root, servers)
+        offsets = _offsets(line, root, to_brokers)
         if offsets is None:
             others += 1
             continue
@@ -164,7 +167,7 @@ def progress(
     return found._replace(others=others)
 
 
-def _offsets(line: str, root: str, servers: str) -> dict[TopicPartition, int] | None:
+def _offsets(line: str, root: str, to_brokers: command_line.Connection) -> dict[TopicPartition, int] | None:
     """The connector's offset; None for another source, or one without an offset yet."""
     from spark_group_source.delta.checkpoint import is_kafka_group
 
@@ -175,10 +178,10 @@ def _offsets(line: str, root: str, servers: str) -> dict[TopicPartition, int] | 
             raise CheckpointMismatch(
                 f"{root}: the offset of its kafka-group source is damaged", checkpoint=root
             ) from exc
-        back = ("--bootstrap-servers", servers, "--group", group, "--to-checkpoint", root, "--execute")
+        back = command_line.spark_group("reset", to_brokers, group, "--to-checkpoint", root, "--execute")
         raise OptionError(
             f"{root} is the checkpoint of a kafka-group query: its group {group!r} has its offsets. To move the "
-            f"group back to the checkpoint: `{shlex.join(('spark-group', 'reset', *back))}`",
+            f"group back to the checkpoint: {command_line.in_sentence(back)}",
             checkpoint=root,
         )
     try:
@@ -220,7 +223,7 @@ def _starting_offsets(admin: GroupAdmin, group: str, table: str | None, scope: S
     if described.members:
         raise GroupError(
             f"group {group!r} has {len(described.members)} members, so its offsets still change. Drain its queries "
-            f"(`spark-group drain --group {shlex.quote(group)}`), stop them, and run this command again",
+            f"(`{command_line.spark_group('drain', (), group)}`), stop them, and run this command again",
             group=group,
         )
     committed = admin.committed(group)
@@ -231,7 +234,7 @@ def _starting_offsets(admin: GroupAdmin, group: str, table: str | None, scope: S
 
             ledger = require_ledger(spark, table, group)
     if described.state == DEAD and not committed and ledger is None:
-        raise missing_group(group)
+        raise missing_group(admin, group)
     known = {tp.topic for tp in (*committed, *(ledger.offsets if ledger else ()))}
     topics = admin.existing_topics(known)
     offsets: Mapping[TopicPartition, int] = reset.plan_reset({}, committed, ledger, topics).offsets

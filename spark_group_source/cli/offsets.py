@@ -15,6 +15,7 @@ from typing import Annotated
 
 import typer
 
+from spark_group_source import command_line
 from spark_group_source.cli.common import (
     ConfigOption,
     GroupOption,
@@ -128,7 +129,8 @@ def delete(admin: GroupAdmin, group: str, offsets: Mapping[TopicPartition, int |
     asked = [tp for tp, offset in offsets.items() if offset is not None]
     codes = admin.delete_offsets(group, asked) if asked else {}
     after = admin.read_offsets(group, asked) if asked else {}
-    return {tp: _result_of(tp, offset, codes, after) for tp, offset in sorted(offsets.items())}
+    check = command_line.in_sentence(command_line.spark_group("describe", admin.connection, group))
+    return {tp: _result_of(tp, offset, codes, after, check) for tp, offset in sorted(offsets.items())}
 
 
 def _result_of(
@@ -136,6 +138,7 @@ def _result_of(
     offset: int | None,
     codes: Mapping[TopicPartition, int],
     after: Mapping[TopicPartition, CommittedOffset | None],
+    check: str,
 ) -> DeletionResult:
     if offset is None:
         return DeletionResult(offset, Outcome.NOTHING)
@@ -148,7 +151,7 @@ def _result_of(
         return DeletionResult(
             offset,
             Outcome.NOT_ANSWERED,
-            "it was deleted, but reading it back timed out; check with spark-group describe",
+            f"it was deleted, but reading it back timed out; check with {check}",
         )
     now = after[tp]
     return (
@@ -182,7 +185,7 @@ def delete_offsets(
     admin = admin_of(bootstrap_servers, group, command_config)
     described, committed = admin.describe_group(group), admin.committed(group)
     if described.state == DEAD and not committed:
-        raise missing_group(group)
+        raise missing_group(admin, group)
     offsets = select_offsets(scope, committed)
     results = delete(admin, group, offsets) if execute else predict_deletion(offsets, described)
     _show(group, results, executed=execute, as_json=as_json)
@@ -208,7 +211,7 @@ def delete_group(
     found = admin.describe_group(group)
     offsets = admin.committed(group)
     if found.state == DEAD and not offsets:
-        raise missing_group(group)
+        raise missing_group(admin, group)
     if found.members:
         raise GroupError(
             f"group {group!r} has {len(found.members)} members, and Kafka deletes only groups without members. Stop "

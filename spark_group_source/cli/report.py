@@ -18,6 +18,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from spark_group_source import command_line
 from spark_group_source.cli.common import cells, table_of
 from spark_group_source.errors import GroupError
 from spark_group_source.host import run_files
@@ -88,8 +89,10 @@ class GroupReport(JupyterMixin):
         return {**asdict(self), "lag": self.lag, "members": members}
 
 
-def missing_group(group: str, then: str = "spark-group list shows the existing groups") -> GroupError:
-    """The error for a group that does not exist; ``then``: the remedy."""
+def missing_group(admin: GroupAdmin, group: str, then: str = "") -> GroupError:
+    """The error for a group that does not exist; ``then``: the remedy, by default the command that lists groups."""
+    list_groups = command_line.spark_group("list", admin.connection)
+    then = then or f"to see the existing groups: {command_line.in_sentence(list_groups)}"
     return GroupError(
         f"group {group!r} does not exist: it has no members and no committed offsets. It was never used, it was "
         f"deleted, or its offsets expired; {then}",
@@ -115,7 +118,7 @@ def describe(
     """
     found = read_group(admin, group, ledger, offsets=offsets)
     if found is None:
-        raise missing_group(group)
+        raise missing_group(admin, group)
     return found
 
 

@@ -126,7 +126,7 @@ def resolve_targets(admin: GroupAdmin, group: str, to: Destination, scope: Scope
         return found
     tps = partitions_of(admin, group, scope)
     if not tps and admin.describe_group(group).state == DEAD:
-        raise missing_group(group, "to create it, name the topics with --topic")
+        raise missing_group(admin, group, "to create it, name the topics with --topic")
     if isinstance(to, StartAt):
         return start_offsets(admin, tps, to)
     committed = admin.committed(group)

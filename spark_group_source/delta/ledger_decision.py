@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import NamedTuple
 
+from spark_group_source import command_line
 from spark_group_source.delta import operator_commands
 from spark_group_source.delta.ledger_format import Ledger, LedgerTopic, RecordedBatch
 from spark_group_source.errors import LedgerConflict
@@ -271,7 +272,7 @@ def _refused_partitions(table: str, group: str, refused: Sequence[RefusedPartiti
     }
     return LedgerConflict(
         f"{why}, so nothing was written. Stop the query, run one of these commands, and start the query with the same "
-        "checkpoint; the refused batch is void after either of them:" + operator_commands.alternatives(commands),
+        "checkpoint; the refused batch is void after either of them:" + command_line.alternatives(commands),
         table=table,
         group=group,
         refused=[(r.tp.topic, r.tp.partition, r.start, r.recorded) for r in refused],
@@ -287,7 +288,7 @@ def _unknown_reset(table: str, offset: StreamOffset, reset_number: int, batch_id
         f"its last batch was left out for that reason; so batch {batch_id} was not written. The notes beside the "
         "group's offsets in Kafka have no record of the reset: the offsets were removed, or the table belongs to a "
         "group of another cluster. Stop the query, run this command, and start the query with the same checkpoint:"
-        + operator_commands.alternatives(
+        + command_line.alternatives(
             {"continue where the table ends": operator_commands.reset(group, table, "--to-ledger")}
         ),
         table=table,

@@ -36,6 +36,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from spark_group_source import command_line
 from spark_group_source.delta import operator_commands
 from spark_group_source.errors import LedgerConflict
 from spark_group_source.model import TopicPartition
@@ -169,7 +170,7 @@ class Ledger:
                 f"{text[:SHOWN_CHARS_MAX]}. Which records the table holds is unknown, so nothing is written. Stop the "
                 "query, write a new ledger with this command (or with another position of reset), and start the query "
                 "with the same checkpoint:"
-                + operator_commands.alternatives(
+                + command_line.alternatives(
                     {"continue at the group's offsets in Kafka": operator_commands.reset(group, table, "--to-current")}
                 ),
                 group=group,

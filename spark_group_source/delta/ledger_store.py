@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from spark_group_source import command_line
 from spark_group_source.delta import commit_race, operator_commands, table_writer
 from spark_group_source.delta.ledger_format import APP_PREFIX, Ledger, LedgerDamaged
 from spark_group_source.delta.restored_table import ledger_of_rows
@@ -41,7 +42,7 @@ def read_ledger(spark: "SparkSession", table: str, group: str) -> Ledger | None:
             f"the last commit of group {group!r} in table {table} is older than the table's log "
             "(delta.logRetentionDuration), so its ledger cannot be read. The group's next batch starts a new ledger at "
             "the query's positions; to set it now, run this command (or the same with another position of reset):"
-            + operator_commands.alternatives(
+            + command_line.alternatives(
                 {"continue at the group's offsets in Kafka": operator_commands.reset(group, table, "--to-current")}
             ),
             table=table,

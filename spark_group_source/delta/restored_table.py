@@ -10,6 +10,7 @@ batch is refused until an operator moves Kafka's offsets and the ledger to one p
 from dataclasses import replace
 from typing import NamedTuple
 
+from spark_group_source import command_line
 from spark_group_source.delta import operator_commands
 from spark_group_source.delta.ledger_decision import format_ranges
 from spark_group_source.delta.ledger_format import Ledger
@@ -56,7 +57,7 @@ def refuse_restored_table(history: TableHistory, ledger: Ledger, *, after: int, 
         f"removed rows of group {group!r}: {format_ranges(missing)}. The next batch would leave a gap, so nothing was "
         "written. Stop the query, run one of these commands, and start the query with the same checkpoint; the "
         "refused batch is void after either of them:"
-        + operator_commands.alternatives(
+        + command_line.alternatives(
             {
                 "write the missing records again": operator_commands.reset(group, table, "--to-ledger"),
                 "leave them out": operator_commands.reset(group, table, *here),
@@ -133,7 +134,7 @@ def _batch_behind_restore(table: str, group: str, restore: Restore) -> LedgerCon
         f"of group {group!r} was being written: the batch is version {restore.concurrent_batch}. Its rows are in the "
         "table and the rows before them are missing. Stop the queries that write the table, restore it without the "
         "batch, move the group back, and start the queries with the same checkpoints:"
-        + operator_commands.sequence(
+        + command_line.sequence(
             (
                 operator_commands.restore(table, restore.version),
                 operator_commands.reset(group, table, "--to-ledger"),

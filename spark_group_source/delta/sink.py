@@ -25,7 +25,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from spark_group_source import compatibility
+from spark_group_source import command_line, compatibility
 from spark_group_source.delta import (
     checkpoint_status,
     commit_race,
@@ -169,7 +169,7 @@ class DeltaSink:
             raise OptionError(
                 f"table {self.table} sets {table_names.RETENTION} = {retention!r}: Delta would delete the numbers of "
                 "the group's commits, by which a replay is told from a new batch. Unset it:"
-                + operator_commands.sequence([unset]),
+                + command_line.sequence([unset]),
                 table=self.table,
             )
 
@@ -310,7 +310,7 @@ class _BatchCommit:
                 f"(delta.logRetentionDuration), and {why}. Which records the table holds is unknown, so nothing was "
                 "written. Stop the query, run this command (or the same with another position of reset), and start "
                 "the query with the same checkpoint:"
-                + operator_commands.alternatives(
+                + command_line.alternatives(
                     {f"continue where batch {batch_id} starts": operator_commands.reset(group, table, *here)}
                 ),
                 table=table,

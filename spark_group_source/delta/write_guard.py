@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from spark_group_source import command_line
 from spark_group_source.delta import operator_commands
 from spark_group_source.delta.checkpoint import PlannedBatch
 from spark_group_source.errors import OptionError
@@ -98,7 +99,7 @@ def _second_write(table: str, planned: PlannedBatch, former: TableWrite) -> Opti
         remedy = (
             f"Version {former.version} of the table has the batch without the second write. To write the whole batch: "
             "stop the query, run these commands, and start the corrected query with the same checkpoint:"
-        ) + operator_commands.sequence(
+        ) + command_line.sequence(
             (
                 operator_commands.restore(table, former.version - 1),
                 *(operator_commands.reset(group, table, "--to-ledger") for group in groups),

@@ -24,7 +24,6 @@ import functools
 import json
 import logging
 import os
-import shlex
 import stat
 import tempfile
 import threading
@@ -34,6 +33,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+from spark_group_source import command_line
 from spark_group_source.errors import GroupError, OptionError
 from spark_group_source.protocol.statistics import Statistics
 
@@ -165,11 +165,11 @@ class Publisher:
 
     Args:
         group: the consumer group.
-        servers: its bootstrap servers, for the commands that errors print.
+        to_brokers: the arguments with which commands connect, for those that errors print.
     """
 
-    def __init__(self, group: str, servers: str = "") -> None:
-        self._group, self._servers = group, servers
+    def __init__(self, group: str, to_brokers: command_line.Connection = ()) -> None:
+        self._group, self._to_brokers = group, to_brokers
         self.last: Statistics | None = None
         """The newest statistics, written or not."""
         self.metrics_port = 0
@@ -203,7 +203,7 @@ class Publisher:
                 statistics.partitions_lost,
             )
         self.last = statistics
-        run = {"pid": os.getpid(), "driver": os.getppid(), "servers": self._servers, "drained": drained}
+        run = {"pid": os.getpid(), "driver": os.getppid(), "connection": self._to_brokers, "drained": drained}
         try:
             self._path.parent.mkdir(mode=0o700, exist_ok=True)
             if _is_usable():
@@ -246,7 +246,7 @@ class Publisher:
 
 
 def read(group: str) -> list[dict[str, Any]]:
-    """Return what the live runs of one group on this host publish: statistics, ``pid``, ``driver``, ``servers``,
+    """Return what the live runs of one group on this host publish: statistics, ``pid``, ``driver``, ``connection``,
     ``drained``."""
     found = []
     paths = sorted(directory().glob("*.json"))[:READ_FILES_MAX] if _is_usable() else []
@@ -258,9 +258,11 @@ def read(group: str) -> list[dict[str, Any]]:
     return found
 
 
-def bootstrap_servers(group: str) -> str | None:
-    """Return the bootstrap servers of a live run of the group on this host; None if there is no such run."""
-    return next((doc["servers"] for doc in read(group) if doc.get("servers")), None)
+def connection(group: str) -> command_line.Connection:
+    """Return the arguments with which commands connect to the brokers of a live run of the group on this host; with a
+    placeholder if there is no such run."""
+    found = (tuple(doc["connection"]) for doc in read(group) if doc.get("connection"))
+    return next(found, command_line.UNKNOWN)
 
 
 def snapshot(group: str, stream: str) -> Statistics | None:
@@ -347,11 +349,12 @@ def drain(group: str, *, driver: int | None = None, timeout_s: float = DRAIN_S) 
         return {str(doc["pid"]): doc for doc in read(group) if driver in (None, doc["driver"])}
 
     if not runs():
-        option = shlex.join(("--group", group))
+        again = command_line.spark_group("drain", (), group)
+        describe = command_line.spark_group("describe", command_line.UNKNOWN, group, "--members")
         raise GroupError(
-            f"no query of group {group!r} runs on this host. Run `spark-group drain {option}` on the host of its "
-            "driver, or here with --checkpoint and the query's checkpointLocation. `spark-group describe "
-            f"{option} --bootstrap-servers HOST:PORT` shows the hosts of its members",
+            f"no query of group {group!r} runs on this host. Run `{again}` on the host of its driver, or here with "
+            "--checkpoint and the query's checkpointLocation. To see the hosts of its members: "
+            f"{command_line.in_sentence(describe)}",
             group=group,
         )
     return drain_runs(DrainTarget(runs, lambda pid: request_drain(int(pid)), POLL_S), group, timeout_s=timeout_s)

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from confluent_kafka import IsolationLevel, KafkaError, KafkaException, TopicCollection
 from confluent_kafka import admin as kafka_admin
 
+from spark_group_source import command_line
 from spark_group_source.error_codes import Meaning, Request, is_token_missing, meaning
 from spark_group_source.errors import TopicMissing
 from spark_group_source.kafka.environment import Environment
@@ -83,6 +84,7 @@ class Admin:
 
     Args:
         settings: librdkafka settings of an admin client.
+        config_file: the file of ``--command-config`` from which they are, for the commands that messages print.
         environment: clock and Kafka clients.
         retries: the maximum number of retries of an unanswered request.
         retry_interval_s: the pause before a retry.
@@ -92,6 +94,7 @@ class Admin:
         self,
         settings: Mapping[str, str],
         *,
+        config_file: str | None = None,
         environment: Environment | None = None,
         retries: int = 3,
         retry_interval_s: float = 1.0,
@@ -99,6 +102,8 @@ class Admin:
         self._environment = environment or Environment()
         self._servers = settings["bootstrap.servers"]
         self._client_info = ClientInfo.of(settings)
+        self.connection = command_line.connection(settings, config_file)
+        """The arguments with which commands connect to the same brokers, for those that messages print."""
         self._retries = retries
         self._retry = Retry(
             self._client_info, self._environment, retries=retries, interval_s=retry_interval_s, pause=self.pause

@@ -6,6 +6,7 @@ rebalances.
 
 import contextlib
 import logging
+import shlex
 import struct
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 
 from confluent_kafka import KafkaError, KafkaException
 
+from spark_group_source import command_line
 from spark_group_source.error_codes import Meaning, Request, Suspicions, meaning
 from spark_group_source.errors import CommitFailed, Fenced, GroupError, OptionError
 from spark_group_source.kafka.environment import Environment
@@ -82,6 +84,7 @@ class MemberConsumer:
     ) -> None:
         self._environment = environment
         self._client_info = ClientInfo.of(settings)
+        self._connection = command_line.connection(settings)
         self.incremental = is_incremental(settings)
         self._consumer_protocol = settings.get("group.protocol") == "consumer"
         self._on_assigned, self._on_revoked, self._on_lost = on_assigned, on_revoked, on_lost
@@ -127,11 +130,17 @@ class MemberConsumer:
             raise OptionError(
                 f"kafka.session.timeout.ms is {self._session_timeout_ms}, which the brokers refuse: it must lie "
                 "between their group.min.session.timeout.ms and group.max.session.timeout.ms (6000 and 1800000 "
-                "unless set). `kafka-configs.sh --describe --all --entity-type brokers` shows them"
+                f"unless set). To see them: {command_line.in_sentence(self._brokers_settings())}"
             )
         if error.code() in REFUSED_CODES:  # the library would retry forever without reporting it
             raise GroupError(f"the broker refuses the join: {error.str()}")
         log.info("group %s: member error, the library retries: %s", self._client_info.group, error.str())
+
+    def _brokers_settings(self) -> str:
+        """The command of Kafka that shows the settings of the brokers."""
+        _, servers, *config = self._connection
+        words = ("--bootstrap-server", servers, *config, "--describe", "--all", "--entity-type", "brokers")
+        return shlex.join(("kafka-configs.sh", *words))
 
     def identify(self) -> None:
         """Update :attr:`identity` from the library.

@@ -4,12 +4,12 @@ Runs in: the user's driver (CLI), the exporter. Deliberately absent: the offsets
 reads the offsets of its own partitions (``group_offsets``) and commits as a member of the group (``committer``).
 """
 
-import shlex
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from confluent_kafka import ConsumerGroupTopicPartitions, KafkaError, KafkaException
 
+from spark_group_source import command_line
 from spark_group_source.error_codes import Request
 from spark_group_source.errors import AccessDenied, BrokerUnavailable, CommitFailed
 from spark_group_source.kafka.admin import COORDINATOR_BOUND, Admin, Bound, Missing
@@ -116,10 +116,10 @@ class GroupAdmin(Admin):
         except KafkaException as exc:
             error = exc.args[0]
             if error.code() < 0:  # librdkafka's own code: no broker has answered
-                words = ("spark-group", "describe", "--bootstrap-servers", self._servers, "--group", group)
+                describe = command_line.spark_group("describe", self.connection, group)
                 raise CommitFailed(
                     f"Kafka did not confirm the new offsets of group {group!r} ({error.str()}). They may still be "
-                    f"committed. Check with `{shlex.join(words)}`, then try again"
+                    f"committed. Check with {command_line.in_sentence(describe)}, then try again"
                 ) from exc
             refused = f"Kafka refused new offsets of group {group!r}: {error.str()}"
             if missing := self._client_info.missing_permission(Request.ALTER, error.code(), group):

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final, Literal, NamedTuple
 
+from spark_group_source import command_line
 from spark_group_source.errors import OptionError
 from spark_group_source.model import StartAt
 from spark_group_source.options import client as client_settings
@@ -458,6 +459,11 @@ class Options:
         return {name: value for name, value in common.items() if name.startswith(client_settings.CONNECTION)} | {
             "bootstrap.servers": self.bootstrap_servers
         }
+
+    @property
+    def connection(self) -> command_line.Connection:
+        """The arguments with which commands connect to the brokers, for those that messages print."""
+        return command_line.connection(self.admin_settings())
 
     def producer_settings(self) -> dict[str, str]:
         """Settings of the producer that commits offsets; without transactional.id, which is the stream's."""

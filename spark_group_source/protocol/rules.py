@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from spark_group_source.command_line import Connection
 from spark_group_source.model import StartAt, TopicPartition
 
 SLOTS_MAX = 1_000
@@ -39,8 +40,8 @@ class Rules:
 
     group: str
     starting: Starting
-    servers: str = ""
-    """``kafka.bootstrap.servers``, for the commands in error texts."""
+    connection: Connection = ()
+    """The arguments with which commands connect to the brokers, for those in error texts."""
     slots: int = 1
     """The members of this run; with ``auto_slots`` those at its start."""
     hold_budget_ms: int = 240_000

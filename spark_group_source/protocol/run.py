@@ -11,11 +11,11 @@ new partitions. The thread of Spark's call requests one step after another from 
 :class:`ReturnOffset` or :class:`RaiseError`: the coordinator has no state of its own.
 """
 
-import shlex
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import assert_never
 
+from spark_group_source import command_line
 from spark_group_source.errors import BrokerUnavailable, InvariantBroken, OptionError, RebalanceTimeout, SourceError
 from spark_group_source.model import TopicPartition
 from spark_group_source.protocol import events as ev
@@ -844,12 +844,12 @@ class Run:
             if self._held_elsewhere
             else ""
         )
-        words = ("spark-group", "describe", "--bootstrap-servers", self.rules.servers, "--group", self.rules.group)
+        describe = command_line.spark_group("describe", self.rules.connection, self.rules.group, "--members")
         return RebalanceTimeout(
             f"group {self.rules.group!r} has not {done} within {waited_ms / 1000:.0f} s for all "
             f"{len(self.slots.all)} members of this query (slot states: {states}), so the query cannot continue. "
-            f"{elsewhere}To see the members of the group: `{shlex.join(words)}`. The last events:\n"
-            f"{self._out.history()}",
+            f"{elsewhere}To see the members of the group: {command_line.in_sentence(describe)}. "
+            f"The last events:\n{self._out.history()}",
             group=self.rules.group,
             waited_ms=waited_ms,
         )

@@ -21,6 +21,7 @@ from typing import Protocol, TypeAlias
 
 import pyarrow as pa
 
+from spark_group_source import command_line
 from spark_group_source.error_codes import CODES, Meaning, Request, Suspicions, meaning
 from spark_group_source.errors import GroupError
 from spark_group_source.model import OffsetRange, Piece, TopicPartition
@@ -262,7 +263,8 @@ class RangeReader:
         try:
             return chunk.batch(group, self._options.include_headers)
         except GroupError as exc:
-            raise read_errors.unreadable_record(exc, self._options.servers, self._options.group_id) from None
+            there = command_line.connection(self._options.settings)
+            raise read_errors.unreadable_record(exc, there, self._options.group_id) from None
 
     def _advance(self, tp: TopicPartition, progress: RangeProgress, position: int, now: float) -> None:
         if position > progress.position:

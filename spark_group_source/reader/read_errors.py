@@ -3,9 +3,9 @@
 Runs in: executor workers. Deliberately absent: the meaning of an error code (``error_codes``), and when records count
 as lost (``range_reader``)."""
 
-import shlex
 from collections.abc import Sequence
 
+from spark_group_source import command_line
 from spark_group_source.error_codes import CODES, TLS_ALERT, Meaning, Request, Suspicions, meaning
 from spark_group_source.errors import AccessDenied, DataLoss, GroupError, ReadTimeout, TopicMissing
 from spark_group_source.model import OffsetRange, TopicPartition
@@ -164,13 +164,13 @@ def log_truncated(remaining: OffsetRange, newer: NewerRecord, log: Watermarks) -
     )
 
 
-def unreadable_record(error: GroupError, servers: str, group_id: str) -> GroupError:
+def unreadable_record(error: GroupError, connection: command_line.Connection, group_id: str) -> GroupError:
     """Add to the error of a record that Spark cannot store the command that moves the group past it."""
     topic, partition, offset = (str(error.fields[name]) for name in ("topic", "partition", "offset"))
-    words = ("--bootstrap-servers", servers, "--group", group_id, "--topic", f"{topic}:{partition}")
-    command = shlex.join(("spark-group", "reset", *words, "--to-offset", str(int(offset) + 1), "--execute"))
+    words = ("--topic", f"{topic}:{partition}", "--to-offset", str(int(offset) + 1), "--execute")
+    command = command_line.spark_group("reset", connection, group_id, *words)
     return GroupError(
         f"{error}. To skip the record, stop the query, run this command (for a table of DeltaSink with --table) and "
-        f"start the query again:\n    {command}",
+        f"start the query again:{command_line.sequence([command])}",
         **error.fields,
     )

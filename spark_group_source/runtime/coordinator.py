@@ -97,7 +97,7 @@ class Coordinator:
             handle=self._handle,
         )
         """The agents that are connected to this run, and the members placed on them."""
-        self._publisher = publisher or run_files.Publisher(options.group_id, options.bootstrap_servers)
+        self._publisher = publisher or run_files.Publisher(options.group_id, options.connection)
 
     # --- Spark's calls ----------------------------------------------------------------------------------------------
 
@@ -334,7 +334,7 @@ def rules_of(options: Options) -> Rules:
     """Derive the protocol's rules from the options."""
     return Rules(
         group=options.group_id,
-        servers=options.bootstrap_servers,
+        connection=options.connection,
         slots=1 if options.group_members == "auto" else options.group_members,
         auto_slots=options.group_members == "auto" and options.member_host != "driver",
         hold_budget_ms=int(options.max_poll_interval_ms * HOLD_SHARE),

@@ -72,6 +72,8 @@ def test_only_assigned_partitions_prove_a_subscription() -> None:
 class Scripted:
     """An admin client with scripted responses."""
 
+    connection = ("--bootstrap-servers", "b")
+
     def __init__(self, codes: dict[TopicPartition, int], after: dict[TopicPartition, CommittedOffset | None]) -> None:
         self.codes, self.after = codes, after
 

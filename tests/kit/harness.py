@@ -44,7 +44,7 @@ def rules_with(**rules: Any) -> Rules:
     usual: dict[str, Any] = {
         "group": GROUP,
         "starting": StartingPosition(),
-        "servers": "broker:9092",
+        "connection": ("--bootstrap-servers", "broker:9092"),
         "hold_budget_ms": HOLD_BUDGET_MS,
         "joining_budget_ms": JOINING_BUDGET_MS,
     }

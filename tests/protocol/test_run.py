@@ -115,7 +115,7 @@ def test_missing_assignment_is_logged_and_fails_the_run_after_its_budget() -> No
     assert "has not assigned partitions within 75 s for all 1 members of this query (slot states: joining)" in str(
         failure.value
     )
-    assert "`spark-group describe --bootstrap-servers broker:9092 --group 'our etl'`" in str(failure.value)
+    assert "`spark-group describe --bootstrap-servers broker:9092 --group 'our etl' --members`" in str(failure.value)
     assert "Join(slot=0" in str(failure.value)
     (warning,) = run.warned()
     assert "not all 1 members of this query have an assignment after 10 s; waiting up to 75 s" in warning

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from deltalake import DeltaTable
 from kit.frames import Session
+from printed_commands import commands
 from sink_source import offset
 from sink_words import Query, expire_log, offsets_in, one, records, rows
 from typer.testing import CliRunner
@@ -30,6 +31,7 @@ from spark_group_source.errors import LedgerConflict, OptionError, SourceError
 from spark_group_source.host import run_files
 from spark_group_source.kafka import CommittedOffset, Topic
 from spark_group_source.model import TopicPartition
+from spark_group_source.options.table import Options
 from spark_group_source.protocol.identifiers import note_text, parse_note
 from spark_group_source.protocol.statistics import Statistics
 
@@ -45,6 +47,8 @@ class Admin:
 
     def __init__(self) -> None:
         self.offsets: dict[TopicPartition, CommittedOffset] = {}
+        self.settings: dict[str, str] = {}
+        """The settings with which the last command connects."""
 
     def commit(self, at: int, *, foreign: bool = False) -> None:
         self.offsets[P0] = CommittedOffset(at, "" if foreign else note_text("s1", 0))
@@ -87,8 +91,9 @@ def admin(query: Query, monkeypatch: pytest.MonkeyPatch) -> Admin:
     def session(wanted: bool) -> Iterator[Session | None]:
         yield query.spark if wanted else None  # type: ignore[misc]
 
-    def admin_of(servers: str, group: str, *_: object) -> Admin:
+    def admin_of(servers: str, group: str, config: Path | None = None) -> Admin:
         assert (servers, group) == (SERVERS, "etl")
+        kafka.settings = common.options_of(servers, group, config).admin_settings()
         return kafka
 
     monkeypatch.setattr(common, "session", session)
@@ -97,21 +102,17 @@ def admin(query: Query, monkeypatch: pytest.MonkeyPatch) -> Admin:
 
 
 @pytest.fixture(autouse=True)
-def published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The run of the group publishes its servers on this host."""
+def published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[None]:
+    """The run of the group publishes how to connect to its brokers on this host."""
     monkeypatch.setattr(run_files, "directory", lambda: tmp_path / "runs")
-    run = run_files.Publisher("etl", SERVERS)
+    settings = {"kafka.bootstrap.servers": SERVERS, "kafka.group.id": "etl", "subscribe": "orders"}
+    run = run_files.Publisher("etl", Options.parse(settings | getattr(request, "param", {})).connection)
     statistics = Statistics(
         group="etl", stream="s1", seq=0, state="reading", generation=1, assigned=(1,), slots=("assigned",)
     )
     run.publish(statistics)
     yield
     run.close()
-
-
-def commands(error: pytest.ExceptionInfo[SourceError]) -> list[str]:
-    """The commands of a message: the lines that are indented by four spaces."""
-    return re.findall(r"^ {4}(\S.*)$", str(error.value), re.MULTILINE)
 
 
 def run_command(command: str) -> None:
@@ -125,10 +126,10 @@ def run_command(command: str) -> None:
     assert shown.exit_code == 0, shown.output
 
 
-def refused(run: Callable[[], object]) -> pytest.ExceptionInfo[SourceError]:
+def refused(run: Callable[[], object]) -> SourceError:
     with pytest.raises((LedgerConflict, OptionError)) as error:
         run()
-    return error
+    return error.value
 
 
 def continue_query(query: Query, table: Path, admin: Admin, batch_id: int, end: int) -> None:
@@ -263,13 +264,40 @@ def test_commands_for_a_second_write_of_a_batch(
     assert offsets_in(table) == list(range(5, 12))
 
 
+SECURITY = {
+    "kafka.security.protocol": "SASL_SSL",
+    "kafka.sasl.mechanism": "SCRAM-SHA-512",
+    "kafka.sasl.username": "etl",
+    "kafka.sasl.password": "open-sesame",
+}
+
+
+@pytest.mark.parametrize("published", [SECURITY], indirect=True, ids=["SASL_SSL"])
+def test_commands_for_secured_brokers_name_a_file_that_holds_the_querys_kafka_options(
+    query: Query, table: Path, admin: Admin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    query.run(query.sink(table), 0, offset(0, one(0, 10)))
+    admin.commit(4, foreign=True)
+    message = refused(lambda: query.run(query.sink(table), 1, offset(1, one(4, 20), followed=FOLLOWED)))
+    assert "open-sesame" not in str(message)
+    said = "client.properties contains the query's kafka.* options without this prefix, one name=value a line"
+    assert str(message).count(said) == 1
+    monkeypatch.chdir(tmp_path)
+    lines = [f"{name.removeprefix('kafka.')}={value}\n" for name, value in SECURITY.items()]
+    (tmp_path / "client.properties").write_text("".join(lines))
+    run_command(commands(message)[0])
+    assert admin.settings["sasl.password"] == "open-sesame" and admin.position == 10
+
+
 def test_a_table_and_a_group_with_spaces_are_quoted_and_unknown_servers_are_a_placeholder(
     query: Query, tmp_path: Path
 ) -> None:
     table = tmp_path / "my lake" / "orders"
     query.run(query.sink(table), 0, offset(0, one(0, 10), group="my etl"))
     below = offset(1, one(4, 20), group="my etl", followed=FOLLOWED)
-    printed = commands(refused(lambda: query.run(query.sink(table), 1, below)))
+    message = refused(lambda: query.run(query.sink(table), 1, below))
+    assert "(HOST:PORT are the bootstrap servers; if they need credentials, add --command-config)" in str(message)
+    printed = commands(message)
     words = "spark-group", "reset", "--bootstrap-servers", "HOST:PORT", "--group", "my etl"
     position = "--to-ledger", "--table", str(table), "--execute"
     assert tuple(shlex.split(printed[0])) == words + position
