@@ -42,21 +42,21 @@ class PositionLookups:
         """Partitions without a committed offset that start behind their first record, until a batch with them is
         durable or a foreign commit decides instead. This stream's own commit of the start does not count as one."""
         # A group can be reset only while it is empty, so a run can have missed a reset only while it had no partition.
-        # A stay is a time in which it has some without interruption; its first lookup also reads the notes of resets.
-        self._stay = 0
-        self._knows_resets = False  # of the time before this stay
-        self._reads_resets_of: int | None = None  # the stay whose first lookup is in flight
+        # A period is a time in which it has some without interruption; its first lookup also reads the notes of resets.
+        self._period = 0
+        self._knows_resets = False  # those from before this period
+        self._reads_resets_of: int | None = None  # the period whose first lookup is in flight
         self._failures = self._unanswered = 0
         self._retry_at_ms: int | None = None
 
     def order(self) -> None:
-        """Order the lookup of partitions without a position; a stay's first lookup is answered before the next."""
-        if not self._partitions.ours and (self._knows_resets or self._reads_resets_of == self._stay):
-            self._knows_resets, self._stay = False, self._stay + 1
+        """Order the lookup of partitions without a position; a period's first lookup is answered before the next."""
+        if not self._partitions.ours and (self._knows_resets or self._reads_resets_of == self._period):
+            self._knows_resets, self._period = False, self._period + 1
         waits = self._retry_at_ms is not None or self._reads_resets_of is not None
         if not waits and (tps := self._partitions.begin_lookups()):
             notes_only = self._partitions_with_notes(tps)
-            self._reads_resets_of = self._stay if notes_only else None
+            self._reads_resets_of = self._period if notes_only else None
             self._out.order(ev.FetchCommittedOffsets(partitions=tps, notes_only=notes_only))
 
     def deadlines_ms(self) -> list[int]:
@@ -79,7 +79,7 @@ class PositionLookups:
             return
         self._unanswered = 0
         if event.reset_number is not None:
-            self._knows_resets |= self._reads_resets_of == self._stay
+            self._knows_resets |= self._reads_resets_of == self._period
             self._reads_resets_of = None
         reset_number = max(
             [at.reset_number for at in event.offsets.values() if at is not None] + [event.reset_number or 0]
@@ -146,8 +146,8 @@ class PositionLookups:
             )
 
     def _partitions_with_notes(self, requested: tuple[TopicPartition, ...]) -> tuple[TopicPartition, ...]:
-        """Further partitions to read in the first lookup of a stay: only the notes of a group's committed offsets show
-        that it was reset."""
+        """Further partitions to read in the first lookup of a period, because only the notes of a group's committed
+        offsets show that it was reset."""
         if self._knows_resets:
             return ()
         mine = set(requested)

@@ -39,7 +39,9 @@ class Planner:
     def __init__(self, rules: Rules) -> None:
         self._rules = rules
         self._planned_at_ms: int | None = None
+        """When the last batch was planned; None before the run's first."""
         self._target: Mapping[TopicPartition, int] | None = None
+        """Up to where an AvailableNow run reads; None for other triggers."""
 
     def set_target(self, ends: Mapping[TopicPartition, int]) -> None:
         """Set the end of an AvailableNow run. Partitions that are not in it are left for the next run."""
@@ -61,7 +63,7 @@ class Planner:
         unlimited: bool,
         now_ms: int,
     ) -> StreamOffset | None:
-        """Plan the next batch. None if there is nothing to read, or not enough yet.
+        """Plan the next batch. Returns None if there is nothing to read, or not enough yet.
 
         The first batch of a stream is planned even if it reads nothing: it brings the stream id and the start positions
         into the checkpoint. A partition whose end is unknown reads nothing, but its position is in the plan like all
@@ -71,7 +73,7 @@ class Planner:
             run: the run, with its partitions and their positions.
             ends: up to where each partition may be read; missing if no broker answered.
             topic_ids: the ids of the topics whose log ends were read.
-            leader_epochs: returns the leader epochs to write down for these positions.
+            leader_epochs: returns the leader epochs to store with these positions.
             first: whether this is the first batch of the stream.
             unlimited: whether the trigger is Once, which reads everything available.
             now_ms: the time.
@@ -108,9 +110,8 @@ class Planner:
         )
 
     def _is_worthwhile(self, total: int, *, unlimited: bool, now_ms: int) -> bool:
-        floor = None if unlimited or self.bounded else self._rules.min_offsets
-        first = self._planned_at_ms is None
-        return is_worthwhile(total, floor, self._planned_at_ms or 0, now_ms, self._rules.max_delay_ms, first)
+        min_offsets = None if unlimited or self.bounded else self._rules.min_offsets
+        return is_worthwhile(total, min_offsets, self._planned_at_ms, now_ms, self._rules.max_delay_ms)
 
 
 # --- how much of the backlog, and into how many tasks ----------------------------------------------------------------
@@ -123,7 +124,7 @@ def fair_share(
 
     Each partition with a backlog gets an equal share; what a smaller backlog does not use is shared among the others.
     What remains, fewer offsets than partitions, is given one each in sorted order, starting at another partition in
-    each batch (``seq`` says at which). So neither a large backlog nor the sort order starves a partition: of n assigned
+    each batch (by ``seq``). So neither a large backlog nor the sort order starves a partition: of n assigned
     partitions, one with a backlog gets at least one offset within n batches.
 
     Args:
@@ -172,7 +173,7 @@ def _equal_share(sizes: Iterable[int], amount: int) -> tuple[int, int]:
 
 
 def is_worthwhile(
-    total_backlog: int, min_offsets: int | None, last_batch_ms: int, now_ms: int, max_delay_ms: int, first: bool
+    total_backlog: int, min_offsets: int | None, last_batch_ms: int | None, now_ms: int, max_delay_ms: int
 ) -> bool:
     """Whether to plan a batch now instead of waiting for ``min_offsets``.
 
@@ -182,12 +183,11 @@ def is_worthwhile(
     Args:
         total_backlog: offsets that can be read now, over all assigned partitions.
         min_offsets: None means no waiting.
-        last_batch_ms: when the last batch was planned, on the clock of ``now_ms``; ignored if ``first``.
+        last_batch_ms: when the run planned its last batch, on the clock of ``now_ms``; None: it has planned none.
         now_ms: the time.
         max_delay_ms: the longest wait.
-        first: whether this run has planned no batch yet.
     """
-    if first or min_offsets is None or total_backlog >= min_offsets:
+    if last_batch_ms is None or min_offsets is None or total_backlog >= min_offsets:
         return True
     return now_ms - last_batch_ms >= max_delay_ms
 

@@ -474,7 +474,7 @@ class Run:
 
     def _batch_durable(self, offset: StreamOffset) -> None:
         _require(offset.stream == self.stream, f"offset of stream {offset.stream!r}, not of {self.stream!r}")
-        if self.plan is None or offset.seq != self.plan.seq:  # possibly the previous start again
+        if self.plan is None or offset.seq != self.plan.seq:  # Spark may repeat an earlier start
             _require(offset.seq <= self.seq, f"batch {offset.seq} is durable, but this run did not plan it")
             return
         self.plan = None
@@ -524,14 +524,14 @@ class Run:
     def _order_commit(self, due: Mapping[TopicPartition, Position]) -> None:
         offsets: dict[TopicPartition, int] = {}
         slots: dict[TopicPartition, int] = {}
-        followed, truncated_from, stream = [], {}, Origin.STREAM
+        followed, truncated_from = [], {}
         ours, excluded = self.partitions.ours, self._commits.excluded_slots
         for tp, position in due.items():
             slot = ours[tp].slot
             if slot in excluded:
                 continue
             offsets[tp], slots[tp] = position.offset, slot
-            if position.origin is stream:
+            if position.origin is Origin.STREAM:
                 continue
             if position.origin is Origin.FOLLOWED:
                 followed.append(tp)
@@ -643,8 +643,8 @@ class Run:
             return None
         if self.placement.has_agents and (wait := self._move_slots()) is not None:
             return wait
-        enough = self.is_gathered if self._is_first or self._bounded else self.partitions.all_known
-        if not enough:
+        has_enough = self.is_gathered if self._is_first or self._bounded else self.partitions.all_known
+        if not has_enough:
             return self._wait_for_the_group()
         # A resumed run waits for all partitions at first: "nothing to read" must not mean "nothing assigned".
         late = self._is_resumed and not self.is_gathered
@@ -666,7 +666,7 @@ class Run:
         since_ms = max(self._since_ms, self.outage.ended_ms)
         waited_ms = self._now_ms - since_ms
         if waited_ms >= budget_ms and self._described is None:
-            return ev.DescribeGroup()  # tells a group without an assignment from an outage, which has its own limit
+            return ev.DescribeGroup()  # in an outage this request fails, and the outage has its own limit
         if waited_ms >= budget_ms:
             self._fail(self._timeout("assigned partitions", waited_ms))
             return None
@@ -714,8 +714,8 @@ class Run:
         """Pause an idle query between two reads of the log ends; every call of Spark reads them at least once."""
         shortest, longest = IDLE_PAUSES_MS
         pause_ms = min(max(int(self.data_loss.took_ms / IDLE_LOAD_MAX), shortest), longest)
-        rests = self._is_idle and self.counts.rebalances == self._rebalances_at_read
-        if rests and self._now_ms < self._ends_read_at_ms + pause_ms:
+        may_pause = self._is_idle and self.counts.rebalances == self._rebalances_at_read
+        if may_pause and self._now_ms < self._ends_read_at_ms + pause_ms:
             return ev.Wait(until_ms=self._ends_read_at_ms + pause_ms)
         self._move(ev.PauseEnded)
         self._ends_request = self._first_ends_request()

@@ -263,19 +263,19 @@ def test_waiting_partition_is_served_while_others_come_and_go(limit: int, arriva
 
 
 @pytest.mark.parametrize(
-    ("backlog", "at_least", "now_ms", "first", "runs"),
+    ("backlog", "at_least", "last_batch_ms", "now_ms", "runs"),
     [
-        (1, 15, 1_000, True, True),
-        (14, 15, 5_999, False, False),
-        (15, 15, 1_001, False, True),
-        (14, 15, 6_000, False, True),
-        (1, None, 1_001, False, True),
+        (1, 15, None, 1_000, True),
+        (14, 15, 1_000, 5_999, False),
+        (15, 15, 1_000, 1_001, True),
+        (14, 15, 1_000, 6_000, True),
+        (1, None, 1_000, 1_001, True),
     ],
 )
 def test_small_backlog_waits_until_the_maximum_delay(
-    backlog: int, at_least: int | None, now_ms: int, first: bool, runs: bool
+    backlog: int, at_least: int | None, last_batch_ms: int | None, now_ms: int, runs: bool
 ) -> None:
-    assert is_worthwhile(backlog, at_least, last_batch_ms=1_000, now_ms=now_ms, max_delay_ms=5_000, first=first) == runs
+    assert is_worthwhile(backlog, at_least, last_batch_ms, now_ms, max_delay_ms=5_000) == runs
 
 
 # --- the packing into tasks ------------------------------------------------------------------------------------------
