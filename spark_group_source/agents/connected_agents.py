@@ -53,8 +53,8 @@ class ConnectedAgents:
         environment: locks and futures.
         lease_ms: how long an agent may be silent.
         incremental: whether members keep partitions through a rebalance.
-        own_member_ids: takes each member id that the group gives a placed member.
-        handle: takes each event; never raises.
+        own_member_ids: receives each member id that the group assigns to a placed member.
+        handle: receives each event; never raises.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class ConnectedAgents:
     # --- from the channel -------------------------------------------------------------------------------------------
 
     def receive(self, connection: AgentConnection, message: ms.AgentReport) -> None:
-        """Take a message of an agent. An agent that the run did not accept, or dismissed, is ordered to end."""
+        """Handle a message of an agent. An agent that the run did not accept, or dismissed, is ordered to end."""
         agent = message.agent
         if self._end_reason is not None:
             _send(connection, self._dismissal(self._end_reason))

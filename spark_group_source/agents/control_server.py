@@ -41,9 +41,9 @@ class ControlServer:
 
     Args:
         options: the query's.
-        agents: takes the reports of agents.
-        died: takes the error that ended the channel's thread.
-        on_task_report: takes what tasks report that they read.
+        agents: handles the reports of agents.
+        died: receives the error that ended the channel's thread.
+        on_task_report: receives what tasks report that they read.
     """
 
     def __init__(
@@ -94,14 +94,16 @@ class ControlServer:
         if len(offset.ranges) >= LARGE_PLAN_RANGES:
             freeze_objects()
         with self._lock:
-            return self._claims.plan_tasks(offset, {tp: one.executor for one in placed for tp in one.partitions})
+            return self._claims.plan_tasks(
+                offset, {tp: member.executor for member in placed for tp in member.partitions}
+            )
 
     def prefetch_after(self, offset: StreamOffset, placed: Iterable[PlacedMembers]) -> None:
         """Let agents prefetch from where this batch ends."""
-        held: dict[str, list[TopicPartition]] = {}
-        for one in placed:
-            held.setdefault(one.agent, []).extend(one.partitions)
-        for agent, tps in held.items():
+        by_agent: dict[str, list[TopicPartition]] = {}
+        for member in placed:
+            by_agent.setdefault(member.agent, []).extend(member.partitions)
+        for agent, tps in by_agent.items():
             self._agents.prefetch(agent, _positions_after(offset, tps))
 
     # --- on the channel's thread ------------------------------------------------------------------------------------
@@ -136,7 +138,7 @@ class ControlServer:
             piece = self._claims.claim(claim.plan, claim.task, claim.executor)
             plan = self._claims.plan(claim.plan)
         if isinstance(piece, UnknownTask) or plan is None:
-            return ClaimRefused(reason=piece.reason if isinstance(piece, UnknownTask) else "its plan is gone")
+            return ClaimRefused(reason=piece.reason if isinstance(piece, UnknownTask) else "its plan was dropped")
         return ClaimGranted(**Piece.of(piece.ranges, plan.offset.topic_ids, plan.offset.leader_epochs)._asdict())
 
 

@@ -30,8 +30,8 @@ RECONNECT_SHARE = 1 / 3
 is sent, and opens another one while the lease lasts."""
 CLOSE_S_MAX = 8.0
 """Limit for closing the members when the agent ends; a member that is not closed then leaves with its session."""
-KNOWN_AS_MAX = 2_000
-"""Member ids that a member remembers; an agent does not use them."""
+OWN_MEMBER_IDS_MAX = 2_000
+"""The latest member ids that a member keeps. Only the stream reader uses them; here they bound the memory."""
 PrefetchSize = Callable[[Iterable[TopicPartition]], tuple[int, int]]
 """Returns how many bytes and rows of these partitions are prefetched in this agent."""
 
@@ -50,7 +50,7 @@ class HostedMembers:
         settings: librdkafka settings of members, with group.id.
         environment: threads, clock and clients.
         send: sends a message over the current connection, if there is one; never raises.
-        on_ended: takes the reason why the agent has to end, once. All members are closed by then.
+        on_ended: receives the reason why the agent has to end, once. All members are closed by then.
         on_silent: is called when nothing was received on the connection for too long; never raises or waits.
             :meth:`connected` is called when there is another connection.
     """
@@ -98,7 +98,7 @@ class HostedMembers:
         self._session.connect(lambda number, change: self._send_report(number=number, change=change))
 
     def receive(self, message: ms.AgentOrders) -> None:
-        """Take a message of the stream reader. On the connection's thread, in order; never waits."""
+        """Handle a message of the stream reader. On the connection's thread, in order; never waits."""
         with self._changed:
             self._received_ms = self._environment.now_ms()
             if not message.end_reason:
@@ -122,7 +122,7 @@ class HostedMembers:
 
     def _run(self) -> None:
         while (reason := self._wait()) is None:
-            if self._is_silent():
+            if self._detect_silence():
                 self._on_silent()
             else:
                 self._send_report(prefetched=self._prefetched_by_slot())
@@ -140,8 +140,8 @@ class HostedMembers:
                 self._end_reason = "the stream reader does not acknowledge changes of members"
             return self._end_reason
 
-    def _is_silent(self) -> bool:
-        """Whether the connection has been silent too long. The next one gets the full time."""
+    def _detect_silence(self) -> bool:
+        """Whether nothing was received on the connection for too long. If so, the time starts again for the next."""
         with self._changed:
             now_ms = self._environment.now_ms()
             silent = now_ms - max(self._received_ms, self._connected_ms) >= self._lease_ms * RECONNECT_SHARE
@@ -179,7 +179,7 @@ class HostedMembers:
             join,
             self._settings,
             environment=self._environment,
-            own_member_ids=deque(maxlen=KNOWN_AS_MAX),
+            own_member_ids=deque(maxlen=OWN_MEMBER_IDS_MAX),
             report=partial(self._on_event, join),
             on_identity=partial(self._on_identity, join),
         )

@@ -4,8 +4,8 @@ Runs in: the stream reader. Deliberately absent: the consumer, which runs in the
 decisions.
 
 The state of the member here is what it last reported. A commit is ordered under the identity known here, and the broker
-refuses it if the identity has changed since. ``held`` shrinks when the release is *sent*: from then on another consumer
-may read the partitions.
+refuses it if the identity has changed since. ``partitions`` shrinks when the release is *sent*: from then on another
+consumer may read them.
 """
 
 from collections import deque
@@ -26,9 +26,10 @@ class RemoteMember(SlotMember):
         join: the slot, the number of its consumer, its names in the group, and its agent.
         environment: locks and futures.
         incremental: whether the member keeps partitions through a rebalance.
-        send_order: sends an order to the consumer with that number, if its agent lives; never raises.
-        own_member_ids: takes each member id that the group gives the member.
-        report: takes each event; never raises.
+        send_order: sends an order to the consumer with that number, if its agent is connected or may reconnect; never
+            raises.
+        own_member_ids: receives each member id that the group assigns to the member.
+        report: receives each event; never raises.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class RemoteMember(SlotMember):
         if isinstance(change, MemberIdentity):
             self._set_identity(change)
         else:
-            self._note(change)
+            self._update(change)
             self._report(change)
 
     def end(self) -> None:
@@ -99,7 +100,7 @@ class RemoteMember(SlotMember):
             self._own_member_ids.append(change.member)
         self._identity = Identity(change.generation, change.member, bytes.fromhex(change.metadata))
 
-    def _note(self, event: ev.MemberReport | ev.MemberEnded) -> None:
+    def _update(self, event: ev.MemberReport | ev.MemberEnded) -> None:
         with self._lock:
             match event:
                 case ev.Assigned():

@@ -150,8 +150,8 @@ class OffsetCommitter:
             return False
         try:
             owned = self._begin()
-            nobody = memberless(self._settings, self._group, environment=self._environment)
-            owned.producer.send_offsets_to_transaction([to_kafka(tp, 0)], nobody.metadata, SEND_TIMEOUT_S)
+            outsider = memberless(self._settings, self._group, environment=self._environment)
+            owned.producer.send_offsets_to_transaction([to_kafka(tp, 0)], outsider.metadata, SEND_TIMEOUT_S)
             self._end(owned)
         except KafkaException as exc:
             error = exc.args[0]
@@ -253,7 +253,7 @@ class OffsetCommitter:
 
     def _clean_up(self, error: KafkaError) -> None:
         """Abort what was begun. A commit or abort that was not confirmed is repeated by the next call instead."""
-        self._note(error)
+        self._update_ownership(error)
         if not isinstance(owned := self._state, _Owned) or owned.transaction is Transaction.NONE:
             return
         if owned.transaction is not Transaction.OPEN and error.retriable():
@@ -262,10 +262,10 @@ class OffsetCommitter:
         try:
             self._end(owned)
         except KafkaException as exc:
-            self._note(exc.args[0])
+            self._update_ownership(exc.args[0])
 
-    def _note(self, error: KafkaError) -> None:
-        """Update the ownership of the id after an error."""
+    def _update_ownership(self, error: KafkaError) -> None:
+        """Update the state by what an error says about the ownership of the id."""
         fenced = meaning(Request.TRANSACTION, error.code()) is Meaning.FENCED
         match self._state:
             case _Owned() as owned if fenced:

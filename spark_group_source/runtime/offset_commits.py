@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 MEMBER_COMMIT_S_MAX = 10.0
 """The longest wait for a member's commit, where transactions are denied."""
 
-DENIALS_BELIEVED = 2
+DENIALS_CONFIRMED = 2
 """Transactions count as denied after this many refusals in a row: a starting broker, or one with a new ACL, refuses for
 a moment."""
 FOREIGN_MEMBER_SESSIONS = 1.5
@@ -101,7 +101,7 @@ class OffsetCommits:
         self._group, self._own_member_ids = options.group_id, own_member_ids
         self._stream = stream
         self._foreign_ms_max = int(FOREIGN_MEMBER_SESSIONS * options.session_timeout_ms)
-        self._foreign_since_ms: dict[str, int] = {}  # by foreign member id: when it was first seen in our membership
+        self._foreign_since_ms: dict[str, int] = {}  # by foreign member id: when it first had a membership of this run
         self._denials = 0  # refused transactions in a row
         self._retry_transaction_at_ms = 0
         self._commit_denied_since_ms: int | None = None  # since when neither a transaction nor a member may commit
@@ -117,7 +117,7 @@ class OffsetCommits:
     def members_commit(self) -> bool:
         """Whether transactions are denied, so that the members commit and a replaced run is not detected. Any
         thread."""
-        return self._denials >= DENIALS_BELIEVED
+        return self._denials >= DENIALS_CONFIRMED
 
     def prepare(self) -> bool:
         """Take over the transactional id, so that an older driver of this stream (for example a frozen one) is fenced.
@@ -143,16 +143,18 @@ class OffsetCommits:
             self._reported_allowed = allowed
             self._handle(ev.TransactionsChecked(allowed=allowed))
 
-    def check_replaced(self, slot: int, partition: Callable[[], TopicPartition], *, seen: bool = True) -> ReplacedCheck:
+    def check_replaced(
+        self, slot: int, partition: Callable[[], TopicPartition], *, confirmed: bool = True
+    ) -> ReplacedCheck:
         """Check on behalf of a slot whether a newer driver commits for this stream.
 
         Args:
             slot: the slot whose member was fenced.
             partition: returns any partition of the subscription; no offset is committed for it.
-            seen: the broker reported that another client has the slot's membership. Without transactions the other
+            confirmed: the broker reported that another client has the slot's membership. Without transactions the other
                 client cannot be identified; a slot whose membership may still be its own joins again.
         """
-        if self.members_commit and not seen:
+        if self.members_commit and not confirmed:
             return ev.NotReplaced(slot=slot)
         if self.members_commit and not self._has_placed_members():
             return ev.ReplacedUnclear(slot=slot, reason="transactions are not allowed here", final=True)
@@ -384,7 +386,7 @@ class OffsetCommits:
             raise CommitFailed(f"{exc}; retrying once") from exc
         self._retry_transaction_at_ms = self._environment.now_ms() + TRANSACTION_RETRY_MS
         self._report_transactions()
-        if self._denials == DENIALS_BELIEVED:
+        if self._denials == DENIALS_CONFIRMED:
             log.warning("group %s: transactions are denied (%s); the members commit the offsets", self._group, exc)
 
     def _commit_denied(self, exc: AccessDenied) -> NoReturn:

@@ -181,7 +181,9 @@ class RequestThread:
                 starts = self._admin.starting_offsets(request.starts, committed=committed)
                 self._handle(ev.StartsResolved(offsets=starts, requested=tuple(request.starts)))
             case ev.CheckReplaced():
-                self._handle(self._commits.check_replaced(request.slot, self._any_partition, seen=request.confirmed))
+                self._handle(
+                    self._commits.check_replaced(request.slot, self._any_partition, confirmed=request.confirmed)
+                )
             case offset_commits.CommitOrder():
                 self._handle(self._commits.commit(request))
 

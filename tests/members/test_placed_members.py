@@ -184,20 +184,20 @@ def test_an_agent_ends_when_nothing_is_received_for_its_lease(pair: Pair) -> Non
 def test_an_agent_reconnects_once_when_nothing_is_received_for_a_third_of_its_lease(pair: Pair) -> None:
     third_ms = LEASE_MS // 3
     pair.there.clock_ms += third_ms - 1
-    assert not pair.agent._is_silent()
+    assert not pair.agent._detect_silence()
     pair.there.clock_ms += 1
-    assert pair.agent._is_silent()
-    assert not pair.agent._is_silent(), "another connection is being opened"
+    assert pair.agent._detect_silence()
+    assert not pair.agent._detect_silence(), "another connection is being opened"
     pair.there.clock_ms += third_ms
-    assert pair.agent._is_silent(), "that one is silent too"
+    assert pair.agent._detect_silence(), "that one is silent too"
     pair.reconnect()
-    assert not pair.agent._is_silent()
+    assert not pair.agent._detect_silence()
 
 
 def test_answered_heartbeats_keep_a_connection(pair: Pair) -> None:
     for _ in range(12):
         pair.there.clock_ms += LEASE_MS // HEARTBEATS_PER_LEASE
-        assert not pair.agent._is_silent()
+        assert not pair.agent._detect_silence()
         pair.agent._send_report()
         pair.carry()
 
