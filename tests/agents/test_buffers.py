@@ -114,10 +114,10 @@ def test_records_whose_topic_id_is_not_checked_are_not_served() -> None:
     buffers = PrefetchBuffers(MEMORY)
     buffers.follow(PrefetchPositions({A: 0}))
     fill(buffers, A, 10, 10)
-    checked = buffers.last_number
+    checked = buffers.last_arrival
     fill(buffers, A, 10)
     wanted = [OffsetRange(A, 0, 9)]
-    assert buffers.last_numbers(wanted) == {"a": buffers.last_number}
+    assert buffers.last_arrivals(wanted) == {"a": buffers.last_arrival}
     assert buffers.take(wanted, {}, {}, {}) == []
     assert [one.until for one in buffers.take(wanted, {}, {}, {"a": checked})] == [2]
 

@@ -56,8 +56,8 @@ class BufferedRange:
     last: int
     bytes: int
     """Memory counted against the partition's share."""
-    number: int
-    """Number of the last batch that was added when the range was known to be complete."""
+    arrival: int
+    """The arrival with which the range became complete. A topic check that started after it covers the range."""
     overhead: int = RANGE_BYTES
     """Memory counted for the range itself. Of a range that was split, only one part has it."""
 
@@ -107,7 +107,7 @@ class PartitionBuffer:
     next_bytes: int = 0
     """Memory of the next record, if it did not fit; 0 otherwise."""
     halted: bool = False
-    """Whether fetching met an error: the partition waits for its next requested position."""
+    """Whether fetching failed: the partition waits for its next requested position."""
     removed: bool = False
     """Whether the partition is not prefetched any more; rows on their way are dropped."""
 
@@ -125,11 +125,12 @@ class PrefetchBuffers:
         self.used_bytes = 0
         """Memory of batches and ranges, including those that were taken and not freed yet."""
         self.reserved_bytes = 0
-        self.last_number = 0
-        """Number of the last batch."""
+        self.last_arrival = 0
+        """The number of arrivals so far: batches that were added, and positions that moved without a record."""
         self._unused_shares = 0
-        """Memory that the partitions' shares still have available, in bytes."""
+        """The sum of what each partition has not used of its share, in bytes."""
         self._seeks = 0
+        """The number of seeks so far; each has its own number."""
 
     # --- requested positions
 
@@ -210,8 +211,8 @@ class PrefetchBuffers:
         return max(0, min(self.free_bytes, max(own, self.free_bytes - (self._unused_shares - own))))
 
     def is_full(self, tp: TopicPartition) -> bool:
-        """Whether fetching more is not worth it: less than an eighth of its share, or too little for its next record,
-        is available."""
+        """Whether fetching more must wait: less than an eighth of the partition's share is available, or less than its
+        next record needs."""
         return not self._fits(tp, self._share // 8)
 
     def has_room_again(self, tp: TopicPartition) -> bool:
@@ -233,17 +234,17 @@ class PrefetchBuffers:
             The number of rows that fit, and the reserved bytes.
         """
         partition = self.partitions[tp]
-        ends = np.cumsum(sizes + (ROW_BYTES + 4 * len(tp.topic))) + (BATCH_BYTES + RANGE_BYTES)
-        count = int(np.searchsorted(ends, self.room(tp), side="right"))
-        if not count and not self.used_bytes + self.reserved_bytes and ends[0] <= self.memory_bytes:
+        overhead = BATCH_BYTES + RANGE_BYTES
+        needed = np.cumsum(sizes + (ROW_BYTES + 4 * len(tp.topic))) + overhead  # by the first row, the first two, ...
+        count = int(np.searchsorted(needed, self.room(tp), side="right"))
+        if not count and not self.used_bytes + self.reserved_bytes and needed[0] <= self.memory_bytes:
             count = 1  # larger than any share: buffered alone
-        left = ends[count:]
-        partition.next_bytes = (
-            int(left[0] - (ends[count - 1] - BATCH_BYTES - RANGE_BYTES if count else 0)) if len(left) else 0
-        )
-        reserved = int(ends[count - 1]) if count else 0
+        reserved = int(needed[count - 1]) if count else 0
+        # The next row is the first one of another batch and range, so it needs their overhead again.
+        rows_bytes = reserved - overhead if count else 0
+        partition.next_bytes = int(needed[count]) - rows_bytes if count < len(needed) else 0
         self.reserved_bytes += reserved
-        self._count(partition, reserved)
+        self._change_bytes(partition, reserved)
         return count, reserved
 
     def add(self, batch: pa.RecordBatch, accepted: Sequence[AcceptedRows]) -> None:
@@ -252,7 +253,7 @@ class PrefetchBuffers:
         Args:
             batch: the accepted rows, in order.
         """
-        self.last_number += 1
+        self.last_arrival += 1
         shared = SharedBatch(batch, batch.get_total_buffer_size() + BATCH_BYTES)
         first = 0
         for rows in accepted:
@@ -261,31 +262,31 @@ class PrefetchBuffers:
             partition = rows.partition
             if self.partitions.get(rows.row_slice.tp) is partition and partition.seek == rows.seek:
                 partition.ranges.append(
-                    BufferedRange(rows.start, rows.end, shared, first, last, rows.bytes, self.last_number)
+                    BufferedRange(rows.start, rows.end, shared, first, last, rows.bytes, self.last_arrival)
                 )
                 partition.position = rows.end
                 self._use(shared)
             else:
-                self._count(partition, -rows.bytes)
+                self._change_bytes(partition, -rows.bytes)
             first = last
 
     def cancel(self, accepted: Iterable[AcceptedRows]) -> None:
         """Release the reservations of rows that are not added."""
         for rows in accepted:
             self.reserved_bytes -= rows.bytes
-            self._count(rows.partition, -rows.bytes)
+            self._change_bytes(rows.partition, -rows.bytes)
 
     def advance(self, tp: TopicPartition, seek: int, position: int) -> None:
         """No record is left below this position."""
         partition = self.partitions.get(tp)
         if partition is None or partition.seek != seek or position <= partition.position:
             return
-        self.last_number += 1
+        self.last_arrival += 1
         last = partition.ranges[-1] if partition.ranges else None
         if last is not None and last.end == partition.position:
-            last.end, last.number = position, self.last_number
+            last.end, last.arrival = position, self.last_arrival
         elif self.free_bytes >= RANGE_BYTES:
-            partition.ranges.append(BufferedRange(partition.position, position, None, 0, 0, 0, self.last_number))
+            partition.ranges.append(BufferedRange(partition.position, position, None, 0, 0, 0, self.last_arrival))
             self.used_bytes += RANGE_BYTES
         partition.position = position
 
@@ -297,13 +298,13 @@ class PrefetchBuffers:
 
     # --- served records
 
-    def last_numbers(self, ranges: Sequence[OffsetRange]) -> dict[str, int]:
-        """By topic, the number of the last batch that serving these ranges needs."""
+    def last_arrivals(self, ranges: Sequence[OffsetRange]) -> dict[str, int]:
+        """By topic, the last arrival among what is buffered of these ranges."""
         found: dict[str, int] = {}
         for r in ranges:
             partition = self.partitions.get(r.tp)
             for each in self._start_of(partition, r) if partition else ():
-                found[r.tp.topic] = max(found.get(r.tp.topic, 0), each.number)
+                found[r.tp.topic] = max(found.get(r.tp.topic, 0), each.arrival)
         return found
 
     def take(
@@ -317,7 +318,7 @@ class PrefetchBuffers:
 
         Args:
             topic_ids, leader_epochs: those of the plan; records of others are not served.
-            checked: by topic, the number of the last batch that is known to belong to the planned topic.
+            checked: by topic, the last arrival that is known to belong to the planned topic.
         """
         found = []
         for index, r in enumerate(ranges):
@@ -332,11 +333,11 @@ class PrefetchBuffers:
             first = self._split(partition, r.start)
             self._split(partition, r.end)
             start = self._start_of(partition, r)
-            count = next((n for n, each in enumerate(start) if each.number > checked[r.tp.topic]), len(start))
+            count = next((n for n, each in enumerate(start) if each.arrival > checked[r.tp.topic]), len(start))
             if count:
                 taken = partition.ranges[first : first + count]
                 del partition.ranges[first : first + count]
-                self._count(partition, -sum(each.bytes for each in taken))
+                self._change_bytes(partition, -sum(each.bytes for each in taken))
                 found.append(TakenRanges(index, taken[-1].end, taken))
         return found
 
@@ -351,10 +352,12 @@ class PrefetchBuffers:
                 each.batch = None
 
     def _free(self, partition: PartitionBuffer, ranges: Sequence[BufferedRange]) -> None:
-        self._count(partition, -sum(each.bytes for each in ranges))
+        self._change_bytes(partition, -sum(each.bytes for each in ranges))
         self.free(ranges)
 
-    def _count(self, partition: PartitionBuffer, more: int) -> None:
+    def _change_bytes(self, partition: PartitionBuffer, more: int) -> None:
+        """Change the memory counted against a partition's share by ``more`` bytes, and with it the sum of the unused
+        shares: summing over all partitions for each record batch would be too slow."""
         if not partition.removed:
             self._unused_shares += max(0, self._share - partition.bytes - more) - max(0, self._share - partition.bytes)
         partition.bytes += more
@@ -375,7 +378,7 @@ class PrefetchBuffers:
         if at == len(partition.ranges) or partition.ranges[at].start >= offset:
             return at
         right, shared = partition.ranges[at], partition.ranges[at].batch
-        left = BufferedRange(right.start, offset, None, 0, 0, 0, right.number, overhead=0)
+        left = BufferedRange(right.start, offset, None, 0, 0, 0, right.arrival, overhead=0)
         if shared is not None:
             offsets = shared.batch.column("offset").slice(right.first, right.last - right.first).to_numpy()
             middle = right.first + int(np.searchsorted(offsets, offset))

@@ -109,7 +109,7 @@ class PrefetchServer:
 
     def _take(self, request: ClaimGranted) -> list[TakenRanges]:
         with self._buffers.locked() as buffers:
-            needed = buffers.last_numbers(request.ranges)
+            needed = buffers.last_arrivals(request.ranges)
         checked = self._checker.checked(needed, request.topic_ids) if needed else {}
         with self._buffers.locked() as buffers:
             return buffers.take(request.ranges, request.topic_ids, request.leader_epochs, checked)

@@ -33,23 +33,24 @@ class TopicIdChecker:
         self._requesting = threading.Lock()
         self._client: NativeClient | None = None
         self._checked: dict[tuple[str, str], int] = {}
-        """By topic name and id, the number of the last batch that is known to belong to that topic."""
+        """By topic name and id, the last arrival (:attr:`PrefetchBuffers.last_arrival`) that is known to belong to that
+        topic."""
         self._not_before_s = 0.0
         """When the next request may be sent, on the clock of ``time.monotonic``."""
 
     def checked(self, needed: Mapping[str, int], ids: Mapping[str, str]) -> dict[str, int]:
-        """Up to which batch the records of each topic are known to belong to the planned topic.
+        """Return, by topic, the last arrival that is known to belong to the planned topic.
 
         Args:
-            needed: by topic, the number of the last batch to serve.
+            needed: by topic, the last arrival to serve.
             ids: topic ids when the batch was planned. A topic without an id is not checked, as in tasks.
         """
         if not self._requesting.acquire(timeout=RESPONSE_S):
             return {}
         try:
-            without_id = {name: number for name, number in needed.items() if not ids.get(name)}
-            with_id = {(name, ids[name]): number for name, number in needed.items() if ids.get(name)}
-            unchecked = sorted(name for (name, id_), number in with_id.items() if self._last(name, id_) < number)
+            without_id = {name: arrival for name, arrival in needed.items() if not ids.get(name)}
+            with_id = {(name, ids[name]): arrival for name, arrival in needed.items() if ids.get(name)}
+            unchecked = sorted(name for (name, id_), arrival in with_id.items() if self._last(name, id_) < arrival)
             if unchecked and time.monotonic() >= self._not_before_s:
                 self._request(unchecked, ids)
             return without_id | {name: self._last(name, id_) for name, id_ in with_id if self._last(name, id_) >= 0}
@@ -61,7 +62,7 @@ class TopicIdChecker:
 
     def _request(self, names: list[str], ids: Mapping[str, str]) -> None:
         with self._buffers.locked() as buffers:
-            number = buffers.last_number
+            arrival = buffers.last_arrival
         try:
             self._client = self._client or self._open_client()
             request = self._client.describe_topics(names)
@@ -77,7 +78,7 @@ class TopicIdChecker:
             return
         for name, topic in topics.items():
             if topic.code == 0 and topic.id == ids[name]:
-                self._checked[name, topic.id] = number
+                self._checked[name, topic.id] = arrival
             elif topic.code == 0:
                 with self._buffers.changing() as buffers:
                     buffers.drop_topic(name)
