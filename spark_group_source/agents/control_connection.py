@@ -28,7 +28,7 @@ RETRY_S = 0.5
 RECEIVE_S = 1.0
 """While connected: how often the thread checks whether the agent ends."""
 REFUSED_S = 5.0
-"""When all addresses refuse connections for this long, the stream reader has ended: it listens all its life."""
+"""When all addresses refuse connections for this long, the run has ended: the stream reader listens until then."""
 
 
 class ControlConnection:
@@ -58,10 +58,15 @@ class ControlConnection:
         )
 
     def start(self, prefetch: Callable[[PrefetchPositions], None], prefetched: PrefetchSize) -> None:
-        """Connect, on threads that call ``prefetch`` for each new plan, and ``prefetched`` for each heartbeat."""
+        """Start the threads that connect, receive and send heartbeats.
+
+        Args:
+            prefetch: receives the positions after each new plan.
+            prefetched: returns the size of what is prefetched, for each heartbeat.
+        """
         self._prefetch = prefetch
         self._members.start(prefetched)
-        threading.Thread(target=self._stay_connected, name="coordinator", daemon=True).start()
+        threading.Thread(target=self._stay_connected, name="control-connection", daemon=True).start()
 
     @property
     def end_reason(self) -> str:

@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from functools import partial
-from math import inf
 from typing import Any, TypeVar
 
 from confluent_kafka import IsolationLevel, KafkaError, KafkaException, TopicCollection
@@ -45,12 +44,13 @@ MISSING_PAUSE_S = 1.0
 """The number of retries, and the pause between them, when brokers report that a topic does not exist."""
 OLD_CLIENTS_MAX = 3
 """Replaced clients that are kept for a while, because other threads may wait for their answers."""
-SHORT_TIMEOUT_S, TROUBLED_S = 1.5, 10.0
-"""The timeout of a request that follows within TROUBLED_S on one that was not fully answered: a new client may find the
-right broker, and a partial answer is returned only after the timeout of the rest. If that is too short, the retry has
-the full timeout."""
+SHORT_TIMEOUT_S, AFTER_RENEWAL_S = 1.5, 10.0
+"""The timeout of requests in the first AFTER_RENEWAL_S of a new client, which replaced one that was not fully answered:
+the new client may find the right broker, and a partial answer is returned only after the timeout of the rest. If that
+is too short, the retry has the full timeout."""
 RENEW_EVERY_S = 2.0
-"""The shortest interval between new clients meanwhile. A client that knew the old leader may never find the new one."""
+"""The shortest interval between new clients after partial answers. A client that knew the old leader may never find the
+new one."""
 RETENTION_SETTING = "offsets.retention.minutes"
 AMBIGUOUS_CODES = frozenset({KafkaError._NOENT, KafkaError._UNKNOWN_PARTITION})
 """The library's errors both for partitions that do not exist and for those whose leader it does not know or reach."""
@@ -117,9 +117,9 @@ class Admin:
         # Old clients are kept because a garbage-collected AdminClient fails its pending futures.
         self._client = self._new_client()
 
-    def matching_topics(self, wants: Callable[[str], bool]) -> dict[str, Topic]:
-        """Return all topics whose name ``wants`` accepts."""
-        return self.describe_topics([name for name in self.list_topics() if wants(name)])
+    def matching_topics(self, is_wanted: Callable[[str], bool]) -> dict[str, Topic]:
+        """Return all topics whose name ``is_wanted`` accepts."""
+        return self.describe_topics([name for name in self.list_topics() if is_wanted(name)])
 
     def list_topics(self) -> dict[str, Any]:
         """Return the library's object for every topic that the user may describe; each has ``partitions``."""
@@ -163,15 +163,15 @@ class Admin:
             )
         return found
 
-    def latest(self, tps: Iterable[TopicPartition], *, committed: bool = True, whole: bool = True) -> Offsets:
+    def latest(self, tps: Iterable[TopicPartition], *, committed: bool = True, require_all: bool = True) -> Offsets:
         """Return the end offset of each partition, without those that a broker reports missing.
 
         Args:
             committed: return the last stable offset instead of the high watermark.
-            whole: fail if a partition is unanswered (its leader moves, or is unavailable). With False such partitions
-                are left out, provided that another one was answered.
+            require_all: fail if a partition is unanswered (its leader moves, or is unavailable). With False such
+                partitions are left out, provided that another one was answered.
         """
-        return self._offsets(tps, _OffsetSpec.latest(), committed=committed, whole=whole)
+        return self._offsets(tps, _OffsetSpec.latest(), committed=committed, require_all=require_all)
 
     def latest_of_existing(self, tps: Iterable[TopicPartition], *, committed: bool) -> Offsets:
         """:meth:`latest` for partitions that should exist. Retries those reported missing, as
@@ -180,20 +180,20 @@ class Admin:
 
     def latest_with_epochs(self, tps: Iterable[TopicPartition], *, committed: bool) -> tuple[Offsets, Offsets]:
         """Return the end offsets of the answered partitions, and the leader epochs where leaders returned them."""
-        found = self._list_offsets(dict.fromkeys(tps, _OffsetSpec.latest()), committed=committed, whole=False)
+        found = self._list_offsets(dict.fromkeys(tps, _OffsetSpec.latest()), committed=committed, require_all=False)
         epochs = {tp: epoch for tp, at in found.items() if (epoch := at.leader_epoch) is not None and epoch >= 0}
         return {tp: at.offset for tp, at in found.items()}, epochs
 
-    def earliest(self, tps: Iterable[TopicPartition], *, whole: bool = True) -> dict[TopicPartition, int]:
+    def earliest(self, tps: Iterable[TopicPartition], *, require_all: bool = True) -> dict[TopicPartition, int]:
         """Return the log start offset of each partition. Missing and unanswered ones: as in :meth:`latest`."""
-        return self._offsets(tps, _OffsetSpec.earliest(), whole=whole)
+        return self._offsets(tps, _OffsetSpec.earliest(), require_all=require_all)
 
     def offsets_at_time(
-        self, times: Mapping[TopicPartition, int], *, whole: bool = True
+        self, times: Mapping[TopicPartition, int], *, require_all: bool = True
     ) -> dict[TopicPartition, int | None]:
         """Return the first offset whose timestamp is at or after the given ms since the epoch; None: there is none."""
         specs = {tp: _OffsetSpec.for_timestamp(at_ms) for tp, at_ms in times.items()}
-        found = self._list_offsets(specs, whole=whole, least=NO_MATCH)
+        found = self._list_offsets(specs, require_all=require_all, offset_min=NO_MATCH)
         return {tp: at.offset if at.offset >= 0 else None for tp, at in found.items()}
 
     def starting_offsets(
@@ -208,11 +208,11 @@ class Admin:
             The offset; None: no record is as recent as the timestamp.
         """
         found: dict[TopicPartition, int | None] = {tp: at.value for tp, at in starts.items() if at.kind == "offset"}
-        found.update(self.earliest((tp for tp, at in starts.items() if at.kind == "earliest"), whole=False))
+        found.update(self.earliest((tp for tp, at in starts.items() if at.kind == "earliest"), require_all=False))
         latest = (tp for tp, at in starts.items() if at.kind == "latest")
-        found.update(self.latest(latest, committed=committed, whole=False))
+        found.update(self.latest(latest, committed=committed, require_all=False))
         times = {tp: at.value for tp, at in starts.items() if at.kind == "time"}
-        found.update(self.offsets_at_time(times, whole=False))
+        found.update(self.offsets_at_time(times, require_all=False))
         return found
 
     def describe_group(self, group: str) -> GroupDescription:
@@ -283,31 +283,38 @@ class Admin:
             found |= find(wanted - found.keys())
         return found
 
-    def _offsets(self, tps: Iterable[TopicPartition], spec: Any, *, committed: bool = False, whole: bool) -> Offsets:
-        found = self._list_offsets(dict.fromkeys(tps, spec), committed=committed, whole=whole)
+    def _offsets(
+        self, tps: Iterable[TopicPartition], spec: Any, *, committed: bool = False, require_all: bool
+    ) -> Offsets:
+        found = self._list_offsets(dict.fromkeys(tps, spec), committed=committed, require_all=require_all)
         return {tp: at.offset for tp, at in found.items()}
 
     def _list_offsets(
-        self, specs: Mapping[TopicPartition, Any], *, committed: bool = False, whole: bool, least: int = 0
+        self, specs: Mapping[TopicPartition, Any], *, committed: bool = False, require_all: bool, offset_min: int = 0
     ) -> dict[TopicPartition, Any]:
         """Return the library's answer for each partition, without missing partitions.
 
         Args:
-            least: an answer with a smaller offset counts as unanswered.
+            offset_min: a response with a smaller offset counts as unanswered.
         """
         if not specs:
             return {}
         level = IsolationLevel.READ_COMMITTED if committed else IsolationLevel.READ_UNCOMMITTED
         requests = [{to_kafka(tp): specs[tp] for tp in batch} for batch in request_batches(specs)]
-        send = partial(self._list_offsets_once, requests, level, whole, least)
+        send = partial(self._list_offsets_once, requests, level, require_all, offset_min)
         answers = self._request(Request.OFFSETS, "listing offsets", send)
         return {TopicPartition(p.topic, p.partition): at for p, at in answers.items() if not isinstance(at, Missing)}
 
     def _list_offsets_once(
-        self, requests: Iterable[dict[Any, Any]], level: IsolationLevel, whole: bool, least: int, bound: Bound
+        self,
+        requests: Iterable[dict[Any, Any]],
+        level: IsolationLevel,
+        require_all: bool,
+        offset_min: int,
+        bound: Bound,
     ) -> dict[Any, Any]:
         """Send once. The library's errors are the same for missing partitions and for those whose leader it does not
-        know, so a broker is asked which partitions exist."""
+        know, so a second request finds out which partitions exist."""
         answers: dict[Any, Any] = {}
         failed: dict[Any, KafkaException] = {}
         futures: dict[Any, Future[Any]] = {}
@@ -316,14 +323,14 @@ class Admin:
         for partition, future in futures.items():
             try:
                 answer = self._answer(Request.OFFSETS, future, partition.topic)
-                if not isinstance(answer, Missing) and answer.offset < least:
+                if not isinstance(answer, Missing) and answer.offset < offset_min:
                     raise _no_answer()
                 answers[partition] = answer
             except KafkaException as exc:
                 if self._refusal.error is not None:
                     raise
                 failed[partition] = exc
-        if failed and answers and not whole:
+        if failed and answers and not require_all:
             if self._environment.now_ms() >= self._renewed_ms + RENEW_EVERY_S * 1000:
                 self._renew()
             return answers
@@ -341,7 +348,8 @@ class Admin:
         futures = self._client.describe_topics(topics, **bound)
         answers = self._answers(Request.TOPICS, futures)
         counts = {  # a topic without any known partition may have any number
-            name: 0 if isinstance(topic, Missing) else len(topic.partitions) or inf for name, topic in answers.items()
+            name: 0 if isinstance(topic, Missing) else len(topic.partitions) or math.inf
+            for name, topic in answers.items()
         }
         return [exc for p, exc in failed.items() if p.partition < counts[p.topic]]
 
@@ -371,25 +379,30 @@ class Admin:
                     raise _no_answer() from None
 
     def _timeout_s(self) -> float:
+        """The timeout of the next request that is not a short one."""
         return FIRST_TIMEOUT_S if self._slow < FIRST_TRIES and self._retries > 0 else REQUEST_TIMEOUT_S
 
     def _request(self, request: Request, op: str, send: Callable[[Bound], T]) -> T:
-        """Send a request with retries, and with the timeout that the cluster's last answers suggest."""
-        short = False
+        """Send a request with retries, each by a new client.
+
+        The timeout is short at first if the last client was replaced a moment ago, and then full; otherwise it depends
+        on how long the last requests took (:meth:`_timeout_s`).
+        """
+        is_short = False
 
         def send_once() -> T:
-            nonlocal short
+            nonlocal is_short
             sent_ms = self._environment.now_ms()
-            troubled = sent_ms < self._renewed_ms + TROUBLED_S * 1000
-            short = troubled and not short and self._retries > 0
+            is_new = sent_ms < self._renewed_ms + AFTER_RENEWAL_S * 1000
+            is_short = is_new and not is_short and self._retries > 0  # never twice in a row
             try:
-                answer = send({"request_timeout": SHORT_TIMEOUT_S if short else self._timeout_s()})
-                if not short:  # with a short timeout, the answer may leave out a slow leader's partitions
+                answer = send({"request_timeout": SHORT_TIMEOUT_S if is_short else self._timeout_s()})
+                if not is_short:  # with a short timeout, the answer may leave out a slow leader's partitions
                     took_ms = self._environment.now_ms() - sent_ms
                     self._slow = self._slow + 1 if took_ms >= FIRST_TIMEOUT_S * 1000 else 0
                 return answer
             except KafkaException as exc:
-                self._slow += not short
+                self._slow += not is_short
                 self._client.poll(0)  # runs the error callback
                 transient = meaning(request, exc.args[0].code()) is Meaning.RETRY
                 token_error = self._token_error if transient else None

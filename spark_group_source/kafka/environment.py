@@ -27,7 +27,7 @@ __all__ = ["Empty", "Environment", "Queue", "Thread"]
 log = logging.getLogger(__name__)
 
 ID_DIGITS = 12
-"""The length of a stream id, which is unique among the streams of one group."""
+"""The length of a generated id: of a stream, unique in its group, or of an agent, unique in its run."""
 
 # The library's type stubs accept neither callbacks nor loggers as settings.
 _AdminClient: Any = kafka_admin.AdminClient

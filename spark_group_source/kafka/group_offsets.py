@@ -76,7 +76,7 @@ class GroupOffsets:
             yield from self._consumer(stable).committed(batch, timeout=left_s)
 
     def wait_until_visible(self, offsets: Mapping[TopicPartition, int]) -> None:
-        """Wait until a read that is not stable returns these offsets: other consumers start where that read says.
+        """Wait until a read that is not stable returns these offsets; other consumers start at what such reads return.
 
         Raises:
             CommitFailed: they did not become visible in time, or another client committed other offsets since.

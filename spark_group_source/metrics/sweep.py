@@ -164,7 +164,7 @@ class GroupSweeper:
         if tps:
             self._attempt(
                 "end offsets",
-                lambda: ends.update(self._admin.latest(tps, committed=self._committed_only, whole=False)),
+                lambda: ends.update(self._admin.latest(tps, committed=self._committed_only, require_all=False)),
             )
         self._read_ages(ends, until_ms)
         self._update_silence(reached, started_ms)
@@ -244,7 +244,7 @@ class GroupSweeper:
         now_ms = self._environment.now_ms()
         firsts: dict[TopicPartition, int] = {}
         if known := self._ages.known(behind, now_ms=now_ms):
-            self._attempt("log start offsets", lambda: firsts.update(self._admin.earliest(known, whole=False)))
+            self._attempt("log start offsets", lambda: firsts.update(self._admin.earliest(known, require_all=False)))
         missing = self._ages.missing(behind, firsts, now_ms=now_ms)
         read: dict[Key, RecordTime | None] = {}
 

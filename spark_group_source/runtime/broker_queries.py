@@ -52,12 +52,12 @@ class BrokerQueries:
         """
         tps = [TopicPartition(topic, p) for topic, count in self.topics().items() for p in range(count)]
         ends = self._admin.latest_of_existing(tps, committed=self._committed)
-        if left := [tp for tp in tps if tp not in ends]:
+        if unanswered := [tp for tp in tps if tp not in ends]:
             log.warning(
                 "group %s: no broker returned the end offsets of %d partitions, such as %s; the next run reads them",
                 self._options.group_id,
-                len(left),
-                left[0],
+                len(unanswered),
+                unanswered[0],
             )
         return ev.TargetRead(ends=ends)
 
@@ -67,8 +67,8 @@ class BrokerQueries:
         ends, leader_epochs = self._admin.latest_with_epochs(query.ends, committed=self._committed)
         epoch_ends = self._epoch_ends.read(query.epoch_ends)
         topics = self._admin.describe_topics(query.topics)
-        firsts = self._admin.earliest(query.firsts, whole=False)
-        log_ends = self._admin.latest(query.log_ends, committed=False, whole=False)
+        firsts = self._admin.earliest(query.firsts, require_all=False)
+        log_ends = self._admin.latest(query.log_ends, committed=False, require_all=False)
         return ev.LogEndsRead(
             ends=ends,
             leader_epochs=leader_epochs,
@@ -82,7 +82,7 @@ class BrokerQueries:
     def describe_group(self) -> ev.GroupDescribed:
         """Describe the group: its state, and the partitions of each client id."""
         found = self._admin.describe_group(self._options.group_id)
-        given: dict[str, frozenset[TopicPartition]] = {}
+        assigned: dict[str, frozenset[TopicPartition]] = {}
         for member in found.members:
-            given[member.client_id] = given.get(member.client_id, frozenset()) | frozenset(member.partitions)
-        return ev.GroupDescribed(state=found.state, assigned=given)
+            assigned[member.client_id] = assigned.get(member.client_id, frozenset()) | frozenset(member.partitions)
+        return ev.GroupDescribed(state=found.state, assigned=assigned)

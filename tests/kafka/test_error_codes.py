@@ -10,7 +10,7 @@ from manual_environment import A0, A1, ManualEnvironment, refusal
 from spark_group_source.error_codes import CODES, EXCEPTIONS, MEANINGS, Meaning, Request, Suspicions, meaning
 from spark_group_source.errors import AccessDenied, BrokerUnavailable, GroupError
 from spark_group_source.kafka import Admin
-from spark_group_source.kafka.admin import FIRST_TIMEOUT_S, REQUEST_TIMEOUT_S, SHORT_TIMEOUT_S, TROUBLED_S
+from spark_group_source.kafka.admin import AFTER_RENEWAL_S, FIRST_TIMEOUT_S, REQUEST_TIMEOUT_S, SHORT_TIMEOUT_S
 from spark_group_source.kafka.retry import CONFIRM_S, Retry
 from spark_group_source.kafka.translation import ClientInfo
 
@@ -163,9 +163,9 @@ def test_other_partitions_wait_only_the_short_timeout_for_an_unavailable_leader(
     moves, there = {A0: _info(5), A1: refusal(KafkaError._TIMED_OUT)}, {A0: _info(5), A1: _info(6)}
     environment.will("list_offsets", moves, moves, there, there)
     for _ in range(3):
-        admin.latest([A0, A1], whole=False)
-    environment.clock_ms += int(TROUBLED_S * 1000)
-    admin.latest([A0, A1], whole=False)
+        admin.latest([A0, A1], require_all=False)
+    environment.clock_ms += int(AFTER_RENEWAL_S * 1000)
+    admin.latest([A0, A1], require_all=False)
     assert bounds(environment) == [FIRST_TIMEOUT_S, SHORT_TIMEOUT_S, SHORT_TIMEOUT_S, FIRST_TIMEOUT_S]
 
 
@@ -186,8 +186,8 @@ def test_a_slow_leader_gets_the_full_timeout_in_the_retry(environment: ManualEnv
     nobody = {A0: refusal(KafkaError._TIMED_OUT), A1: refusal(KafkaError._TIMED_OUT)}
     both = {A0: _info(5), A1: _info(6)}
     environment.will("list_offsets", {A0: _info(5), A1: refusal(KafkaError._TIMED_OUT)}, nobody, both)
-    admin.latest([A0, A1], whole=False)
-    assert admin.latest([A0, A1], whole=False) == {A0: 5, A1: 6}
+    admin.latest([A0, A1], require_all=False)
+    assert admin.latest([A0, A1], require_all=False) == {A0: 5, A1: 6}
     assert bounds(environment) == [FIRST_TIMEOUT_S, SHORT_TIMEOUT_S, FIRST_TIMEOUT_S]
 
 
@@ -196,7 +196,7 @@ def test_a_slow_cluster_gets_the_full_timeout_until_an_answer_is_fast(environmen
     silent, answer = {A0: refusal(KafkaError._TIMED_OUT)}, {A0: _info(5)}
     environment.will("list_offsets", silent, silent, silent, silent, answer, answer)
     assert admin.latest([A0]) == {A0: 5}
-    environment.clock_ms += int(TROUBLED_S * 1000)
+    environment.clock_ms += int(AFTER_RENEWAL_S * 1000)
     admin.latest([A0])
     first, away = FIRST_TIMEOUT_S, SHORT_TIMEOUT_S
     assert bounds(environment) == [first, away, first, away, REQUEST_TIMEOUT_S, first]
@@ -211,20 +211,20 @@ def test_one_slow_leader_gets_the_full_timeout_although_others_are_fast(
     late = {A0: _info(5), A1: _TakesTooLong(environment)}
     environment.will("list_offsets", late, late, {A0: _info(5), A1: _info(6)})
     for _ in range(2):
-        assert admin.latest([A0, A1], whole=False) == {A0: 5}
-        environment.clock_ms += int(TROUBLED_S * 1000)
-    assert admin.latest([A0, A1], whole=False) == {A0: 5, A1: 6}
+        assert admin.latest([A0, A1], require_all=False) == {A0: 5}
+        environment.clock_ms += int(AFTER_RENEWAL_S * 1000)
+    assert admin.latest([A0, A1], require_all=False) == {A0: 5, A1: 6}
     assert bounds(environment) == [FIRST_TIMEOUT_S, FIRST_TIMEOUT_S, REQUEST_TIMEOUT_S]
 
 
-def test_one_partition_without_a_leader_fails_a_request_only_with_whole(
+def test_one_partition_without_a_leader_fails_a_request_only_with_require_all(
     environment: ManualEnvironment, admin: Admin
 ) -> None:
     moves = {A0: _info(5), A1: refusal(KafkaError.NOT_LEADER_FOR_PARTITION)}
     environment.will("list_offsets", moves, moves)
     environment.will("list_offsets", *[moves] * 3)
     for _ in range(4):
-        assert admin.latest([A0, A1], whole=False) == {A0: 5}
+        assert admin.latest([A0, A1], require_all=False) == {A0: 5}
     assert len(environment.admins) <= 2
     with pytest.raises(BrokerUnavailable, match="listing offsets was not answered"):
         admin.latest([A0, A1])

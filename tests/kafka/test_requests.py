@@ -63,7 +63,7 @@ def test_many_partitions_are_requested_in_batches(
     with pytest.raises(BrokerUnavailable):
         admin.latest([A0, A1, B0])
     environment.will("list_offsets", {A0: info(3), A1: info(4)}, {B0: refusal(KafkaError._TIMED_OUT)})
-    assert admin.latest([A0, A1, B0], whole=False) == {A0: 3, A1: 4}
+    assert admin.latest([A0, A1, B0], require_all=False) == {A0: 3, A1: 4}
 
 
 def test_a_request_is_retried_after_a_pause_and_then_fails(environment: ManualEnvironment) -> None:
