@@ -39,10 +39,19 @@ from spark_group_source.reader.broker_checks import (
     TopicUnchecked,
 )
 from spark_group_source.reader.native_client import NativeChunk, NativeClient
-from spark_group_source.reader.planned_rows import DAMAGED, EOF, NewerRecord, RecordSize, select_rows
 from spark_group_source.reader.read_counts import ReadCounts
 from spark_group_source.reader.read_errors import RequestFailures
-from spark_group_source.reader.records import ClientEvent, RowSlice, Watermarks, group_by_batch
+from spark_group_source.reader.records import (
+    DAMAGED,
+    EOF,
+    ClientEvent,
+    NewerRecord,
+    RecordSize,
+    RowSlice,
+    Watermarks,
+    group_by_batch,
+    select_rows,
+)
 
 LINGER_S = 0.02
 """How long one poll gathers records before it returns them; short enough for a task of a few records."""

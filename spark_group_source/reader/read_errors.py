@@ -9,8 +9,7 @@ from spark_group_source import command_line
 from spark_group_source.error_codes import CODES, TLS_ALERT, Meaning, Request, Suspicions, meaning
 from spark_group_source.errors import AccessDenied, DataLoss, GroupError, ReadTimeout, TopicMissing
 from spark_group_source.model import OffsetRange, TopicPartition
-from spark_group_source.reader.planned_rows import NewerRecord
-from spark_group_source.reader.records import ClientEvent, Watermarks
+from spark_group_source.reader.records import ClientEvent, NewerRecord, Watermarks
 
 GRACE_S = 3.0
 """How long brokers must repeat a report before it is believed: a missing or recreated topic, a short log, or refused

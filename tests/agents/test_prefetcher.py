@@ -6,8 +6,7 @@ from kit.fake_reader import FakeChunk, FakeClient, Message
 from spark_group_source.agents.prefetch.prefetcher import Prefetcher, SharedBuffers
 from spark_group_source.agents.task_messages import PrefetchPositions
 from spark_group_source.model import OffsetRange, TopicPartition
-from spark_group_source.reader.planned_rows import DAMAGED, EOF
-from spark_group_source.reader.records import ClientEvent
+from spark_group_source.reader.records import DAMAGED, EOF, ClientEvent
 
 TP = TopicPartition("t", 0)
 WANTED = [OffsetRange(TP, 0, 99)]

@@ -25,7 +25,7 @@ from reading import read as read_batches
 from spark_group_source.error_codes import Meaning, Request, meaning
 from spark_group_source.errors import AccessDenied, DataLoss, GroupError, TopicMissing
 from spark_group_source.model import OffsetRange, TopicPartition
-from spark_group_source.reader import fetch, planned_rows, range_reader, read_counts, read_errors, records, requests
+from spark_group_source.reader import fetch, range_reader, read_counts, read_errors, records, requests
 from spark_group_source.reader.broker_checks import ReadDeadline
 from spark_group_source.reader.records import ClientEvent
 from spark_group_source.reader.requests import REQUEST_TIMEOUT_S, PendingRequest
@@ -400,7 +400,7 @@ def test_a_recreated_topic_is_skipped_in_full_and_counted(
 def test_a_topic_recreated_while_it_is_read_is_detected_after_the_last_rows(
     cluster: MockCluster, monkeypatch: pytest.MonkeyPatch, loss_fails: bool
 ) -> None:
-    monkeypatch.setattr(planned_rows, "BATCH_ROWS_MAX", 5)
+    monkeypatch.setattr(records, "BATCH_ROWS_MAX", 5)
     monkeypatch.setattr(range_reader, "TOPIC_CHECK_VALID_S", 0)
     planned = {"orders": topic_id(cluster)}
     wanted = [OffsetRange(TP, 0, COUNT)]
@@ -512,5 +512,5 @@ def test_incomparable_leader_epochs_are_ignored(cluster: MockCluster, read: Read
 @pytest.mark.parametrize(("epochs", "rows"), [((1, 1, 2, 2), 4), ((1, 2, 3, 3), 2), ((3, 3, 3, 3), 0), ((-1,) * 4, 4)])
 def test_records_of_a_newer_leader_are_not_planned(epochs: Sequence[int], rows: int) -> None:
     chunk: Any = FakeChunk([Message(TP, 10 + at, epoch=epoch) for at, epoch in enumerate(epochs)])
-    later = None if rows == 4 else planned_rows.NewerRecord(10 + rows, 3)
-    assert planned_rows.select_rows(chunk, chunk.partition_rows[0], 10, 99, 2) == (0, rows, 10 + rows, later)
+    later = None if rows == 4 else records.NewerRecord(10 + rows, 3)
+    assert records.select_rows(chunk, chunk.partition_rows[0], 10, 99, 2) == (0, rows, 10 + rows, later)

@@ -32,7 +32,7 @@ from reading import read as read_batches
 from spark_group_source.errors import DataLoss, GroupError, OptionError, ReadTimeout, TopicMissing
 from spark_group_source.librdkafka import refused_setting
 from spark_group_source.model import OffsetRange, Piece, TopicPartition
-from spark_group_source.reader import fetch, native_client, planned_rows, range_reader, read_counts, records
+from spark_group_source.reader import fetch, native_client, range_reader, read_counts, records
 from spark_group_source.reader.native_client import NativeClient
 from spark_group_source.reader.records import RowSlice, arrow_schema, spark_ddl
 
@@ -454,7 +454,7 @@ class DamagedBatch(Silent):
     def poll(self, rows_max: int, wait_s: float) -> FakeChunk:
         self.polls += 1
         at = list(range(3, 9)) if self.reassigned else {1: [1, 2], 2: [5, 6], 3: [7, 8]}.get(self.polls, [])
-        codes = {2: min(planned_rows.DAMAGED), 4: planned_rows.EOF}
+        codes = {2: min(records.DAMAGED), 4: records.EOF}
         events = [records.ClientEvent(codes[n], "", T0, 9) for n in codes if n == self.polls]
         return FakeChunk([Message(T0, offset) for offset in at], events)
 
@@ -503,7 +503,7 @@ class OpenTransaction(Silent):
 
     def poll(self, rows_max: int, wait_s: float) -> FakeChunk:
         self.polls += 1
-        return FakeChunk([], [records.ClientEvent(planned_rows.EOF, "", T0, 5)] if self.polls in (1, 3) else [])
+        return FakeChunk([], [records.ClientEvent(records.EOF, "", T0, 5)] if self.polls in (1, 3) else [])
 
     def positions(self, tps: Sequence[TopicPartition]) -> dict[TopicPartition, int]:
         return dict.fromkeys(tps, -1001)
@@ -539,7 +539,7 @@ class NewerLeader(Silent):
         if self.polls == 1 or self.reassigned:
             first = [] if self.reassigned else [Message(T0, 0, epoch=1)]
             messages = [*first, *(Message(T0, at, epoch=2) for at in (1, 2))]
-            return FakeChunk(messages, [records.ClientEvent(planned_rows.EOF, "", T0, 3)])
+            return FakeChunk(messages, [records.ClientEvent(records.EOF, "", T0, 3)])
         if self.polls == 7:
             self.request.answers = [self.watermarks]
         return FakeChunk([Message(T1, self.polls - 2, epoch=1)] if self.polls < 7 else [])
@@ -604,7 +604,7 @@ def test_a_record_that_spark_cannot_store_fails_with_the_command_that_skips_it(m
 def test_two_readers_in_one_process_read_their_own_ranges(
     topic: TopicFactory, produce: Produce, broker: BrokerCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(planned_rows, "BATCH_ROWS_MAX", 10)  # so that both are half way at the same time
+    monkeypatch.setattr(records, "BATCH_ROWS_MAX", 10)  # so that both are half way at the same time
     name = topic()
     produce(name, [str(i) for i in range(100)], partition=0)
     servers = {"bootstrap.servers": broker.bootstrap_servers}
@@ -683,7 +683,7 @@ def test_records_deleted_while_the_range_is_read_are_data_loss(
     broker: BrokerCluster,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(planned_rows, "BATCH_ROWS_MAX", 10)
+    monkeypatch.setattr(records, "BATCH_ROWS_MAX", 10)
     name = topic()
     produce(name, [os.urandom(900_000) for _ in range(60)], partition=0)
     reading = read_batches(

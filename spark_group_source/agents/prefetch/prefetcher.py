@@ -19,9 +19,17 @@ from spark_group_source.agents.task_messages import PrefetchPositions
 from spark_group_source.errors import SourceError
 from spark_group_source.model import TopicPartition
 from spark_group_source.reader.native_client import NativeChunk, NativeClient
-from spark_group_source.reader.planned_rows import EOF, RecordSize, select_rows
 from spark_group_source.reader.range_reader import LINGER_S
-from spark_group_source.reader.records import ClientEvent, Ints, PartitionRows, RowSlice, group_by_batch
+from spark_group_source.reader.records import (
+    EOF,
+    ClientEvent,
+    Ints,
+    PartitionRows,
+    RecordSize,
+    RowSlice,
+    group_by_batch,
+    select_rows,
+)
 
 log = logging.getLogger(__name__)
 
