@@ -26,10 +26,11 @@ from spark_group_source.error_codes import CODES, Meaning, Request, Suspicions, 
 from spark_group_source.errors import GroupError
 from spark_group_source.model import OffsetRange, Piece, TopicPartition
 from spark_group_source.options.client import principal
-from spark_group_source.reader import read_errors
+from spark_group_source.reader import broker_checks
 from spark_group_source.reader.broker_checks import (
     RangeCheck,
     ReadDeadline,
+    RequestFailures,
     TopicCheck,
     TopicCheckFailed,
     TopicChecks,
@@ -40,7 +41,6 @@ from spark_group_source.reader.broker_checks import (
 )
 from spark_group_source.reader.native_client import NativeChunk, NativeClient
 from spark_group_source.reader.read_counts import ReadCounts
-from spark_group_source.reader.read_errors import RequestFailures
 from spark_group_source.reader.records import (
     DAMAGED,
     EOF,
@@ -179,7 +179,7 @@ class RangeReader:
         self._lease, self._piece, self._options, self._counts = lease, piece, options, counts
         self._deadline = ReadDeadline(options.progress_timeout_s, options.outage_timeout_s)
         self._record_size = RecordSize()
-        self._suspicions = Suspicions(read_errors.GRACE_S)
+        self._suspicions = Suspicions(broker_checks.GRACE_S)
         self._failures = RequestFailures(options.servers, principal(options.settings), self._suspicions)
         self._topics = TopicChecks(piece.topic_ids)
         self._ranges: dict[TopicPartition, RangeProgress] = {}
@@ -273,7 +273,7 @@ class RangeReader:
             return chunk.batch(group, self._options.include_headers)
         except GroupError as exc:
             there = command_line.connection(self._options.settings)
-            raise read_errors.unreadable_record(exc, there, self._options.group_id) from None
+            raise broker_checks.unreadable_record(exc, there, self._options.group_id) from None
 
     def _advance(self, tp: TopicPartition, progress: RangeProgress, position: int, now: float) -> None:
         if position > progress.position:
@@ -362,7 +362,7 @@ class RangeReader:
             remaining = [self._remaining(tp) for tp in sorted(self._ranges)]
             in_transaction = [r.tp for r in remaining if self._ranges[r.tp].log_end is LogEnd.OPEN_TRANSACTION]
             waited_s, last = self._deadline.waited_s(now), self._failures.last_text
-            raise read_errors.read_timeout(self._options.servers, remaining, waited_s, last, in_transaction)
+            raise broker_checks.read_timeout(self._options.servers, remaining, waited_s, last, in_transaction)
 
     # --- topic checks
 
@@ -500,7 +500,7 @@ class RangeReader:
         if watermarks.leader_epoch < record.epoch:
             progress.epoch = None
         elif self._options.fail_on_data_loss:
-            raise read_errors.log_truncated(self._remaining(tp), record, watermarks)
+            raise broker_checks.log_truncated(self._remaining(tp), record, watermarks)
         else:
             self._skip(tp, progress.end, f"the log was truncated at {record.offset} or below, and written again")
 
@@ -513,7 +513,7 @@ class RangeReader:
         """Brokers reported twice that these partitions do not exist."""
         if tps and self._options.fail_on_data_loss:
             topics = sorted({tp.topic for tp in tps})
-            raise read_errors.topic_missing(self._remaining(tps[0]), self._options.servers, topics)
+            raise broker_checks.topic_missing(self._remaining(tps[0]), self._options.servers, topics)
         for tp in tps:
             self._skip(tp, self._ranges[tp].end, "the partition no longer exists")
 
@@ -523,7 +523,7 @@ class RangeReader:
         if fails or name in self._read_topics:
             # Rows that were handed over may be of the new topic: the task must start again, even if loss is allowed.
             planned = next(r for r in self._piece.ranges if r.tp.topic == name)
-            raise read_errors.topic_recreated(planned, was_read=name in self._read_topics, can_skip=fails)
+            raise broker_checks.topic_recreated(planned, was_read=name in self._read_topics, can_skip=fails)
         for tp in [tp for tp in self._ranges if tp.topic == name]:
             self._skip(tp, self._ranges[tp].end, "the topic was deleted and recreated")
 
@@ -531,7 +531,7 @@ class RangeReader:
         """Records of the range are not in the log. Never moves below the planned start: records there are another
         log's."""
         if self._options.fail_on_data_loss:
-            raise read_errors.records_lost(self._remaining(tp), low, high)
+            raise broker_checks.records_lost(self._remaining(tp), low, high)
         until = min(low, progress.end) if low > progress.position else progress.end
         self._skip(tp, until, f"the log has only [{low},{high})")
 

@@ -25,7 +25,7 @@ from reading import read as read_batches
 from spark_group_source.error_codes import Meaning, Request, meaning
 from spark_group_source.errors import AccessDenied, DataLoss, GroupError, TopicMissing
 from spark_group_source.model import OffsetRange, TopicPartition
-from spark_group_source.reader import fetch, range_reader, read_counts, read_errors, records, requests
+from spark_group_source.reader import broker_checks, fetch, range_reader, read_counts, records, requests
 from spark_group_source.reader.broker_checks import ReadDeadline
 from spark_group_source.reader.records import ClientEvent
 from spark_group_source.reader.requests import REQUEST_TIMEOUT_S, PendingRequest
@@ -43,7 +43,7 @@ DEADLINE_S = 60
 
 @pytest.fixture(autouse=True)
 def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(read_errors, "GRACE_S", GRACE_S)
+    monkeypatch.setattr(broker_checks, "GRACE_S", GRACE_S)
     monkeypatch.setattr(range_reader, "CHECK_AFTER_S", 0.1)
     monkeypatch.setattr(requests, "REQUEST_TIMEOUT_S", 1.0)
 
@@ -198,7 +198,7 @@ def test_a_repeated_refusal_fails_the_task_after_the_grace_period() -> None:
 def test_a_refusal_is_forgotten_after_records_arrive(
     cluster: MockCluster, read: Read, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(read_errors, "GRACE_S", 0)  # a second refusal would be believed at once
+    monkeypatch.setattr(broker_checks, "GRACE_S", 0)  # a second refusal would be believed at once
     cluster.push_partition_errors(TP, Api.FETCH, [29])
     assert read() == list(range(COUNT))
     cluster.push_partition_errors(TP, Api.FETCH, [29])
@@ -232,7 +232,7 @@ def test_a_missing_or_refused_topic_is_believed_after_the_grace_period() -> None
 
 
 def test_temporary_metadata_errors_are_waited_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(read_errors, "GRACE_S", LONG_S)
+    monkeypatch.setattr(broker_checks, "GRACE_S", LONG_S)
 
     def play(cluster: MockCluster, code: int) -> None:
         planned = {"orders": topic_id(cluster)}
