@@ -1,7 +1,7 @@
 """What brokers report to a reading task: topic ids, the bounds of logs, failed requests, and the errors of the task.
 
 Runs in: executor workers. Deliberately absent: what follows from a check, and when records count as lost
-(``range_reader``), resending of requests (``requests``), and the meaning of an error code (``error_codes``).
+(``range_reader``), resending of requests (``native_client``), and the meaning of an error code (``error_codes``).
 
 Kafka gives every topic a new id, even if a topic of the same name existed before (KIP-516). librdkafka follows the
 name: if a topic is deleted and recreated, it continues with the new one at the same offsets and does not report it. Ids
@@ -18,9 +18,8 @@ from spark_group_source import command_line
 from spark_group_source.error_codes import CODES, TLS_ALERT, Meaning, Request, Suspicions, meaning
 from spark_group_source.errors import AccessDenied, DataLoss, GroupError, ReadTimeout, TopicMissing
 from spark_group_source.model import OffsetRange, TopicPartition
-from spark_group_source.reader.native_client import NativeClient
+from spark_group_source.reader.native_client import NativeClient, PendingRequest
 from spark_group_source.reader.records import ClientEvent, NewerRecord, TopicDescription, TopicDescriptions, Watermarks
-from spark_group_source.reader.requests import PendingRequest
 
 GRACE_S = 3.0
 """How long brokers must repeat a report before it is believed: a missing or recreated topic, a short log, or refused

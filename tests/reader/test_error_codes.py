@@ -25,10 +25,10 @@ from reading import read as read_batches
 from spark_group_source.error_codes import Meaning, Request, meaning
 from spark_group_source.errors import AccessDenied, DataLoss, GroupError, TopicMissing
 from spark_group_source.model import OffsetRange, TopicPartition
-from spark_group_source.reader import broker_checks, fetch, range_reader, read_counts, records, requests
+from spark_group_source.reader import broker_checks, fetch, native_client, range_reader, read_counts, records
 from spark_group_source.reader.broker_checks import ReadDeadline
+from spark_group_source.reader.native_client import REQUEST_TIMEOUT_S, PendingRequest
 from spark_group_source.reader.records import ClientEvent
-from spark_group_source.reader.requests import REQUEST_TIMEOUT_S, PendingRequest
 
 TP = TopicPartition("orders", 0)
 COUNT = 20
@@ -45,7 +45,7 @@ DEADLINE_S = 60
 def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(broker_checks, "GRACE_S", GRACE_S)
     monkeypatch.setattr(range_reader, "CHECK_AFTER_S", 0.1)
-    monkeypatch.setattr(requests, "REQUEST_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(native_client, "REQUEST_TIMEOUT_S", 1.0)
 
 
 @pytest.fixture(autouse=True)
@@ -307,18 +307,18 @@ class FakeAdminRequests:
 def test_an_overdue_request_is_resent_and_the_first_response_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A broker that does not respond is dead or slow: the request is resent, and a late response still counts."""
     clock = Clock()
-    monkeypatch.setattr(requests, "time", clock)
+    monkeypatch.setattr(native_client, "time", clock)
     admin: Any = FakeAdminRequests({})
     pending: PendingRequest[Any] = PendingRequest(admin, admin.send, itemgetter(0), admin.refresh_metadata)
     assert (pending.receive(0), admin.sent, admin.refreshed) == (None, 1, 0)
     for seconds in (1, 2):
-        clock.now_s += requests.RESEND_AFTER_S
+        clock.now_s += native_client.RESEND_AFTER_S
         assert (pending.receive(0), admin.sent, admin.refreshed) == (None, 1 + seconds, seconds)
-    failure = ClientEvent(requests.TIMED_OUT, "timed out", TP, -1)
+    failure = ClientEvent(native_client.TIMED_OUT, "timed out", TP, -1)
     admin.answered = {1: failure}
     assert pending.receive(0) == (failure, 0.0)
     admin.answered = {2: records.Watermarks(0, 9)}
-    assert pending.receive(0) == (records.Watermarks(0, 9), requests.RESEND_AFTER_S)
+    assert pending.receive(0) == (records.Watermarks(0, 9), native_client.RESEND_AFTER_S)
     assert admin.cancelled == [1, 2, 3]
 
 
@@ -418,7 +418,7 @@ def test_the_number_of_topic_checks_of_a_small_task(
     cluster: MockCluster, read: Read, monkeypatch: pytest.MonkeyPatch, valid_s: float, requests_sent: int
 ) -> None:
     monkeypatch.setattr(range_reader, "TOPIC_CHECK_VALID_S", valid_s)
-    monkeypatch.setattr(requests, "RESEND_AFTER_S", DEADLINE_S)  # nothing is resent, even on a slow machine
+    monkeypatch.setattr(native_client, "RESEND_AFTER_S", DEADLINE_S)  # nothing is resent, even on a slow machine
     planned = {"orders": topic_id(cluster)}
     read(0, 1)  # the client and its connections
     cluster.forget_requests()
