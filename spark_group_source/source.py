@@ -235,8 +235,7 @@ class GroupStreamReader(CheckedPickle, DataSourceStreamReader, SupportsTriggerAv
     def read(self, partition: InputPartition) -> "Iterator[pa.RecordBatch]":
         assert isinstance(partition, RangesPartition)
         options = self._options.on_executor(os.environ)
-        from spark_group_source.reader.fetch import read_ranges
-        from spark_group_source.reader.range_reader import ReadOptions
+        from spark_group_source.reader.range_reader import ReadOptions, read_ranges
 
         read = ReadOptions(
             options.consumer_settings(),

@@ -8,14 +8,13 @@ import pyarrow as pa
 from spark_group_source.agents.agent_folder import AgentFolder
 from spark_group_source.agents.prefetch import client
 from spark_group_source.model import OffsetRange, Piece, TopicPartition
-from spark_group_source.reader import fetch
-from spark_group_source.reader.range_reader import ReadOptions
-from spark_group_source.reader.read_counts import ReadCounts
+from spark_group_source.reader import range_reader
+from spark_group_source.reader.range_reader import ReadCounts, ReadOptions
 
 
 def read(settings: Mapping[str, str], ranges: Iterable[OffsetRange], **options: Any) -> Iterator[pa.RecordBatch]:
     """The batches, from the brokers; ``options`` as for :func:`read_with_agent`."""
-    return fetch.read_ranges(*_arguments(settings, ranges, **options))
+    return range_reader.read_ranges(*_arguments(settings, ranges, **options))
 
 
 def read_with_agent(

@@ -24,8 +24,8 @@ from spark_group_source.agents.prefetch.prefetcher import Prefetcher, SharedBuff
 from spark_group_source.agents.prefetch.server import PrefetchServer
 from spark_group_source.agents.prefetch.topic_ids import TopicIdChecker
 from spark_group_source.agents.processes import ProcessId, ProcessWatch
-from spark_group_source.reader.fetch import open_client
 from spark_group_source.reader.native_client import NativeClient
+from spark_group_source.reader.range_reader import open_client
 
 log = logging.getLogger(__name__)
 

@@ -33,9 +33,7 @@ from spark_group_source.agents.task_messages import Claim, ClaimGranted, ClaimRe
 from spark_group_source.errors import ChannelBroken
 from spark_group_source.model import Piece
 from spark_group_source.options.table import Options
-from spark_group_source.reader.fetch import read_ranges
-from spark_group_source.reader.range_reader import ReadOptions
-from spark_group_source.reader.read_counts import ReadCounts
+from spark_group_source.reader.range_reader import ReadCounts, ReadOptions, read_ranges
 
 if TYPE_CHECKING:
     import pyarrow as pa

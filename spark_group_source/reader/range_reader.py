@@ -1,7 +1,13 @@
-"""Reads offset ranges through one client: which records belong to a range, when a range is finished, what was lost.
+"""Reads offset ranges from Kafka into Arrow batches: when a range is finished, what was lost, which client is used.
 
-Runs in: executor workers. Deliberately absent: fetching records (``native_client``), selecting the planned ones
-(``planned_rows``), creating and reusing clients (``fetch``), planning.
+Runs in: executor workers, inside ``read(partition)``. Deliberately absent: membership (the consumers here have assigned
+partitions; they never subscribe or commit), fetching records (``native_client``), selecting the planned ones
+(``records``), what brokers report (``broker_checks``), planning, the report to the stream reader (``agents.task``), and
+anything of pyspark.
+
+A worker process keeps one idle client for each set of settings, because connecting and fetching metadata take far
+longer than a small range. A reader takes the client, assigns all its ranges at once, and returns it with nothing
+assigned. After an error the client is closed instead, so that the task's retry starts with a new one.
 
 A range is finished when a record at or above its end was fetched, when the position reached the end (transaction
 markers and compaction move it without a record), or at the end of the log. The reader never waits for a record at the
@@ -12,12 +18,16 @@ the planned one. Records are fetched and handed over while requests are pending.
 client's own view alone: see ``error_codes``.
 """
 
+import atexit
+import logging
+import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Protocol, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import pyarrow as pa
 
@@ -40,7 +50,6 @@ from spark_group_source.reader.broker_checks import (
     TopicUnchecked,
 )
 from spark_group_source.reader.native_client import NativeChunk, NativeClient
-from spark_group_source.reader.read_counts import ReadCounts
 from spark_group_source.reader.records import (
     DAMAGED,
     EOF,
@@ -52,6 +61,8 @@ from spark_group_source.reader.records import (
     group_by_batch,
     select_rows,
 )
+
+log = logging.getLogger(__name__)
 
 LINGER_S = 0.02
 """How long one poll gathers records before it returns them; short enough for a task of a few records."""
@@ -66,16 +77,32 @@ TOPIC_REQUEST_PAUSE_S = 0.2
 
 OUT_OF_RANGE = frozenset({CODES["_AUTO_OFFSET_RESET"], CODES["OFFSET_OUT_OF_RANGE"]})
 """librdkafka stopped fetching a partition because the broker has no such offset. A range check verifies it."""
+RANGES_IN_WARNING_MAX = 100
 _pause = threading.Event()  # never set: waiting for it sleeps
 
-
-class ClientLease(Protocol):
-    """A client that one reader uses exclusively."""
-
-    client: NativeClient
-
-    def renew(self) -> None:
-        """Close the client and open a new one, with nothing assigned."""
+_FORCED_SETTINGS = {
+    "group.protocol": "classic",
+    "enable.auto.commit": "false",
+    "enable.auto.offset.store": "false",
+    "enable.partition.eof": "true",  # the only sign that no record follows in the last offsets of a range
+    "auto.offset.reset": "error",  # an offset out of range must fail, and must not move the position
+    # No group is polled here; a member's short interval could be below this client's session timeout.
+    "max.poll.interval.ms": "86400000",
+    "statistics.interval.ms": "0",
+}
+_DEFAULT_SETTINGS = {
+    "group.id": "spark-group-source-reader",  # required by librdkafka; nothing is joined or committed
+    "fetch.queue.backoff.ms": "5",  # the default of 1 s stalls a reader that has just emptied a full queue
+    "fetch.wait.max.ms": "10",  # a fetch that waits at a log's end delays the next task's ranges by this
+    "fetch.error.backoff.ms": "50",
+    # As in Java's consumer: a corrupt byte must not become a row. Takes some 4% of the client's time.
+    "check.crcs": "true",
+    # The memory of a worker besides its batches: this queue, and one response (fetch.max.bytes) above it. Higher values
+    # were not faster.
+    "queued.min.messages": "30000",
+    "queued.max.messages.kbytes": "32768",
+    "topic.metadata.propagation.max.ms": "5000",
+}
 
 
 @dataclass(frozen=True, repr=False)
@@ -106,6 +133,189 @@ class ReadOptions:
     @property
     def group_id(self) -> str:
         return self.settings.get("group.id", "")
+
+
+class SkippedRange(NamedTuple):
+    """Planned offsets that were skipped, and the reason."""
+
+    range: OffsetRange
+    reason: str
+
+
+class ReadCounts:
+    """What one task attempt read and skipped."""
+
+    def __init__(self) -> None:
+        self.rows_from_agent: Counter[TopicPartition] = Counter()
+        """Rows that came from the memory of the executor's agent."""
+        self.rows_from_brokers: Counter[TopicPartition] = Counter()
+        """Rows that were fetched from brokers."""
+        self._skipped: list[SkippedRange] = []
+        self._is_complete = False
+
+    def skip(self, tp: TopicPartition, start: int, end: int, reason: str) -> None:
+        """Count [start, end) as lost. An offset is at most one record; compaction and transaction markers leave
+        offsets without one."""
+        if start < end:
+            self._skipped.append(SkippedRange(OffsetRange(tp, start, end), reason))
+
+    def complete(self, group_id: str) -> None:
+        """Note that every planned offset was read or skipped, and log one warning with the skipped ranges."""
+        self._is_complete = True
+        if not (merged := self.merged()):
+            return
+        named = [f"{one.range} ({one.range.size}): {one.reason}" for one in merged[:RANGES_IN_WARNING_MAX]]
+        more = len(merged) - len(named)
+        log.warning(
+            "group %s: data loss: skipped %d planned offsets because failOnDataLoss is false: %s%s",
+            group_id,
+            sum(one.range.size for one in merged),
+            "; ".join(named),
+            f"; and {more} more ranges" if more else "",
+        )
+
+    @property
+    def lost(self) -> tuple[OffsetRange, ...]:
+        """The skipped ranges of a complete attempt; empty before, because a retry may skip other offsets."""
+        return tuple(one.range for one in self.merged()) if self._is_complete else ()
+
+    def merged(self) -> list[SkippedRange]:
+        """The skipped ranges in order; adjacent ones with the same reason are merged."""
+        found: list[SkippedRange] = []
+        for one in sorted(self._skipped):
+            last = found[-1].range if found else None
+            if last and (last.tp, last.end) == (one.range.tp, one.range.start) and found[-1].reason == one.reason:
+                found[-1] = SkippedRange(OffsetRange(last.tp, last.start, one.range.end), one.reason)
+            else:
+                found.append(one)
+        return found
+
+
+def read_ranges(piece: Piece, options: ReadOptions, counts: ReadCounts | None = None) -> Iterator[pa.RecordBatch]:
+    """Yield every record of ``piece`` that is still in the log, once, in offset order per partition.
+
+    Runs in: an executor worker. Nothing happens before the first ``next``. A generator that is closed early releases
+    its client for reuse.
+
+    Args:
+        piece: [start, end) of different partitions, in any order.
+        options: how to read.
+        counts: counts what is read and skipped.
+
+    Raises:
+        DataLoss: planned offsets are no longer in the log, or were never written to the current log.
+        TopicMissing: the topic or partition no longer exists.
+        AccessDenied: credentials or permissions were refused; a retry alone cannot help.
+        ReadTimeout: ``progress_timeout_s`` or ``outage_timeout_s`` passed; the message has the remaining ranges and the
+            last error of the connection.
+        GroupError: brokers refused a request for good, or Spark cannot store a record's timestamp.
+        OptionError: librdkafka refuses a setting; the message has its name, never its value.
+        SetupError: librdkafka cannot be used here.
+    """
+    counts = counts or ReadCounts()
+    ranges = _non_empty(piece.ranges)
+    if not ranges:
+        counts.complete(options.group_id)
+        return
+    lease = ClientLease(_ClientSettings(_settings(options.settings)))
+    options = replace(options, outage_timeout_s=max(options.progress_timeout_s, options.outage_timeout_s))
+    is_reusable = False
+    try:
+        yield from RangeReader(lease, piece._replace(ranges=ranges), options, counts).batches()
+        is_reusable = True
+        counts.complete(options.group_id)
+    except GeneratorExit:
+        is_reusable = True
+        raise
+    finally:
+        lease.release(is_reusable=is_reusable)
+
+
+def _non_empty(ranges: tuple[OffsetRange, ...]) -> tuple[OffsetRange, ...]:
+    """The ranges that are not empty.
+
+    Raises:
+        ValueError: a range is invalid, or two are of one partition.
+    """
+    found = tuple(sorted(r for r in ranges if r.size))
+    for r in found:
+        if not 0 <= r.start <= r.end:
+            raise ValueError(f"invalid range: {r}")
+    if len({r.tp for r in found}) < len(found):  # a client can be assigned a partition only once
+        raise ValueError(f"two ranges of one partition: {', '.join(map(str, found))}")
+    return found
+
+
+# --- clients ----------------------------------------------------------------------------------------------------------
+
+
+def open_client(settings: Mapping[str, str], **defaults: str) -> NativeClient:
+    """Open a reading client for the caller alone; it is not shared with tasks.
+
+    Args:
+        settings: as for :func:`read_ranges`.
+        defaults: defaults that differ from those of tasks' clients, with ``_`` for each dot.
+
+    Raises:
+        OptionError: librdkafka refuses a setting.
+        SetupError: librdkafka cannot be used here.
+    """
+    return NativeClient(_settings(settings, {name.replace("_", "."): value for name, value in defaults.items()}))
+
+
+def _settings(given: Mapping[str, str], defaults: Mapping[str, str] | None = None) -> dict[str, str]:
+    return {**_DEFAULT_SETTINGS, **(defaults or {}), **given, **_FORCED_SETTINGS}
+
+
+class _ClientSettings(dict[str, str]):
+    """Settings as a key: readers with equal ones share a client. Has secrets, so its repr is empty."""
+
+    def __hash__(self) -> int:  # type: ignore[override]  # it is never changed
+        return hash(frozenset(self.items()))
+
+    def __repr__(self) -> str:
+        return "<settings>"
+
+
+idle_clients: dict[_ClientSettings, NativeClient] = {}
+"""Clients that no reader uses; at most one for each set of settings."""
+
+
+def close_idle_clients() -> None:
+    while idle_clients:
+        idle_clients.popitem()[1].close()
+
+
+atexit.register(close_idle_clients)
+os.register_at_fork(after_in_child=idle_clients.clear)  # a forked child has none of their threads
+
+
+class ClientLease:
+    """A client that one reader uses exclusively: an idle one, or a new one if there is none."""
+
+    def __init__(self, settings: _ClientSettings) -> None:
+        self._settings = settings
+        self.client = idle_clients.pop(settings) if settings in idle_clients else NativeClient(settings)
+
+    def renew(self) -> None:
+        """Close the client and open a new one, with nothing assigned."""
+        self.client.close()
+        self.client = NativeClient(self._settings)
+
+    def release(self, *, is_reusable: bool) -> None:
+        """Keep the client as idle if it is reusable; close it otherwise."""
+        try:
+            self.client.clear()
+        except RuntimeError:
+            log.warning("cannot clear the assignment of the reading client; closing it", exc_info=True)
+            is_reusable = False
+        if is_reusable and self.client.rk is not None and self._settings not in idle_clients:
+            idle_clients[self._settings] = self.client
+        else:
+            self.client.close()
+
+
+# --- one reader -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +412,7 @@ class RangeReader:
         return self._lease.client
 
     def batches(self) -> Iterator[pa.RecordBatch]:
-        """Yield the rows of all ranges. Raises the errors of :func:`~spark_group_source.reader.fetch.read_ranges`."""
+        """Yield the rows of all ranges. Raises the errors of :func:`read_ranges`."""
         self._start()
         while self._ranges:
             remaining = sum(progress.end - progress.position for progress in self._ranges.values())

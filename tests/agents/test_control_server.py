@@ -20,7 +20,7 @@ from spark_group_source.options.table import Options
 from spark_group_source.protocol import events as ev
 from spark_group_source.protocol.claims import TaskPlan
 from spark_group_source.protocol.offsets import StreamOffset
-from spark_group_source.reader.read_counts import ReadCounts
+from spark_group_source.reader.range_reader import ReadCounts
 
 A, B = TopicPartition("orders", 0), TopicPartition("orders", 1)
 GIVEN = {"kafka.bootstrap.servers": "b:1", "kafka.group.id": "g", "subscribe": "orders"}

@@ -22,7 +22,7 @@ from spark_group_source.agents.task_messages import ClaimGranted, PrefetchPositi
 from spark_group_source.errors import TopicMissing
 from spark_group_source.local.broker import Broker
 from spark_group_source.model import OffsetRange, Piece, TopicPartition
-from spark_group_source.reader.read_counts import ReadCounts
+from spark_group_source.reader.range_reader import ReadCounts
 from spark_group_source.reader.records import arrow_schema
 
 Row = dict[str, Any]

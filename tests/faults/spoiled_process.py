@@ -15,8 +15,7 @@ from typing import Any
 from spark_group_source.errors import GroupError
 from spark_group_source.kafka.admin import Admin
 from spark_group_source.model import OffsetRange, Piece, TopicPartition
-from spark_group_source.reader.fetch import read_ranges
-from spark_group_source.reader.range_reader import ReadOptions
+from spark_group_source.reader.range_reader import ReadOptions, read_ranges
 
 DEADLINE_S = 5.0
 

@@ -25,7 +25,7 @@ from reading import read as read_batches
 from spark_group_source.error_codes import Meaning, Request, meaning
 from spark_group_source.errors import AccessDenied, DataLoss, GroupError, TopicMissing
 from spark_group_source.model import OffsetRange, TopicPartition
-from spark_group_source.reader import broker_checks, fetch, native_client, range_reader, read_counts, records
+from spark_group_source.reader import broker_checks, native_client, range_reader, records
 from spark_group_source.reader.broker_checks import ReadDeadline
 from spark_group_source.reader.native_client import REQUEST_TIMEOUT_S, PendingRequest
 from spark_group_source.reader.records import ClientEvent
@@ -51,7 +51,7 @@ def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def close_clients() -> Iterator[None]:
     yield
-    fetch.close_idle_clients()
+    range_reader.close_idle_clients()
 
 
 @contextmanager
@@ -66,7 +66,7 @@ def orders() -> Iterator[MockCluster]:
 def cluster() -> Iterator[MockCluster]:
     with orders() as made:
         yield made
-        fetch.close_idle_clients()
+        range_reader.close_idle_clients()
 
 
 def each(codes: Iterable[int], play: Callable[[MockCluster, int], None]) -> None:
@@ -274,7 +274,7 @@ def test_a_topic_check_does_not_wait_for_a_dead_controller() -> None:
         cluster.set_broker_down(2)
         cluster.set_controller(1)
         assert read(5, COUNT) == list(range(5, COUNT))
-        fetch.close_idle_clients()
+        range_reader.close_idle_clients()
 
 
 @dataclass
@@ -346,7 +346,7 @@ def test_the_deadline_is_suspended_during_an_outage() -> None:
 
 def test_one_failed_watermark_fails_the_request(cluster: MockCluster) -> None:
     """librdkafka's ``query_watermark_offsets`` would return [20,20) here: the records before it would count as lost."""
-    client = fetch.open_client(servers(cluster))
+    client = range_reader.open_client(servers(cluster))
 
     def watermarks() -> object:
         received = client.request_watermarks(TP).receive(2 * REQUEST_TIMEOUT_S)
@@ -474,7 +474,7 @@ def test_all_skipped_ranges_of_a_task_are_one_warning(
     cluster: MockCluster, read: Read, caplog: pytest.LogCaptureFixture
 ) -> None:
     cluster.delete_records(TP, 4)
-    counts = read_counts.ReadCounts()
+    counts = range_reader.ReadCounts()
     assert read(0, COUNT + 2, fail_on_data_loss=False, counts=counts) == list(range(4, COUNT))
     assert caplog.text.count("data loss") == 1
     assert "6 planned offsets" in caplog.text
@@ -487,7 +487,7 @@ def test_all_skipped_ranges_of_a_task_are_one_warning(
 
 
 def test_adjacent_skipped_ranges_are_merged() -> None:
-    counts = read_counts.ReadCounts()
+    counts = range_reader.ReadCounts()
     counts.skip(TP, 5, 7, "why")
     counts.skip(TP, 0, 5, "why")
     counts.skip(TP, 7, 7, "nothing")

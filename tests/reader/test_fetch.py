@@ -32,7 +32,7 @@ from reading import read as read_batches
 from spark_group_source.errors import DataLoss, GroupError, OptionError, ReadTimeout, TopicMissing
 from spark_group_source.librdkafka import refused_setting
 from spark_group_source.model import OffsetRange, Piece, TopicPartition
-from spark_group_source.reader import fetch, native_client, range_reader, read_counts, records
+from spark_group_source.reader import native_client, range_reader, records
 from spark_group_source.reader.native_client import NativeClient
 from spark_group_source.reader.records import RowSlice, arrow_schema, spark_ddl
 
@@ -261,7 +261,7 @@ def test_memory_is_freed_after_every_batch(topic: TopicFactory, produce: Produce
     produce(name, (b"%0200d" % i for i in range(50_000)), partition=0)
 
     def resident_mib() -> int:
-        fetch.close_idle_clients()  # what it had fetched ahead depends on the machine
+        range_reader.close_idle_clients()  # what it had fetched ahead depends on the machine
         ctypes.CDLL(None).malloc_trim(0)
         status = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) for line in status if line.startswith("VmRSS:")) // 1024
@@ -421,7 +421,7 @@ class Silent(FakeClient):
 
 
 @dataclass
-class FixedLease:
+class FixedLease(range_reader.ClientLease):
     """A lease of a fixed client."""
 
     client: Any
@@ -434,7 +434,7 @@ def offsets_by(client: FakeClient, *wanted: OffsetRange, **options: Any) -> Iter
     """(partition, offset) of each row that a reader with this client hands over."""
     epochs = options.pop("leader_epochs", {})
     given = range_reader.ReadOptions({}, **{"progress_timeout_s": LONG_S, "outage_timeout_s": LONG_S, **options})
-    reader = range_reader.RangeReader(FixedLease(client), Piece(wanted, {}, epochs), given, read_counts.ReadCounts())
+    reader = range_reader.RangeReader(FixedLease(client), Piece(wanted, {}, epochs), given, range_reader.ReadCounts())
     for batch in reader.batches():
         yield from ((row["partition"], row["offset"]) for row in batch.to_pylist())
 
@@ -568,7 +568,7 @@ def test_other_ranges_are_read_while_a_truncation_is_checked() -> None:
 
 
 def test_a_truncated_range_is_skipped_if_data_loss_does_not_fail() -> None:
-    client, counts = NewerLeader(records.Watermarks(0, 3, 2)), read_counts.ReadCounts()
+    client, counts = NewerLeader(records.Watermarks(0, 3, 2)), range_reader.ReadCounts()
     given = range_reader.ReadOptions({}, progress_timeout_s=LONG_S, fail_on_data_loss=False)
     piece = Piece((of("t", 0, 3), of("t", 0, 5, 1)), {}, EPOCHS)
     rows = sum(batch.num_rows for batch in range_reader.RangeReader(FixedLease(client), piece, given, counts).batches())
@@ -593,7 +593,7 @@ def test_a_record_that_spark_cannot_store_fails_with_the_command_that_skips_it(m
     options = range_reader.ReadOptions(settings, progress_timeout_s=LONG_S, outage_timeout_s=LONG_S)
     piece = Piece((of("t", 0, 3),))
     reader = range_reader.RangeReader(
-        FixedLease(NewerLeader(records.Watermarks(0, 3))), piece, options, read_counts.ReadCounts()
+        FixedLease(NewerLeader(records.Watermarks(0, 3))), piece, options, range_reader.ReadCounts()
     )
     command = "spark-group reset --bootstrap-servers b:1 --group etl --topic t:0 --to-offset 2 --execute"
     with pytest.raises(GroupError, match=command) as caught:
@@ -625,9 +625,9 @@ def test_the_client_is_reused_and_replaced_after_an_error(topic: TopicFactory, p
     produce(name, ["0", "1", "2"], partition=0)
 
     def idle() -> list[object]:
-        return list(fetch.idle_clients.values())
+        return list(range_reader.idle_clients.values())
 
-    fetch.close_idle_clients()
+    range_reader.close_idle_clients()
     assert offsets(read(of(name, 0, 3))) == [0, 1, 2]
     first = idle()
     assert len(first) == 1
@@ -730,8 +730,8 @@ def test_a_thousand_small_ranges_are_read_by_one_client(
         opened.append(given)
         return NativeClient(given)
 
-    fetch.close_idle_clients()
-    monkeypatch.setattr(fetch, "NativeClient", counted)
+    range_reader.close_idle_clients()
+    monkeypatch.setattr(range_reader, "NativeClient", counted)
     wanted = [of(name, 0, 1, p) for p in range(1000)]
     rows = read(*wanted)
     assert sorted((row["partition"], row["value"]) for row in rows) == [(p, b"%d" % p) for p in range(1000)]
@@ -764,18 +764,18 @@ def test_an_abandoned_read_releases_its_client(
         assert len(cleared) == 1  # fetching stops with the reader
         assert offsets(read(of(other, 0, 2))) == [0, 1]
         assert offsets(read(of(name, 100, 103))) == [100, 101, 102]
-    assert len(fetch.idle_clients) >= 1
+    assert len(range_reader.idle_clients) >= 1
 
 
 FORKED = """
 import json, os, signal, sys
-from spark_group_source.reader import fetch
+from spark_group_source.reader import range_reader
 from spark_group_source.reader.range_reader import ReadOptions
 from spark_group_source.model import OffsetRange, Piece, TopicPartition
 given = json.loads(sys.argv[1])
 def count():
     wanted = Piece((OffsetRange(TopicPartition(given["topic"], 0), 0, 3),))
-    return sum(batch.num_rows for batch in fetch.read_ranges(wanted, ReadOptions(given["settings"])))
+    return sum(batch.num_rows for batch in range_reader.read_ranges(wanted, ReadOptions(given["settings"])))
 assert count() == 3  # the parent has a client now
 child = os.fork()
 if child == 0:
@@ -783,7 +783,7 @@ if child == 0:
     found = 99
     try:
         found = count()
-        fetch.close_idle_clients()
+        range_reader.close_idle_clients()
     finally:
         os._exit(found)
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3

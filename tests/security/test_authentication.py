@@ -18,7 +18,7 @@ from spark_group_source.kafka import Admin
 from spark_group_source.kafka.offset_deletion import delete_offsets
 from spark_group_source.model import OffsetRange, TopicPartition
 from spark_group_source.options.table import Options
-from spark_group_source.reader import fetch
+from spark_group_source.reader import range_reader
 
 pytestmark = pytest.mark.broker
 
@@ -56,7 +56,7 @@ def test_every_kind_of_authentication_works_for_every_client(
     assert "transactions are denied" not in caplog.text
     assert PASSWORD not in caplog.text + repr(engine.options)
     assert CLIENT_SECRET not in caplog.text + repr(engine.options)
-    assert PASSWORD not in repr(fetch.idle_clients)
+    assert PASSWORD not in repr(range_reader.idle_clients)
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from spark_group_source.kafka import check_settings
 from spark_group_source.kafka.environment import Environment
 from spark_group_source.options.callables import import_callable, import_callables
 from spark_group_source.options.table import Options
-from spark_group_source.reader import fetch
+from spark_group_source.reader import range_reader
 
 HERE = "security.test_callables"
 NOWHERE = "127.0.0.1:1"
@@ -97,13 +97,13 @@ def test_other_callbacks_are_refused() -> None:
 def test_a_reading_client_gets_its_token_from_the_function() -> None:
     calls.clear()
     given = options(f"{HERE}:token", **{"kafka.sasl.oauthbearer.config": "for=us"})
-    fetch.open_client(given.consumer_settings()).close()
+    range_reader.open_client(given.consumer_settings()).close()
     assert calls == ["for=us"]
 
 
 def test_the_error_of_a_client_without_a_token_has_the_reason() -> None:
     """A missing token is retried: the function may succeed at the next call."""
-    client = fetch.open_client(options(f"{HERE}:refuses").consumer_settings())
+    client = range_reader.open_client(options(f"{HERE}:refuses").consumer_settings())
 
     def is_reported() -> bool:
         client.serve(100)
@@ -138,7 +138,7 @@ def test_a_reading_client_uses_confluent_kafkas_function_for_aws_iam(monkeypatch
 
     package: Any = SimpleNamespace(create_handler=create_handler)
     monkeypatch.setitem(sys.modules, "confluent_kafka._oauthbearer.aws.aws_autowire", package)
-    fetch.open_client(AWS_IAM).close()
+    range_reader.open_client(AWS_IAM).close()
     assert made == [("region=eu-central-1,audience=a", "one=two")]
     assert calls == ["region=eu-central-1,audience=a"]
 
@@ -147,7 +147,7 @@ def test_aws_iam_without_its_package_names_what_to_install(monkeypatch: pytest.M
     monkeypatch.setitem(sys.modules, "boto3", None)
     monkeypatch.delitem(sys.modules, "confluent_kafka._oauthbearer.aws.aws_autowire", raising=False)
     with pytest.raises(OptionError, match=r"pip install 'confluent-kafka\[oauthbearer-aws\]' on every executor"):
-        fetch.open_client(AWS_IAM)
+        range_reader.open_client(AWS_IAM)
 
 
 @pytest.mark.slow

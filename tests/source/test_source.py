@@ -94,7 +94,7 @@ def test_a_task_without_an_agent_imports_no_module_of_agents() -> None:
     """Importing them takes six times as long as importing the reader, in every worker's first task."""
     said = subprocess.run([sys.executable, "-c", LOADED], capture_output=True, text=True, check=True, timeout=LOAD_S)
     loaded = set(said.stdout.split())
-    assert "spark_group_source.reader.fetch" in loaded
+    assert "spark_group_source.reader.range_reader" in loaded
     assert not {name for name in loaded if ".agent" in name or ".channel" in name or ".members" in name}
 
 

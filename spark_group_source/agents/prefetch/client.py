@@ -20,9 +20,7 @@ from spark_group_source.agents.channel import frames
 from spark_group_source.agents.channel.codec import Codec, WireError
 from spark_group_source.agents.task_messages import ClaimGranted, ServedRange, ServedRanges
 from spark_group_source.model import OffsetRange, Piece
-from spark_group_source.reader.fetch import read_ranges
-from spark_group_source.reader.range_reader import ReadOptions
-from spark_group_source.reader.read_counts import ReadCounts
+from spark_group_source.reader.range_reader import ReadCounts, ReadOptions, read_ranges
 from spark_group_source.reader.records import arrow_schema
 
 MessageT = TypeVar("MessageT")
@@ -39,7 +37,8 @@ READ_BYTES = 64 << 10
 def read_with_agent(
     folder: AgentFolder, piece: Piece, options: ReadOptions, counts: ReadCounts
 ) -> Iterator[pa.RecordBatch]:
-    """Yield what :func:`~spark_group_source.reader.fetch.read_ranges` yields; buffered records come from the agent.
+    """Yield what :func:`~spark_group_source.reader.range_reader.read_ranges` yields; buffered records
+    come from the agent.
 
     Raises:
         GroupError: as ``read_ranges`` does. Failures of the agent raise nothing.
