@@ -13,7 +13,8 @@ from spark_group_source.protocol.data_loss import data_loss
 from spark_group_source.protocol.outbox import Outbox
 from spark_group_source.protocol.partition_states import Fetching, Resolving
 from spark_group_source.protocol.partitions import Partitions
-from spark_group_source.protocol.rules import Rules, pause_ms
+from spark_group_source.protocol.request_schedule import pause_ms
+from spark_group_source.protocol.rules import Rules
 from spark_group_source.protocol.statistics import Statistics
 
 UNANSWERED_MAX = 6

@@ -12,8 +12,6 @@ from spark_group_source.model import StartAt, TopicPartition
 
 SLOTS_MAX = 1_000
 """The most slots of one run; the option ``groupMembers`` has the same limit."""
-RETRY_PAUSES_MS = (100, 200, 500, 1_000, 2_000, 5_000)
-"""Pauses before a failed request is repeated. A broker's fail-over takes seconds, so the last one repeats."""
 
 
 class Starting(Protocol):
@@ -72,8 +70,3 @@ class Rules:
     """A batch waits for this many offsets; None: it does not wait."""
     max_delay_ms: int = 900_000
     """How long a batch waits for ``min_offsets`` after the batch before it."""
-
-
-def pause_ms(failures: int) -> int:
-    """The pause after this many failures in a row."""
-    return RETRY_PAUSES_MS[min(failures, len(RETRY_PAUSES_MS) - 1)]

@@ -2,7 +2,7 @@
 
 Runs in: the stream reader (under the coordinator's lock), tests. Deliberately absent: clock (``now_ms`` is passed in),
 threads, sockets, logs, Kafka, Spark; the positions of partitions (``partitions``), the members (``slots``), the ranges
-of a batch (``planner``), lost records (``data_loss``), when offsets are committed (``commit_schedule``).
+of a batch (``planner``), lost records (``data_loss``), when requests are sent (``request_schedule``).
 
 Events enter through :meth:`Run.handle` only, and everything that must be done outside is returned as commands. An event
 goes to the part that it concerns; then the joint rules (:meth:`Run._apply_rules`) run in a fixed order: commit the
@@ -20,16 +20,15 @@ from spark_group_source.errors import BrokerUnavailable, InvariantBroken, Option
 from spark_group_source.model import TopicPartition
 from spark_group_source.protocol import events as ev
 from spark_group_source.protocol import identifiers
-from spark_group_source.protocol.commit_schedule import CommitSchedule
 from spark_group_source.protocol.data_loss import DataLossDetector
 from spark_group_source.protocol.lookups import PositionLookups
 from spark_group_source.protocol.offsets import StreamOffset
-from spark_group_source.protocol.outage import Outage, Requester
 from spark_group_source.protocol.outbox import Outbox
 from spark_group_source.protocol.partition_states import Known, Origin, Position, uncommitted_offset
 from spark_group_source.protocol.partitions import RENEW_CHECK_MS, Partitions
 from spark_group_source.protocol.placement import Placement
 from spark_group_source.protocol.planner import Planner
+from spark_group_source.protocol.request_schedule import CommitSchedule, Outage, Requester
 from spark_group_source.protocol.rules import Rules
 from spark_group_source.protocol.slots import IN_READER, Slot, Slots
 from spark_group_source.protocol.states import RUN, RunState, SlotState, moved

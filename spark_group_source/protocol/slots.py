@@ -14,7 +14,8 @@ from spark_group_source.protocol import events as ev
 from spark_group_source.protocol import identifiers
 from spark_group_source.protocol.outbox import Outbox
 from spark_group_source.protocol.partitions import Partitions
-from spark_group_source.protocol.rules import SLOTS_MAX, Rules, pause_ms
+from spark_group_source.protocol.request_schedule import pause_ms
+from spark_group_source.protocol.rules import SLOTS_MAX, Rules
 from spark_group_source.protocol.states import SLOTS, SlotState, moved
 from spark_group_source.protocol.statistics import Statistics
 

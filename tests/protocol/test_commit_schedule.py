@@ -8,8 +8,8 @@ from kit.harness import STREAM, GroupHarness, only, tps
 from spark_group_source.errors import InvariantBroken
 from spark_group_source.model import TopicPartition
 from spark_group_source.protocol import events as ev
-from spark_group_source.protocol.commit_schedule import ABSENT_PAUSE_MS_MAX, ABSENT_WARNING_MS
 from spark_group_source.protocol.offsets import StreamOffset
+from spark_group_source.protocol.request_schedule import ABSENT_PAUSE_MS_MAX, ABSENT_WARNING_MS
 
 A, B, C, D = tps("orders", 0, 1, 2, 3)
 

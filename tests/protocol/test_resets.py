@@ -6,7 +6,7 @@ from kit.harness import STREAM, GroupHarness, only, tps
 from spark_group_source.protocol import events as ev
 from spark_group_source.protocol.lookups import UNANSWERED_MAX
 from spark_group_source.protocol.offsets import StreamOffset
-from spark_group_source.protocol.rules import RETRY_PAUSES_MS
+from spark_group_source.protocol.request_schedule import RETRY_PAUSES_MS
 
 A, B, C = tps("orders", 0, 1, 2)
 

@@ -87,7 +87,7 @@ P, PS, M, S, E, L = (
     "protocol/partition_states.py",
     "protocol/run.py",
     "protocol/slots.py",
-    "protocol/commit_schedule.py",
+    "protocol/request_schedule.py",
     "protocol/data_loss.py",
 )
 LE = H = "protocol/placement.py"
