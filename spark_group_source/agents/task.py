@@ -1,7 +1,7 @@
 """Read a task's piece of a batch, through the executor's agent if there is one.
 
-Runs in: executor workers. Deliberately absent: reading (``reader.fetch``, ``agents.prefetch.client``), and the binding
-of pieces to tasks (``protocol.claims``).
+Runs in: executor workers. Deliberately absent: reading (``reader.range_reader``, ``agents.prefetch.client``), and the
+binding of pieces to tasks (``protocol.claims``).
 
 Where members are placed on agents, a task finds or starts its executor's agent, claims its piece from the stream
 reader, and reads what the agent has buffered of it from there. Under a *fixed* binding the piece is known without a
