@@ -29,7 +29,7 @@ _T = TypeVar("_T")
 
 
 class CommitRace(Exception):
-    """Another writer committed something that this commit read or writes; decide again from the table's new version."""
+    """Another writer committed what this commit read or writes; decide again from the table's new version."""
 
 
 def retry_races(attempt: Callable[[], _T], *, what: str) -> _T:

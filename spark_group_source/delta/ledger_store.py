@@ -136,6 +136,6 @@ def _replaced_ledger(writer: table_writer.TableWriter, history: TableHistory, gr
             "group %s: its last commit is older than the log of table %s; it gets a new ledger", group, writer.table
         )
     if number is None:
-        number_or_new = writer.last_number(history, group)
-        return number_or_new if isinstance(number_or_new, Ledger) else Ledger(group=group, number=number_or_new)
+        found = writer.commit_first_ledger(history, group)
+        return found if isinstance(found, Ledger) else Ledger(group=group, number=found)
     return Ledger(group=group, number=number)

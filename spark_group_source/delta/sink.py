@@ -292,7 +292,7 @@ class _BatchCommit:
         Raises:
             LedgerConflict: the batch starts at another position, or the table was restored.
         """
-        number = self.table.last_number(history, group) if expired.number is None else expired.number
+        number = self.table.commit_first_ledger(history, group) if expired.number is None else expired.number
         if isinstance(number, Ledger):
             return number
         batch_id, table = self.planned.batch_id, self.table.table

@@ -46,7 +46,7 @@ class TableWriter:
 
     Args:
         table: a path or a name in the session's catalog.
-        writer: "native" and "options" name a writer; "auto" takes the native one where it works.
+        writer: "native" and "options" name a writer; "auto" uses the native one where it works.
         partition_by, merge_schema: as in :class:`spark_group_source.DeltaSink`.
         storage_options: for ``deltalake``; None opens the table's files natively on a local file system only.
         log: the log that an earlier writer opened and no longer uses; opening a log reads the names of all files.
@@ -77,7 +77,7 @@ class TableWriter:
 
     def exists(self) -> bool:
         """Return whether the Delta table exists."""
-        return self._open() is not None
+        return self._find_source() is not None
 
     def create(self, rows: "DataFrame") -> None:
         """Create the table with the columns of these rows, unless it exists."""
@@ -99,12 +99,12 @@ class TableWriter:
 
     def identity(self) -> str:
         """Return what identifies this very table: its id where the log can be read, else its name."""
-        source = self._opened()
+        source = self._require_source()
         return str(source.opened.metadata().id) if isinstance(source, LogFiles) else self.table
 
     def transaction_retention(self) -> str | None:
         """Return the time after which Delta deletes ``SetTransaction`` numbers; None if the table sets none."""
-        source = self._opened()
+        source = self._require_source()
         if isinstance(source, LogFiles):
             found: str | None = source.opened.metadata().configuration.get(table_names.RETENTION)
             return found
@@ -115,7 +115,7 @@ class TableWriter:
         """Return the newest version of the table and its commits; version -1 if the table no longer exists."""
         if isinstance(self._source, LogFiles) and self._source.newest() < 0:
             self._source = None
-        source = self._open()
+        source = self._find_source()
         return (
             TableHistory(source) if source is not None else TableHistory(DescribedHistory(self.spark, self.table), -1)
         )
@@ -124,7 +124,7 @@ class TableWriter:
         """Return why a commit of these rows cannot be written natively; None if it can."""
         if self.writer == "options":
             return "writer='options'"
-        source = self._opened()
+        source = self._require_source()
         if not isinstance(source, LogFiles):
             return "its log cannot be opened by deltalake: it is not on a local file system, or a catalog manages it"
         reason = native_writer.reason_not_native(source.opened)
@@ -188,12 +188,13 @@ class TableWriter:
         assert version is not None
         return ledger.at_version(version)
 
-    def last_number(self, history: TableHistory, group: str) -> Ledger | int:
-        """Find a group's last number where it cannot be read, by a commit: Delta skips a commit whose number is used.
+    def commit_first_ledger(self, history: TableHistory, group: str) -> Ledger | int:
+        """Try to commit a group's first ledger, with number 1, where the group's last number cannot be read.
+
+        Delta skips a commit whose number is used, so this shows whether the group ever wrote to the table.
 
         Returns:
-            A ledger with number 1, which was committed, if the group never wrote to the table; else a number that is
-            not below any number of the group.
+            The ledger that was committed; or, if the group wrote before, a number that is not below any of its numbers.
         """
         try:
             return self.commit_ledger(history, Ledger(group=group).with_next_number(), "the group's first commit")
@@ -202,13 +203,14 @@ class TableWriter:
 
     # --- the table's commits ----------------------------------------------------------------------------------------
 
-    def _opened(self) -> CommitSource:
-        source = self._open()
+    def _require_source(self) -> CommitSource:
+        """Return the table's commits. Raises OptionError if there is no table."""
+        source = self._find_source()
         if source is None:
             raise OptionError(table_names.no_table(self.spark, self.table), table=self.table)
         return source
 
-    def _open(self) -> CommitSource | None:
+    def _find_source(self) -> CommitSource | None:
         """Return the table's commits; None if there is no table."""
         if self._source is None:
             location = table_names.location(self.spark, self.table) if table_names.is_path(self.table) else None

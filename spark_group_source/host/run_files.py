@@ -47,12 +47,14 @@ READ_FILES_MAX = 1_000
 DRAIN_S = 60.0
 """How long :func:`drain` waits by default: enough for a batch and its commit."""
 POLL_S = 0.1
+"""The interval at which a lock and the state of a drain are checked."""
 _CONSEQUENCE = (
     "No statistics are written or read there, queries cannot be drained, and the last batch of a query that is stopped "
     "is committed at its next start only. Remove it, or set TMPDIR to a folder of this user for the driver and for "
     "spark-group"
 )
 PID_DIGITS_MAX = 20
+"""How much is read of the process id in a lock file."""
 
 
 def mark_durable(stream: str, seq: int) -> None:
@@ -98,7 +100,7 @@ def durable_seq(stream: str) -> int:
 
 
 class LoadLock:
-    """Locks one ``load()`` for one stream: two streams at the same time would share the group's partitions silently.
+    """Locks one ``load()`` for one stream. Two streams at a time would each read a part of the group's partitions only.
 
     A lock on a small file, which the operating system releases when the process ends.
 
@@ -112,7 +114,7 @@ class LoadLock:
         """The locked file; None: not locked by this object."""
 
     def acquire(self, *, wait_s: float) -> None:
-        """Wait until no other process has the lock, and take it. Without usable run files it locks nothing.
+        """Wait until no other process holds the lock, then acquire it. Locks nothing if run files cannot be used here.
 
         Raises:
             OptionError: another stream of the same ``load()`` still runs after ``wait_s`` seconds.
@@ -135,7 +137,8 @@ class LoadLock:
             self._file = None
 
     def _try_lock(self) -> str | None:
-        """Take the lock. Return the process that has it; None: this one has it, or run files cannot be used."""
+        """Try to acquire the lock. Returns the process that holds it, or "unknown"; None if this process holds it
+        now, or if run files cannot be used."""
         try:
             self._path.parent.mkdir(mode=0o700, exist_ok=True)
             if not _is_usable():
@@ -324,7 +327,7 @@ def drain_runs(target: DrainTarget, group: str, *, timeout_s: float) -> int:
 
 
 def drain(group: str, *, driver: int | None = None, timeout_s: float = DRAIN_S) -> int:
-    """Let this host's queries of a group finish their batch and start no other, and wait until they have.
+    """Request that this host's queries of a group finish their batch and start no other, and wait until they have.
 
     Their rows are then in the sink and their offsets committed, so the next consumer starts exactly there: stop the
     queries now. Without a drain, a stopped query may have a batch in the sink whose offsets are committed only at its

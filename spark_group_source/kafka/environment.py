@@ -91,7 +91,7 @@ class Environment:
 
     # --- this process -----------------------------------------------------------------------------------------------
 
-    def orphaned(self) -> bool:
+    def is_orphaned(self) -> bool:
         """Whether the parent process has ended."""
         return os.getppid() != self._parent
 

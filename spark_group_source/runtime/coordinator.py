@@ -173,7 +173,7 @@ class Coordinator:
                 case ev.RaiseError():
                     raise step.error
                 case ev.Wait():
-                    if self._environment.orphaned():
+                    if self._environment.is_orphaned():
                         raise SystemExit("the driver JVM exited")
                 case ev.CloseMembers():
                     self._handle(ev.MembersClosing(leave=step.leave))

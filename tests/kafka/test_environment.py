@@ -45,9 +45,9 @@ def test_a_thread_that_cannot_be_started_is_reported_before_spawn_returns(monkey
 
 def test_a_process_detects_the_end_of_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
     environment = Environment()
-    assert not environment.orphaned()
+    assert not environment.is_orphaned()
     monkeypatch.setattr(os, "getppid", lambda: 1)
-    assert Environment().orphaned() is False and environment.orphaned()
+    assert Environment().is_orphaned() is False and environment.is_orphaned()
 
 
 @pytest.mark.parametrize("tripped", [False, True])

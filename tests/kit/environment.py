@@ -71,7 +71,7 @@ class SimulatedEnvironment(Environment):
     def pause(self, wait_s: float) -> None:
         the_thread(self._world).block(to_ms(wait_s))
 
-    def orphaned(self) -> bool:
+    def is_orphaned(self) -> bool:
         return self.process.orphaned
 
     def new_id(self) -> str:

@@ -50,7 +50,7 @@ class SharedBuffers:
     def __init__(self, memory_bytes: int) -> None:
         self._buffers = PrefetchBuffers(memory_bytes)
         self.version = 0
-        """Increases with each change that the prefetcher did not make."""
+        """Increases with each change that the prefetcher has to be notified of."""
         self._changed = threading.Condition()
 
     @contextlib.contextmanager
@@ -193,7 +193,12 @@ class Prefetcher:
     # --- what a poll returned
 
     def _buffer(self, chunk: NativeChunk) -> None:
-        # An error of a partition may belong anywhere between its rows: none of its rows is buffered.
+        """Buffer the rows of one poll.
+
+        ``stopped`` has the partitions of which no further row of this poll may be buffered, because a row before it is
+        left out. At first these are the partitions with an error, which may belong anywhere between their rows;
+        :meth:`_convert` adds those with rows that do not fit or cannot be used.
+        """
         stopped = {event.tp for event in chunk.events if event.code != EOF and event.tp is not None}
         failed = frozenset(stopped)
         if chunk.partition_rows:
@@ -212,10 +217,11 @@ class Prefetcher:
             incomplete = stopped & self._assigned.keys()
         for tp in incomplete:
             self._assigned[tp] = 0  # the next records of its client do not follow the buffered ones
-            self._full.add(tp)  # assign again
+            self._full.add(tp)  # so that it is assigned again before the next poll
 
     def _convert(self, chunk: NativeChunk, group: list[RowSlice], offsets: Ints, stopped: set[TopicPartition]) -> None:
-        """Buffer those rows of the group that are the next ones of their partitions and that have room."""
+        """Buffer those rows of the group that are the next ones of their partitions and that have room. Adds the
+        partitions with other rows to ``stopped``."""
         accepted: list[AcceptedRows] = []
         ends: dict[TopicPartition, int] = {}
         with self._buffers.locked() as buffers:
@@ -249,6 +255,16 @@ class Prefetcher:
         ends: dict[TopicPartition, int],
         stopped: set[TopicPartition],
     ) -> AcceptedRows | None:
+        """Reserve memory for the rows of a slice that are the next ones of their partition.
+
+        Args:
+            offsets: the offsets of the slice's rows.
+            ends: where the rows end that are accepted for the same batch already, by partition.
+            stopped: receives the partition if a later leader wrote the next record, or if not all rows fit.
+
+        Returns:
+            The rows; None if there are none.
+        """
         partition = buffers.partitions.get(row_slice.tp)
         if partition is None or partition.halted or partition.seek != self._assigned.get(row_slice.tp):
             return None
