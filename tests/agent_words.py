@@ -26,10 +26,10 @@ from spark_group_source.agents.channel.codec import Codec, WireError
 from spark_group_source.agents.channel.frames import frame, receive_frame
 from spark_group_source.agents.control_connection import ControlConnection
 from spark_group_source.agents.hosted_members import PrefetchSize
+from spark_group_source.agents.messages import ClaimGranted, PrefetchPositions, ServedRanges
 from spark_group_source.agents.prefetch import client, server
 from spark_group_source.agents.prefetch.buffers import TakenRanges
 from spark_group_source.agents.processes import ProcessId
-from spark_group_source.agents.task_messages import ClaimGranted, PrefetchPositions, ServedRanges
 from spark_group_source.model import TopicPartition
 
 READY_S = END_S = STALLED_S

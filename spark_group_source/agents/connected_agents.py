@@ -13,18 +13,23 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
-from spark_group_source.agents import member_messages as ms
 from spark_group_source.agents.channel.codec import WireError
+from spark_group_source.agents.messages import (
+    AgentOrders,
+    AgentReport,
+    MemberChange,
+    MemberOrder,
+    PrefetchPositions,
+    Session,
+)
 from spark_group_source.agents.remote_member import RemoteMember
-from spark_group_source.agents.session import Session
-from spark_group_source.agents.task_messages import PrefetchPositions
 from spark_group_source.kafka import Environment
 from spark_group_source.model import TopicPartition
 from spark_group_source.protocol import events as ev
 
 log = logging.getLogger(__name__)
 
-_NumberedOrder = tuple[int, ms.MemberOrder]
+_NumberedOrder = tuple[int, MemberOrder]
 """The number of the consumer that an order is for, and the order."""
 
 
@@ -82,7 +87,7 @@ class ConnectedAgents:
 
     # --- from the channel -------------------------------------------------------------------------------------------
 
-    def receive(self, connection: AgentConnection, message: ms.AgentReport) -> None:
+    def receive(self, connection: AgentConnection, message: AgentReport) -> None:
         """Handle a message of an agent. An agent that the run did not accept, or dismissed, is ordered to end."""
         agent = message.agent
         if self._end_reason is not None:
@@ -117,9 +122,9 @@ class ConnectedAgents:
             self._on_heartbeat(connection, session, message)
 
     def _on_heartbeat(
-        self, connection: AgentConnection, session: Session[_NumberedOrder], message: ms.AgentReport
+        self, connection: AgentConnection, session: Session[_NumberedOrder], message: AgentReport
     ) -> None:
-        _send(connection, ms.AgentOrders(received=session.received, lease_ms=self._lease_ms))
+        _send(connection, AgentOrders(received=session.received, lease_ms=self._lease_ms))
         if session.overflowed:
             self._handle(ev.AgentEnded(agent=message.agent, reason="it does not acknowledge its orders"))
         else:
@@ -139,7 +144,7 @@ class ConnectedAgents:
         log.info("the connection to agent %s is closed: %s", agent, reason)
         self._handle(ev.AgentDisconnected(agent=agent))
 
-    def _apply(self, agent: str, change: ms.MemberChange) -> None:
+    def _apply(self, agent: str, change: MemberChange) -> None:
         with self._lock:
             member = self._members.get((change.slot, change.client))
         if member is not None and member.agent == agent:
@@ -154,7 +159,7 @@ class ConnectedAgents:
             if connection is None:
                 return  # closed meanwhile; the agent reconnects
             session = self._sessions.setdefault(agent, Session(self._environment))
-            _send(connection, ms.AgentOrders(received=session.received, lease_ms=self._lease_ms))
+            _send(connection, AgentOrders(received=session.received, lease_ms=self._lease_ms))
             session.connect(partial(self._send_order, connection, session))
 
     def dismiss(self, agent: str, reason: str) -> None:
@@ -200,7 +205,7 @@ class ConnectedAgents:
         for agent in list(self._connections):
             self.dismiss(agent, reason)
 
-    def _add_order(self, agent: str, client: int, order: ms.MemberOrder) -> None:
+    def _add_order(self, agent: str, client: int, order: MemberOrder) -> None:
         with self._lock:
             session = self._sessions.get(agent)
         if session is not None:
@@ -212,13 +217,11 @@ class ConnectedAgents:
         client, what = order
         _send(
             connection,
-            ms.AgentOrders(
-                received=session.received, lease_ms=self._lease_ms, number=number, client=client, order=what
-            ),
+            AgentOrders(received=session.received, lease_ms=self._lease_ms, number=number, client=client, order=what),
         )
 
-    def _dismissal(self, reason: str) -> ms.AgentOrders:
-        return ms.AgentOrders(received=0, lease_ms=self._lease_ms, end_reason=reason)
+    def _dismissal(self, reason: str) -> AgentOrders:
+        return AgentOrders(received=0, lease_ms=self._lease_ms, end_reason=reason)
 
 
 def _send(connection: AgentConnection, message: object) -> None:

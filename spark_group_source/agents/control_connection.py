@@ -10,12 +10,11 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from spark_group_source.agents import member_messages as ms
 from spark_group_source.agents.channel.client import ChannelClient
 from spark_group_source.agents.channel.codec import Envelope, WireError
 from spark_group_source.agents.channel.handshake import Secret
 from spark_group_source.agents.hosted_members import HostedMembers, PrefetchSize
-from spark_group_source.agents.task_messages import PrefetchPositions
+from spark_group_source.agents.messages import CODEC, AgentReport, PrefetchPositions
 from spark_group_source.errors import ChannelBroken
 from spark_group_source.kafka import Environment
 
@@ -86,7 +85,7 @@ class ControlConnection:
         refused_since_s: float | None = None
         while not self._ended.is_set():
             try:
-                client = ChannelClient(self._addresses, ms.CODEC, self._secret, CONNECT_S)
+                client = ChannelClient(self._addresses, CODEC, self._secret, CONNECT_S)
             except ChannelBroken as exc:
                 now_s = time.monotonic()
                 refused_since_s = (refused_since_s or now_s) if exc.fields.get("refused") else None
@@ -117,7 +116,7 @@ class ControlConnection:
                 case Envelope(message=message):
                     self._members.receive(message)
 
-    def _send(self, message: ms.AgentReport) -> None:
+    def _send(self, message: AgentReport) -> None:
         client = self._client
         if client is not None:
             try:

@@ -14,12 +14,19 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from spark_group_source.agents import member_messages as ms
 from spark_group_source.agents.channel.client import Address
 from spark_group_source.agents.channel.handshake import Secret
 from spark_group_source.agents.channel.server import ChannelPeer, ChannelServer
 from spark_group_source.agents.connected_agents import ConnectedAgents, PlacedMembers
-from spark_group_source.agents.task_messages import Claim, ClaimGranted, ClaimRefused, PrefetchPositions, TaskEnded
+from spark_group_source.agents.messages import (
+    CODEC,
+    AgentReport,
+    Claim,
+    ClaimGranted,
+    ClaimRefused,
+    PrefetchPositions,
+    TaskEnded,
+)
 from spark_group_source.model import Piece, TopicPartition
 from spark_group_source.options.table import Options
 from spark_group_source.protocol import events as ev
@@ -65,7 +72,7 @@ class ControlServer:
         where = listen_addresses(options.coordinator_host, options.bootstrap_servers)
         self._advertised = where.advertised
         self._server = ChannelServer(
-            ms.CODEC,
+            CODEC,
             self.secret,
             on_message=self._on_message,
             on_closed=agents.closed,
@@ -114,7 +121,7 @@ class ControlServer:
                 peer.send(self._answer(message), responds_to=request_number)
             case TaskEnded():
                 self._on_task_ended(message)
-            case ms.AgentReport():
+            case AgentReport():
                 self._agents.receive(peer, message)
             case _:
                 peer.drop(f"it sent {type(message).__name__}, which only the stream reader sends")

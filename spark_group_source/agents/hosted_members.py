@@ -4,8 +4,8 @@ Runs in: agents. Deliberately absent: the channel (``send`` and :meth:`HostedMem
 reading, and decisions.
 
 The members are the same as in the stream reader. Their events are sent to the stream reader, and its orders come back,
-in order and each once (``session``). An agent that receives nothing from the stream reader for a lease closes its
-members, which stay in the group as static members, and ends: by then they are placed elsewhere.
+in order and each once (``messages.Session``). An agent that receives nothing from the stream reader for a lease closes
+its members, which stay in the group as static members, and ends: by then they are placed elsewhere.
 """
 
 import logging
@@ -13,8 +13,14 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
-from spark_group_source.agents import member_messages as ms
-from spark_group_source.agents.session import Session
+from spark_group_source.agents.messages import (
+    AgentOrders,
+    AgentReport,
+    MemberChange,
+    MemberIdentity,
+    MemberOrder,
+    Session,
+)
 from spark_group_source.kafka import Environment, Identity
 from spark_group_source.members.member import Member
 from spark_group_source.model import TopicPartition
@@ -63,7 +69,7 @@ class HostedMembers:
         name: str,
         settings: Mapping[str, str],
         environment: Environment,
-        send: Callable[[ms.AgentReport], object],
+        send: Callable[[AgentReport], object],
         on_ended: Callable[[str], None],
         on_silent: Callable[[], object],
     ) -> None:
@@ -71,7 +77,7 @@ class HostedMembers:
         self._settings, self._environment, self._send = dict(settings), environment, send
         self._on_ended, self._on_silent = on_ended, on_silent
         self._prefetched: PrefetchSize = _nothing_prefetched
-        self._session: Session[ms.MemberChange] = Session(environment)
+        self._session: Session[MemberChange] = Session(environment)
         self._changed = environment.condition()
         self._members: dict[int, Member] = {}
         """The current member of each slot."""
@@ -97,7 +103,7 @@ class HostedMembers:
         self._send_report()
         self._session.connect(lambda number, change: self._send_report(number=number, change=change))
 
-    def receive(self, message: ms.AgentOrders) -> None:
+    def receive(self, message: AgentOrders) -> None:
         """Handle a message of the stream reader. On the connection's thread, in order; never waits."""
         with self._changed:
             self._received_ms = self._environment.now_ms()
@@ -165,7 +171,7 @@ class HostedMembers:
 
     # --- orders -----------------------------------------------------------------------------------------------------
 
-    def _execute(self, client: int, order: ms.MemberOrder) -> None:
+    def _execute(self, client: int, order: MemberOrder) -> None:
         if isinstance(order, ev.Join):
             self._start_member(order)
             return
@@ -217,9 +223,7 @@ class HostedMembers:
         if identity is not None:
             (generation, member), metadata = identity[:2], bytes(identity.metadata).hex()
         self._session.add(
-            ms.MemberIdentity(
-                slot=join.slot, client=join.client, generation=generation, member=member, metadata=metadata
-            )
+            MemberIdentity(slot=join.slot, client=join.client, generation=generation, member=member, metadata=metadata)
         )
 
     # --- reports ----------------------------------------------------------------------------------------------------
@@ -234,12 +238,12 @@ class HostedMembers:
         self,
         *,
         number: int = 0,
-        change: ms.MemberChange | None = None,
+        change: MemberChange | None = None,
         prefetched: tuple[ev.Buffered, ...] = (),
         end_reason: str = "",
     ) -> None:
         self._send(
-            ms.AgentReport(
+            AgentReport(
                 agent=self._agent,
                 executor=self._executor,
                 name=self._name,

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from spark_group_source.agents.member_messages import MemberChange, MemberIdentity, MemberOrder
+from spark_group_source.agents.messages import MemberChange, MemberIdentity, MemberOrder
 from spark_group_source.kafka import Environment, Identity
 from spark_group_source.members.slot_member import SlotMember
 from spark_group_source.model import TopicPartition

@@ -25,11 +25,10 @@ from typing import TYPE_CHECKING
 from spark_group_source.agents.channel.client import Address, ChannelClient
 from spark_group_source.agents.channel.codec import WireError
 from spark_group_source.agents.channel.handshake import Secret
-from spark_group_source.agents.member_messages import CODEC
+from spark_group_source.agents.messages import CODEC, Claim, ClaimGranted, ClaimRefused, TaskEnded
 from spark_group_source.agents.prefetch.client import read_with_agent
 from spark_group_source.agents.processes import ProcessId, find_executor
 from spark_group_source.agents.start import AgentSettings, start_agent
-from spark_group_source.agents.task_messages import Claim, ClaimGranted, ClaimRefused, TaskEnded
 from spark_group_source.errors import ChannelBroken
 from spark_group_source.model import Piece
 from spark_group_source.options.table import Options

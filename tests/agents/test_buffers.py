@@ -10,6 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from spark_group_source.agents.messages import PrefetchPositions
 from spark_group_source.agents.prefetch.buffers import (
     BATCH_BYTES,
     RANGE_BYTES,
@@ -18,7 +19,6 @@ from spark_group_source.agents.prefetch.buffers import (
     PrefetchBuffers,
     TakenRanges,
 )
-from spark_group_source.agents.task_messages import PrefetchPositions
 from spark_group_source.model import OffsetRange, TopicPartition
 from spark_group_source.reader.records import RowSlice
 

@@ -9,10 +9,9 @@ from channel_words import RecordingServer
 from kafka_words import await_until
 
 from spark_group_source.agents import control_connection
-from spark_group_source.agents import member_messages as ms
 from spark_group_source.agents.channel.server import ChannelPeer
 from spark_group_source.agents.control_connection import ControlConnection
-from spark_group_source.agents.task_messages import PrefetchPositions
+from spark_group_source.agents.messages import CODEC, AgentOrders, AgentReport, PrefetchPositions
 
 LEASE_MS = 600_000
 """Longer than any test: no agent ends here because of its lease."""
@@ -24,19 +23,19 @@ class StreamReader(RecordingServer):
     lease_ms = LEASE_MS
 
     def __init__(self) -> None:
-        self.first: list[ms.AgentReport] = []
-        self.last: list[ms.AgentReport] = []
+        self.first: list[AgentReport] = []
+        self.last: list[AgentReport] = []
         self.peers: list[ChannelPeer] = []
-        super().__init__(codec=ms.CODEC)
+        super().__init__(codec=CODEC)
 
     def _on_message(self, peer: ChannelPeer, message: Any, request_number: int) -> None:
-        assert isinstance(message, ms.AgentReport)
+        assert isinstance(message, AgentReport)
         if message.end_reason:
             self.last.append(message)
         elif peer not in self.peers:
             self.peers.append(peer)
             self.first.append(message)
-            peer.send(ms.AgentOrders(received=0, lease_ms=self.lease_ms))
+            peer.send(AgentOrders(received=0, lease_ms=self.lease_ms))
 
 
 @pytest.fixture

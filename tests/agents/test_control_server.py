@@ -13,7 +13,7 @@ from kafka_words import await_until
 
 from spark_group_source.agents import task
 from spark_group_source.agents.control_server import ControlServer
-from spark_group_source.agents.member_messages import CODEC
+from spark_group_source.agents.messages import CODEC
 from spark_group_source.agents.task import PlannedTask
 from spark_group_source.model import OffsetRange, Piece, TopicPartition
 from spark_group_source.options.table import Options

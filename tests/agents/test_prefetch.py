@@ -17,8 +17,8 @@ from reading import read as read_batches
 from reading import read_with_agent
 
 from spark_group_source.agents.agent_folder import AgentFolder
+from spark_group_source.agents.messages import ClaimGranted, PrefetchPositions, ServedRanges
 from spark_group_source.agents.prefetch import client
-from spark_group_source.agents.task_messages import ClaimGranted, PrefetchPositions, ServedRanges
 from spark_group_source.errors import TopicMissing
 from spark_group_source.local.broker import Broker
 from spark_group_source.model import OffsetRange, Piece, TopicPartition

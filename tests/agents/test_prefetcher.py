@@ -3,8 +3,8 @@
 import pytest
 from kit.fake_reader import FakeChunk, FakeClient, Message
 
+from spark_group_source.agents.messages import PrefetchPositions
 from spark_group_source.agents.prefetch.prefetcher import Prefetcher, SharedBuffers
-from spark_group_source.agents.task_messages import PrefetchPositions
 from spark_group_source.model import OffsetRange, TopicPartition
 from spark_group_source.reader.records import DAMAGED, EOF, ClientEvent
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from spark_group_source.agents.agent_folder import AgentFolder
 from spark_group_source.agents.channel.codec import WireError
 from spark_group_source.agents.channel.frames import frame
+from spark_group_source.agents.messages import ServedRange
 from spark_group_source.agents.prefetch import client, server
-from spark_group_source.agents.task_messages import ServedRange
 from spark_group_source.model import OffsetRange, Piece, TopicPartition
 
 ENDED_S = 20.0

@@ -10,10 +10,9 @@ from channel_words import RecordingServer
 
 from spark_group_source.agents import task
 from spark_group_source.agents.channel.server import ChannelPeer
-from spark_group_source.agents.member_messages import CODEC
+from spark_group_source.agents.messages import CODEC, Claim, ClaimGranted, ClaimRefused
 from spark_group_source.agents.start import AgentSettings
 from spark_group_source.agents.task import PlannedTask
-from spark_group_source.agents.task_messages import Claim, ClaimGranted, ClaimRefused
 from spark_group_source.errors import ChannelBroken
 from spark_group_source.model import OffsetRange, Piece, TopicPartition
 from spark_group_source.options.table import Options

@@ -28,11 +28,10 @@ from rich.console import Console
 from rich.table import Table
 
 from spark_group_source.agents.channel.client import ChannelClient
-from spark_group_source.agents.channel.codec import Codec
 from spark_group_source.agents.channel.handshake import Secret
 from spark_group_source.agents.channel.server import ChannelLimits, ChannelPeer, ChannelServer
 from spark_group_source.agents.control_server import freeze_objects
-from spark_group_source.agents.task_messages import TASK_MESSAGES, Claim, ClaimGranted, ClaimRefused, TaskEnded
+from spark_group_source.agents.messages import CODEC, Claim, ClaimGranted, ClaimRefused, TaskEnded
 from spark_group_source.model import TopicPartition
 from spark_group_source.protocol.claims import Claims, PlannedPiece, TaskPlan
 from spark_group_source.protocol.offsets import StreamOffset
@@ -50,7 +49,6 @@ STRANGERS, STRANGERS_PER_S = 200, 200
 """Connections that stay half open, and further ones per second that send garbage."""
 P99_MS_MAX, CORES_MAX = 50.0, 0.5
 """Targets, for 500 agents on 2 cores that also run the simulators."""
-CODEC = Codec(TASK_MESSAGES)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -16,7 +16,7 @@ from kit.cluster import Cluster
 from kit.environment import SimulatedEnvironment
 from kit.invariants import Invariants
 from kit.world import Draws, Process, Thread, World, the_thread
-from spark_group_source.agents import member_messages as ms
+from spark_group_source.agents import messages as ms
 from spark_group_source.agents.hosted_members import HostedMembers
 from spark_group_source.protocol.placement import CLOSE_MS_MAX
 from spark_group_source.protocol.slots import IN_READER

@@ -19,7 +19,7 @@ from kit.cluster import Cluster
 from kit.environment import SimulatedEnvironment
 from kit.invariants import Invariants, Violation
 from kit.world import Process, Thread, World
-from spark_group_source.agents import member_messages as ms
+from spark_group_source.agents import messages as ms
 from spark_group_source.errors import DataLoss, InvariantBroken, SourceError
 from spark_group_source.host import run_files
 from spark_group_source.model import OffsetRange, TopicPartition

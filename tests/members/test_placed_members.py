@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 from manual_environment import A0, A1, ManualEnvironment, metadata
 
-from spark_group_source.agents import member_messages as ms
 from spark_group_source.agents.connected_agents import ConnectedAgents
 from spark_group_source.agents.hosted_members import HEARTBEATS_PER_LEASE, HostedMembers
+from spark_group_source.agents.messages import PENDING_MAX, AgentOrders, AgentReport, Session
 from spark_group_source.agents.remote_member import RemoteMember
-from spark_group_source.agents.session import PENDING_MAX, Session
 from spark_group_source.errors import AccessDenied
 from spark_group_source.kafka import Identity
 from spark_group_source.members.slot_member import MemberCommit
@@ -28,11 +27,11 @@ class Wire:
 
     def __init__(self, pair: "Pair") -> None:
         self.pair = pair
-        self.to_agent: deque[ms.AgentOrders] = deque()
-        self.to_run: deque[ms.AgentReport] = deque()
+        self.to_agent: deque[AgentOrders] = deque()
+        self.to_run: deque[AgentReport] = deque()
         self.dropped = False
 
-    def send(self, message: ms.AgentOrders) -> None:
+    def send(self, message: AgentOrders) -> None:
         self.to_agent.append(message)
 
     def drop(self, reason: str) -> None:
@@ -67,7 +66,7 @@ class Pair:
         )
         self.admits = True
 
-    def _send(self, message: ms.AgentReport) -> None:
+    def _send(self, message: AgentReport) -> None:
         self.wire.to_run.append(message)
 
     def _handle(self, event: ev.Event) -> None:
@@ -117,8 +116,8 @@ def pair() -> Pair:
     return pair
 
 
-def report_of(agent: str) -> ms.AgentReport:
-    return ms.AgentReport(agent=agent, executor="8", name="", fresh=True, received=0)
+def report_of(agent: str) -> AgentReport:
+    return AgentReport(agent=agent, executor="8", name="", fresh=True, received=0)
 
 
 def assigned(*tps: Any) -> ev.Assigned:
@@ -206,7 +205,7 @@ def test_an_answer_triggers_no_heartbeat_unless_the_lease_changed(pair: Pair, mo
     woken: list[None] = []
     monkeypatch.setattr(pair.agent._changed, "notify_all", lambda: woken.append(None))
     for lease_ms in (LEASE_MS, LEASE_MS, 2 * LEASE_MS):
-        pair.agent.receive(ms.AgentOrders(received=0, lease_ms=lease_ms))
+        pair.agent.receive(AgentOrders(received=0, lease_ms=lease_ms))
     assert len(woken) == 1
 
 

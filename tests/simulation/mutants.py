@@ -440,7 +440,7 @@ MUTANTS = [
     ),
     Mutant(
         "forgets-pending-changes",
-        "agents/session.py",
+        "agents/messages.py",
         "                for number, change in self._pending:\n",
         "                for number, change in ():\n",
         "a new connection starts with the changes that are not acknowledged",

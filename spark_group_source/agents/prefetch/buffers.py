@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from spark_group_source.agents.task_messages import PrefetchPositions
+from spark_group_source.agents.messages import PrefetchPositions
 from spark_group_source.model import OffsetRange, TopicPartition
 from spark_group_source.reader.records import Ints, RowSlice
 

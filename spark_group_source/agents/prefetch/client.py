@@ -19,7 +19,7 @@ import pyarrow as pa
 from spark_group_source.agents.agent_folder import AgentFolder, is_same_user
 from spark_group_source.agents.channel import frames
 from spark_group_source.agents.channel.codec import Codec, WireError
-from spark_group_source.agents.task_messages import ClaimGranted, ServedRange, ServedRanges
+from spark_group_source.agents.messages import ClaimGranted, ServedRange, ServedRanges
 from spark_group_source.model import OffsetRange, Piece
 from spark_group_source.reader.range_reader import ReadCounts, ReadOptions, read_ranges
 from spark_group_source.reader.records import arrow_schema

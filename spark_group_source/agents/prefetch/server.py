@@ -19,11 +19,11 @@ import pyarrow as pa
 from spark_group_source.agents.agent_folder import AgentFolder, is_same_user
 from spark_group_source.agents.channel import frames
 from spark_group_source.agents.channel.codec import WireError
+from spark_group_source.agents.messages import ClaimGranted, ServedRange, ServedRanges
 from spark_group_source.agents.prefetch import client
 from spark_group_source.agents.prefetch.buffers import BufferedRange, TakenRanges
 from spark_group_source.agents.prefetch.prefetcher import SharedBuffers
 from spark_group_source.agents.prefetch.topic_ids import TopicIdChecker
-from spark_group_source.agents.task_messages import ClaimGranted, ServedRange, ServedRanges
 from spark_group_source.reader.records import BATCH_ROWS_MAX, arrow_schema
 
 log = logging.getLogger(__name__)
