@@ -22,8 +22,7 @@ from kafka_words import STALLED_S, await_progress, await_until, size_of
 from spark_group_source.agents import main as agent_main
 from spark_group_source.agents import start
 from spark_group_source.agents.agent_folder import LOG_BYTES_MAX, AgentFolder
-from spark_group_source.agents.channel.codec import Codec, WireError
-from spark_group_source.agents.channel.frames import frame, receive_frame
+from spark_group_source.agents.channel.wire import Codec, WireError, frame, receive_frame
 from spark_group_source.agents.control_connection import ControlConnection
 from spark_group_source.agents.hosted_members import PrefetchSize
 from spark_group_source.agents.messages import ClaimGranted, PrefetchPositions, ServedRanges

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
-from spark_group_source.agents.channel.codec import WireError
+from spark_group_source.agents.channel.wire import WireError
 from spark_group_source.agents.messages import (
     AgentOrders,
     AgentReport,

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from spark_group_source.agents.channel.client import ChannelClient
-from spark_group_source.agents.channel.codec import Envelope, WireError
 from spark_group_source.agents.channel.handshake import Secret
+from spark_group_source.agents.channel.wire import Envelope, WireError
 from spark_group_source.agents.hosted_members import HostedMembers, PrefetchSize
 from spark_group_source.agents.messages import CODEC, AgentReport, PrefetchPositions
 from spark_group_source.errors import ChannelBroken

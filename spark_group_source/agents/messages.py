@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from spark_group_source.agents.channel.codec import Codec
+from spark_group_source.agents.channel.wire import Codec
 from spark_group_source.kafka import Environment
 from spark_group_source.model import OffsetRange, TopicPartition
 from spark_group_source.protocol import events as ev

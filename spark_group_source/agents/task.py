@@ -23,8 +23,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from spark_group_source.agents.channel.client import Address, ChannelClient
-from spark_group_source.agents.channel.codec import WireError
 from spark_group_source.agents.channel.handshake import Secret
+from spark_group_source.agents.channel.wire import WireError
 from spark_group_source.agents.messages import CODEC, Claim, ClaimGranted, ClaimRefused, TaskEnded
 from spark_group_source.agents.prefetch.client import read_with_agent
 from spark_group_source.agents.processes import ProcessId, find_executor

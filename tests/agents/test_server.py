@@ -13,8 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from spark_group_source.agents.agent_folder import AgentFolder
-from spark_group_source.agents.channel.codec import WireError
-from spark_group_source.agents.channel.frames import frame
+from spark_group_source.agents.channel.wire import WireError, frame
 from spark_group_source.agents.messages import ServedRange
 from spark_group_source.agents.prefetch import client, server
 from spark_group_source.model import OffsetRange, Piece, TopicPartition

@@ -14,8 +14,6 @@ from collections.abc import Sequence
 from time import monotonic
 from typing import Any, Final
 
-from spark_group_source.agents.channel.codec import FRAME_BYTES_MAX, Codec, Envelope, WireError
-from spark_group_source.agents.channel.frames import receive_exactly, receive_frame
 from spark_group_source.agents.channel.handshake import (
     FIELD_BYTES,
     MAC_BYTES,
@@ -24,6 +22,14 @@ from spark_group_source.agents.channel.handshake import (
     accept_greeting,
     new_challenge,
     verify_server,
+)
+from spark_group_source.agents.channel.wire import (
+    FRAME_BYTES_MAX,
+    Codec,
+    Envelope,
+    WireError,
+    receive_exactly,
+    receive_frame,
 )
 from spark_group_source.errors import ChannelBroken
 

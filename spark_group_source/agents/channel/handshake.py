@@ -18,8 +18,7 @@ import hmac
 import secrets
 from typing import Any, Final
 
-from spark_group_source.agents.channel.codec import WireError
-from spark_group_source.agents.channel.frames import frame
+from spark_group_source.agents.channel.wire import WireError, frame
 
 FIELD_BYTES: Final = 32
 VERSION: Final = 1

@@ -14,8 +14,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
-from spark_group_source.agents.channel.codec import FRAME_BYTES_MAX, Codec, WireError
-from spark_group_source.agents.channel.frames import HEAD_BYTES, body_length
 from spark_group_source.agents.channel.handshake import (
     FIELD_BYTES,
     GREETING,
@@ -27,6 +25,7 @@ from spark_group_source.agents.channel.handshake import (
     new_challenge,
     verify_client,
 )
+from spark_group_source.agents.channel.wire import FRAME_BYTES_MAX, HEAD_BYTES, Codec, WireError, body_length
 from spark_group_source.errors import ChannelBroken
 
 log = logging.getLogger(__name__)

@@ -17,8 +17,7 @@ from typing import TypeVar
 import pyarrow as pa
 
 from spark_group_source.agents.agent_folder import AgentFolder, is_same_user
-from spark_group_source.agents.channel import frames
-from spark_group_source.agents.channel.codec import Codec, WireError
+from spark_group_source.agents.channel.wire import Codec, WireError, frame, receive_frame, set_deadline
 from spark_group_source.agents.messages import ClaimGranted, ServedRange, ServedRanges
 from spark_group_source.model import OffsetRange, Piece
 from spark_group_source.reader.range_reader import ReadCounts, ReadOptions, read_ranges
@@ -82,7 +81,7 @@ def request_buffered(
 def connect(folder: AgentFolder, until_s: float) -> Iterator[socket.socket]:
     """A connection to the agent, for one request. Raises OSError if no agent listens."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection, folder.socket_path() as path:
-        frames.set_deadline(connection, until_s)
+        set_deadline(connection, until_s)
         connection.connect(path)
         if not is_same_user(connection):
             raise PermissionError(f"a process of another user listens in {folder.path}")
@@ -91,13 +90,13 @@ def connect(folder: AgentFolder, until_s: float) -> Iterator[socket.socket]:
 
 def send(connection: socket.socket, message: object, until_s: float) -> None:
     """Send a message of :data:`CODEC`. Raises OSError, WireError."""
-    frames.set_deadline(connection, until_s)
-    connection.sendall(frames.frame(CODEC.encode(message)))
+    set_deadline(connection, until_s)
+    connection.sendall(frame(CODEC.encode(message)))
 
 
 def receive(connection: socket.socket, wanted: type[MessageT], until_s: float) -> MessageT:
     """The next message, which must be of this type. Raises OSError, WireError."""
-    message = CODEC.decode(frames.receive_frame(connection, CODEC.bytes_max, until_s)).message
+    message = CODEC.decode(receive_frame(connection, CODEC.bytes_max, until_s)).message
     if not isinstance(message, wanted):
         raise WireError(f"received {type(message).__name__}, expected {wanted.__name__}")
     return message
@@ -128,13 +127,13 @@ def _receive_batches(
     batches: list[pa.RecordBatch] = []
     if not rows:
         return batches
-    frames.set_deadline(connection, until_s)
+    set_deadline(connection, until_s)
     with connection.makefile("rb", buffering=READ_BYTES) as file, pa.ipc.open_stream(file) as stream:
         if not stream.schema.equals(arrow_schema(include_headers)):
             raise WireError("the agent's rows have other columns")
         for batch in stream:
             batches.append(batch)
-            frames.set_deadline(connection, until_s)
+            set_deadline(connection, until_s)
     # Reading a truncated Arrow stream raises no error.
     if sum(batch.num_rows for batch in batches) != rows:
         raise WireError("the agent's rows are incomplete")

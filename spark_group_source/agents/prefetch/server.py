@@ -17,8 +17,7 @@ from collections.abc import Iterator, Sequence
 import pyarrow as pa
 
 from spark_group_source.agents.agent_folder import AgentFolder, is_same_user
-from spark_group_source.agents.channel import frames
-from spark_group_source.agents.channel.codec import WireError
+from spark_group_source.agents.channel.wire import WireError, set_deadline
 from spark_group_source.agents.messages import ClaimGranted, ServedRange, ServedRanges
 from spark_group_source.agents.prefetch import client
 from spark_group_source.agents.prefetch.buffers import BufferedRange, TakenRanges
@@ -94,13 +93,13 @@ class PrefetchServer:
             client.send(connection, ServedRanges(ranges=tuple(map(_served, taken)), rows=rows), until_s)
             if not rows:
                 return
-            frames.set_deadline(connection, until_s)
+            set_deadline(connection, until_s)
             with (
                 connection.makefile("wb", buffering=WRITE_BYTES) as file,
                 pa.ipc.new_stream(file, self._schema) as stream,
             ):
                 for ranges in joined(unsent):
-                    frames.set_deadline(connection, until_s)
+                    set_deadline(connection, until_s)
                     stream.write_batch(_one_batch(ranges))
                     self._buffers.free(ranges)
                     del unsent[: len(ranges)]

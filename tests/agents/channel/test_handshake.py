@@ -8,8 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spark_group_source.agents.channel.codec import WireError
-from spark_group_source.agents.channel.frames import body_length
 from spark_group_source.agents.channel.handshake import (
     FIELD_BYTES,
     GREETING,
@@ -23,6 +21,7 @@ from spark_group_source.agents.channel.handshake import (
     verify_client,
     verify_server,
 )
+from spark_group_source.agents.channel.wire import WireError, body_length
 
 ONE, OTHER = b"1" * FIELD_BYTES, b"2" * FIELD_BYTES
 

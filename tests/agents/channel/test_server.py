@@ -12,8 +12,6 @@ from channel_words import CODEC, SOON_S, Ping, Pong, RecordingServer, until_clos
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spark_group_source.agents.channel.codec import FRAME_BYTES_MAX, Envelope
-from spark_group_source.agents.channel.frames import frame, receive_exactly
 from spark_group_source.agents.channel.handshake import (
     FIELD_BYTES,
     REFUSED,
@@ -24,6 +22,7 @@ from spark_group_source.agents.channel.handshake import (
     verify_server,
 )
 from spark_group_source.agents.channel.server import MESSAGES_PER_TURN, ChannelLimits, ChannelServer
+from spark_group_source.agents.channel.wire import FRAME_BYTES_MAX, Envelope, frame, receive_exactly
 from spark_group_source.errors import ChannelBroken
 
 OUTBOX = 16 << 20

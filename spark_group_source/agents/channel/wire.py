@@ -1,6 +1,7 @@
-"""Encode messages: frozen dataclasses to bounded JSON and back.
+"""The wire format: messages are frozen dataclasses, encoded as bounded JSON, in frames with a length prefix.
 
-Runs in: the stream reader, agents, tasks. Deliberately absent: sockets, and pickle, which would run a peer's code.
+Runs in: the stream reader, agents, tasks. Deliberately absent: authentication (``handshake``), and pickle, which would
+run a peer's code.
 
 A message is encoded as the list of its fields' values, in order. The types come from the annotations: a decoded message
 has exactly the annotated types, and anything else raises :class:`WireError`.
@@ -8,6 +9,8 @@ has exactly the annotated types, and anything else raises :class:`WireError`.
 
 import functools
 import json
+import socket
+import time
 import types
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, is_dataclass
@@ -18,8 +21,11 @@ from spark_group_source.model import OffsetRange, TopicPartition
 
 FRAME_BYTES_MAX: Final = 1 << 20
 """Size limit of one message. The largest list partitions: 100,000 partitions of one topic take 600 KB."""
+HEAD_BYTES: Final = 4
+"""Length prefix of a frame, big-endian."""
 INT_MAX: Final = 2**63 - 1
 """Offsets are Java longs."""
+_RECEIVE_BYTES: Final = 1 << 20
 
 
 class WireError(ValueError):
@@ -83,6 +89,9 @@ class Codec:
             return Envelope(self._messages[_STR.read(name)][1].read(body), request_number, responds_to)
         except Exception as exc:  # noqa: BLE001 - RecursionError, errors of a message's own checks, ...
             raise WireError(f"not a message of this channel: {_shortened(exc)}") from None
+
+
+# --- types of fields ------------------------------------------------------------------------------------------------
 
 
 class _FieldCodec(NamedTuple):
@@ -233,3 +242,63 @@ def _without_duplicates(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
 
 def _shortened(exc: BaseException) -> str:
     return f"{type(exc).__name__}: {str(exc)!r:.80}"
+
+
+# --- frames on a blocking socket ------------------------------------------------------------------------------------
+
+
+def frame(body: bytes) -> bytes:
+    """Prepend its length to a body."""
+    return len(body).to_bytes(HEAD_BYTES, "big") + body
+
+
+def body_length(head: bytes, bytes_max: int) -> int:
+    """Decode a length prefix.
+
+    Raises:
+        WireError: the length is 0 or above ``bytes_max``; nothing of the body has been received yet.
+    """
+    length = int.from_bytes(head, "big")
+    if not 0 < length <= bytes_max:
+        raise WireError(f"a frame of {length} bytes; the limit is {bytes_max}")
+    return length
+
+
+def set_deadline(connection: socket.socket, until_s: float) -> None:
+    """Let the socket's next call time out at ``until_s``, on the clock of ``time.monotonic``.
+
+    Raises:
+        TimeoutError: the deadline has passed.
+    """
+    left_s = until_s - time.monotonic()
+    if left_s <= 0:
+        raise TimeoutError("timed out")
+    connection.settimeout(left_s)
+
+
+def receive_frame(connection: socket.socket, bytes_max: int, until_s: float) -> bytes:
+    """Receive the body of the next frame.
+
+    Raises:
+        WireError: the frame's length is invalid.
+        OSError: the connection was closed, or the deadline passed.
+    """
+    return receive_exactly(
+        connection, body_length(receive_exactly(connection, HEAD_BYTES, until_s), bytes_max), until_s
+    )
+
+
+def receive_exactly(connection: socket.socket, size: int, until_s: float) -> bytes:
+    """Receive ``size`` bytes.
+
+    Raises:
+        OSError: the connection was closed, or the deadline passed.
+    """
+    received = bytearray()
+    while len(received) < size:
+        set_deadline(connection, until_s)
+        part = connection.recv(min(_RECEIVE_BYTES, size - len(received)))
+        if not part:
+            raise ConnectionResetError("closed by the peer")
+        received += part
+    return bytes(received)

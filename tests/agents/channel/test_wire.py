@@ -1,4 +1,4 @@
-"""Encoded messages decode to equal messages; anything else is refused."""
+"""Encoded messages decode to equal messages, frames are received whole; anything else is refused."""
 
 import json
 import socket
@@ -13,8 +13,15 @@ from channel_words import CODEC, SOON_S, Everything, Inner, Ping
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spark_group_source.agents.channel.codec import FRAME_BYTES_MAX, Codec, Envelope, WireError
-from spark_group_source.agents.channel.frames import body_length, frame, receive_frame
+from spark_group_source.agents.channel.wire import (
+    FRAME_BYTES_MAX,
+    Codec,
+    Envelope,
+    WireError,
+    body_length,
+    frame,
+    receive_frame,
+)
 from spark_group_source.model import OffsetRange, TopicPartition
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
