@@ -22,7 +22,6 @@ from spark_group_source.agents.agent_folder import LOG_BYTES_MAX, AgentFolder
 from spark_group_source.agents.control_connection import ControlConnection
 from spark_group_source.agents.prefetch.prefetcher import Prefetcher, SharedBuffers
 from spark_group_source.agents.prefetch.server import PrefetchServer
-from spark_group_source.agents.prefetch.topic_ids import TopicIdChecker
 from spark_group_source.agents.processes import ProcessId, ProcessWatch
 from spark_group_source.reader.native_client import NativeClient
 from spark_group_source.reader.range_reader import open_client
@@ -67,9 +66,10 @@ class Agent:
         self._buffers = SharedBuffers(int(given["buffer_bytes"]))
         headers = bool(given["include_headers"])
         self._prefetcher = Prefetcher(self._buffers, self._open_prefetching_client, include_headers=headers)
-        checker = TopicIdChecker(self._buffers, lambda: open_client(self._reader_settings))
         self._connection = connection(given["connection"])
-        self._server = server(self._folder, self._buffers, checker, include_headers=headers)
+        self._server = server(
+            self._folder, self._buffers, lambda: open_client(self._reader_settings), include_headers=headers
+        )
 
     def _open_prefetching_client(self) -> NativeClient:
         return open_client(

@@ -1,4 +1,4 @@
-"""Serve buffered records to the tasks of the agent's executor, over a Unix socket.
+"""Serve buffered records of the planned topics to the tasks of the agent's executor, over a Unix socket.
 
 Runs in: agents. Deliberately absent: the contents of the buffers (``buffers``), the client (``client``).
 
@@ -12,7 +12,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import pyarrow as pa
 
@@ -22,7 +22,8 @@ from spark_group_source.agents.messages import ClaimGranted, ServedRange, Served
 from spark_group_source.agents.prefetch import client
 from spark_group_source.agents.prefetch.buffers import BufferedRange, TakenRanges
 from spark_group_source.agents.prefetch.prefetcher import SharedBuffers
-from spark_group_source.agents.prefetch.topic_ids import TopicIdChecker
+from spark_group_source.errors import SourceError
+from spark_group_source.reader.native_client import NativeClient
 from spark_group_source.reader.records import BATCH_ROWS_MAX, arrow_schema
 
 log = logging.getLogger(__name__)
@@ -35,17 +36,31 @@ RESPONSE_S = 10.0
 """Limit for sending a response. A task receives all of it before it yields any row."""
 JOINED_BYTES_MAX = 1 << 20
 """Rows of small buffered ranges are sent as one batch of up to this size."""
+CHECK_S = 0.9
+"""Limit for the response to a check of topic ids, shorter than the client's retry interval. Then tasks read from the
+brokers, which wait for outages."""
+CHECK_PAUSE_S = 2.0
+"""Pause after a check without a response, so that not every task waits for one."""
 WRITE_BYTES = 64 << 10
 """Larger columns are written from their own memory; a larger buffer would hold a copy of each."""
 
 
 class PrefetchServer:
-    """Serves the buffers of one agent."""
+    """Serves the buffers of one agent.
+
+    Args:
+        open_client: opens the client that checks topic ids.
+    """
 
     def __init__(
-        self, folder: AgentFolder, buffers: SharedBuffers, checker: TopicIdChecker, *, include_headers: bool
+        self,
+        folder: AgentFolder,
+        buffers: SharedBuffers,
+        open_client: Callable[[], NativeClient],
+        *,
+        include_headers: bool,
     ) -> None:
-        self._buffers, self._checker = buffers, checker
+        self._buffers, self._checker = buffers, TopicIdChecker(buffers, open_client)
         self._schema = arrow_schema(include_headers)
         self._slots = threading.BoundedSemaphore(CONNECTIONS_MAX)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -140,3 +155,74 @@ def _one_batch(ranges: Sequence[BufferedRange]) -> pa.RecordBatch:
         return batches[0]
     (whole,) = pa.Table.from_batches(batches).combine_chunks().to_batches()
     return whole
+
+
+class TopicIdChecker:
+    """Checks that buffered records belong to the planned topics: one request at a time, whose response all tasks use.
+
+    A topic that is deleted and recreated has another id, and ids are never reused. A metadata request that is sent
+    after records arrived, and returns the planned id, proves that all of them belong to the planned topic.
+
+    The checks use a client of their own: a request of the prefetching client would wait behind a fetch at the end of a
+    log.
+    """
+
+    def __init__(self, buffers: SharedBuffers, open_client: Callable[[], NativeClient]) -> None:
+        self._buffers, self._open_client = buffers, open_client
+        self._requesting = threading.Lock()
+        self._client: NativeClient | None = None
+        self._checked: dict[tuple[str, str], int] = {}
+        """By topic name and id, the last arrival (:attr:`PrefetchBuffers.last_arrival`) that is known to belong to that
+        topic."""
+        self._not_before_s = 0.0
+        """When the next request may be sent, on the clock of ``time.monotonic``."""
+
+    def checked(self, needed: Mapping[str, int], ids: Mapping[str, str]) -> dict[str, int]:
+        """Return, by topic, the last arrival that is known to belong to the planned topic.
+
+        Args:
+            needed: by topic, the last arrival to serve.
+            ids: topic ids when the batch was planned. A topic without an id is not checked, as in tasks.
+        """
+        if not self._requesting.acquire(timeout=CHECK_S):
+            return {}
+        try:
+            without_id = {name: arrival for name, arrival in needed.items() if not ids.get(name)}
+            with_id = {(name, ids[name]): arrival for name, arrival in needed.items() if ids.get(name)}
+            unchecked = sorted(name for (name, id_), arrival in with_id.items() if self._last(name, id_) < arrival)
+            if unchecked and time.monotonic() >= self._not_before_s:
+                self._request(unchecked, ids)
+            return without_id | {name: self._last(name, id_) for name, id_ in with_id if self._last(name, id_) >= 0}
+        finally:
+            self._requesting.release()
+
+    def _last(self, name: str, id_: str) -> int:
+        return self._checked.get((name, id_), -1)
+
+    def _request(self, names: list[str], ids: Mapping[str, str]) -> None:
+        with self._buffers.locked() as buffers:
+            arrival = buffers.last_arrival
+        try:
+            self._client = self._client or self._open_client()
+            request = self._client.describe_topics(names)
+            response = request.receive(CHECK_S)
+            request.cancel()
+        except (SourceError, RuntimeError) as exc:
+            log.warning("topic ids cannot be requested: %s; tasks read from the brokers", exc)
+            response = None
+        topics = response[0] if response else None
+        if not isinstance(topics, dict):
+            self._not_before_s = time.monotonic() + CHECK_PAUSE_S
+            self._close()
+            return
+        for name, topic in topics.items():
+            if topic.code == 0 and topic.id == ids[name]:
+                self._checked[name, topic.id] = arrival
+            elif topic.code == 0:
+                with self._buffers.changing() as buffers:
+                    buffers.drop_topic(name)
+
+    def _close(self) -> None:
+        client, self._client = self._client, None
+        if client is not None:
+            client.close()
