@@ -1,6 +1,6 @@
 """The agent process, from its start to its end.
 
-Runs in: agents. Deliberately absent: prefetching (``prefetch``), members (``control_connection``).
+Runs in: agents. Deliberately absent: prefetching (``prefetch``), members (``hosted_members``).
 
 An agent ends when its executor has ended, when its folder is gone, and when the stream reader dismisses it or is gone.
 If a thread then hangs, the process exits after :data:`END_S`.
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from spark_group_source.agents.agent_folder import LOG_BYTES_MAX, AgentFolder
-from spark_group_source.agents.control_connection import ControlConnection
+from spark_group_source.agents.hosted_members import ControlConnection
 from spark_group_source.agents.prefetch.prefetcher import Prefetcher, SharedBuffers
 from spark_group_source.agents.prefetch.server import PrefetchServer
 from spark_group_source.agents.processes import ProcessId, ProcessWatch

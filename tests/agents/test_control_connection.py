@@ -8,9 +8,9 @@ import pytest
 from channel_words import RecordingServer
 from kafka_words import await_until
 
-from spark_group_source.agents import control_connection
+from spark_group_source.agents import hosted_members
 from spark_group_source.agents.channel.server import ChannelPeer
-from spark_group_source.agents.control_connection import ControlConnection
+from spark_group_source.agents.hosted_members import ControlConnection
 from spark_group_source.agents.messages import CODEC, AgentOrders, AgentReport, PrefetchPositions
 
 LEASE_MS = 600_000
@@ -92,7 +92,7 @@ def test_an_agent_ends_soon_after_all_addresses_refuse_connections(
     reader: StreamReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Long before its lease ends: the stream reader listens as long as it runs."""
-    monkeypatch.setattr(control_connection, "REFUSED_S", 0.5)
+    monkeypatch.setattr(hosted_members, "REFUSED_S", 0.5)
     with agent(reader) as (connection, _):
         await_until(lambda: reader.first, 20, what="the agent")
         reader.server.stop()
