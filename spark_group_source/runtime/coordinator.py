@@ -16,8 +16,7 @@ import logging
 from collections.abc import Mapping
 from typing import assert_never
 
-from spark_group_source.agents.connected_agents import ConnectedAgents, PlacedMembers
-from spark_group_source.agents.remote_member import RemoteMember
+from spark_group_source.agents.connected_agents import ConnectedAgents, PlacedMembers, RemoteMember
 from spark_group_source.errors import BrokerUnavailable, InvariantBroken, SourceError
 from spark_group_source.host import run_files
 from spark_group_source.kafka import Admin, Environment, EpochEnds, is_incremental

@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 from manual_environment import A0, A1, ManualEnvironment, metadata
 
-from spark_group_source.agents.connected_agents import ConnectedAgents
+from spark_group_source.agents.connected_agents import ConnectedAgents, RemoteMember
 from spark_group_source.agents.hosted_members import HEARTBEATS_PER_LEASE, HostedMembers
 from spark_group_source.agents.messages import PENDING_MAX, AgentOrders, AgentReport, Session
-from spark_group_source.agents.remote_member import RemoteMember
 from spark_group_source.errors import AccessDenied
 from spark_group_source.kafka import Identity
 from spark_group_source.members.slot_member import MemberCommit

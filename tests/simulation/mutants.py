@@ -456,7 +456,7 @@ MUTANTS = [
     ),
     Mutant(
         "forgets-identities",
-        "agents/remote_member.py",
+        "agents/connected_agents.py",
         "self._identity = Identity(change.generation, change.member, bytes.fromhex(change.metadata))",
         "pass",
         "offsets of a placed slot are committed under the identity that its member reported",
