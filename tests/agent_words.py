@@ -21,13 +21,12 @@ from kafka_words import STALLED_S, await_progress, await_until, size_of
 
 from spark_group_source.agents import main as agent_main
 from spark_group_source.agents import start
-from spark_group_source.agents.agent_folder import LOG_BYTES_MAX, AgentFolder
+from spark_group_source.agents.agent_folder import LOG_BYTES_MAX, AgentFolder, ProcessId
 from spark_group_source.agents.channel.wire import Codec, WireError, frame, receive_frame
 from spark_group_source.agents.hosted_members import ControlConnection, PrefetchSize
 from spark_group_source.agents.messages import ClaimGranted, PrefetchPositions, ServedRanges
 from spark_group_source.agents.prefetch import client, server
 from spark_group_source.agents.prefetch.buffers import TakenRanges
-from spark_group_source.agents.processes import ProcessId
 from spark_group_source.model import TopicPartition
 
 READY_S = END_S = STALLED_S

@@ -1,10 +1,12 @@
-"""The folder of one agent: its lock, its socket, its log, and the count of attempts to start it.
+"""How an agent is found on its host: its executor's process, and the folder that is named after it.
 
-Runs in: executor workers and agents. Deliberately absent: starting agents (``start``), listening (``prefetch.server``).
+Runs in: executor workers and agents, on Linux. Deliberately absent: starting agents (``start``), listening
+(``prefetch.server``), and what an agent does when its executor ends (``main``).
 
-The folders of all agents of a user on a host are in one directory (``host.run_files``). A folder is named after the run
-and the executor. An agent holds the lock as long as it lives: it inherits the locked file from the task that starts it,
-so there is no moment without the lock.
+The folder contains the agent's lock, its socket, its log, and the count of attempts to start it. The folders of all
+agents of a user on a host are in one directory (``host.run_files``). A folder is named after the run and the executor.
+An agent holds the lock as long as it lives: it inherits the locked file from the task that starts it, so there is no
+moment without the lock.
 """
 
 import contextlib
@@ -15,9 +17,9 @@ import shutil
 import socket
 import struct
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
-from spark_group_source.agents.processes import ProcessId
 from spark_group_source.host.run_files import directory, unusable_reason
 
 LOG_BYTES_MAX = 1 << 20
@@ -25,6 +27,62 @@ LOG_BYTES_MAX = 1 << 20
 LAST_LINE_CHARS_MAX = 300
 STALE_FOLDERS_MAX = 100
 """Folders that one search for leftovers checks."""
+ENDED_STATES = ("Z", "X")
+"""States in proc(5) of a process that has ended and that its parent has not waited for yet."""
+
+
+# --- the executor ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessId:
+    """Identifies a process; a pid alone may be reused by another process."""
+
+    pid: int
+    started: int
+    """Start time, in the kernel's clock ticks since boot."""
+
+    @classmethod
+    def of(cls, pid: int) -> "ProcessId | None":
+        """The living process with this pid, or None."""
+        stat = _stat(pid)
+        return None if stat is None or stat[0] in ENDED_STATES else cls(pid, int(stat[19]))
+
+    def is_alive(self) -> bool:
+        return ProcessId.of(self.pid) == self
+
+
+def find_executor() -> ProcessId | None:
+    """The executor of the task that runs in this process; None if it cannot be determined.
+
+    A worker's parent is Spark's worker daemon, whose parent is the executor's JVM. Without the daemon
+    (``spark.python.use.daemon=false``) the parent is the JVM itself. A forked worker has its daemon's command line.
+    """
+    parent = os.getppid()
+    command = _command_line(parent)
+    # Whole arguments: a JVM may have the text in a --conf.
+    if command == _command_line(os.getpid()) or b"pyspark.daemon" in command.split(b"\0"):
+        stat = _stat(parent)
+        parent = int(stat[1]) if stat else 0
+    return ProcessId.of(parent)
+
+
+def _stat(pid: int) -> list[str] | None:
+    """The fields of /proc/<pid>/stat from the third on (proc(5)); None if there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+
+
+def _command_line(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+# --- the folder -----------------------------------------------------------------------------------------------------
 
 
 class AgentFolder:

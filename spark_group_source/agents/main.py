@@ -10,6 +10,7 @@ import contextlib
 import logging
 import os
 import resource
+import select
 import signal
 import sys
 import threading
@@ -18,11 +19,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from spark_group_source.agents.agent_folder import LOG_BYTES_MAX, AgentFolder
+from spark_group_source.agents.agent_folder import LOG_BYTES_MAX, AgentFolder, ProcessId
 from spark_group_source.agents.hosted_members import ControlConnection
 from spark_group_source.agents.prefetch.prefetcher import Prefetcher, SharedBuffers
 from spark_group_source.agents.prefetch.server import PrefetchServer
-from spark_group_source.agents.processes import ProcessId, ProcessWatch
 from spark_group_source.reader.native_client import NativeClient
 from spark_group_source.reader.range_reader import open_client
 
@@ -159,6 +159,28 @@ def _take_over_files(lock: int) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (LOG_BYTES_MAX, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
     logging.raiseExceptions = False
     sys.stdin.close()
+
+
+class ProcessWatch:
+    """Detects the end of a process: at once where the kernel has pidfd, else whenever it is checked."""
+
+    def __init__(self, process: ProcessId) -> None:
+        self._process = process
+        self._pidfd: int | None = None
+        with contextlib.suppress(OSError, AttributeError):  # a kernel before 5.3, or a sandbox
+            self._pidfd = os.pidfd_open(process.pid)
+
+    def wait_ended(self, wait_s: float, *wake_fds: int) -> bool:
+        """Wait until the process has ended, ``wait_s`` are over, or one of ``wake_fds`` is readable.
+
+        Returns:
+            Whether the process has ended.
+        """
+        poll = select.poll()
+        for fd in (*wake_fds, *(() if self._pidfd is None else (self._pidfd,))):
+            poll.register(fd, select.POLLIN)
+        ready = {fd for fd, _ in poll.poll(round(wait_s * 1000))}
+        return self._pidfd in ready or not self._process.is_alive()
 
 
 def _file_id(path: Path) -> tuple[int, int] | None:

@@ -17,8 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from spark_group_source.agents.agent_folder import AgentFolder, remove_stale_folders
-from spark_group_source.agents.processes import ProcessId, find_executor
+from spark_group_source.agents.agent_folder import AgentFolder, ProcessId, find_executor, remove_stale_folders
 
 log = logging.getLogger(__name__)
 

@@ -11,8 +11,7 @@ import agent_words
 import pytest
 
 from spark_group_source.agents import start
-from spark_group_source.agents.agent_folder import AgentFolder
-from spark_group_source.agents.processes import ProcessId
+from spark_group_source.agents.agent_folder import AgentFolder, ProcessId
 from spark_group_source.agents.start import AgentSettings
 from spark_group_source.local.broker import Broker
 

@@ -17,10 +17,10 @@ import agent_words
 import pytest
 from conftest import await_until
 
-from spark_group_source.agents import processes, start
-from spark_group_source.agents.agent_folder import LOG_BYTES_MAX, AgentFolder, agents_directory
+from spark_group_source.agents import agent_folder, start
+from spark_group_source.agents.agent_folder import LOG_BYTES_MAX, AgentFolder, ProcessId, agents_directory
+from spark_group_source.agents.main import ProcessWatch
 from spark_group_source.agents.prefetch import client
-from spark_group_source.agents.processes import ProcessId, ProcessWatch
 from spark_group_source.agents.start import AgentSettings
 from spark_group_source.host.run_files import directory
 
@@ -141,7 +141,7 @@ def test_the_end_of_a_process_is_detected_without_pidfd(monkeypatch: pytest.Monk
 def test_no_agent_is_started_if_the_executor_cannot_be_determined(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(processes, "_stat", lambda _: None)
+    monkeypatch.setattr(agent_folder, "_stat", lambda _: None)
     assert [start.start_agent(AgentSettings("run", {})) for _ in range(2)] == [None, None]
     assert caplog.text.count("no agent can be started on this executor") == 1
 
