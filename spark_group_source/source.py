@@ -50,8 +50,8 @@ METRICS_WAIT_S = 12.0
 
 
 class RangesPartition(InputPartition):
-    """Spark's input partition: the piece that one task reads. Where tasks talk to the stream reader it also names the
-    task in its plan."""
+    """Spark's input partition: the piece that one task reads. Where tasks connect to the stream reader it also has the
+    task's number in the plan."""
 
     def __init__(self, piece: Piece, task: "PlannedTask | None" = None) -> None:
         super().__init__(None)
@@ -130,25 +130,25 @@ class GroupStreamReader(CheckedPickle, DataSourceStreamReader, SupportsTriggerAv
         return ReadMaxRows(2**63 - 1)
 
     def prepareForTriggerAvailableNow(self) -> None:
-        self._started().prepare_available_now()
+        self._running_coordinator().prepare_available_now()
 
     def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:
         parsed = self._parse(start)
-        coordinator = self._started()
+        coordinator = self._running_coordinator()
         latest = coordinator.latest(parsed, unlimited=isinstance(limit, ReadAllAvailable))
         if self._control_server is not None and latest is not parsed:
             self._control_server.prefetch_after(latest, coordinator.placed_members())
-        return start if latest is parsed else latest.to_json_dict()
+        return start if latest is parsed else latest.to_json_dict()  # nothing to read: Spark must get its own start
 
     def reportLatestOffset(self) -> dict[str, Any] | None:
         ends: dict[str, dict[str, int]] = {}
-        for tp, end in sorted(self._started().log_ends().items()):
+        for tp, end in sorted(self._running_coordinator().log_ends().items()):
             ends.setdefault(tp.topic, {})[str(tp.partition)] = end
         return ends or None
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:  # noqa: ARG002
         parsed = self._parse(end)
-        coordinator = self._started()
+        coordinator = self._running_coordinator()
         coordinator.replay(parsed)
         if self._control_server is not None:
             return self._planned_tasks(self._control_server, parsed, coordinator.placed_members())
@@ -165,7 +165,7 @@ class GroupStreamReader(CheckedPickle, DataSourceStreamReader, SupportsTriggerAv
         from spark_group_source.agents.task import PlannedTask
 
         plan = server.plan_tasks(batch, placed)
-        late = plan.binding == "late"
+        late = plan.binding == "late"  # the task's claim is answered with its piece
         return [
             RangesPartition(
                 Piece.of(() if late else piece.ranges, batch.topic_ids, batch.leader_epochs),
@@ -198,7 +198,8 @@ class GroupStreamReader(CheckedPickle, DataSourceStreamReader, SupportsTriggerAv
         if self._lock is not None:
             self._lock.release()
 
-    def _started(self) -> "Coordinator":
+    def _running_coordinator(self) -> "Coordinator":
+        """Return the run's coordinator. The first call starts it, with what the options need beside it."""
         if self._coordinator is None:
             from spark_group_source.host.run_files import LoadLock, Publisher
             from spark_group_source.runtime.coordinator import Coordinator

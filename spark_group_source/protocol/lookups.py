@@ -32,7 +32,7 @@ class PositionLookups:
         rules: the starting options.
         partitions: the partitions of the run.
         counts: the statistics of the run.
-        out: takes commands and log lines, and has the time.
+        out: receives commands and log lines, and has the time.
     """
 
     def __init__(self, rules: Rules, partitions: Partitions, counts: Statistics, out: Outbox) -> None:

@@ -33,7 +33,7 @@ from spark_group_source.protocol.partition_states import (
     is_older,
     uncommitted_offset,
 )
-from spark_group_source.protocol.states import PARTITIONS, PartitionState, moved
+from spark_group_source.protocol.states import PARTITIONS, PartitionState, next_state
 from spark_group_source.protocol.statistics import Statistics
 
 RENEW_MS = 6 * 3_600_000
@@ -109,16 +109,16 @@ class Partitions:
 
     def assign(self, tp: TopicPartition, slot: int) -> None:
         before = self.ours.get(tp) or self._unassigned.pop(tp, Unassigned())
-        moved(PARTITIONS, state_of(before), ev.Assigned, tp)
+        next_state(PARTITIONS, state_of(before), ev.Assigned, tp)
         assert isinstance(before, Unassigned)
         self.ours[tp] = Unresolved(slot, before.memory)
         self._unresolved[tp] = None
         self._unknown_count += 1
 
     def drop(self, tp: TopicPartition, cause: type) -> None:
-        """The partition is not assigned any more. Its position is remembered, with what is pending."""
+        """The partition is not assigned any more. Its position is remembered, with a pending batch."""
         partition = self.ours[tp]
-        moved(PARTITIONS, state_of(partition), cause, tp)
+        next_state(PARTITIONS, state_of(partition), cause, tp)
         if isinstance(partition, Known):
             memory: AnyMemory = Memory(partition.position, LastBatch(self.seq))
         else:
@@ -141,7 +141,7 @@ class Partitions:
             InvariantBroken: a range does not start at its partition's position.
         """
         ours = self.ours
-        moved(PARTITIONS, PartitionState.READY, ev.Planned, "a partition")  # once for all
+        next_state(PARTITIONS, PartitionState.READY, ev.Planned, "a partition")  # once for all
         for tp, (start, end) in ranges.items():
             partition = ours.get(tp)
             if (
@@ -162,13 +162,13 @@ class Partitions:
         self.seq = seq
         ranges, self._in_flight = self._in_flight, {}
         ours, due, truncated = self.ours, self._due, Origin.TRUNCATED
-        moved(PARTITIONS, PartitionState.IN_FLIGHT, ev.Durable, "a partition")  # once for all
+        next_state(PARTITIONS, PartitionState.IN_FLIGHT, ev.Durable, "a partition")  # once for all
         for tp, (start, end) in ranges.items():
             partition = ours.get(tp)
             if type(partition) is Known and partition.until is not None:
                 at = due[tp] = partition.position
                 if partition.is_foreign:  # continues at the foreign commit
-                    self._alter(tp, partition, ev.ForeignCommit, is_foreign=True)
+                    self._update_known(tp, partition, ev.ForeignCommit, is_foreign=True)
                     continue
                 at.offset, partition.until = partition.until, None
                 if at.origin is not truncated:
@@ -197,7 +197,7 @@ class Partitions:
         for tp, offset in offsets.items():
             partition = self.ours.get(tp)
             if isinstance(partition, Known) and partition.is_ready:
-                moved(PARTITIONS, state_of(partition), ev.RecordsMissing, tp)
+                next_state(PARTITIONS, state_of(partition), ev.RecordsMissing, tp)
                 _jump(partition.position, offset, recreated=tp.topic in topics, truncated=tp in truncated)
                 self._update_due(tp, partition)
         for tp, each in self._unknown() if topics else ():
@@ -218,7 +218,7 @@ class Partitions:
             partition = self.ours[tp]
             assert isinstance(partition, Unresolved)
             self._lookups[tp] += 1
-            self._change(tp, ev.FetchCommittedOffsets, Fetching(partition.slot, partition.memory))
+            self._replace(tp, ev.FetchCommittedOffsets, Fetching(partition.slot, partition.memory))
         return tuple(free)
 
     def end_lookup(self, tp: TopicPartition) -> AssignedPartition | None:
@@ -231,12 +231,12 @@ class Partitions:
         for tp in tps:
             partition = self.end_lookup(tp)
             if isinstance(partition, Fetching | Resolving):
-                self._change(tp, ev.LookupFailed, Unresolved(partition.slot, partition.memory))
+                self._replace(tp, ev.LookupFailed, Unresolved(partition.slot, partition.memory))
 
     def begin_resolving(self, tp: TopicPartition) -> None:
         """The group has no committed offset and the run has no memory: the start is resolved by a second lookup."""
         self._lookups[tp] += 1
-        self._change(tp, ev.ResolveStarts, Resolving(self.ours[tp].slot))
+        self._replace(tp, ev.ResolveStarts, Resolving(self.ours[tp].slot))
 
     def repeat_resolving(self, tp: TopicPartition) -> None:
         """The start is resolved by one more lookup."""
@@ -253,15 +253,15 @@ class Partitions:
         """
         if committed is None or committed.stream == stream:
             at = _own_position(partition.memory, committed)
-            self._know(tp, Known(partition.slot, at), ev.CommittedOffsetsRead)
+            self._set_known(tp, Known(partition.slot, at), ev.CommittedOffsetsRead)
             return None
         at, moved_from = self._foreign_position(tp, partition.memory, committed)
-        self._know(tp, Known(partition.slot, at, is_foreign=True), ev.ForeignCommit)
+        self._set_known(tp, Known(partition.slot, at, is_foreign=True), ev.ForeignCommit)
         return moved_from
 
     def apply_start(self, tp: TopicPartition, partition: Resolving, offset: int) -> None:
         """The start of a partition without a committed offset is resolved."""
-        self._know(tp, Known(partition.slot, Position(offset, offset)), ev.StartsResolved)
+        self._set_known(tp, Known(partition.slot, Position(offset, offset)), ev.StartsResolved)
 
     def _foreign_position(
         self, tp: TopicPartition, memory: AnyMemory, committed: ev.Committed
@@ -294,12 +294,12 @@ class Partitions:
         )
         return at, expected if offset != expected else None
 
-    def _know(self, tp: TopicPartition, partition: Known, cause: type) -> None:
-        """The position of a partition is known now. If the batch in flight reads it, it joins the batch."""
-        self._change(tp, cause, partition)
+    def _set_known(self, tp: TopicPartition, partition: Known, cause: type) -> None:
+        """Store a position that is known now. If the batch in flight reads the partition, it joins the batch."""
+        self._replace(tp, cause, partition)
         start, end = self._in_flight.get(tp, (0, 0))
         if start <= partition.position.offset < end:  # it is not released before the batch is durable
-            self._alter(tp, partition, ev.Replay, until=end, is_foreign=partition.is_foreign)
+            self._update_known(tp, partition, ev.Replay, until=end, is_foreign=partition.is_foreign)
         self._update_due(tp, partition)
 
     def apply_reset(self, number: int) -> None:
@@ -313,7 +313,7 @@ class Partitions:
                 memory: AnyMemory = VoidedMemory(partition.position.without_last_batch)
             else:
                 memory = _voided(partition.memory)
-            self._change(tp, ev.ResetDetected, Unresolved(partition.slot, memory))
+            self._replace(tp, ev.ResetDetected, Unresolved(partition.slot, memory))
             self._due.pop(tp, None)
 
     # --- offset commits ---------------------------------------------------------------------------------------------
@@ -340,7 +340,7 @@ class Partitions:
                 at.origin, at.jumped_from = Origin.STREAM, None
             due.pop(tp, None)
             if partition.is_foreign and partition.until is None:
-                self._alter(tp, partition, ev.OffsetsCommitted, is_foreign=False)
+                self._update_known(tp, partition, ev.OffsetsCommitted, is_foreign=False)
             partition.is_foreign = False
 
     def renew_commits(self, now_ms: int) -> int:
@@ -365,7 +365,7 @@ class Partitions:
 
     @property
     def all_ready(self) -> bool:
-        """Whether every assigned partition may be planned, or is in flight."""
+        """Whether every assigned partition is ready or in flight."""
         return not self._unknown_count and not self._claiming_count
 
     def remembered(self) -> Iterator[TopicPartition]:
@@ -468,16 +468,16 @@ class Partitions:
         else:
             self._due.pop(tp, None)
 
-    def _change(self, tp: TopicPartition, cause: type, after: AssignedPartition) -> None:
-        """Replace a partition by what it is after a cause."""
+    def _replace(self, tp: TopicPartition, cause: type, after: AssignedPartition) -> None:
+        """Replace the record of a partition by that of its state after a cause."""
         before, self.ours[tp] = self.ours[tp], after
         _require_change(tp, state_of(before), cause, state_of(after))
         self._recount(tp, state_of(before), state_of(after))
 
-    def _alter(
+    def _update_known(
         self, tp: TopicPartition, partition: Known, cause: type, *, until: int | None = None, is_foreign: bool
     ) -> None:
-        """Change a partition whose position is and stays known."""
+        """Change the record of a partition whose position stays known."""
         before = state_of(partition)
         partition.until, partition.is_foreign = until, is_foreign
         _require_change(tp, before, cause, state_of(partition))
@@ -502,7 +502,7 @@ def state_of(partition: Unassigned | AssignedPartition) -> PartitionState:
 
 
 def _require_change(tp: TopicPartition, before: PartitionState, cause: type, after: PartitionState) -> None:
-    if moved(PARTITIONS, before, cause, tp) is not after:
+    if next_state(PARTITIONS, before, cause, tp) is not after:
         raise InvariantBroken(f"{tp}: {cause.__name__} leads from state {before.value} to {after.value}")
 
 

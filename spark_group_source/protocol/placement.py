@@ -23,7 +23,7 @@ from spark_group_source.protocol import events as ev
 from spark_group_source.protocol.outbox import Outbox
 from spark_group_source.protocol.rules import SLOTS_MAX, Rules
 from spark_group_source.protocol.slots import IN_READER, Slot, Slots
-from spark_group_source.protocol.states import AGENTS, AgentState, SlotState, moved
+from spark_group_source.protocol.states import AGENTS, AgentState, SlotState, next_state
 from spark_group_source.protocol.statistics import Statistics
 
 MOVE_INTERVAL_MS = 30_000
@@ -81,7 +81,7 @@ class AgentRegistry:
 
     Args:
         rules: the lease.
-        out: takes commands and log lines, and has the time.
+        out: receives commands and log lines, and has the time.
     """
 
     def __init__(self, rules: Rules, out: Outbox) -> None:
@@ -186,7 +186,7 @@ class AgentRegistry:
         self._out.order(ev.DismissAgent(agent=id_, reason=reason))
 
     def _move(self, agent: AgentRecord, cause: type) -> None:
-        agent.state = moved(AGENTS, agent.state, cause, f"agent {agent.id}")
+        agent.state = next_state(AGENTS, agent.state, cause, f"agent {agent.id}")
 
 
 class Placement:
@@ -196,7 +196,7 @@ class Placement:
         rules: the options.
         slots: the slots.
         counts: the statistics of the run.
-        out: takes commands and log lines, and has the time.
+        out: receives commands and log lines, and has the time.
         is_committed: whether the position of an assigned partition is committed, and no commit of it is in flight.
     """
 

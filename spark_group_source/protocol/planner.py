@@ -48,7 +48,7 @@ class Planner:
         self._target = ends
 
     @property
-    def bounded(self) -> bool:
+    def is_bounded(self) -> bool:
         """Whether this run has a target."""
         return self._target is not None
 
@@ -110,7 +110,7 @@ class Planner:
         )
 
     def _is_worthwhile(self, total: int, *, unlimited: bool, now_ms: int) -> bool:
-        min_offsets = None if unlimited or self.bounded else self._rules.min_offsets
+        min_offsets = None if unlimited or self.is_bounded else self._rules.min_offsets
         return is_worthwhile(total, min_offsets, self._planned_at_ms, now_ms, self._rules.max_delay_ms)
 
 

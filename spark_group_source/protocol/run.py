@@ -31,7 +31,7 @@ from spark_group_source.protocol.planner import Planner
 from spark_group_source.protocol.request_schedule import CommitSchedule, Outage, Requester
 from spark_group_source.protocol.rules import Rules
 from spark_group_source.protocol.slots import IN_READER, Slot, Slots
-from spark_group_source.protocol.states import RUN, RunState, SlotState, moved
+from spark_group_source.protocol.states import RUN, RunState, SlotState, next_state
 from spark_group_source.protocol.statistics import Skips, Statistics
 
 SETTLE_MS_MAX = 10_000
@@ -456,7 +456,7 @@ class Run:
     def _choose_membership(self) -> None:
         """Static members, except for KIP-848 members of a run that ends by itself: static ones cannot leave the group
         there."""
-        self.static = self.rules.classic or not self._bounded
+        self.static = self.rules.classic or not self._is_bounded
 
     # --- batches ----------------------------------------------------------------------------------------------------
 
@@ -642,7 +642,7 @@ class Run:
             return None
         if self.placement.has_agents and (wait := self._move_slots()) is not None:
             return wait
-        has_enough = self.is_gathered if self._is_first or self._bounded else self.partitions.all_known
+        has_enough = self.is_gathered if self._is_first or self._is_bounded else self.partitions.all_known
         if not has_enough:
             return self._wait_for_the_group()
         # A resumed run waits for all partitions at first: "nothing to read" must not mean "nothing assigned".
@@ -689,7 +689,7 @@ class Run:
         The members alone cannot tell: an assignment may still be on its way (KIP-848 assigns partitions one by one),
         and members that a killed run of this stream left in the group may still have some until their session ends.
         """
-        if not (self._is_first or self._bounded):
+        if not (self._is_first or self._is_bounded):
             self._move(ev.GroupStable)
             return None
         if self._described is None:
@@ -755,10 +755,10 @@ class Run:
 
     def _nothing_to_read(self) -> None:
         """Decide what follows from an empty read: a bounded run may end only if it trusts that read."""
-        if not self._bounded:
+        if not self._is_bounded:
             self._move(ev.NothingToRead)
         elif self._is_group_settled and self.data_loss.is_complete and not self.data_loss.has_suspicions:
-            self._move(ev.TargetReached if self.planner.bounded else ev.NothingToRead)
+            self._move(ev.TargetReached if self.planner.is_bounded else ev.NothingToRead)
         else:
             if self._unsettled_since_ms is None:
                 self._unsettled_since_ms = self._now_ms
@@ -808,7 +808,7 @@ class Run:
         if self._error is None and not self.all_committed and (wait := self._wait(STOP_COMMIT_MS_MAX)) is not None:
             return wait
         rule = self.rules.leave_on_stop
-        return ev.CloseMembers(leave=rule == "always" or (rule == "auto" and self._bounded))
+        return ev.CloseMembers(leave=rule == "always" or (rule == "auto" and self._is_bounded))
 
     def _warn_uncommitted(self) -> None:
         seconds = COMMIT_MS_MAX // 1000
@@ -826,9 +826,9 @@ class Run:
         return self._start.is_initial
 
     @property
-    def _bounded(self) -> bool:
+    def _is_bounded(self) -> bool:
         """Whether this run ends by itself: trigger AvailableNow or Once."""
-        return self._is_unlimited or self.planner.bounded
+        return self._is_unlimited or self.planner.is_bounded
 
     def _wait(self, at_most_ms: int) -> ev.Wait | None:
         """Wait in this state, but not longer than ``at_most_ms`` in total; None when that time is over."""
@@ -871,7 +871,7 @@ class Run:
             self._move(ev.Fail)
 
     def _move(self, cause: type) -> None:
-        to = moved(RUN, self.state, cause, "the run")
+        to = next_state(RUN, self.state, cause, "the run")
         if to is not self.state or cause is ev.NextBatchRequested:
             self._since_ms = self._now_ms
         self.state = to

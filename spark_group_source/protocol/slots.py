@@ -16,7 +16,7 @@ from spark_group_source.protocol.outbox import Outbox
 from spark_group_source.protocol.partitions import Partitions
 from spark_group_source.protocol.request_schedule import pause_ms
 from spark_group_source.protocol.rules import SLOTS_MAX, Rules
-from spark_group_source.protocol.states import SLOTS, SlotState, moved
+from spark_group_source.protocol.states import SLOTS, SlotState, next_state
 from spark_group_source.protocol.statistics import Statistics
 
 IN_READER = ""
@@ -90,10 +90,10 @@ class Slots:
         rules: the number of slots, and their budgets.
         partitions: the partitions of the run.
         counts: the statistics of the run.
-        out: takes commands and log lines, and has the time.
+        out: receives commands and log lines, and has the time.
         must_hold: whether a revoked partition has to be held for now.
         agent_for: the agent for the next member of a slot.
-        agent_name: the name of an agent for people.
+        agent_name: the name of an agent for logs and client ids.
     """
 
     def __init__(
@@ -411,7 +411,7 @@ class Slots:
         revocation = slot.revocation
         if revocation is not None:  # an assignment ends a revocation, whether it was released or not
             late = tuple(tp for tp in revocation.partitions if self._must_hold(tp))
-            self._lose(slot, late, "the group went on while they were held")
+            self._lose(slot, late, "the group completed a rebalance while they were held")
             self._drop(slot, tuple(revocation.partitions), ev.Release)
         self._move(slot, ev.Assigned)
         slot.may_be_alive = False
@@ -422,7 +422,7 @@ class Slots:
         for tp in new:
             before = self._partitions.ours.get(tp)
             if before is not None:  # its former slot has not reported the revocation yet
-                self._lose(self.all[before.slot], (tp,), f"slot {slot.number} has it now")
+                self._lose(self.all[before.slot], (tp,), f"slot {slot.number} was assigned it")
             self._partitions.assign(tp, slot.number)
             slot.held.add(tp)
         if new:
@@ -462,7 +462,7 @@ class Slots:
                 "released without a commit, and their next reader may read the batch in flight again",
                 warn=True,
             )
-            self._lose(slot, tuple(late), "the budget of the revocation was used up")
+            self._lose(slot, tuple(late), "the revocation was held for its whole budget")
         self._drop(slot, tuple(revocation.partitions), ev.Release)
         self._counts.count_release(held_ms, overrun=is_overrun)
         release = ev.ReleaseAll if revocation.is_eager else ev.Release
@@ -517,7 +517,7 @@ class Slots:
 
     def _move(self, slot: Slot, cause: type) -> None:
         before = slot.state
-        slot.state = to = moved(SLOTS, before, cause, f"slot {slot.number}")
+        slot.state = to = next_state(SLOTS, before, cause, f"slot {slot.number}")
         self._assigned_count += (to is SlotState.ASSIGNED) - (before is SlotState.ASSIGNED)
         if to is SlotState.REVOKING:
             self._holding.add(slot.number)

@@ -193,8 +193,8 @@ AGENTS: Mapping[tuple[AgentState, type], AgentState] = {
 S = TypeVar("S", bound=State)
 
 
-def moved(table: Mapping[tuple[S, type], S], state: S, cause: type, what: object) -> S:
-    """The state after a transition.
+def next_state(table: Mapping[tuple[S, type], S], state: S, cause: type, what: object) -> S:
+    """Return the state after a transition.
 
     Args:
         table: the allowed transitions.

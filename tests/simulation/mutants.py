@@ -118,8 +118,8 @@ MUTANTS = [
     Mutant(
         "claims-nothing",
         P,
-        "self._know(tp, Known(partition.slot, at, is_foreign=True), ev.ForeignCommit)",
-        "self._know(tp, Known(partition.slot, at), ev.CommittedOffsetsRead)",
+        "self._set_known(tp, Known(partition.slot, at, is_foreign=True), ev.ForeignCommit)",
+        "self._set_known(tp, Known(partition.slot, at), ev.CommittedOffsetsRead)",
         "a foreign commit is committed under the stream's name before it is read",
     ),
     Mutant(
@@ -189,8 +189,8 @@ MUTANTS = [
     Mutant(
         "keeps-the-batch-over-a-foreign-commit",
         P,
-        "self._alter(tp, partition, ev.ForeignCommit, is_foreign=True)",
-        "at.offset = end; self._alter(tp, partition, ev.ForeignCommit, is_foreign=True)",
+        "self._update_known(tp, partition, ev.ForeignCommit, is_foreign=True)",
+        "at.offset = end; self._update_known(tp, partition, ev.ForeignCommit, is_foreign=True)",
         "a foreign commit inside the batch in flight counts as well",
     ),
     # --- plan

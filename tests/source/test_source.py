@@ -112,9 +112,9 @@ def test_a_control_server_that_cannot_listen_is_reported_at_the_start(
         for _ in range(2):  # a second call fails in the same way
             if host == "executor":
                 with pytest.raises(OptionError, match=rf"memberHost is executor.*port {port}.*coordinatorPort"):
-                    reader._started()
+                    reader._running_coordinator()
             else:
-                assert reader._started() is reader._coordinator
+                assert reader._running_coordinator() is reader._coordinator
     assert ("members stay in the stream reader" in caplog.text) == (host == "auto")
     before = signal.getsignal(signal.SIGTERM)
     try:
