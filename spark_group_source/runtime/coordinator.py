@@ -20,8 +20,7 @@ from spark_group_source.agents.connected_agents import ConnectedAgents, PlacedMe
 from spark_group_source.errors import BrokerUnavailable, InvariantBroken, SourceError
 from spark_group_source.host import run_files
 from spark_group_source.kafka import Admin, Environment, EpochEnds, is_incremental
-from spark_group_source.members.member import Member
-from spark_group_source.members.slot_member import SlotMember
+from spark_group_source.members.member import Member, SlotMember
 from spark_group_source.model import TopicPartition
 from spark_group_source.options.table import Options
 from spark_group_source.protocol import events as ev

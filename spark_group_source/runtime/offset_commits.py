@@ -11,18 +11,15 @@ still belongs to this run, so the run may take the id back.
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NoReturn, cast
+from typing import NoReturn, cast
 
 from spark_group_source.errors import AccessDenied, CommitFailed, Fenced, SourceError
 from spark_group_source.kafka import Admin, Environment, GroupMember, GroupOffsets, MemberStale, OffsetCommitter
-from spark_group_source.members.slot_member import MemberCommit, SlotMember
+from spark_group_source.members.member import Member, MemberCommit, SlotMember
 from spark_group_source.model import TopicPartition
 from spark_group_source.options.table import Options
 from spark_group_source.protocol import events as ev
 from spark_group_source.protocol import identifiers
-
-if TYPE_CHECKING:
-    from spark_group_source.members.member import Member
 
 log = logging.getLogger(__name__)
 
