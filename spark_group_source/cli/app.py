@@ -266,8 +266,7 @@ def exporter(
     """Serve Prometheus metrics of groups: offsets, lag in records and seconds, members, rebalances. It joins no
     group."""
     from spark_group_source.kafka import check_settings
-    from spark_group_source.metrics.groups import Exporter
-    from spark_group_source.metrics.sweep import GroupSweeper
+    from spark_group_source.metrics.groups import Exporter, GroupSweeper
 
     if bool(group) == all_groups:
         raise common.UsageError("give either --group (repeatable) or --all-groups")

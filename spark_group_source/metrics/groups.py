@@ -1,22 +1,423 @@
 """The exporter: sweeps over groups at an interval, and serves the results as metrics.
 
-Runs in: the process of ``spark-group exporter``, on its main thread. Deliberately absent: requests to Kafka
-(``sweep``). Kafka is read at the exporter's own interval, independent of scrapes. All values of a scrape are from one
-sweep, so that they are consistent; an unanswered value is left out instead of an old one being kept.
+Runs in: the process of ``spark-group exporter``, on its main thread. Deliberately absent: membership: it sends requests
+of an operator, and reads records with a consumer that is only assigned partitions. Kafka is read at the exporter's own
+interval, independent of scrapes. All values of a scrape are from one sweep, so that they are consistent.
+
+An unanswered request yields no value, and no old one is kept: a group that did not answer has no numbers in this sweep,
+neither has a partition that an answer left out, and a partition whose next record was not read in time has no age.
 """
 
+import logging
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 
-from spark_group_source.kafka import Environment
+from spark_group_source.errors import GroupError
+from spark_group_source.kafka import (
+    Environment,
+    GroupAdmin,
+    GroupDescription,
+    GroupMember,
+    GroupOffsets,
+    RecordTime,
+    RecordTimes,
+)
+from spark_group_source.kafka.record_times import NO_TIME
 from spark_group_source.metrics.endpoint import Endpoint, Metric, MetricsCollector, Sample, since_s
-from spark_group_source.metrics.sweep import GroupSnapshot, GroupSweeper, PartitionSnapshot, SweepResult
+from spark_group_source.model import TopicPartition
 
-PREFIX = "kafka_group_"
-STATES = ("stable", "preparing_rebalancing", "completing_rebalancing", "empty", "dead", "unknown")
-"""The library's states in lower case. A KIP-848 group that is not stable is unknown to it."""
+log = logging.getLogger(__name__)
 
-_Row = Metric[SweepResult]
+SEARCH_EVERY_MS = 60_000
+"""The interval at which a group's offsets of all partitions are read; in between, only those of partitions where it had
+an offset and of its members' partitions."""
+OPEN_GROUPS_MAX = 50
+"""Groups whose connections stay open between sweeps; those of further groups are opened in each sweep."""
+SETTLED_STATES = ("stable", "empty")
+"""States in which the assignment is final: then it is compared with that of the last sweep."""
+Key = tuple[TopicPartition, int]
+"""A partition and a group's committed offset: groups with the same committed offset share its record."""
+
+
+# --- the result of a sweep --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartitionSnapshot:
+    """One partition of a group in the last sweep."""
+
+    committed: int
+    """The committed offset."""
+    end: int | None
+    """The end offset; None: unknown."""
+    age_s: float | None
+    """The age of the next record; None: unknown."""
+
+    @property
+    def lag(self) -> int | None:
+        """Offsets between ``committed`` and ``end``; None: unknown."""
+        return None if self.end is None else max(0, self.end - self.committed)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupSnapshot:
+    """One group in the last sweep. If it did not answer, only ``unreachable_since_ms`` and the counters are set."""
+
+    group: str
+    unreachable_since_ms: int | None = None
+    """Since when it has not answered, on the exporter's clock; None: it answered."""
+    state: str = ""
+    """Kafka's name of the state in lower case."""
+    members: tuple[GroupMember, ...] = ()
+    partitions: Mapping[TopicPartition, PartitionSnapshot] = field(default_factory=dict)
+    """The partitions with a committed offset."""
+    rebalances: int = 0
+    """Sweeps with another assignment than the sweep before, since the start of the exporter."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepResult:
+    """The result of a sweep."""
+
+    groups: tuple[GroupSnapshot, ...]
+    unreachable_since_ms: int | None
+    """Since when no request has been answered, on the exporter's clock; None: requests are answered."""
+    took_s: float
+    """How long the sweep took."""
+    ended_s: float
+    """When it ended, since the epoch."""
+    records_read: int
+    """Next records that were looked for, since the start of the exporter."""
+
+
+# --- sweeps -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _GroupState:
+    """What is kept of a group between sweeps, and its answers in the current sweep."""
+
+    described: GroupDescription | None = None
+    """Its description in this sweep; None: unanswered."""
+    committed: Mapping[TopicPartition, int] = field(default_factory=dict)
+    """Its committed offsets in this sweep."""
+    answered_ms: int = -1
+    """When it last answered; -1: never."""
+    silent_since_ms: int | None = None
+    """Since when it has not answered; None: it answered in the last sweep."""
+    tps: Collection[TopicPartition] = ()
+    """The partitions where it had an offset in the last search of all partitions."""
+    searched_ms: int | None = None
+    """The listing of topics that the last search used; None: there was none."""
+    owned: Mapping[str, frozenset[TopicPartition]] | None = None
+    """The last settled assignment, by instance id or member id; None: unknown."""
+    rebalances: int = 0
+    """As in :class:`GroupSnapshot`."""
+    offsets: GroupOffsets | None = None
+    """Its open connection; None: closed."""
+
+
+class GroupSweeper:
+    """Sweeps over groups. One thread uses it.
+
+    Args:
+        settings: librdkafka settings of an admin client.
+        groups: the groups; None: all that the user may describe.
+        isolation_level: that of their consumers; decides end offsets and which records they read.
+        bound_s: no request of a sweep starts later than this after the start of the sweep.
+        wall_s: the clock for the ages of records.
+    """
+
+    def __init__(
+        self,
+        settings: Mapping[str, str],
+        groups: Collection[str] | None,
+        *,
+        isolation_level: str,
+        bound_s: float,
+        environment: Environment | None = None,
+        wall_s: Callable[[], float] = time.time,
+    ) -> None:
+        self._settings, self._groups, self._bound_ms, self._wall_s = settings, groups, round(bound_s * 1000), wall_s
+        self._environment = environment or Environment()
+        self._admin = GroupAdmin(settings, environment=self._environment, retries=0)
+        self._times = RecordTimes(settings, isolation_level=isolation_level, environment=self._environment)
+        self._committed_only = isolation_level == "read_committed"
+        self._ages = RecordAges()
+        self._watched: dict[str, _GroupState] = {name: _GroupState() for name in groups or ()}
+        self._all: tuple[TopicPartition, ...] = ()
+        self._listed_ms: int | None = None
+        self._silent_since_ms: int | None = None
+        self._records_read = 0
+        self._failures: dict[str, str] = {}
+
+    def sweep(self) -> SweepResult:
+        """Sweep once. Failed and unanswered requests are logged, never raised."""
+        started_ms = self._environment.now_ms()
+        until_ms = started_ms + self._bound_ms
+        self._failures = {}
+        for watched in self._watched.values():
+            watched.described, watched.committed = None, {}
+        if reached := self._attempt("the cluster", self._list):
+            for name in sorted(self._watched, key=lambda name: self._watched[name].answered_ms):
+                if self._environment.now_ms() >= until_ms:
+                    break
+                self._attempt(f"group {name}", partial(self._read_group, name))
+        wall_ms = round(self._wall_s() * 1000)
+        tps = {tp for watched in self._watched.values() for tp in watched.committed}
+        ends: dict[TopicPartition, int] = {}
+        if tps:
+            self._attempt(
+                "end offsets",
+                lambda: ends.update(self._admin.latest(tps, committed=self._committed_only, require_all=False)),
+            )
+        self._read_ages(ends, until_ms)
+        self._update_silence(reached, started_ms)
+        return SweepResult(
+            groups=tuple(self._snapshot(name, ends, wall_ms) for name in sorted(self._watched)),
+            unreachable_since_ms=self._silent_since_ms,
+            took_s=(self._environment.now_ms() - started_ms) / 1000,
+            ended_s=self._wall_s(),
+            records_read=self._records_read,
+        )
+
+    def close(self) -> None:
+        """Close every connection."""
+        for watched in self._watched.values():
+            if watched.offsets is not None:
+                watched.offsets.close()
+        self._times.close()
+        self._admin.close()
+
+    # --- requests ---------------------------------------------------------------------------------------------------
+
+    def _attempt(self, what: str, request: Callable[[], object]) -> bool:
+        """Run a request; return whether it succeeded. A failure is kept for the log."""
+        try:
+            request()
+        except GroupError as exc:
+            self._failures[what] = str(exc)
+            return False
+        return True
+
+    def _list(self) -> None:
+        """List the groups and partitions of the cluster."""
+        if self._groups is None:
+            names = {listed.group for listed in self._admin.groups()}
+            for name in self._watched.keys() - names:
+                self._forget(name)
+            self._watched |= {name: _GroupState() for name in names - self._watched.keys()}
+        now_ms = self._environment.now_ms()
+        if self._listed_ms is None or now_ms >= self._listed_ms + SEARCH_EVERY_MS:
+            listed = self._admin.list_topics()
+            self._all = tuple(TopicPartition(name, p) for name, topic in listed.items() for p in topic.partitions)
+            self._listed_ms = now_ms
+
+    def _forget(self, name: str) -> None:
+        if (offsets := self._watched.pop(name).offsets) is not None:
+            offsets.close()
+
+    def _read_group(self, name: str) -> None:
+        """Read the description and the committed offsets of a group."""
+        watched = self._watched[name]
+        described = self._admin.describe_group(name)
+        owned = {tp for member in described.members for tp in member.partitions}
+        searching = watched.searched_ms is None or watched.searched_ms != self._listed_ms
+        tps = owned.union(self._all if searching else watched.tps)
+        offsets = watched.offsets or GroupOffsets(self._settings, group=name, environment=self._environment)
+        try:
+            read = offsets.read(tps, stable=False) if tps else {}
+        finally:
+            open_now = sum(other.offsets is not None for other in self._watched.values())
+            if watched.offsets is None and open_now >= OPEN_GROUPS_MAX:
+                offsets.close()
+            else:
+                watched.offsets = offsets
+        committed = {tp: at.offset for tp, at in read.items() if at is not None}
+        if tps <= read.keys():
+            watched.searched_ms, watched.tps = self._listed_ms, committed.keys()
+        watched.described, watched.committed = described, committed
+
+    def _read_ages(self, ends: Mapping[TopicPartition, int], until_ms: int) -> None:
+        """Read the next records of partitions with lag, except those still known."""
+        behind: dict[Key, int] = {
+            (tp, at): ends[tp]
+            for watched in self._watched.values()
+            for tp, at in watched.committed.items()
+            if at < ends.get(tp, at)
+        }
+        now_ms = self._environment.now_ms()
+        firsts: dict[TopicPartition, int] = {}
+        if known := self._ages.known(behind, now_ms=now_ms):
+            self._attempt("log start offsets", lambda: firsts.update(self._admin.earliest(known, require_all=False)))
+        missing = self._ages.missing(behind, firsts, now_ms=now_ms)
+        read: dict[Key, RecordTime | None] = {}
+
+        def read_all() -> None:
+            for offsets in _rounds(missing):
+                found = self._times.read(offsets, until_ms=until_ms)
+                read.update({(tp, offsets[tp]): record for tp, record in found.items()})
+
+        self._attempt("timestamps of records", read_all)
+        self._records_read += len(read)
+        self._ages.update(read, behind, missing, now_ms=now_ms)
+
+    # --- results ----------------------------------------------------------------------------------------------------
+
+    def _update_silence(self, reached: bool, started_ms: int) -> None:
+        """Update since when the cluster and each group have not answered; log when that starts and when it ends."""
+        answered = any(watched.described is not None for watched in self._watched.values())
+        silent = not reached or (bool(self._watched) and not answered)
+        if silent and self._silent_since_ms is None:
+            self._silent_since_ms = started_ms
+            log.warning("no request was answered; no lag is exported until one is: %s", self._failed())
+        elif not silent and self._silent_since_ms is not None:
+            log.warning(
+                "requests are answered again after %d s", (self._environment.now_ms() - self._silent_since_ms) // 1000
+            )
+            self._silent_since_ms = None
+        for name, watched in self._watched.items():
+            if watched.described is not None:
+                watched.answered_ms, watched.silent_since_ms = self._environment.now_ms(), None
+                self._count_rebalance(watched, watched.described)
+            elif watched.silent_since_ms is None:
+                watched.silent_since_ms = started_ms
+                if not silent:
+                    log.warning(
+                        "group %s: not answered; it has no values in this sweep: %s",
+                        name,
+                        self._failed(f"group {name}"),
+                    )
+
+    def _failed(self, what: str = "") -> str:
+        """Return the failure of a request, or of any."""
+        return self._failures.get(what) or next(iter(self._failures.values()), "the sweep ran out of time")
+
+    def _count_rebalance(self, watched: _GroupState, described: GroupDescription) -> None:
+        if described.state not in SETTLED_STATES:
+            return
+        # A static member that rejoins has another member id, and the same partitions.
+        owned = {m.instance_id or m.member_id: frozenset(m.partitions) for m in described.members}
+        watched.rebalances += watched.owned is not None and owned != watched.owned
+        watched.owned = owned
+
+    def _snapshot(self, name: str, ends: Mapping[TopicPartition, int], wall_ms: int) -> GroupSnapshot:
+        watched = self._watched[name]
+        if watched.described is None:
+            since_ms = watched.silent_since_ms
+            return GroupSnapshot(group=name, unreachable_since_ms=since_ms, rebalances=watched.rebalances)
+        return GroupSnapshot(
+            group=name,
+            state=watched.described.state,
+            members=watched.described.members,
+            rebalances=watched.rebalances,
+            partitions={
+                tp: PartitionSnapshot(committed=at, end=ends.get(tp), age_s=self._age_s(tp, at, ends.get(tp), wall_ms))
+                for tp, at in watched.committed.items()
+            },
+        )
+
+    def _age_s(self, tp: TopicPartition, committed: int, end: int | None, wall_ms: int) -> float | None:
+        if end is None:
+            return None
+        return 0.0 if committed >= end else self._ages.age_s(tp, committed, wall_ms=wall_ms)
+
+
+def _rounds(keys: Iterable[Key]) -> list[dict[TopicPartition, int]]:
+    """Split the keys into rounds with each partition once: a consumer has one position per partition."""
+    rounds: list[dict[TopicPartition, int]] = []
+    for tp, at in keys:
+        free = next((one for one in rounds if tp not in one), None)
+        if free is None:
+            rounds.append(free := {})
+        free[tp] = at
+    return rounds
+
+
+# --- the ages of records ---------------------------------------------------------------------------------------------
+
+
+READ_AGAIN_MS = 300_000
+"""A known timestamp is read again after this: compaction may have removed the record, without a sign."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    record: RecordTime | None
+    """None: there was no record before ``end``."""
+    end: int
+    """The partition's end offset when it was read."""
+    read_ms: int
+    """When it was read."""
+
+
+class RecordAges:
+    """The next records that were read, by partition and committed offset."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[TopicPartition, int], _Known] = {}
+
+    def known(self, behind: Mapping[tuple[TopicPartition, int], int], *, now_ms: int) -> set[TopicPartition]:
+        """Return the partitions with a known record, whose log start offsets tell whether the record still exists."""
+        return {key[0] for key in behind if (known := self._fresh(key, now_ms)) is not None and known.record}
+
+    def missing(
+        self,
+        behind: Mapping[tuple[TopicPartition, int], int],
+        firsts: Mapping[TopicPartition, int],
+        *,
+        now_ms: int,
+    ) -> list[tuple[TopicPartition, int]]:
+        """Return the keys whose record must be read, those never read before first.
+
+        Args:
+            behind: the end offset of the partition, by key.
+            firsts: the log start offsets of the partitions from :meth:`known`; an unanswered one is read again.
+        """
+        missing = []
+        for key, end in behind.items():
+            known = self._fresh(key, now_ms)
+            if known is None or not _is_valid(known, end, firsts.get(key[0])):
+                missing.append(key)
+        return sorted(missing, key=lambda key: key in self._known)
+
+    def update(
+        self,
+        read: Mapping[tuple[TopicPartition, int], RecordTime | None],
+        behind: Mapping[tuple[TopicPartition, int], int],
+        missing: Iterable[tuple[TopicPartition, int]],
+        *,
+        now_ms: int,
+    ) -> None:
+        """Add the records that were read. Forget missing ones that were not read, and keys without lag."""
+        unanswered = set(missing) - read.keys()
+        self._known = {key: k for key, k in self._known.items() if key in behind and key not in unanswered}
+        self._known |= {key: _Known(record, behind[key], now_ms) for key, record in read.items()}
+
+    def age_s(self, tp: TopicPartition, committed: int, *, wall_ms: int) -> float | None:
+        """Return the age of the next record in seconds; 0: there is none; None: unknown."""
+        known = self._known.get((tp, committed))
+        if known is None or (known.record is not None and known.record.timestamp_ms == NO_TIME):
+            return None
+        return 0.0 if known.record is None else max(0, wall_ms - known.record.timestamp_ms) / 1000
+
+    def _fresh(self, key: tuple[TopicPartition, int], now_ms: int) -> _Known | None:
+        known = self._known.get(key)
+        return known if known is not None and now_ms < known.read_ms + READ_AGAIN_MS else None
+
+
+def _is_valid(known: _Known, end: int, first: int | None) -> bool:
+    """Whether a known result still holds: the record is still in the log, or nothing was appended since there was
+    none."""
+    if known.record is None:
+        return end <= known.end
+    return first is not None and first <= known.record.offset
+
+
+# --- the exporter -----------------------------------------------------------------------------------------------------
 
 
 class Exporter:
@@ -60,6 +461,13 @@ class Exporter:
 
 
 # --- the table -------------------------------------------------------------------------------------------------------
+
+
+PREFIX = "kafka_group_"
+STATES = ("stable", "preparing_rebalancing", "completing_rebalancing", "empty", "dead", "unknown")
+"""The library's states in lower case. A KIP-848 group that is not stable is unknown to it."""
+
+_Row = Metric[SweepResult]
 
 
 def _metric(name: str, read: Callable[[SweepResult, int], float], doc: str) -> _Row:

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from spark_group_source.local.broker import Broker
-from spark_group_source.metrics.sweep import GroupSweeper, SweepResult
+from spark_group_source.metrics.groups import GroupSweeper, SweepResult
 
 RECORDS = 20
 BATCH = 5

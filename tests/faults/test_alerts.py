@@ -15,8 +15,7 @@ from metrics.scrapes import Scrape, fires, scrape, value, values
 from rebalance.ordinary import OrdinaryConsumer
 
 from spark_group_source.kafka import Environment
-from spark_group_source.metrics.groups import Exporter
-from spark_group_source.metrics.sweep import GroupSweeper
+from spark_group_source.metrics.groups import Exporter, GroupSweeper
 
 pytestmark = [pytest.mark.broker, pytest.mark.slow]
 

@@ -12,7 +12,7 @@ from scenes import Scene
 
 from spark_group_source.errors import BrokerUnavailable
 from spark_group_source.kafka import GroupAdmin
-from spark_group_source.metrics.sweep import GroupSweeper, SweepResult
+from spark_group_source.metrics.groups import GroupSweeper, SweepResult
 from spark_group_source.model import TopicPartition
 
 WITHIN_S = 0.002

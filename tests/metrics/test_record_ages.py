@@ -2,7 +2,7 @@
 
 from spark_group_source.kafka import RecordTime
 from spark_group_source.kafka.record_times import NO_TIME
-from spark_group_source.metrics.sweep import READ_AGAIN_MS, RecordAges
+from spark_group_source.metrics.groups import READ_AGAIN_MS, RecordAges
 from spark_group_source.model import TopicPartition
 
 TP = TopicPartition("orders", 0)

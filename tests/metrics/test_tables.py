@@ -12,7 +12,7 @@ from metrics.scrapes import Scrape, parsed, value, values
 from spark_group_source.kafka import GroupMember
 from spark_group_source.metrics import groups, run
 from spark_group_source.metrics.endpoint import Metric, MetricsCollector
-from spark_group_source.metrics.sweep import GroupSnapshot, PartitionSnapshot, SweepResult
+from spark_group_source.metrics.groups import GroupSnapshot, PartitionSnapshot, SweepResult
 from spark_group_source.model import TopicPartition
 from spark_group_source.protocol.states import RunState
 from spark_group_source.protocol.statistics import Statistics

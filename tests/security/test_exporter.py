@@ -7,7 +7,7 @@ from kafka_words import set_committed
 from streams import numbered
 
 from security.secured import Permission, SecuredBroker, query
-from spark_group_source.metrics.sweep import GroupSnapshot, GroupSweeper
+from spark_group_source.metrics.groups import GroupSnapshot, GroupSweeper
 from spark_group_source.model import TopicPartition
 from spark_group_source.options.table import Options
 

@@ -20,8 +20,7 @@ from spark_group_source.errors import OptionError
 from spark_group_source.host import run_files
 from spark_group_source.metrics import groups, run
 from spark_group_source.metrics.endpoint import Endpoint, MetricsCollector
-from spark_group_source.metrics.groups import Exporter
-from spark_group_source.metrics.sweep import GroupSweeper
+from spark_group_source.metrics.groups import Exporter, GroupSweeper
 from spark_group_source.options.table import Options
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
