@@ -5,7 +5,7 @@ Runs in: tests. Deliberately absent: running them, which needs the test's broker
 
 import re
 
-PROGRAMS = ("spark-group", "kafka-configs.sh")
+PROGRAMS = ("spark-group", "kafka-configs.sh", "pip", "keytool", "openssl")
 _LINE = re.compile(r"^ {4}(\S.*)$", re.MULTILINE)
 _SENTENCE = re.compile(rf"`((?:{'|'.join(map(re.escape, PROGRAMS))}) [^`]+)`")
 

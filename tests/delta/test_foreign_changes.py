@@ -5,11 +5,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from printed_commands import commands
 from sink_source import offset
 from sink_words import Intruder, Query, commits, next_offsets, one, parquet_files, records, rows
 
 from spark_group_source.delta.ledger_store import read_ledger
-from spark_group_source.errors import LedgerConflict
+from spark_group_source.delta.table_history import DescribedHistory
+from spark_group_source.errors import LedgerConflict, OptionError
 from spark_group_source.model import TopicPartition
 
 if TYPE_CHECKING:
@@ -28,6 +30,12 @@ def found(spark: "SparkSession", table: Path) -> list[tuple[object, ...]]:
     )
 
 
+def moment(spark: "SparkSession", table: Path, version: int) -> str:
+    """Return the time of a version, for Spark's SQL."""
+    history = spark.sql(f"DESCRIBE HISTORY delta.`{table}`").where(f"version = {version}")
+    return str(history.selectExpr("string(timestamp)").collect()[0][0])
+
+
 # RESTORE
 
 
@@ -37,8 +45,7 @@ def test_a_restore_by_timestamp_is_refused_and_the_ledger_fits_the_remaining_row
     sink, spark = query.sink(table), query.spark
     for n in range(2):
         query.run(sink, n, offset(n, one(n * 10, n * 10 + 10)))
-    moment = spark.sql(f"DESCRIBE HISTORY delta.`{table}`").where("version = 1").selectExpr("string(timestamp)")
-    spark.sql(f"RESTORE TABLE delta.`{table}` TO TIMESTAMP AS OF '{moment.collect()[0][0]}'")
+    spark.sql(f"RESTORE TABLE delta.`{table}` TO TIMESTAMP AS OF '{moment(spark, table, 1)}'")
     with pytest.raises(LedgerConflict, match=r"(?s)restored to version 1 .* orders-0\[10,20\).*--to-ledger"):
         query.run(sink, 2, offset(2, one(20, 30)))
     there = read_ledger(spark, str(table), "etl")
@@ -62,6 +69,33 @@ def test_a_restore_during_a_batch_by_options_refuses_the_next_batch(
     for again in (sink, query.sink(table)):
         with pytest.raises(LedgerConflict, match=r"(?s)being written: the batch is version 4.*TO VERSION AS OF 3\n"):
             query.run(again, 3, offset(3, one(30, 40)))
+
+
+@pytest.mark.slow
+def test_the_statements_of_messages_run_on_spark(query: Query, table: Path) -> None:
+    """Except the ``RESTORE`` of a known version, which ``deltalake`` runs in ``decisions/test_commands.py``."""
+    spark, retention = query.spark, "'delta.setTransactionRetentionDuration' = 'interval 1 days'"
+    for n in range(2):
+        query.run(query.sink(table), n, offset(n, one(n * 10, n * 10 + 10)))
+    spark.sql(f"ALTER TABLE delta.`{table}` SET TBLPROPERTIES ({retention})")
+    with pytest.raises(OptionError) as refused:
+        query.run(query.sink(table), 2, offset(2, one(20, 30)))
+    (unset,) = commands(refused.value)
+    spark.sql(unset)
+    query.run(query.sink(table), 2, offset(2, one(20, 30)))
+    assert rows(table) == records(0, 30)
+
+    spark.sql(f"RESTORE TABLE delta.`{table}` TO TIMESTAMP AS OF '{moment(spark, table, 2)}'")
+    history = DescribedHistory(spark, str(table))
+    newest = history.newest()
+    with pytest.raises(LedgerConflict) as unknown:
+        history.restored_to(next(history.commits(newest, newest - 1)))
+    describe, restore = commands(unknown.value)
+    listed = spark.sql(describe).where(f"version < {newest} AND operation IN ('WRITE', 'STREAMING UPDATE')").collect()
+    spark.sql(restore.replace("OF VERSION", f"OF {sorted(row['version'] for row in listed)[1]}"))
+    assert found(spark, table) == records(0, 20)
+    with pytest.raises(LedgerConflict, match=r"(?s)restored to version 2 .*--to-ledger"):
+        query.run(query.sink(table), 3, offset(3, one(30, 40)))
 
 
 # REPLACE

@@ -1,11 +1,12 @@
 """The history of a table: notes, RESTORE, expired logs, and how the next batch is decided."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from shutil import rmtree
 
+import pyarrow as pa
 import pytest
 from deltalake import DeltaTable, write_deltalake
 from sink_source import SCHEMA, offset
@@ -162,19 +163,32 @@ def test_the_version_of_a_restore_by_timestamp_is_found_by_its_files(query: Quer
         query.run(query.sink(table), 3, offset(3, one(30, 40)))
 
 
-# DELETE and overwrite
+# DELETE, MERGE and overwrite
 
 
-@pytest.mark.parametrize("overwrite", [False, True], ids=["delete", "overwrite"])
-def test_rows_removed_by_delete_or_an_overwrite_are_not_noticed(query: Query, table: Path, overwrite: bool) -> None:
+def delete(table: Path) -> None:
+    DeltaTable(table).delete("offset < 5")
+
+
+def merge(table: Path) -> None:
+    first = pa.table({"first": pa.array([5], pa.int64())})
+    merging = DeltaTable(table).merge(first, "old.offset < new.first", source_alias="new", target_alias="old")
+    merging.when_matched_delete().execute()
+
+
+def overwrite(table: Path) -> None:
+    write_deltalake(table, DeltaTable(table).to_pyarrow_table().slice(5), mode="overwrite")
+
+
+@pytest.mark.parametrize("remove", [delete, merge, overwrite])
+def test_rows_removed_by_delete_merge_or_an_overwrite_are_not_noticed(
+    query: Query, table: Path, remove: Callable[[Path], None]
+) -> None:
     """The ledger knows what was written: the query continues, and the removed rows stay missing."""
     sink = query.sink(table)
     query.run(sink, 0, offset(0, one(0, 10)))
-    if overwrite:
-        left = DeltaTable(table).to_pyarrow_table().slice(5)
-        write_deltalake(table, left, mode="overwrite")
-    else:
-        DeltaTable(table).delete("offset < 5")
+    remove(table)
+    assert rows(table) == records(5, 10)
     query.run(sink, 1, offset(1, one(10, 20)))
     query.run(query.sink(table), 2, offset(2, one(20, 30)))
     assert rows(table) == records(5, 30)
