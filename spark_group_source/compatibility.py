@@ -55,12 +55,12 @@ def problem() -> str | None:
         return f"Python {python[0]}.{python[1]} ({sys.executable}) is not supported: {REQUIREMENTS}"
     if importlib.util.find_spec("pyspark") is None:
         return (
-            f"pyspark is not installed: {REQUIREMENTS}. Install Spark and Delta Lake with: "
-            f"pip install 'pyspark[sql]=={SPARK}.0' 'delta-spark=={DELTA}.0'"
+            f"pyspark is not installed: {REQUIREMENTS}. Install Spark and Delta Lake with "
+            f"`pip install 'pyspark[sql]=={SPARK}.0' 'delta-spark=={DELTA}.0'`"
         )
     missing = _missing_feature()
     if missing is not None:
-        remedy = f"Install a supported version, for example pip install 'pyspark=={SPARK}.*', or use another platform"
+        remedy = f"Install a supported version, for example `pip install 'pyspark=={SPARK}.*'`, or use another platform"
         return f"Spark {_spark_version()} has no {missing}: {REQUIREMENTS}. {remedy}"
     return None
 

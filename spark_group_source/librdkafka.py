@@ -120,7 +120,7 @@ class Library:
             if call is None:
                 raise SetupError(
                     f"{rdkafka._name} does not export rd_kafka_{name}. Install the wheel of confluent-kafka 2.16 on "
-                    "every executor: pip install --only-binary :all: 'confluent-kafka==2.16.*'"
+                    "every executor: `pip install --only-binary :all: 'confluent-kafka==2.16.*'`"
                 )
             call.restype, call.argtypes = result, arguments
             setattr(self, name, call)
@@ -144,7 +144,7 @@ def extension() -> Path:
     for folder in (package.submodule_search_locations or []) if package else []:
         for path in Path(folder).glob("cimpl*.so"):
             return path
-    raise SetupError("confluent_kafka is not installed in this Python: pip install 'confluent-kafka>=2.16,<3'")
+    raise SetupError("confluent_kafka is not installed in this Python: `pip install 'confluent-kafka>=2.16,<3'`")
 
 
 def text(raw: bytes | None) -> str:
@@ -279,7 +279,7 @@ def token_source(settings: Mapping[str, str]) -> tuple[dict[str, str], Callable[
     except (ImportError, ValueError, RuntimeError) as exc:
         raise OptionError(
             f"kafka.{_AWS_MARKER} is {_AWS_IAM}, but tokens cannot be created here ({type(exc).__name__}: {exc}). Run "
-            "pip install 'confluent-kafka[oauthbearer-aws]' on every executor, or set kafka.oauth_cb to a function",
+            "`pip install 'confluent-kafka[oauthbearer-aws]'` on every executor, or set kafka.oauth_cb to a function",
             names=[_AWS_MARKER],
         ) from None
 

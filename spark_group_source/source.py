@@ -280,8 +280,8 @@ def _start_metrics(options: Options, publisher: "Publisher") -> "Endpoint":
         from spark_group_source.metrics import endpoint, run
     except ImportError as exc:
         raise OptionError(
-            f"metricsPort needs the package prometheus-client on the driver's host ({exc}). Run there: pip install "
-            "prometheus-client",
+            f"metricsPort needs the package prometheus-client on the driver's host ({exc}). Run there: `pip install "
+            "prometheus-client`",
             option="metricsPort",
         ) from exc
     from spark_group_source.kafka import Environment

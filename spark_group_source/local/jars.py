@@ -150,7 +150,8 @@ def _spark_jars() -> Path:
         if jars.is_dir():
             return jars
     raise SetupError(
-        "PySpark with its jars is not installed in this Python: pip install 'pyspark[sql]==4.2.0' 'delta-spark==4.4.0'"
+        "PySpark with its jars is not installed in this Python. Install it with "
+        "`pip install 'pyspark[sql]==4.2.0' 'delta-spark==4.4.0'`"
     )
 
 

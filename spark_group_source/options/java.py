@@ -130,8 +130,9 @@ def _truststore(settings: dict[str, str]) -> None:
             convert = f"{_to_pkcs12(path)} && {_to_pem(str(PurePath(path).with_suffix('.p12')))}"
         raise _refused(
             "ssl.truststore.location",
-            f"is {path!r}, a {kind or 'JKS'} store; trusted certificates must be in PEM format. Convert it with: "
-            f"{convert}   then set kafka.ssl.truststore.location to the .pem file and kafka.ssl.truststore.type to PEM",
+            f"is {path!r}, a {kind or 'JKS'} store; trusted certificates must be in PEM format. Convert it with "
+            f"`{convert}`, then set "
+            "kafka.ssl.truststore.location to the .pem file and kafka.ssl.truststore.type to PEM",
         )
     _put(settings, "ssl.ca.location", path, "ssl.truststore.location")
 
@@ -147,7 +148,7 @@ def _keystore(settings: dict[str, str]) -> None:
     if kind != "PEM":
         raise _refused(
             "ssl.keystore.location",
-            f"is {path!r}, a {kind} store; it must be PKCS12 or PEM. Convert it with: {_to_pkcs12(path)}   then set "
+            f"is {path!r}, a {kind} store; it must be PKCS12 or PEM. Convert it with `{_to_pkcs12(path)}`, then set "
             "kafka.ssl.keystore.location to the .p12 file and kafka.ssl.keystore.type to PKCS12",
         )
     del settings["ssl.keystore.location"]  # one file with the key and its chain

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -14,6 +15,7 @@ from confluent_kafka import KafkaException, Producer
 from confluent_kafka.admin import AdminClient
 from kafka_words import await_until, create_topic, end_offsets_of, produce_to
 from kit.broker_cluster import BrokerCluster
+from printed_commands import commands
 
 from spark_group_source.errors import BrokerUnavailable, OptionError, SetupError
 from spark_group_source.local import background as local_broker
@@ -194,7 +196,8 @@ def test_background_broker_is_started_shown_and_stopped(home: dict[str, str]) ->
         f"error: OptionError: a broker is already running at 127.0.0.1:{port}"
     )
 
-    assert spark_group("broker", "stop", env=home).stdout.strip() == f"stopped 127.0.0.1:{port}"
+    (stop,) = commands(again.stderr)
+    assert spark_group(*shlex.split(stop)[1:], env=home).stdout.strip() == f"stopped 127.0.0.1:{port}"
     assert not alive(document["node"])
     await_until(lambda: not alive(document["pid"]), what="the end of the process that let its lock go")
     assert spark_group("broker", "status", env=home).returncode == 3

@@ -146,7 +146,7 @@ def test_a_reading_client_uses_confluent_kafkas_function_for_aws_iam(monkeypatch
 def test_aws_iam_without_its_package_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "boto3", None)
     monkeypatch.delitem(sys.modules, "confluent_kafka._oauthbearer.aws.aws_autowire", raising=False)
-    with pytest.raises(OptionError, match=r"pip install 'confluent-kafka\[oauthbearer-aws\]' on every executor"):
+    with pytest.raises(OptionError, match=r"pip install 'confluent-kafka\[oauthbearer-aws\]'` on every executor"):
         range_reader.open_client(AWS_IAM)
 
 
