@@ -1,0 +1,424 @@
+"""Every command in the product's errors, log lines and remedies has a test that runs it as printed.
+
+:data:`TESTED` lists them. A new command needs an entry, and a test that provokes its message.
+"""
+
+import ast
+import importlib
+import importlib.util
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import typer.main
+from confluent_kafka import KafkaError
+from kafka_words import Record, await_until, set_committed
+from kit.run_harness import RunHarness
+from manual_environment import ManualEnvironment, refusal
+from printed_commands import commands
+from reading import read
+from scenes import Scene
+from security.certificates import Authority
+from sink_source import offset
+from sink_words import Query, one
+from streams import OtherMember
+from typer.testing import CliRunner
+
+import spark_group_source
+from spark_group_source import command_line, compatibility, librdkafka, source
+from spark_group_source.cli import offsets as deletion
+from spark_group_source.cli import run as job
+from spark_group_source.cli.app import app
+from spark_group_source.errors import CheckpointMismatch, SourceError
+from spark_group_source.host import run_files
+from spark_group_source.kafka import GroupAdmin
+from spark_group_source.local import jars
+from spark_group_source.local.conf import local_spark_settings
+from spark_group_source.model import OffsetRange, TopicPartition
+from spark_group_source.options.java import translate
+from spark_group_source.options.table import Options
+from spark_group_source.protocol import events as ev
+from spark_group_source.protocol.offsets import parse
+from spark_group_source.protocol.statistics import Statistics
+
+ROOT = Path(__file__).resolve().parent.parent
+PRODUCT = Path(spark_group_source.__file__).parent
+
+SUBCOMMANDS = sorted(typer.main.get_group(app).commands)
+TEXT = re.compile(
+    rf"spark-group (?:{'|'.join(SUBCOMMANDS)})\b|\bkafka-[a-z-]+\.sh\b|\bpip install\b|\bspark-submit --"
+    r"|\b(?:keytool|openssl) |\b(?:RESTORE|ALTER|CREATE|DROP|TRUNCATE) TABLE\b|\bDESCRIBE HISTORY\b"
+)
+"""The beginning of a command in a text."""
+BUILDERS = {
+    ("command_line", "spark_group"),
+    ("operator_commands", "reset"),
+    ("operator_commands", "restore"),
+    ("shlex", "join"),
+}
+"""Functions that return a command."""
+
+
+def commands_of(tree: ast.AST, place: str = "") -> Iterator[str]:
+    """The function of each command below a node: of a text that contains one, or of a call that builds one."""
+    if isinstance(tree, ast.Expr) and isinstance(tree.value, ast.Constant):
+        return  # a docstring
+    if isinstance(tree, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        place = f"{place}.{tree.name}" if place else tree.name
+    if isinstance(tree, ast.Constant) and isinstance(tree.value, str):
+        yield from [place] * len(TEXT.findall(tree.value))
+    if isinstance(tree, ast.JoinedStr):
+        texts = [part.value if isinstance(part, ast.Constant) else "{}" for part in tree.values]
+        yield from [place] * len(TEXT.findall("".join(map(str, texts))))
+        for part in tree.values:
+            if isinstance(part, ast.FormattedValue):
+                yield from commands_of(part.value, place)
+        return
+    if isinstance(tree, ast.Call) and isinstance(tree.func, ast.Attribute) and isinstance(tree.func.value, ast.Name):
+        yield from [place] * ((tree.func.value.id, tree.func.attr) in BUILDERS)
+    for child in ast.iter_child_nodes(tree):
+        yield from commands_of(child, place)
+
+
+def commands_of_the_product() -> Counter[str]:
+    found: Counter[str] = Counter()
+    for path in sorted(PRODUCT.rglob("*.py")):
+        module = path.relative_to(PRODUCT).as_posix()
+        found.update(f"{module}: {place}" for place in commands_of(ast.parse(path.read_text())))
+    return found
+
+
+SINK = "tests/delta/decisions/test_commands.py::"
+STATEMENTS = "tests/delta/test_foreign_changes.py::test_the_statements_of_messages_run_on_spark"
+HERE = "tests/test_commands.py::"
+BROKER, INSTALL = f"{HERE}test_a_command_runs_as_printed", f"{HERE}test_an_installation_is_satisfied_as_printed"
+DOCUMENTS = "tests/cli/test_typed.py::test_commands_of_the_documents_run_as_printed"
+"""``docs/errors.md`` is rendered from the remedies."""
+LOCAL = "tests/local/test_broker.py"
+ON_A_CLUSTER = "test_a_cluster_runs_the_job_with_archives_and_without_them_the_error_names_the_missing_package"
+NO_COMMAND = ""
+
+TESTED: dict[str, tuple[int, str]] = {
+    # commands that these functions build for others
+    "command_line.py: spark_group": (1, BROKER),
+    "delta/operator_commands.py: reset": (1, f"{SINK}test_commands_after_a_restore"),
+    "delta/operator_commands.py: restore": (1, f"{SINK}test_commands_for_a_second_write_of_a_batch"),
+    # the sink and its ledger
+    "delta/ledger_decision.py: _refused_partitions": (
+        2,
+        f"{SINK}test_commands_after_a_foreign_commit_below_the_ledger",
+    ),
+    "delta/ledger_decision.py: _unknown_reset": (1, f"{SINK}test_command_for_a_stream_that_does_not_know_a_reset"),
+    "delta/ledger_format.py: Ledger.from_json": (1, f"{SINK}test_command_for_a_ledger_that_cannot_be_read"),
+    "delta/ledger_store.py: read_ledger": (1, f"{SINK}test_command_for_a_ledger_that_cannot_be_read"),
+    "delta/restored_table.py: _batch_behind_restore": (2, f"{SINK}test_commands_for_a_batch_behind_a_restore"),
+    "delta/restored_table.py: refuse_restored_table": (2, f"{SINK}test_commands_after_a_restore"),
+    "delta/sink.py: DeltaSink._refuse_transaction_retention": (1, STATEMENTS),
+    "delta/sink.py: _BatchCommit._new_ledger": (1, f"{SINK}test_command_for_an_expired_ledger"),
+    "delta/table_history.py: _unknown_restore": (2, STATEMENTS),
+    "delta/write_guard.py: _second_write": (2, f"{SINK}test_commands_for_a_second_write_of_a_batch"),
+    # groups and brokers
+    "cli/migrate.py: _offsets": (1, BROKER),
+    "cli/migrate.py: _starting_offsets": (1, BROKER),
+    "cli/offsets.py: delete": (1, BROKER),
+    "cli/report.py: missing_group": (1, BROKER),
+    "host/run_files.py: drain": (2, BROKER),
+    "kafka/consumer.py: MemberConsumer._brokers_settings": (2, f"{HERE}test_kafkas_tool_shows_the_settings_of_brokers"),
+    "kafka/group_admin.py: GroupAdmin.move_committed": (1, BROKER),
+    "local/background.py: start": (1, f"{LOCAL}::test_background_broker_is_started_shown_and_stopped"),
+    "protocol/offsets.py: parse": (1, f"{HERE}test_the_checkpoint_of_another_source_names_a_command_with_help"),
+    "protocol/run.py: Run._timeout": (1, BROKER),
+    "reader/read_errors.py: unreadable_record": (1, BROKER),
+    # installations and conversions
+    "cli/run.py: _check_delta": (1, f"{HERE}test_the_options_of_spark_submit_are_those_of_a_session_with_delta_lake"),
+    "compatibility.py: problem": (2, INSTALL),
+    "librdkafka.py: Library.__init__": (1, INSTALL),
+    "librdkafka.py: extension": (1, INSTALL),
+    "librdkafka.py: token_source": (1, INSTALL),
+    "local/jars.py: _spark_jars": (1, INSTALL),
+    "source.py: _start_metrics": (1, INSTALL),
+    "options/java.py: _to_pem": (1, f"{HERE}test_stores_are_converted_as_printed"),
+    "options/java.py: _to_pkcs12": (1, f"{HERE}test_stores_are_converted_as_printed"),
+    "options/callables.py: import_callable": (
+        1,
+        "tests/security/test_spark.py::test_a_token_function_is_imported_in_every_process",
+    ),
+    "pickling.py: _unpickle": (1, f"tests/crash/test_install.py::{ON_A_CLUSTER}"),
+    # remedies, rendered in docs/errors.md
+    "errors.py: CommitFailed": (1, DOCUMENTS),
+    "errors.py: LedgerConflict": (2, DOCUMENTS),
+    "errors.py: RebalanceTimeout": (1, DOCUMENTS),
+    # texts that nobody runs: a ledger's reason, statements of the product, names of operations in Delta's log
+    "cli/reset.py: reset": (1, NO_COMMAND),
+    "cli/ledger.py: _shown": (1, NO_COMMAND),
+    "delta/table_history.py: DescribedHistory._load": (1, NO_COMMAND),
+    "delta/verification.py: ": (2, NO_COMMAND),
+}
+"""By module and function: the number of its commands, and the test that runs them as printed."""
+
+
+def test_every_command_of_the_product_has_a_test() -> None:
+    expected = {place: count for place, (count, _) in TESTED.items()}
+    assert dict(commands_of_the_product()) == expected
+
+
+@pytest.mark.parametrize("test", sorted({test for _, test in TESTED.values() if test != NO_COMMAND}))
+def test_the_tests_of_commands_exist(test: str) -> None:
+    path, _, name = test.partition("::")
+    assert f"\ndef {name}(" in (ROOT / path).read_text()
+
+
+@pytest.mark.parametrize(
+    ("code", "count"),
+    [
+        ('def f():\n    "Run spark-group list."\n    log.info("group %s: see spark-group list", g)', 1),
+        ('def f():\n    return "spark-group " + "list"', 0),
+        ('def f():\n    return ("first `spark-group "\n        f"list --group {g}`, then `spark-group watch`")', 2),
+        ('def f():\n    return command_line.spark_group("list", to)', 1),
+        ('def f():\n    return f"convert it with {shlex.join(words)}"', 1),
+        ('NAME = "spark-group status of"', 0),
+    ],
+)
+def test_a_command_in_a_text_or_a_call_is_found(code: str, count: int) -> None:
+    assert len(list(commands_of(ast.parse(code)))) == count
+
+
+# --- groups and brokers -----------------------------------------------------------------------------------------------
+
+
+def connection(scene: Scene) -> command_line.Connection:
+    return command_line.connection({"bootstrap.servers": scene.servers})
+
+
+def output(scene: Scene, *words: str) -> str:
+    """The message of a command that is refused."""
+    shown = scene.typed(*words)
+    assert shown.code, shown.output
+    return shown.output
+
+
+def error(run: Callable[[], object]) -> str:
+    with pytest.raises(SourceError) as found:
+        run()
+    return str(found.value)
+
+
+def rebalance_timeout(scene: Scene, _: str) -> str:
+    run = RunHarness(group=scene.group, connection=connection(scene))
+    run.silent = {ev.Join}
+    return error(run.latest)
+
+
+def unconfirmed_commit(scene: Scene, topic: str) -> str:
+    environment = ManualEnvironment()
+    environment.will("alter_consumer_group_offsets", {scene.group: refusal(KafkaError._TIMED_OUT)})
+    admin = GroupAdmin({"bootstrap.servers": scene.servers}, environment=environment)
+    return error(lambda: admin.move_committed(scene.group, {TopicPartition(topic, 0): 1}))
+
+
+def missing_group(scene: Scene, _: str) -> str:
+    return output(scene, "describe", "--bootstrap-servers", scene.servers, "--group", f"{scene.group} of nobody")
+
+
+def deletion_not_read_back(scene: Scene, topic: str) -> str:
+    tp = TopicPartition(topic, 0)
+    admin: Any = SimpleNamespace(
+        connection=connection(scene), delete_offsets=lambda *_: {tp: 0}, read_offsets=lambda *_: {}
+    )
+    return deletion.delete(admin, scene.group, {tp: 1})[tp].reason
+
+
+def no_query_on_this_host(scene: Scene, _: str) -> str:
+    return output(scene, "drain", "--group", scene.group)
+
+
+def export_of_an_active_group(scene: Scene, topic: str) -> str:
+    words = ("--group", scene.group, "--bootstrap-servers", scene.servers, "--to-checkpoint")
+    with OtherMember(scene.servers, scene.group, [topic]) as member:
+        await_until(lambda: member.partitions, what="its partitions")
+        return output(scene, "migrate", *words)
+
+
+def migration_of_a_kafka_group_checkpoint(scene: Scene, topic: str) -> str:
+    query = Query(None, scene.folder, "my checkpoint")  # type: ignore[arg-type]  # nothing is read with Spark
+    query.plan(0, offset(0, one(1, 3, topic=topic), group=scene.group))
+    (query.root / "commits").mkdir()
+    (query.root / "commits" / "0").write_text("v1\n{}")
+    words = ("--bootstrap-servers", scene.servers, "--group", "another", "--from-checkpoint", str(query.root))
+    return output(scene, "migrate", *words)
+
+
+def unreadable_record(scene: Scene, _: str) -> str:
+    topic = scene.topic(config={"message.timestamp.after.max.ms": str(2**63 - 1)})
+    scene.produce(topic, [Record(b"x", timestamp_ms=2**62)])
+    settings = Options.parse(scene.options(subscribe=topic)).consumer_settings()
+    return error(lambda: list(read(settings, [OffsetRange(TopicPartition(topic, 0), 0, 1)])))
+
+
+MESSAGES: dict[str, tuple[Callable[[Scene, str], str], list[str]]] = {
+    "rebalance timeout": (rebalance_timeout, ["describe"]),
+    "commit not confirmed": (unconfirmed_commit, ["describe"]),
+    "missing group": (missing_group, ["list"]),
+    "deletion not read back": (deletion_not_read_back, ["describe"]),
+    "no query on this host": (no_query_on_this_host, ["drain", "describe"]),
+    "export of an active group": (export_of_an_active_group, ["drain"]),
+    "checkpoint of a kafka-group query": (migration_of_a_kafka_group_checkpoint, ["reset"]),
+    "unreadable record": (unreadable_record, ["reset"]),
+}
+"""The messages with commands for a group or its brokers: how to provoke one, and the names of its commands."""
+
+
+@pytest.mark.broker
+@pytest.mark.parametrize("message", MESSAGES)
+def test_a_command_runs_as_printed(message: str, scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_files, "directory", lambda: scene.folder / "runs")
+    provoke, names = MESSAGES[message]
+    topic = scene.topic()
+    scene.produce(topic, ["a", "b", "c"])
+    set_committed(scene.admin, scene.group, topic, {0: 1})
+    text = provoke(scene, topic)
+    printed = commands(text)
+    assert [shlex.split(command)[1] for command in printed] == names, text
+    run = run_files.Publisher(scene.group)  # of a drained query, on the host where `drain` is to be run
+    run.publish(Statistics(group=scene.group, stream="s1", seq=0, state="reading", generation=1), drained=True)
+    try:
+        for command in printed:
+            if command_line.UNKNOWN_SERVERS in command:
+                assert message == "no query on this host", "a process that does not know the brokers"
+                assert f"({command_line.UNKNOWN_SERVERS} are the bootstrap servers" in text
+            shown = scene.typed(*shlex.split(command.replace(command_line.UNKNOWN_SERVERS, scene.servers))[1:])
+            assert shown.code == 0, f"{command}\n{shown.output}"
+            if shlex.split(command)[1] != "list":
+                assert scene.group in shown.output
+    finally:
+        run.close()
+    if message == "checkpoint of a kafka-group query":
+        assert scene.committed() == {TopicPartition(topic, 0): 3}
+    if message == "unreadable record":
+        (skipped,) = scene.committed().keys() - {TopicPartition(topic, 0)}
+        assert scene.committed()[skipped] == 1
+
+
+@pytest.mark.broker
+def test_kafkas_tool_shows_the_settings_of_brokers(scene: Scene) -> None:
+    long = {"kafka.session.timeout.ms": "1900000", "kafka.max.poll.interval.ms": "2000000"}
+    text = error(lambda: scene.played(subscribe=scene.topic(), **long).run())
+    (command,) = commands(text)
+    program, *words = shlex.split(command)
+    assert program == "kafka-configs.sh"
+    class_path = os.pathsep.join(map(str, jars.kafka_jars()))
+    tool = [str(jars.java_path()), "-cp", class_path, "kafka.admin.ConfigCommand"]  # what the script of Kafka starts
+    done = subprocess.run([*tool, *words], capture_output=True, text=True, timeout=60, check=True)
+    assert "group.max.session.timeout.ms=1800000 " in done.stdout
+
+
+def test_the_checkpoint_of_another_source_names_a_command_with_help() -> None:
+    with pytest.raises(CheckpointMismatch) as found:
+        parse('{"orders":{"0":5}}')
+    (command,) = commands(found.value)
+    shown = CliRunner().invoke(app, shlex.split(command)[1:])
+    assert shown.exit_code == 0 and "--from-checkpoint" in shown.output
+
+
+# --- installations and conversions ------------------------------------------------------------------------------------
+
+
+def without(package: str, patch: pytest.MonkeyPatch) -> None:
+    """The package is not installed."""
+    found = importlib.util.find_spec
+    patch.setattr(importlib.util, "find_spec", lambda name: None if name == package else found(name))
+
+
+def no_spark(patch: pytest.MonkeyPatch) -> str:
+    without("pyspark", patch)
+    return compatibility.problem() or ""
+
+
+def old_spark(patch: pytest.MonkeyPatch) -> str:
+    patch.setitem(sys.modules, next(iter(compatibility.FEATURES)), None)
+    return compatibility.problem() or ""
+
+
+def no_jars(patch: pytest.MonkeyPatch) -> str:
+    without("pyspark", patch)
+    return error(jars._spark_jars)
+
+
+def no_client(patch: pytest.MonkeyPatch) -> str:
+    without("confluent_kafka", patch)
+    return error(librdkafka.extension)
+
+
+def other_client(_: pytest.MonkeyPatch) -> str:
+    return error(lambda: librdkafka.Library({"of_another_release": (None,)}))
+
+
+def no_aws(patch: pytest.MonkeyPatch) -> str:
+    patch.setitem(sys.modules, "boto3", None)
+    patch.delitem(sys.modules, "confluent_kafka._oauthbearer.aws.aws_autowire", raising=False)
+    return error(lambda: librdkafka.token_source({librdkafka._AWS_MARKER: "aws_iam"}))
+
+
+def no_prometheus(patch: pytest.MonkeyPatch) -> str:
+    patch.setitem(sys.modules, "spark_group_source.metrics.endpoint", None)
+    patch.delattr("spark_group_source.metrics.endpoint", raising=False)
+    options = Options.parse({"kafka.bootstrap.servers": "b:1", "kafka.group.id": "g", "subscribe": "t"})
+    return error(lambda: source._start_metrics(options, run_files.Publisher("g")))
+
+
+@pytest.mark.parametrize(
+    "provoke", [no_spark, old_spark, no_jars, no_client, other_client, no_aws, no_prometheus], ids=lambda f: f.__name__
+)
+def test_an_installation_is_satisfied_as_printed(
+    provoke: Callable[[pytest.MonkeyPatch], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """pip runs it in this environment, which has the packages: without an index, it accepts only what is installed."""
+    with monkeypatch.context() as patch:
+        (command,) = commands(provoke(patch))
+    offline = ["--no-index", "--no-deps", "--dry-run", "--disable-pip-version-check"]
+    program = [sys.executable, "-m", *shlex.split(command), *offline]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "already satisfied" in done.stdout and "does not provide the extra" not in done.stderr
+
+
+def test_the_options_of_spark_submit_are_those_of_a_session_with_delta_lake(tmp_path: Path) -> None:
+    session: Any = SimpleNamespace(conf=SimpleNamespace(get=lambda _, default: default))
+    with pytest.raises(typer.BadParameter) as found:
+        job._check_delta(session)
+    _, printed = str(found.value).split("Give ")
+    program, packages, coordinates, *words = shlex.split(printed)
+    assert (program, packages, coordinates) == ("spark-submit", "--packages", jars.DELTA_COORDINATES[0])
+    assert set(words[::2]) == {"--conf"}
+    given = dict(word.split("=", 1) for word in words[1::2])
+    assert given and given.items() <= local_spark_settings(str(tmp_path)).items()
+
+
+@pytest.mark.slow
+def test_stores_are_converted_as_printed(jvm: None, tmp_path: Path) -> None:
+    """A truststore of Java becomes a PEM file with its certificate."""
+    del jvm
+    folder, word = tmp_path / "my tls", "changeit"
+    folder.mkdir()
+    store, authority = folder / "trust.jks", Authority(tmp_path, "ours")
+    words = ["-noprompt", "-file", str(authority.ca), "-storetype", "JKS", "-storepass", word, "-keystore", str(store)]
+    subprocess.run(["keytool", "-importcert", *words], check=True, capture_output=True, timeout=60)
+    (command,) = commands(error(lambda: translate({"ssl.truststore.location": str(store)})))
+    parts = command.split(" && ")
+    assert [part.split()[0] for part in parts] == ["keytool", "openssl"]
+    answers = f"{word}\n" * 3  # the passwords are read from the terminal or, in a session without one, from the input
+    for part in parts:
+        words = shlex.split(part)
+        subprocess.run(words, input=answers, text=True, check=True, timeout=60, start_new_session=True)
+    pem = folder / "trust.pem"
+    assert "BEGIN CERTIFICATE" in pem.read_text()
+    accepted = translate({"ssl.truststore.location": str(pem), "ssl.truststore.type": "PEM"})
+    assert accepted == {"ssl.ca.location": str(pem)}
