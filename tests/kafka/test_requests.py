@@ -12,7 +12,7 @@ from spark_group_source.errors import AccessDenied, BrokerUnavailable, CommitFai
 from spark_group_source.kafka import Admin, CommittedOffset, EpochEnds, GroupAdmin, GroupOffsets, ListedGroup
 from spark_group_source.model import EARLIEST, LATEST, StartAt, TopicPartition
 from spark_group_source.options.table import Options
-from spark_group_source.runtime.broker_queries import BrokerQueries
+from spark_group_source.runtime.coordinator import BrokerQueries
 
 SETTINGS = {"bootstrap.servers": "b"}
 B0, B1 = TopicPartition("b", 0), TopicPartition("b", 1)
