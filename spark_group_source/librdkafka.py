@@ -21,8 +21,7 @@ from typing import Any
 
 from spark_group_source.errors import OptionError, SetupError
 from spark_group_source.model import TopicPartition
-from spark_group_source.options.callables import TOKEN_CALLABLE, UserFunction
-from spark_group_source.options.client import mask_secrets
+from spark_group_source.options.client import TOKEN_CALLABLE, UserFunction, mask_secrets
 
 log = logging.getLogger(__name__)
 

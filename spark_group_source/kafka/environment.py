@@ -20,7 +20,7 @@ from confluent_kafka import Consumer, KafkaError, KafkaException, Producer
 from confluent_kafka import admin as kafka_admin
 
 from spark_group_source.errors import BrokerUnavailable
-from spark_group_source.options.callables import TOKEN_CALLABLE, import_callables
+from spark_group_source.options.client import TOKEN_CALLABLE, import_callables
 
 __all__ = ["Empty", "Environment", "Queue", "Thread"]
 

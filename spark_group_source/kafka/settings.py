@@ -10,8 +10,7 @@ from confluent_kafka import KafkaException
 
 from spark_group_source.errors import OptionError
 from spark_group_source.kafka.environment import Environment
-from spark_group_source.options.callables import CALLABLES, import_callables
-from spark_group_source.options.client import mask_secrets
+from spark_group_source.options.client import CALLABLES, import_callables, mask_secrets
 from spark_group_source.options.java import RENAMED
 from spark_group_source.options.table import Options
 

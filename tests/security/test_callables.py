@@ -14,7 +14,7 @@ from spark_group_source.error_codes import Meaning, Request, meaning
 from spark_group_source.errors import BrokerUnavailable, OptionError
 from spark_group_source.kafka import check_settings
 from spark_group_source.kafka.environment import Environment
-from spark_group_source.options.callables import import_callable, import_callables
+from spark_group_source.options.client import import_callable, import_callables
 from spark_group_source.options.table import Options
 from spark_group_source.reader import range_reader
 
