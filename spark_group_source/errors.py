@@ -1,7 +1,7 @@
 """The error classes of this package.
 
 Runs in: every process. Deliberately absent: exceptions of other libraries (each is translated in one place: Kafka's in
-``kafka.translation``, Delta's in ``delta.commit_race``) and secrets.
+``kafka.translation``, Delta's in ``delta.table_writer``) and secrets.
 
 ::
 

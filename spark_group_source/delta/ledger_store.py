@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from spark_group_source import command_line
-from spark_group_source.delta import commit_race, operator_commands, table_writer
+from spark_group_source.delta import operator_commands, table_writer
 from spark_group_source.delta.ledger_format import APP_PREFIX, Ledger, LedgerDamaged
 from spark_group_source.delta.restored_table import ledger_of_rows
 from spark_group_source.delta.table_history import LedgerExpired, TableHistory
@@ -120,7 +120,7 @@ def set_ledger(
         ledger = old.after_reset(reset_number, offsets, topic_ids, deleted)
         return writer.commit_ledger(history, ledger.with_next_number(), reason)
 
-    return commit_race.retry_races(attempt, what=f"setting the ledger of group {group!r} in table {table}")
+    return table_writer.retry_races(attempt, what=f"setting the ledger of group {group!r} in table {table}")
 
 
 def _replaced_ledger(writer: table_writer.TableWriter, history: TableHistory, group: str) -> Ledger:

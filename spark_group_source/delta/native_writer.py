@@ -2,7 +2,7 @@
 
 Runs in: the user's driver (on Spark Connect: in the server's worker for ``foreachBatch``). Deliberately absent: what is
 decided about a batch (:mod:`ledger_decision`), and tables that need Delta's own write path
-(:func:`reason_not_native`); :mod:`options_writer` writes those.
+(:func:`reason_not_native`); :class:`table_writer.OptionsWriter` writes those.
 
 The files of each attempt are in a visible folder of the table, so that ``VACUUM`` removes what a killed attempt left.
 Spark's task commit protocol applies to them, with retries and speculation. ``deltalake`` adds one commit to the table's
@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
 from spark_group_source.delta import table_names
-from spark_group_source.delta.commit_race import CommitRace
-from spark_group_source.delta.table_history import LogFiles
+from spark_group_source.delta.table_history import CommitRace, LogFiles
 
 if TYPE_CHECKING:
     from deltalake import DeltaTable

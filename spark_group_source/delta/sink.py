@@ -28,7 +28,6 @@ from typing import TYPE_CHECKING
 from spark_group_source import command_line, compatibility
 from spark_group_source.delta import (
     checkpoint_status,
-    commit_race,
     ledger_decision,
     operator_commands,
     restored_table,
@@ -133,7 +132,7 @@ class DeltaSink:
         table = self._open_table(df, planned)
         with write_guard.guarded_write(self._table_id, table.table, planned) as write:
             batch = _BatchCommit(self, table, df, planned, write)
-            durable = commit_race.retry_races(batch.attempt, what=f"batch {planned.batch_id} to table {self.table}")
+            durable = table_writer.retry_races(batch.attempt, what=f"batch {planned.batch_id} to table {self.table}")
         if table.log is not None:
             self._idle_logs.append(table.log)
         self._report(spark, planned, durable)

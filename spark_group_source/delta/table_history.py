@@ -131,6 +131,10 @@ class LedgerExpired(Exception):
         """The ``SetTransaction`` number of that commit; None where the commit source cannot report it."""
 
 
+class CommitRace(Exception):
+    """Another writer committed what this commit read or writes; decide again from the table's new version."""
+
+
 class CommitSource(Protocol):
     """Reads the commits of one table."""
 

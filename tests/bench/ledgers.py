@@ -35,7 +35,7 @@ from sink_source import offset
 from sink_words import Query, actions, commits, one, rows
 
 from bench.throughput import session
-from spark_group_source.delta import commit_race
+from spark_group_source.delta import table_writer
 from spark_group_source.delta.table_writer import Writer
 from spark_group_source.local.broker import Broker
 
@@ -187,11 +187,11 @@ def counted() -> Iterator[list[int]]:
         def emit(self, record: logging.LogRecord) -> None:
             count[0] += "another writer committed first" in record.getMessage()
 
-    handler, level = Counting(), commit_race.log.level
-    commit_race.log.addHandler(handler)
-    commit_race.log.setLevel(logging.INFO)
+    handler, level = Counting(), table_writer.log.level
+    table_writer.log.addHandler(handler)
+    table_writer.log.setLevel(logging.INFO)
     try:
         yield count
     finally:
-        commit_race.log.removeHandler(handler)
-        commit_race.log.setLevel(level)
+        table_writer.log.removeHandler(handler)
+        table_writer.log.setLevel(level)

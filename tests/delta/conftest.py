@@ -12,8 +12,7 @@ from sink_source import SCHEMA, ScriptSource
 from sink_words import Intruder, NewQuery, Query
 
 from spark_group_source.delta.native_writer import NativeWriter
-from spark_group_source.delta.options_writer import OptionsWriter
-from spark_group_source.delta.table_writer import TableWriter, Writer
+from spark_group_source.delta.table_writer import OptionsWriter, TableWriter, Writer
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -30,7 +30,7 @@ from sink_words import (
     stream,
 )
 
-from spark_group_source.delta import options_writer, table_names, table_writer
+from spark_group_source.delta import table_names, table_writer
 from spark_group_source.delta.checkpoint import ONLY_RUN, RUN_ID, read_planned
 from spark_group_source.delta.ledger_store import read_ledger, set_ledger
 from spark_group_source.delta.sink import DeltaSink
@@ -48,9 +48,9 @@ def test_with_writer_options_a_commit_has_rows_number_offsets_and_ledger_and_nee
     query: Query, new_table: Path
 ) -> None:
     sink, batch = query.sink(new_table, writer="options"), offset(0, one(0, 5))
-    query.spark.conf.unset(options_writer.SNAPSHOT_PARTITIONS)
+    query.spark.conf.unset(table_writer.SNAPSHOT_PARTITIONS)
     query.run(sink, 0, batch)
-    assert query.spark.conf.get(options_writer.SNAPSHOT_PARTITIONS, None) is None, "it is set during the write only"
+    assert query.spark.conf.get(table_writer.SNAPSHOT_PARTITIONS, None) is None, "it is set during the write only"
     commit = commits(new_table)[-1]
     assert {kind for action in commit for kind in action} == {"commitInfo", "add", "txn"}
     (txn,) = actions(commit, "txn")
@@ -177,7 +177,7 @@ def test_a_directory_with_other_files_is_not_made_a_table(
 ) -> None:
     new_table.mkdir()
     (new_table / "part-0.parquet").write_bytes(b"of another job")
-    monkeypatch.setattr(options_writer, "CREATE_WAIT_MAX_S", 0.0)
+    monkeypatch.setattr(table_writer, "CREATE_WAIT_MAX_S", 0.0)
     with pytest.raises(OptionError, match="its folder is not empty and has no Delta table"):
         query.run(query.sink(new_table), 0, offset(0, one(0, 2)))
     assert [f.name for f in new_table.iterdir()] == ["part-0.parquet"]

@@ -25,13 +25,14 @@ from sink_words import (
     rows,
 )
 
-from spark_group_source.delta import commit_race, table_names
+from spark_group_source.delta import table_names, table_writer
 from spark_group_source.delta.checkpoint import parse_planned
 from spark_group_source.delta.ledger_format import RecordedBatch
 from spark_group_source.delta.ledger_store import set_ledger
 from spark_group_source.delta.native_writer import NativeWriter
-from spark_group_source.delta.options_writer import OptionsWriter
 from spark_group_source.delta.sink import DeltaSink
+from spark_group_source.delta.table_history import CommitRace
+from spark_group_source.delta.table_writer import OptionsWriter
 from spark_group_source.errors import CheckpointMismatch, LedgerConflict, OptionError
 from spark_group_source.host import run_files
 from spark_group_source.model import TopicPartition
@@ -262,11 +263,11 @@ def test_a_writer_that_loses_every_race_fails_and_has_written_nothing(
     query.run(query.sink(table), 0, offset(0, one(0, 2)))
 
     def lose(self: NativeWriter, *args: Any, **kwargs: Any) -> int:
-        raise commit_race.CommitRace("lost")
+        raise CommitRace("lost")
 
     monkeypatch.setattr(NativeWriter, "commit", lose)
-    monkeypatch.setattr(commit_race, "RACE_WAIT_MAX_S", 0.0)
-    monkeypatch.setattr(commit_race, "COMMIT_ATTEMPTS_MAX", 3)
+    monkeypatch.setattr(table_writer, "RACE_WAIT_MAX_S", 0.0)
+    monkeypatch.setattr(table_writer, "COMMIT_ATTEMPTS_MAX", 3)
     with pytest.raises(LedgerConflict, match="lost to concurrent writers 3 times"):
         query.run(query.sink(table), 1, offset(1, one(2, 5)))
     assert len(commits(table)) == 2
