@@ -80,6 +80,21 @@ class AcceptedRows(NamedTuple):
     """Reserved memory."""
 
 
+class Reservation(NamedTuple):
+    """Memory that is reserved for the first ``rows`` of some rows."""
+
+    rows: int
+    bytes: int
+
+
+class BufferedSize(NamedTuple):
+    """What is buffered of some partitions."""
+
+    bytes: int
+    """Memory counted against their shares, reservations included."""
+    rows: int
+
+
 class TakenRanges(NamedTuple):
     """What is served of the requested range with index ``request_index``: [its start, until), complete."""
 
@@ -224,14 +239,11 @@ class PrefetchBuffers:
         is_empty = not self.used_bytes + self.reserved_bytes
         return self.room(tp) >= max(least, needed) or (is_empty and needed <= self.memory_bytes)
 
-    def reserve(self, tp: TopicPartition, sizes: Ints) -> tuple[int, int]:
+    def reserve(self, tp: TopicPartition, sizes: Ints) -> Reservation:
         """Reserve memory for as many of these rows as fit, in order and without gaps.
 
         Args:
             sizes: bytes of key, value and headers of each row.
-
-        Returns:
-            The number of rows that fit, and the reserved bytes.
         """
         partition = self.partitions[tp]
         overhead = BATCH_BYTES + RANGE_BYTES
@@ -245,7 +257,7 @@ class PrefetchBuffers:
         partition.next_bytes = int(needed[count]) - rows_bytes if count < len(needed) else 0
         self.reserved_bytes += reserved
         self._change_bytes(partition, reserved)
-        return count, reserved
+        return Reservation(count, reserved)
 
     def add(self, batch: pa.RecordBatch, accepted: Sequence[AcceptedRows]) -> None:
         """Buffer rows for which memory is reserved.
@@ -295,6 +307,12 @@ class PrefetchBuffers:
             self.used_bytes += shared.bytes
         shared.ranges += 1
         self.used_bytes += RANGE_BYTES
+
+    def size_of(self, tps: Iterable[TopicPartition]) -> BufferedSize:
+        """How much is buffered of these partitions."""
+        found = [partition for tp in tps if (partition := self.partitions.get(tp)) is not None]
+        rows = sum(each.last - each.first for partition in found for each in partition.ranges)
+        return BufferedSize(sum(partition.bytes for partition in found), rows)
 
     # --- served records
 

@@ -15,7 +15,13 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 import numpy as np
 
 from spark_group_source.agents.messages import PrefetchPositions
-from spark_group_source.agents.prefetch.buffers import UNKNOWN, AcceptedRows, BufferedRange, PrefetchBuffers
+from spark_group_source.agents.prefetch.buffers import (
+    UNKNOWN,
+    AcceptedRows,
+    BufferedRange,
+    BufferedSize,
+    PrefetchBuffers,
+)
 from spark_group_source.errors import SourceError
 from spark_group_source.model import TopicPartition
 from spark_group_source.reader.native_client import NativeChunk, NativeClient
@@ -77,12 +83,10 @@ class SharedBuffers:
         with self.changing() as buffers:
             buffers.free(ranges)
 
-    def size_of(self, tps: Iterable[TopicPartition]) -> tuple[int, int]:
-        """How many bytes and rows of these partitions are buffered."""
-        with self._changed:
-            found = [one for tp in tps if (one := self._buffers.partitions.get(tp)) is not None]
-            rows = sum(each.last - each.first for one in found for each in one.ranges)
-            return sum(one.bytes for one in found), rows
+    def size_of(self, tps: Iterable[TopicPartition]) -> BufferedSize:
+        """How much is buffered of these partitions."""
+        with self.locked() as buffers:
+            return buffers.size_of(tps)
 
     def wait_changed(self, version: int, wait_s: float) -> None:
         """Wait until ``version`` is outdated, or for ``wait_s``."""
