@@ -19,7 +19,7 @@ from spark_group_source.protocol.statistics import Statistics
 
 UNANSWERED_MAX = 6
 """How often in a row an answer may lack partitions that are read for the notes of resets alone: about ten seconds. Then
-the lookup goes on without them."""
+the lookup continues without them."""
 
 NAMED_MAX = 10
 """Partitions that an error names."""
@@ -79,15 +79,7 @@ class PositionLookups:
             self.retry(event.requested, f"{len(event.unanswered)} others, whose notes may show a reset, have no answer")
             return
         self._unanswered = 0
-        if event.reset_number is not None:
-            self._knows_resets |= self._reads_resets_of == self._period
-            self._reads_resets_of = None
-        reset_number = max(
-            [at.reset_number for at in event.offsets.values() if at is not None] + [event.reset_number or 0]
-        )
-        if reset_number > self._partitions.reset_number:
-            self._out.log(f"the group was reset (reset #{reset_number}); all partitions continue at its offsets")
-            self._partitions.apply_reset(reset_number)
+        self._apply_newer_reset(event)
         new, restored = [], []
         for tp, committed in event.offsets.items():
             partition = self._partitions.end_lookup(tp)
@@ -107,12 +99,28 @@ class PositionLookups:
         for tp in new:
             self._partitions.begin_resolving(tp)
         if new:
-            starting = self._rules.starting  # not for partitions added later: "latest" would skip their first records
-            starts = {tp: EARLIEST if _is_added(tp, self.known) else starting.of(tp) for tp in new}
-            self.started.difference_update(new)
-            self.started |= {tp for tp, start in starts.items() if start != EARLIEST}
-            self._out.order(ev.ResolveStarts(starts=starts))
+            self._order_starts(new)
         self._retry_unanswered(event.requested, event.offsets, continues=bool(new))
+
+    def _apply_newer_reset(self, event: ev.CommittedOffsetsRead) -> None:
+        """Apply the newest reset that the notes of the committed offsets show, if this run does not know it yet."""
+        if event.reset_number is not None:
+            self._knows_resets |= self._reads_resets_of == self._period
+            self._reads_resets_of = None
+        reset_number = max(
+            [at.reset_number for at in event.offsets.values() if at is not None] + [event.reset_number or 0]
+        )
+        if reset_number > self._partitions.reset_number:
+            self._out.log(f"the group was reset (reset #{reset_number}); all partitions continue at its offsets")
+            self._partitions.apply_reset(reset_number)
+
+    def _order_starts(self, new: list[TopicPartition]) -> None:
+        """Order the second lookup of partitions that the group never committed: where they start."""
+        starting = self._rules.starting  # not for partitions added later: "latest" would skip their first records
+        starts = {tp: EARLIEST if _is_added(tp, self.known) else starting.of(tp) for tp in new}
+        self.started.difference_update(new)
+        self.started |= {tp for tp, start in starts.items() if start != EARLIEST}
+        self._out.order(ev.ResolveStarts(starts=starts))
 
     def starts_resolved(self, event: ev.StartsResolved) -> SourceError | None:
         """Apply the starts of partitions without a committed offset. Returns the error that the run fails with."""

@@ -477,7 +477,8 @@ class Partitions:
     def _update_known(
         self, tp: TopicPartition, partition: Known, cause: type, *, until: int | None = None, is_foreign: bool
     ) -> None:
-        """Change the record of a partition whose position stays known."""
+        """Set ``until`` and ``is_foreign`` of a partition whose position stays known. Without ``until`` it becomes
+        None."""
         before = state_of(partition)
         partition.until, partition.is_foreign = until, is_foreign
         _require_change(tp, before, cause, state_of(partition))
