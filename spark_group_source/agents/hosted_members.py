@@ -175,7 +175,7 @@ class HostedMembers:
     Args:
         agent: the agent's unique id.
         executor: the executor that it belongs to.
-        name: the executor's host and process id, for people.
+        name: the executor's host and process id, for logs and client ids.
         settings: librdkafka settings of members, with group.id.
         environment: threads, clock and clients.
         send: sends a message over the current connection, if there is one; never raises.

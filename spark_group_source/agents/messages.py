@@ -128,7 +128,7 @@ MemberOrder = ev.Join | ev.Release | ev.ReleaseAll | ev.Subscribe | ev.Leave
 class AgentReport:
     """From an agent to the stream reader.
 
-    ``agent``: its unique id; ``name``: its executor's host and process id, for people. ``fresh``: no stream reader has
+    ``agent``: its unique id; ``name``: its executor's host and process id, for logs. ``fresh``: no stream reader has
     accepted the agent yet. ``received``: number of the last order received. ``number``, ``change``: the change, or 0
     and None. ``prefetched``: what the agent has prefetched for each member, in heartbeats. ``end_reason``: why the
     agent ends; its members are closed. Empty while it runs.
@@ -201,7 +201,7 @@ class Session(Generic[ChangeT]):
         """Whether a change was dropped because :data:`PENDING_MAX` were pending."""
 
     def connect(self, send: Callable[[int, ChangeT], object] | None) -> None:
-        """Use a new connection, or none. ``send`` takes a change's number and the change, and never waits."""
+        """Use a new connection, or none. ``send`` receives a change's number and the change, and never waits."""
         with self._lock:
             self._send = send
             if send is not None:

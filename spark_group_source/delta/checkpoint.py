@@ -113,7 +113,7 @@ def read_planned(spark: "SparkSession", batch_id: int, checkpoint: str | None) -
     """Find the query that runs on this thread, and read the offsets of its batch.
 
     Args:
-        checkpoint: the query's ``checkpointLocation``, needed on Spark Connect; None takes it from the running query.
+        checkpoint: the query's ``checkpointLocation``, needed on Spark Connect; None: that of the running query.
 
     Raises:
         OptionError: the query or its checkpoint cannot be found.

@@ -302,7 +302,7 @@ def _rows_of_several_sources(table: str, partitions: Sequence[TopicPartition], b
     return LedgerConflict(
         f"rows that batch {batch_id} read of {partitions[0]} must be left out of table {table} (they are there "
         "already, or were planned before a reset), and several kafka-group sources of this query read that partition, "
-        "so these rows cannot be told apart. Nothing was written. Read each topic with one source, and use its "
+        "so these rows cannot be distinguished. Nothing was written. Read each topic with one source, and use its "
         "DataFrame as often as needed",
         table=table,
         partitions=[tuple(tp) for tp in partitions],

@@ -84,7 +84,7 @@ class RecordedBatch(NamedTuple):
     seq: int
     """Its number in the stream."""
     digest: str
-    """A digest of its offset, which tells two batches of one number apart."""
+    """A digest of its offset, which distinguishes two batches of one number."""
 
     @classmethod
     def of(cls, offset: StreamOffset) -> "RecordedBatch":
@@ -202,7 +202,7 @@ class Ledger:
         streams = {stream: batch for stream, batch in self.streams.items() if stream != offset.stream}
         streams[offset.stream] = RecordedBatch.of(offset)
         known_void = self.void | {offset.stream} if void else self.void
-        # A void stream stays: its next batch is refused, and only the last one tells that batch from a replay.
+        # A void stream is kept: its next batch is refused, and only the last one distinguishes that from a replay.
         evicted = [stream for stream in streams if stream not in known_void][:-STREAMS_MAX]
         return replace(self, streams={s: b for s, b in streams.items() if s not in evicted}, void=known_void)
 
@@ -265,8 +265,8 @@ class Ledger:
         Args:
             reset_number: the number of the reset: batches that were planned before it are void.
             offsets, ids: as in :meth:`with_offsets`.
-            deleted: topics that no longer exist; they become former ones. One without an id stays, because it could
-                not be told from a new topic of that name.
+            deleted: topics that no longer exist; they become former ones. One without an id is kept, because it could
+                be a new topic of that name.
         """
         moved = self.with_offsets(offsets, ids)
         topics, former = dict(moved.topics), dict(moved.former)

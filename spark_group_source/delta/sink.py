@@ -167,7 +167,7 @@ class DeltaSink:
             unset = f"ALTER TABLE {name} UNSET TBLPROPERTIES ('{table_names.RETENTION}')"
             raise OptionError(
                 f"table {self.table} sets {table_names.RETENTION} = {retention!r}: Delta would delete the numbers of "
-                "the group's commits, by which a replay is told from a new batch. Unset it:"
+                "the group's commits, which distinguish a replay from a new batch. Unset it:"
                 + command_line.sequence([unset]),
                 table=self.table,
             )

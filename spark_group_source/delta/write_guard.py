@@ -3,8 +3,8 @@
 Runs in: the user's driver (on Spark Connect: in the server's worker for ``foreachBatch``). Deliberately absent: which
 batches the table has; a batch that an earlier run wrote is recognised by the ledger.
 
-A table identifies a batch by its stream and its number. So a second write of one batch to one table cannot be told from
-a replay of the first: it would be skipped, and its rows lost.
+A table identifies a batch by its stream and its number. So a second write of one batch to one table looks like a
+replay of the first: it would be skipped, and its rows lost.
 
 A batch that is written to several tables is durable when all of them have it: the slowest table decides when the
 offsets are committed.
@@ -107,8 +107,8 @@ def _second_write(table: str, planned: PlannedBatch, former: TableWrite) -> Opti
         )
     return OptionError(
         f"batch {planned.batch_id} was written to table {table} a second time in one run of its query, by two "
-        "DeltaSinks in one foreachBatch or by two calls of one. A batch is one commit of a table, because a replay "
-        "could not be told from a second write, so nothing of the second write was committed. Use one DeltaSink whose "
+        "DeltaSinks in one foreachBatch or by two calls of one. A batch is one commit of a table, because a "
+        "second write looks like a replay; nothing of the second write was committed. Use one DeltaSink whose "
         f"transform returns all rows: lambda df: a(df).unionByName(b(df)). {remedy}",
         table=table,
         query_id=planned.query_id,

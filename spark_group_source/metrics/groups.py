@@ -361,7 +361,7 @@ class RecordAges:
         self._known: dict[tuple[TopicPartition, int], _Known] = {}
 
     def known(self, behind: Mapping[tuple[TopicPartition, int], int], *, now_ms: int) -> set[TopicPartition]:
-        """Return the partitions with a known record, whose log start offsets tell whether the record still exists."""
+        """Return the partitions with a known record, whose log start offsets show whether the record still exists."""
         return {key[0] for key in behind if (known := self._fresh(key, now_ms)) is not None and known.record}
 
     def missing(

@@ -66,7 +66,7 @@ class MemberFenced(MemberEvent):
     """Another client uses the slot's instance id: that of a newer driver, or of an older process that came back.
 
     ``confirmed``: the broker reported it. False: it is only possible, because the member lost its membership or its
-    thread was stalled; if the broker cannot tell, the slot joins again.
+    thread was stalled; if the broker cannot confirm it, the slot joins again.
     """
 
     reason: str
@@ -361,7 +361,7 @@ class GroupDescribed:
 class LogEndsRead:
     """The response to :class:`ReadLogEnds`. Partitions that are missing got no answer or do not exist.
 
-    ``leader_epochs``: those of the leaders that reported ``ends``. ``epoch_ends``: None where a leader cannot tell.
+    ``leader_epochs``: those of the leaders that reported ``ends``. ``epoch_ends``: None where the leader does not know.
     ``topic_ids``: of the topics that were described. ``took_ms``: duration of all requests together.
     """
 

@@ -3,8 +3,8 @@
 Runs in: the stream reader, the command line, tests. Deliberately absent: requests to Kafka.
 
 A stream commits with the transactional id ``<group>.<stream id>``, and its members have the instance ids
-``<group>.<stream id>.<slot>``. The note is the metadata of a committed offset and says who committed it
-(``docs/formats.md``)::
+``<group>.<stream id>.<slot>``. The note is the metadata of a committed offset and names the stream or
+the reset that committed it (``docs/formats.md``)::
 
     spark-group:<stream id>:<batch>:<reset number>[:followed][:truncated_from=<offset>][:at=<ms>]
     spark-group-reset:<reset number>

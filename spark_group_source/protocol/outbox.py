@@ -33,7 +33,7 @@ UNRECORDED = (
 
 
 class Outbox:
-    """Collects the commands of one event; the caller of :meth:`begin` takes them out."""
+    """Collects the commands of one event; the caller of :meth:`begin` reads them afterwards."""
 
     def __init__(self) -> None:
         self.now_ms = 0

@@ -57,7 +57,7 @@ class Position:
 
     @property
     def is_due(self) -> bool:
-        """Whether the position has to be committed, as far as the committed offset says."""
+        """Whether the position has to be committed, as far as the committed offset shows."""
         return self.committed != self.offset or self.renews
 
     @property
@@ -86,7 +86,7 @@ class LastBatch:
     seq: int
     """The number of the batch; -1 before the first."""
     start: int | None = None
-    """Where the batch started to read the partition; only a checkpoint says so."""
+    """Where the batch started to read the partition; known from a checkpoint only."""
     replays_next: bool = False
     """Whether the batch after this one starts at the position and runs again."""
 

@@ -282,7 +282,7 @@ class Partitions:
         is_inside = start < end and start <= offset <= end
         if is_inside:
             expected = end
-        # A commit of another stream says whether that stream followed one; if that was a move back, it still is.
+        # A commit of another stream shows whether that stream followed one; if that was a move back, it still is.
         is_followed = (committed.stream is None or committed.followed) and not is_inside
         at = Position(
             offset,
@@ -548,7 +548,7 @@ def _checkpoint_start(memory: AnyMemory) -> int | None:
 
 
 def _jump(at: Position, offset: int, *, recreated: bool, truncated: bool) -> None:
-    """Records are missing: the partition continues at ``offset``, which nobody committed."""
+    """Records are missing: the partition continues at ``offset``, which is not committed."""
     if truncated:
         at.origin, at.jumped_from = Origin.TRUNCATED, at.offset
     elif recreated:

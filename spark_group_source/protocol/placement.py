@@ -9,9 +9,9 @@ within its lease, under the same id. An agent that reconnects later, or was acce
 its slots are placed elsewhere.
 
 A slot moves by closing its member and joining from the new place under the same instance id, within the session
-timeout. Then the broker gives the new member the assignment of the old one, without a rebalance. So a slot moves only
-between batches, and only when the positions of all its partitions are committed. The next plan waits for that, within
-a bound.
+timeout. Then the broker assigns the partitions of the old member to the new one, without a rebalance. So a slot moves
+only between batches, and only when the positions of all its partitions are committed. The next plan waits for that,
+within a bound.
 """
 
 from collections import Counter, deque
@@ -61,7 +61,7 @@ class AgentRecord:
     id: str
     executor: str
     name: str
-    """For people; empty if the agent has none."""
+    """Shown in logs and client ids; empty if the agent has none."""
     since_ms: int
     """Since when it is connected without interruption."""
     heartbeat_ms: int
@@ -164,7 +164,7 @@ class AgentRegistry:
         return self._out.now_ms >= agent.avoided_until_ms
 
     def name(self, id_: str) -> str:
-        """The name of an agent for people; empty for the stream reader."""
+        """The name of an agent, as logs show it; empty for the stream reader."""
         agent = self.all.get(id_)
         return id_ if agent is None else agent.label
 

@@ -77,7 +77,7 @@ class Outage:
 
         Args:
             requester: its sender.
-            error: how it failed; its ``waited_ms`` says how long the request took.
+            error: how it failed; its ``waited_ms`` is how long the request took.
             name: the stream or group; it makes the jitter of this run different from that of others.
             now_ms: the time.
 

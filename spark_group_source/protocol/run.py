@@ -415,7 +415,7 @@ class Run:
         return self.rules.auto_slots and self.static and not self._resumed_from.is_initial
 
     def _former_slots(self, described: ev.GroupDescribed) -> int:
-        """The number of slots whose members the group still has, as far as client ids tell."""
+        """The number of slots whose members the group still has, as far as client ids show."""
         numbers = [identifiers.slot_of(self._resumed_from.stream, client) for client in described.assigned]
         members = 1 + max((number for number in numbers if number is not None), default=-1)
         if members > self.rules.slots:
@@ -686,7 +686,7 @@ class Run:
         """Check at the broker that this run has all partitions that the group assigns to it: only then can "nothing to
         read" be trusted.
 
-        The members alone cannot tell: an assignment may still be on its way (KIP-848 assigns partitions one by one),
+        The members alone do not show it: an assignment may still be on its way (KIP-848 assigns partitions one by one),
         and members that a killed run of this stream left in the group may still have some until their session ends.
         """
         if not (self._is_first or self._is_bounded):

@@ -35,8 +35,8 @@ a leftover consumer of this run is expired by then."""
 COMMIT_DENIED_MS = 1_000
 """Neither a transaction nor a member may commit for this long: the run fails."""
 TRANSACTION_RETRY_MS = 60_000
-"""After a denial, the next attempt to commit in a transaction comes this much later. Only transactions can tell whether
-a newer run has replaced this one."""
+"""After a denial, the next attempt to commit in a transaction comes this much later. Only transactions show whether a
+newer run has replaced this one."""
 
 ReplacedCheck = ev.NotReplaced | ev.Replaced | ev.ReplacedUnclear
 

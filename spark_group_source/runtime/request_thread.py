@@ -36,7 +36,7 @@ PREPARE_EVERY_S = 5.0
 QUEUE_MAX = 10_000
 """Queued requests: at most one lookup per slot and one offset commit, far fewer than this."""
 OWN_MEMBER_IDS_MAX = 2_000
-"""The latest member ids of this run that are kept, to tell its own members from foreign ones."""
+"""The latest member ids of this run that are kept, to distinguish its own members from foreign ones."""
 TRANSACTIONAL_ID_S_MAX = 2.0
 """The longest wait of members for the transactional id before they join. Taking it over takes milliseconds; after this
 the members join without it, because sessions of the previous run may expire meanwhile."""

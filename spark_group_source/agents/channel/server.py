@@ -199,9 +199,9 @@ class ChannelServer:
     Args:
         codec: the messages of the channel.
         secret: the run's.
-        on_message: takes the peer, the message, and the number of the request, or 0 if the message is no request.
-        on_closed: takes a proven peer whose connection has ended, and why. Once for each.
-        died: takes the error that ended the server's thread before :meth:`stop`.
+        on_message: receives the peer, the message, and the number of the request, or 0 if the message is no request.
+        on_closed: receives a proven peer whose connection has ended, and why. Once for each.
+        died: receives the error that ended the server's thread before :meth:`stop`.
         hosts: addresses to listen at; none means all addresses of this host.
         port: 0 means any free port.
         limits: bounds on the cost of peers.

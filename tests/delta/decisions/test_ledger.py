@@ -319,7 +319,7 @@ def test_only_the_rows_of_the_void_source_are_left_out() -> None:
 
 def test_rows_to_leave_out_that_two_sources_may_have_read_are_refused() -> None:
     mine, other = offset(4, ranges((90, 130))), offset(7, ranges((3, 8)), group="b", stream="s2")
-    with pytest.raises(LedgerConflict, match="cannot be told apart") as error:
+    with pytest.raises(LedgerConflict, match="cannot be distinguished") as error:
         deciding(mine, other, before=ledger({P0: 100}, reset_number=1))
     assert error.value.fields["partitions"] == [("orders", 0)]
 
