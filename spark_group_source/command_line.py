@@ -1,7 +1,7 @@
 """Commands of ``spark-group`` in messages: complete, quoted for the shell, without secrets.
 
 Runs in: every process. Deliberately absent: running a command, deciding which one helps, and commands about a table
-(``delta.operator_commands``).
+(``delta.table_names``).
 """
 
 import shlex

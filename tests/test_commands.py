@@ -60,8 +60,8 @@ TEXT = re.compile(
 """The beginning of a command in a text."""
 BUILDERS = {
     ("command_line", "spark_group"),
-    ("operator_commands", "reset"),
-    ("operator_commands", "restore"),
+    ("table_names", "reset_command"),
+    ("table_names", "restore_command"),
     ("shlex", "join"),
 }
 """Functions that return a command."""
@@ -109,8 +109,8 @@ NO_COMMAND = ""
 TESTED: dict[str, tuple[int, str]] = {
     # commands that these functions build for others
     "command_line.py: spark_group": (1, BROKER),
-    "delta/operator_commands.py: reset": (1, f"{SINK}test_commands_after_a_restore"),
-    "delta/operator_commands.py: restore": (1, f"{SINK}test_commands_for_a_second_write_of_a_batch"),
+    "delta/table_names.py: reset_command": (1, f"{SINK}test_commands_after_a_restore"),
+    "delta/table_names.py: restore_command": (1, f"{SINK}test_commands_for_a_second_write_of_a_batch"),
     # the sink and its ledger
     "delta/ledger_decision.py: _refused_partitions": (
         2,

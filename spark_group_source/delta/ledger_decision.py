@@ -13,7 +13,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from spark_group_source import command_line
-from spark_group_source.delta import operator_commands
+from spark_group_source.delta import table_names
 from spark_group_source.delta.ledger_format import Ledger, LedgerTopic, RecordedBatch
 from spark_group_source.errors import LedgerConflict
 from spark_group_source.model import OffsetRange, TopicPartition
@@ -267,8 +267,8 @@ def _refused_partitions(table: str, group: str, refused: Sequence[RefusedPartiti
         )
         purpose = "write them again"
     commands = {
-        "continue where the table ends": operator_commands.reset(group, table, "--to-ledger"),
-        f"{purpose}, and continue at the offsets in Kafka": operator_commands.reset(group, table, "--to-current"),
+        "continue where the table ends": table_names.reset_command(group, table, "--to-ledger"),
+        f"{purpose}, and continue at the offsets in Kafka": table_names.reset_command(group, table, "--to-current"),
     }
     return LedgerConflict(
         f"{why}, so nothing was written. Stop the query, run one of these commands, and start the query with the same "
@@ -289,7 +289,7 @@ def _unknown_reset(table: str, offset: StreamOffset, reset_number: int, batch_id
         "group's offsets in Kafka have no record of the reset: the offsets were removed, or the table belongs to a "
         "group of another cluster. Stop the query, run this command, and start the query with the same checkpoint:"
         + command_line.alternatives(
-            {"continue where the table ends": operator_commands.reset(group, table, "--to-ledger")}
+            {"continue where the table ends": table_names.reset_command(group, table, "--to-ledger")}
         ),
         table=table,
         group=group,

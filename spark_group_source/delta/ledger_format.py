@@ -37,7 +37,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from spark_group_source import command_line
-from spark_group_source.delta import operator_commands
+from spark_group_source.delta import table_names
 from spark_group_source.errors import LedgerConflict
 from spark_group_source.model import TopicPartition
 from spark_group_source.protocol.offsets import StreamOffset
@@ -165,14 +165,13 @@ class Ledger:
                 table_version=table_version,
             )
         except (ValueError, KeyError, TypeError, AttributeError) as exc:
+            command = table_names.reset_command(group, table, "--to-current")
             raise LedgerDamaged(
                 f"the ledger of group {group!r} in version {table_version} of table {table} is damaged ({exc!r}): "
                 f"{text[:SHOWN_CHARS_MAX]}. Which records the table holds is unknown, so nothing is written. Stop the "
                 "query, write a new ledger with this command (or with another position of reset), and start the query "
                 "with the same checkpoint:"
-                + command_line.alternatives(
-                    {"continue at the group's offsets in Kafka": operator_commands.reset(group, table, "--to-current")}
-                ),
+                + command_line.alternatives({"continue at the group's offsets in Kafka": command}),
                 group=group,
             ) from exc
 

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from spark_group_source import command_line
-from spark_group_source.delta import operator_commands, table_writer
+from spark_group_source.delta import table_names, table_writer
 from spark_group_source.delta.ledger_format import APP_PREFIX, Ledger, LedgerDamaged
 from spark_group_source.delta.restored_table import ledger_of_rows
 from spark_group_source.delta.table_history import LedgerExpired, TableHistory
@@ -43,7 +43,7 @@ def read_ledger(spark: "SparkSession", table: str, group: str) -> Ledger | None:
             "(delta.logRetentionDuration), so its ledger cannot be read. The group's next batch starts a new ledger at "
             "the query's positions; to set it now, run this command (or the same with another position of reset):"
             + command_line.alternatives(
-                {"continue at the group's offsets in Kafka": operator_commands.reset(group, table, "--to-current")}
+                {"continue at the group's offsets in Kafka": table_names.reset_command(group, table, "--to-current")}
             ),
             table=table,
             group=group,

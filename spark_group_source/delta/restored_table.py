@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from spark_group_source import command_line
-from spark_group_source.delta import operator_commands
+from spark_group_source.delta import table_names
 from spark_group_source.delta.ledger_decision import format_ranges
 from spark_group_source.delta.ledger_format import Ledger
 from spark_group_source.delta.table_history import TableHistory
@@ -59,8 +59,8 @@ def refuse_restored_table(history: TableHistory, ledger: Ledger, *, after: int, 
         "refused batch is void after either of them:"
         + command_line.alternatives(
             {
-                "write the missing records again": operator_commands.reset(group, table, "--to-ledger"),
-                "leave them out": operator_commands.reset(group, table, *here),
+                "write the missing records again": table_names.reset_command(group, table, "--to-ledger"),
+                "leave them out": table_names.reset_command(group, table, *here),
             }
         ),
         table=table,
@@ -136,8 +136,8 @@ def _batch_behind_restore(table: str, group: str, restore: Restore) -> LedgerCon
         "batch, move the group back, and start the queries with the same checkpoints:"
         + command_line.sequence(
             (
-                operator_commands.restore(table, restore.version),
-                operator_commands.reset(group, table, "--to-ledger"),
+                table_names.restore_command(table, restore.version),
+                table_names.reset_command(group, table, "--to-ledger"),
             )
         ),
         table=table,

@@ -29,7 +29,6 @@ from spark_group_source import command_line, compatibility
 from spark_group_source.delta import (
     checkpoint_status,
     ledger_decision,
-    operator_commands,
     restored_table,
     table_names,
     table_writer,
@@ -310,7 +309,7 @@ class _BatchCommit:
                 "written. Stop the query, run this command (or the same with another position of reset), and start "
                 "the query with the same checkpoint:"
                 + command_line.alternatives(
-                    {f"continue where batch {batch_id} starts": operator_commands.reset(group, table, *here)}
+                    {f"continue where batch {batch_id} starts": table_names.reset_command(group, table, *here)}
                 ),
                 table=table,
                 group=group,

@@ -1,14 +1,18 @@
-"""The names of a table (as users write it, qualified, and in SQL) and of its columns.
+"""The names of a table and of its columns: as users write them, qualified, in SQL, and in commands of error messages.
 
 Runs in: the user's driver (on Spark Connect: in the server's worker for ``foreachBatch``), the command line.
-Deliberately absent: whether the table exists.
+Deliberately absent: whether the table exists, running a command, and deciding which one helps.
+
+The sink knows no brokers, so a command connects with the arguments that a run of the group on this host has published.
 """
 
 import os
 import re
 from typing import TYPE_CHECKING, Any
 
+from spark_group_source import command_line
 from spark_group_source.errors import OptionError
+from spark_group_source.host import run_files
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -98,3 +102,18 @@ def no_table(spark: "SparkSession", table: str) -> str:
         f"there is no Delta table {table!r}. A path contains a slash; a name is looked up in "
         f"{spark.catalog.currentCatalog()}.{spark.catalog.currentDatabase()}"
     )
+
+
+def reset_command(group: str, table: str, *position: str) -> str:
+    """Return the ``spark-group reset`` that moves Kafka's offsets and the ledger of a table to one position.
+
+    Args:
+        position: the option that names the position, with its value: ``"--to-ledger"``.
+    """
+    there = run_files.connection(group)
+    return command_line.spark_group("reset", there, group, *position, "--table", table, "--execute")
+
+
+def restore_command(table: str, version: int) -> str:
+    """Return the SQL statement that restores a table to a version."""
+    return f"RESTORE TABLE {sql_name(table)} TO VERSION AS OF {version}"

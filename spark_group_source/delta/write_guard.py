@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from spark_group_source import command_line
-from spark_group_source.delta import operator_commands
+from spark_group_source.delta import table_names
 from spark_group_source.delta.checkpoint import PlannedBatch
 from spark_group_source.errors import OptionError
 from spark_group_source.host import run_files
@@ -101,8 +101,8 @@ def _second_write(table: str, planned: PlannedBatch, former: TableWrite) -> Opti
             "stop the query, run these commands, and start the corrected query with the same checkpoint:"
         ) + command_line.sequence(
             (
-                operator_commands.restore(table, former.version - 1),
-                *(operator_commands.reset(group, table, "--to-ledger") for group in groups),
+                table_names.restore_command(table, former.version - 1),
+                *(table_names.reset_command(group, table, "--to-ledger") for group in groups),
             )
         )
     return OptionError(
