@@ -147,7 +147,7 @@ TESTED: dict[str, tuple[int, str]] = {
     "source.py: _start_metrics": (1, INSTALL),
     "options/java.py: _to_pem": (1, f"{HERE}test_stores_are_converted_as_printed"),
     "options/java.py: _to_pkcs12": (1, f"{HERE}test_stores_are_converted_as_printed"),
-    "options/callables.py: import_callable": (
+    "options/client.py: import_callable": (
         1,
         "tests/security/test_spark.py::test_a_token_function_is_imported_in_every_process",
     ),
@@ -160,7 +160,7 @@ TESTED: dict[str, tuple[int, str]] = {
     "cli/reset.py: reset": (1, NO_COMMAND),
     "cli/ledger.py: _shown": (1, NO_COMMAND),
     "delta/table_history.py: DescribedHistory._load": (1, NO_COMMAND),
-    "delta/verification.py: ": (2, NO_COMMAND),
+    "delta/ledger_store.py: ": (2, NO_COMMAND),
 }
 """By module and function: the number of its commands, and the test that runs them as printed."""
 

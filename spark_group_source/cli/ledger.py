@@ -51,11 +51,11 @@ def show(table: TableArgument, as_json: JsonOption = False) -> None:
 @ledger_app.command("verify")
 def verify(table: TableArgument, as_json: JsonOption = False) -> None:
     """Compare the rows of a table with the ledgers of its groups; exit code 1 if they differ."""
-    from spark_group_source.delta import verification
+    from spark_group_source.delta import ledger_store
 
     with common.session(True) as spark:
         assert spark is not None
-        found = verification.verify(spark, table)
+        found = ledger_store.verify(spark, table)
     if as_json:
         typer.echo(json.dumps({**found._asdict(), "findings": [one._asdict() for one in found.findings]}, indent=2))
     else:

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from spark_group_source.cli import common
 from spark_group_source.cli.app import app
-from spark_group_source.delta import verification
+from spark_group_source.delta import ledger_store
 from spark_group_source.delta.ledger_store import set_ledger
 from spark_group_source.model import TopicPartition
 
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.spark, pytest.mark.usefixtures("few_tasks")]
 
 
 def kinds(query: Query, table: Path) -> list[str]:
-    return [found.kind for found in verification.verify(query.spark, str(table)).findings]
+    return [found.kind for found in ledger_store.verify(query.spark, str(table)).findings]
 
 
 def inject(table: Path, *lines: dict[str, Any]) -> None:
@@ -77,6 +77,6 @@ def test_the_command_shows_a_correct_table_rows_behind_the_ledger_and_a_restore(
     assert bad.exit_code == 1
     assert "behind: orders-0 has rows up to offset 50, but the next offset in its ledger is 40" in bad.output
     DeltaTable(written).restore(1)
-    found = verification.verify(query.spark, table)
+    found = ledger_store.verify(query.spark, table)
     assert [one.kind for one in found.findings] == ["restore"]
     assert found.notes == ["the number of rows is not compared: the log has RESTORE"]
