@@ -24,7 +24,6 @@ from spark_group_source import compatibility
 from spark_group_source.errors import ChannelBroken, CheckpointMismatch, OptionError
 from spark_group_source.model import Piece
 from spark_group_source.options.table import Options
-from spark_group_source.pickling import CheckedPickle
 from spark_group_source.protocol.offsets import StreamOffset, parse
 from spark_group_source.protocol.planner import pack
 from spark_group_source.reader.records import spark_ddl
@@ -58,7 +57,7 @@ class RangesPartition(InputPartition):
         self.piece, self.task = piece, task
 
 
-class KafkaGroupDataSource(CheckedPickle, DataSource):
+class KafkaGroupDataSource(compatibility.CheckedPickle, DataSource):
     """The data source behind ``spark.readStream.format("kafka-group")``.
 
     Raises:
@@ -94,7 +93,7 @@ class KafkaGroupDataSource(CheckedPickle, DataSource):
         return GroupStreamReader(self._parsed, self._path, self._load)
 
 
-class GroupStreamReader(CheckedPickle, DataSourceStreamReader, SupportsTriggerAvailableNow):
+class GroupStreamReader(compatibility.CheckedPickle, DataSourceStreamReader, SupportsTriggerAvailableNow):
     """The stream reader; ``runtime.coordinator`` runs the batches.
 
     Args:
