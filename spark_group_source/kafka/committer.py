@@ -13,8 +13,7 @@ from confluent_kafka import KafkaError, KafkaException
 from spark_group_source.error_codes import Meaning, Request, meaning
 from spark_group_source.errors import CommitFailed, GroupError
 from spark_group_source.kafka.consumer import Identity
-from spark_group_source.kafka.environment import Environment
-from spark_group_source.kafka.settings import COORDINATOR_IDLE, NEVER_JOINS
+from spark_group_source.kafka.environment import COORDINATOR_IDLE, NEVER_JOINS, Environment
 from spark_group_source.kafka.translation import ClientInfo, stale_member, to_kafka, translate
 from spark_group_source.model import TopicPartition
 

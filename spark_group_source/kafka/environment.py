@@ -1,6 +1,7 @@
 """The environment of a process: clocks, threads, and the clients of confluent_kafka.
 
-Runs in: the stream reader, agents, the user's driver (CLI). Deliberately absent: decisions, and the group protocol. All
+Runs in: the planner (at ``load()``, to check settings), the stream reader, agents, the user's driver (CLI).
+Deliberately absent: decisions, the group protocol, and the split of options into settings (``options.client``). All
 code that waits, starts a thread or creates a client does it through one :class:`Environment`. The simulation has a
 subclass, under which the same code runs with simulated time and brokers.
 """
@@ -19,8 +20,10 @@ from typing import Any, Protocol
 from confluent_kafka import Consumer, KafkaError, KafkaException, Producer
 from confluent_kafka import admin as kafka_admin
 
-from spark_group_source.errors import BrokerUnavailable
-from spark_group_source.options.client import TOKEN_CALLABLE, import_callables
+from spark_group_source.errors import BrokerUnavailable, OptionError
+from spark_group_source.options.client import CALLABLES, TOKEN_CALLABLE, import_callables, mask_secrets
+from spark_group_source.options.java import RENAMED
+from spark_group_source.options.table import Options
 
 __all__ = ["Empty", "Environment", "Queue", "Thread"]
 
@@ -28,6 +31,14 @@ log = logging.getLogger(__name__)
 
 ID_DIGITS = 12
 """The length of a generated id: of a stream, unique in its group, or of an agent, unique in its run."""
+
+NEVER_JOINS = {"group.id": "spark-group-source-reader", "group.protocol": "classic", "enable.auto.commit": "false"}
+"""Settings of consumers that join no group. The library requires a group id; readers of committed offsets override
+it."""
+COORDINATOR_IDLE = {"connections.max.idle.ms": "5000"}
+"""Settings of clients that send requests to coordinators. After a connection reset librdkafka may wait for a state
+change that never comes, beyond the call's timeout (its issues 5456 and 5511); closing an idle connection is such a
+change."""
 
 # The library's type stubs accept neither callbacks nor loggers as settings.
 _AdminClient: Any = kafka_admin.AdminClient
@@ -114,6 +125,40 @@ class Environment:
         return create_client(_AdminClient, settings)
 
 
+class _Thread:
+    def __init__(self, name: str, run: Callable[[], None], died: Callable[[BaseException], None]) -> None:
+        self._run, self._died = run, died
+        self._thread = threading.Thread(target=self._guarded, name=name, daemon=True)
+        self._started = False
+
+    def start(self) -> None:
+        try:
+            self._thread.start()
+            self._started = True
+        except RuntimeError as exc:  # the system cannot start more threads
+            self._died(exc)
+
+    def join(self, timeout_s: float) -> None:
+        if self._started:
+            self._thread.join(timeout_s)
+
+    def is_alive(self) -> bool:
+        return self._started and self._thread.is_alive()
+
+    def _guarded(self) -> None:
+        try:
+            self._run()
+        except SystemExit:
+            pass
+        except:  # noqa: E722 - a callback error that the library passes on may not be a BaseException
+            exc: object = sys.exc_info()[1]
+            log.exception("thread %s died", self._thread.name)
+            self._died(exc if isinstance(exc, BaseException) else RuntimeError(repr(exc)))
+
+
+# --- clients of confluent_kafka -------------------------------------------------------------------------------------
+
+
 class LibraryLog:
     """Receives librdkafka's log lines.
 
@@ -152,32 +197,34 @@ def create_client(constructor: Callable[[dict[str, Any]], Any], settings: Mappin
         raise exc from None
 
 
-class _Thread:
-    def __init__(self, name: str, run: Callable[[], None], died: Callable[[BaseException], None]) -> None:
-        self._run, self._died = run, died
-        self._thread = threading.Thread(target=self._guarded, name=name, daemon=True)
-        self._started = False
+def check_settings(options: Options) -> None:
+    """Check the settings before anything is started.
 
-    def start(self) -> None:
-        try:
-            self._thread.start()
-            self._started = True
-        except RuntimeError as exc:  # the system cannot start more threads
-            self._died(exc)
+    Raises:
+        OptionError: the library refuses a setting (the message contains its text, without secrets), or a function
+            cannot be imported.
+    """
+    environment = Environment()
+    try:
+        environment.consumer(_checkable(options.consumer_settings())).close()
+        environment.producer(_checkable(options.producer_settings()))
+    except KafkaException as exc:
+        text = mask_secrets(exc.args[0].str(), dict(options.settings)).strip()
+        # "from None": the cause may contain a secret.
+        raise OptionError(f"the Kafka client (librdkafka) refuses an option: {text}{_hint(text)}") from None
 
-    def join(self, timeout_s: float) -> None:
-        if self._started:
-            self._thread.join(timeout_s)
 
-    def is_alive(self) -> bool:
-        return self._started and self._thread.is_alive()
+def _hint(text: str) -> str:
+    """Return the remedy for the library's error, which names only the setting."""
+    if text.startswith("No such configuration property"):
+        return ". If it is a setting of Java clients only, remove it: librdkafka has no equivalent"
+    if "Unsupported partition.assignment.strategy" in text or "same protocol type" in text:
+        return ". Use range and roundrobin in any order, or cooperative-sticky alone (or Java's names of these)"
+    origin = next((java for java, name in RENAMED.items() if f'"{name}"' in text), None)
+    return "" if origin is None else f" (kafka.{origin} is the same setting)"
 
-    def _guarded(self) -> None:
-        try:
-            self._run()
-        except SystemExit:
-            pass
-        except:  # noqa: E722 - a callback error that the library passes on may not be a BaseException
-            exc: object = sys.exc_info()[1]
-            log.exception("thread %s died", self._thread.name)
-            self._died(exc if isinstance(exc, BaseException) else RuntimeError(repr(exc)))
+
+def _checkable(settings: Mapping[str, str]) -> dict[str, Any]:
+    """Return the settings without the functions, which a client would call when it is created."""
+    known = import_callables(settings)
+    return {name: value for name, value in known.items() if name not in CALLABLES} | {"log_level": 0}

@@ -13,9 +13,8 @@ from confluent_kafka import KafkaException
 
 from spark_group_source.error_codes import Meaning, Request, meaning
 from spark_group_source.errors import CommitFailed
-from spark_group_source.kafka.environment import Environment
+from spark_group_source.kafka.environment import COORDINATOR_IDLE, NEVER_JOINS, Environment
 from spark_group_source.kafka.retry import Retry
-from spark_group_source.kafka.settings import COORDINATOR_IDLE, NEVER_JOINS
 from spark_group_source.kafka.translation import ClientInfo, CommittedOffset, request_batches, to_kafka
 from spark_group_source.model import TopicPartition
 

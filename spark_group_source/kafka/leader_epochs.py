@@ -18,9 +18,8 @@ from confluent_kafka import KafkaError, KafkaException
 from confluent_kafka import TopicPartition as KafkaPartition
 
 from spark_group_source.error_codes import Request
-from spark_group_source.kafka.environment import Environment
+from spark_group_source.kafka.environment import NEVER_JOINS, Environment
 from spark_group_source.kafka.retry import RefusalWatch, Retry
-from spark_group_source.kafka.settings import NEVER_JOINS
 from spark_group_source.kafka.translation import ClientInfo, to_kafka
 from spark_group_source.model import TopicPartition
 

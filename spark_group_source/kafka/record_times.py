@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 
 from confluent_kafka import KafkaError, KafkaException
 
-from spark_group_source.kafka.environment import Environment
-from spark_group_source.kafka.settings import NEVER_JOINS
+from spark_group_source.kafka.environment import NEVER_JOINS, Environment
 from spark_group_source.kafka.translation import to_kafka
 from spark_group_source.model import TopicPartition
 

@@ -114,7 +114,7 @@ def prepare(given: Mapping[str, str]) -> dict[str, str]:
 
     Raises:
         OptionError: a setting is refused, or cannot be translated. librdkafka checks the remaining names and values at
-            ``load()`` (``kafka.settings``).
+            ``load()`` (``kafka.environment``).
     """
     for name in given:
         _check_allowed(name)

@@ -1,8 +1,8 @@
 """Translation of Java's Kafka client settings into those of librdkafka.
 
 Runs in: every process. Deliberately absent: reading or converting key stores (the errors have the commands), and names
-that only Java clients know: librdkafka refuses them at ``load()`` (``kafka.settings``). Settings that work with Spark's
-Kafka connector (JAAS texts, ``ssl.truststore.*``, Java's names) are translated if librdkafka has an equivalent.
+that only Java clients know: librdkafka refuses them at ``load()`` (``kafka.environment``). Settings that work with
+Spark's Kafka connector (JAAS texts, ``ssl.truststore.*``, Java's names) are translated if librdkafka has an equivalent.
 """
 
 import re

@@ -11,7 +11,7 @@ from confluent_kafka import Consumer, Producer
 from confluent_kafka.admin import AdminClient
 
 from spark_group_source.errors import OptionError
-from spark_group_source.kafka.settings import check_settings
+from spark_group_source.kafka.environment import check_settings
 from spark_group_source.options.client import CONNECTION, REFUSED, is_secret
 from spark_group_source.options.java import RENAMED, parse_jaas, translate
 from spark_group_source.options.table import Options
