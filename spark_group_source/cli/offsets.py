@@ -1,6 +1,6 @@
 """``spark-group delete-offsets`` and ``delete-group``: delete a group's committed offsets.
 
-Runs in: a terminal. Deliberately absent: the request itself (``kafka.offset_deletion``).
+Runs in: a terminal. Deliberately absent: the request itself (``kafka.group_admin``).
 
 The broker deletes offsets of a group without members, and of topics that no member subscribes to (KIP-496). Kafka
 reports the owners of partitions, but not subscriptions. So before the request only a refusal can be predicted, and only
@@ -30,7 +30,7 @@ from spark_group_source.cli.reset import scope_of
 from spark_group_source.error_codes import CODES
 from spark_group_source.errors import BrokerUnavailable, GroupError, OptionError
 from spark_group_source.kafka import CommittedOffset, GroupAdmin, GroupDescription
-from spark_group_source.kafka.offset_deletion import name_of
+from spark_group_source.kafka.group_admin import name_of
 from spark_group_source.model import TopicPartition
 
 ExecuteOption = Annotated[

@@ -1,21 +1,39 @@
 """Operations on a whole group: read, commit and delete its offsets, delete the group.
 
-Runs in: the user's driver (CLI), the exporter. Deliberately absent: the offsets to commit (``cli.reset``). A query
-reads the offsets of its own partitions (``group_offsets``) and commits as a member of the group (``committer``).
+Runs in: the user's driver (CLI), the exporter. Deliberately absent: the offsets to commit (``cli.reset``), the
+partitions whose offsets to delete (``cli.offsets``), and the meaning of error codes (``error_codes``). A query reads
+the offsets of its own partitions (``group_offsets``) and commits as a member of the group (``committer``).
 """
 
+import ctypes as c
+import time
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from confluent_kafka import ConsumerGroupTopicPartitions, KafkaError, KafkaException
 
 from spark_group_source import command_line
-from spark_group_source.error_codes import Request
+from spark_group_source.error_codes import CODES, Request
 from spark_group_source.errors import AccessDenied, BrokerUnavailable, CommitFailed
-from spark_group_source.kafka.admin import COORDINATOR_BOUND, Admin, Bound, Missing
+from spark_group_source.kafka.admin import COORDINATOR_BOUND, COORDINATOR_TIMEOUT_S, Admin, Bound, Missing
+from spark_group_source.kafka.environment import Environment
 from spark_group_source.kafka.group_offsets import GroupOffsets
-from spark_group_source.kafka.offset_deletion import delete_offsets
-from spark_group_source.kafka.translation import CommittedOffset, ListedGroup, to_kafka
+from spark_group_source.kafka.retry import RefusalWatch, Retry
+from spark_group_source.kafka.translation import ClientInfo, CommittedOffset, ListedGroup, to_kafka
+from spark_group_source.librdkafka import (
+    CLIENT,
+    PARTITIONS,
+    POINTER,
+    POINTERS,
+    POLL_MS,
+    PRODUCER,
+    SIZE,
+    TEXT,
+    Client,
+    Library,
+    Signatures,
+    text,
+)
 from spark_group_source.model import TopicPartition
 
 
@@ -65,7 +83,7 @@ class GroupAdmin(Admin):
         return valid
 
     def delete_offsets(self, group: str, tps: Collection[TopicPartition]) -> dict[TopicPartition, int]:
-        """Delete committed offsets, also while the group has members: see :func:`offset_deletion.delete_offsets`."""
+        """Delete committed offsets, also while the group has members: see :func:`delete_offsets`."""
         return delete_offsets(self._settings, group, tps, environment=self._environment)
 
     def read_offsets(self, group: str, tps: Iterable[TopicPartition]) -> dict[TopicPartition, CommittedOffset | None]:
@@ -132,3 +150,111 @@ class GroupAdmin(Admin):
         failed = [f"{p.topic}-{p.partition}: {p.error}" for p in answer.topic_partitions if p.error is not None]
         if failed:
             raise CommitFailed(f"Kafka refused new offsets of group {group!r}: {', '.join(failed[:10])}")
+
+
+# --- deletion of committed offsets, by a ctypes call of librdkafka -------------------------------------------------
+
+DELETE_S_MAX = 10.0
+"""The timeout of one deletion, including the search for the group's coordinator."""
+RESPONSE_ERROR = "OffsetDelete response error: "
+
+_CALLS: Signatures = {
+    **CLIENT,
+    "DeleteConsumerGroupOffsets_new": (POINTER, TEXT, PARTITIONS),
+    "DeleteConsumerGroupOffsets_destroy": (None, POINTER),
+    "DeleteConsumerGroupOffsets": (None, POINTER, POINTERS, SIZE, POINTER, POINTER),
+    "event_DeleteConsumerGroupOffsets_result": (POINTER, POINTER),
+    "DeleteConsumerGroupOffsets_result_groups": (POINTERS, POINTER, c.POINTER(SIZE)),
+    "group_result_error": (POINTER, POINTER),
+    "group_result_partitions": (PARTITIONS, POINTER),
+}
+
+
+def delete_offsets(
+    settings: Mapping[str, str],
+    group: str,
+    tps: Collection[TopicPartition],
+    *,
+    environment: Environment | None = None,
+) -> dict[TopicPartition, int]:
+    """Delete committed offsets, also while the group has members (KIP-496). The request may be sent twice; deleting is
+    idempotent.
+
+    The Python client lacks this call, librdkafka has it: each request creates a client of its own, uses it on the
+    calling thread, and destroys it.
+
+    Args:
+        settings: librdkafka settings of an admin client.
+        group: the consumer group; it may have members.
+        tps: at least one partition.
+
+    Returns:
+        The broker's error code for each partition: 0: the group has no offset of it now; ``GROUP_SUBSCRIBED_TO_TOPIC``:
+        a member subscribes to the topic. Unanswered partitions are left out.
+
+    Raises:
+        BrokerUnavailable: no answer within :data:`DELETE_S_MAX`. The offsets may be deleted nevertheless: check them.
+        AccessDenied: the user needs Delete on the group, refused twice.
+        GroupError: the broker refuses the whole request: the group does not exist (reported twice), or its members are
+            not consumers (as those of Kafka Connect).
+        OptionError: the client refuses a setting.
+    """
+    retry = Retry(ClientInfo.of(settings, group=group), environment or Environment())
+    return retry(Request.DELETE, "deleting committed offsets", lambda: _delete_once(settings, group, tps))
+
+
+def _delete_once(settings: Mapping[str, str], group: str, tps: Collection[TopicPartition]) -> dict[TopicPartition, int]:
+    client = Client(Library(_CALLS), PRODUCER, settings)
+    lib = client.lib
+    queue = lib.queue_new(client.rk)
+    partitions, options = client.partitions((tp, 0) for tp in tps), client.admin_options(COORDINATOR_TIMEOUT_S)
+    request = c.c_void_p(lib.DeleteConsumerGroupOffsets_new(group.encode(), partitions))
+    event, refusal_watch = None, RefusalWatch()
+    try:
+        lib.DeleteConsumerGroupOffsets(client.rk, c.byref(request), 1, options, queue)  # it copies all three
+        until_s = time.monotonic() + DELETE_S_MAX
+        while not event:
+            client.serve()
+            for code, text_ in client.errors:
+                refusal_watch(KafkaError(code, text_))
+            refusal_watch.check()
+            if time.monotonic() >= until_s:
+                raise KafkaException(KafkaError(KafkaError._TIMED_OUT, "no answer"))
+            event = lib.queue_poll(queue, POLL_MS)
+        return _codes(lib, event)
+    finally:
+        if event:
+            lib.event_destroy(event)
+        lib.DeleteConsumerGroupOffsets_destroy(request)
+        lib.AdminOptions_destroy(options)
+        lib.topic_partition_list_destroy(partitions)
+        lib.queue_destroy(queue)
+        client.close()
+
+
+def _codes(lib: Library, event: int) -> dict[TopicPartition, int]:
+    count = c.c_size_t()
+    if code := lib.event_error(event):
+        raise KafkaException(_broker_error(code, text(lib.event_error_string(event))))
+    result = lib.event_DeleteConsumerGroupOffsets_result(event)
+    found: dict[TopicPartition, int] = {}
+    for answer in lib.DeleteConsumerGroupOffsets_result_groups(result, c.byref(count))[: count.value]:
+        if (error := lib.group_result_error(answer)) and (code := lib.error_code(error)):
+            raise KafkaException(KafkaError(code, text(lib.error_string(error))))
+        partitions = lib.group_result_partitions(answer).contents
+        for at in partitions.elems[: partitions.cnt]:
+            found[TopicPartition(at.topic.decode(), at.partition)] = at.err
+    return {tp: code for tp, code in found.items() if code >= 0}  # a code below 0 is not a broker's
+
+
+def _broker_error(code: int, message: str) -> KafkaError:
+    """Return a broker's error for the whole request: the library reports it under its own code, with the broker's error
+    as text after :data:`RESPONSE_ERROR`."""
+    broker_text = message.partition(RESPONSE_ERROR)[2]
+    found = [known for known in CODES.values() if known > 0 and KafkaError(known).str() == broker_text]
+    return KafkaError(found[0]) if found else KafkaError(code, message)
+
+
+def name_of(code: int) -> str:
+    """Return the name of a broker's error code in the Kafka protocol."""
+    return KafkaError(code).name()

@@ -19,9 +19,8 @@ from spark_group_source.cli import offsets as deletion
 from spark_group_source.cli.offsets import DeletionResult, Outcome, predict_deletion, select_offsets
 from spark_group_source.error_codes import CODES
 from spark_group_source.errors import BrokerUnavailable, GroupError, OptionError
-from spark_group_source.kafka import CommittedOffset, GroupAdmin, GroupDescription, GroupMember
-from spark_group_source.kafka import offset_deletion as library
-from spark_group_source.kafka.offset_deletion import delete_offsets
+from spark_group_source.kafka import CommittedOffset, GroupAdmin, GroupDescription, GroupMember, group_admin
+from spark_group_source.kafka.group_admin import delete_offsets
 from spark_group_source.local.tools import kafka_consumer_groups
 from spark_group_source.model import TopicPartition
 
@@ -170,7 +169,7 @@ def test_delete_group_deletes_group_and_offsets(scene: Scene, run: Run) -> None:
     admin = GroupAdmin({"bootstrap.servers": scene.servers}, retries=0)
     with pytest.raises(GroupError, match=missing):
         admin.delete_group(scene.group)
-    with pytest.raises(GroupError, match=missing):  # in the library's text alone: `offset_deletion._broker_error`
+    with pytest.raises(GroupError, match=missing):  # in the library's text alone: `group_admin._broker_error`
         admin.delete_offsets(scene.group, [TopicPartition(name, 0)])
 
 
@@ -194,7 +193,7 @@ def test_G9_invalid_client_setting_is_reported_without_secrets() -> None:
 
 
 def test_G8_deletion_times_out_when_brokers_are_unreachable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "ANSWER_S_MAX", 0.3)
+    monkeypatch.setattr(group_admin, "DELETE_S_MAX", 0.3)
     with pytest.raises(BrokerUnavailable, match="was not answered"):
         delete_offsets({"bootstrap.servers": "127.0.0.1:1"}, "g", [A0])
 
@@ -202,10 +201,11 @@ def test_G8_deletion_times_out_when_brokers_are_unreachable(monkeypatch: pytest.
 def test_broker_error_is_parsed_from_library_text() -> None:
     text = "DELETECONSUMERGROUPOFFSETS worker failed to parse response: OffsetDelete response error: "
     assert (
-        library._broker_error(-196, f"{text}Broker: The group id does not exist").code() == CODES["GROUP_ID_NOT_FOUND"]
+        group_admin._broker_error(-196, f"{text}Broker: The group id does not exist").code()
+        == CODES["GROUP_ID_NOT_FOUND"]
     )
     for unknown in (f"{text}Broker: what a later release says", text, "Local: Timed out"):
-        assert library._broker_error(-196, unknown).code() == -196
+        assert group_admin._broker_error(-196, unknown).code() == -196
 
 
 @pytest.mark.broker
