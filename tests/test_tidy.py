@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import printed_commands
 import proofs
 import pytest
 import render
@@ -257,6 +258,14 @@ def defined(path: Path) -> set[str]:
                 targets = [part.target] if isinstance(part, ast.AnnAssign) else part.targets
                 found |= {before + target.id for target in targets if isinstance(target, ast.Name)}
     return found
+
+
+def test_every_command_in_a_message_has_a_test_that_runs_it() -> None:
+    """A new command needs an entry in ``printed_commands.TESTED``, and a test that provokes its message."""
+    expected = {place: count for place, (count, _) in printed_commands.TESTED.items()}
+    assert printed_commands.commands_of_the_product() == expected
+    for path, _, name in (test.partition("::") for _, test in printed_commands.TESTED.values() if test):
+        assert f"\ndef {name}(" in (ROOT / path).read_text(), f"{path}::{name} does not exist"
 
 
 def test_make_targets_of_the_readme_exist() -> None:
