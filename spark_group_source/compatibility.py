@@ -4,15 +4,19 @@ Runs in: the planner (at ``load()``), the user's driver, the command line; every
 Deliberately absent: the libraries that pip installs with this package; their versions are in pyproject.toml.
 
 Spark is not a dependency of this package, so that installing it never changes the environment's Spark. Therefore this
-module refuses what pip would refuse, with one line. A Spark is supported if it has the classes that the source uses;
-its version is not compared.
+module refuses what pip would refuse, with one line. A Spark is supported if it has the classes that the source uses. No
+other module compares versions of Spark.
 
 Executors check that they have this package, in the driver's version: see :class:`CheckedPickle`."""
 
+import functools
 import importlib
 import importlib.util
+import logging
+import re
 import sys
 import types
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, Final
 
@@ -22,21 +26,29 @@ from spark_group_source.errors import SetupError
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
+log = logging.getLogger(__name__)
+
 SPARK: Final = "4.2"
-"""The Spark version that all tests use and that :data:`DELTA` is released for."""
+"""The Spark version that all tests use."""
+SPARK_TESTED: Final = ("4.0", "4.1", "4.2", "4.3")
+"""The versions of Spark that the tests of ``tests/matrix.py`` use."""
 DELTA: Final = "4.4"
 """The supported Delta Lake version."""
+DELTA_SPARK: Final = ("4.0", "4.1", "4.2")
+"""The versions of Spark that :data:`DELTA` is released for."""
 PYTHON_MIN, PYTHON_MAX = (3, 11), (3, 13)
 JAVA: Final = ("17", "21")
 
-FEATURES: Final = {
-    "pyspark.sql.datasource": ("DataSource", "DataSourceStreamReader", "InputPartition"),
-    "pyspark.sql.streaming.datasource": ("ReadAllAvailable", "ReadLimit", "ReadMaxRows", "SupportsTriggerAvailableNow"),
+FEATURES: Final = {"pyspark.sql.datasource": ("DataSource", "DataSourceStreamReader", "InputPartition")}
+"""The classes of Spark that the source uses, by module. Spark 3.5 lacks the module."""
+ADMISSION_CONTROL: Final = {
+    "pyspark.sql.streaming.datasource": ("ReadAllAvailable", "ReadLimit", "ReadMaxRows", "SupportsTriggerAvailableNow")
 }
-"""The classes of Spark that the source uses, by module. Older versions of Spark lack the second module."""
+"""The same for Sparks that pass the batch's start and the trigger to the source: Spark 4.2 and newer. Spark 4.0 and 4.1
+lack the module."""
 
 REQUIREMENTS: Final = (
-    f"this release is for Spark {SPARK} and newer, Python {'.'.join(map(str, PYTHON_MIN))} to "
+    f"this release is for Spark {SPARK_TESTED[0]} and newer, Python {'.'.join(map(str, PYTHON_MIN))} to "
     f"{'.'.join(map(str, PYTHON_MAX))}, Java {' or '.join(JAVA)}, Delta Lake {DELTA}"
 )
 
@@ -62,16 +74,45 @@ def problem() -> str | None:
             f"pyspark is not installed: {REQUIREMENTS}. Install Spark and Delta Lake with "
             f"`pip install 'pyspark[sql]=={SPARK}.0' 'delta-spark=={DELTA}.0'`"
         )
-    missing = _missing_feature()
+    missing = _missing_feature(FEATURES) or (_missing_feature(ADMISSION_CONTROL) if has_admission_control() else None)
     if missing is not None:
         remedy = f"Install a supported version, for example `pip install 'pyspark=={SPARK}.*'`, or use another platform"
         return f"Spark {_spark_version()} has no {missing}: {REQUIREMENTS}. {remedy}"
+    _log_untested()
     return None
 
 
-def _missing_feature() -> str | None:
-    """The first of :data:`FEATURES` that this Spark lacks."""
-    for module, names in FEATURES.items():
+def has_admission_control() -> bool:
+    """Whether this Spark passes the batch's start and the trigger to a Python source, and calls it again after the last
+    batch of an AvailableNow run."""
+    try:
+        importlib.import_module(*ADMISSION_CONTROL)
+    except ImportError:
+        return False
+    return True
+
+
+def spark_minor() -> str:
+    """The installed Spark's version without its patch number, such as ``4.2``; empty if it is unknown."""
+    numbers = re.match(r"\d+\.\d+", _spark_version())
+    return numbers[0] if numbers else ""
+
+
+@functools.cache
+def _log_untested() -> None:
+    """Log once that this Spark is accepted although no test uses it."""
+    if spark_minor() not in SPARK_TESTED:
+        log.warning(
+            "Spark %s is not tested with this release, which is tested with Spark %s; it has the classes that the "
+            "source uses, so it is accepted",
+            _spark_version(),
+            ", ".join(SPARK_TESTED),
+        )
+
+
+def _missing_feature(features: Mapping[str, Sequence[str]]) -> str | None:
+    """The first of these classes that this Spark lacks."""
+    for module, names in features.items():
         try:
             found = importlib.import_module(module)
         except ImportError:
@@ -108,9 +149,23 @@ def check_session(spark: "SparkSession") -> None:
     delta = jvm.io.delta.package
     if type(delta).__name__ == "JavaClass" and not str(delta.VERSION()).startswith(f"{DELTA}."):
         raise SetupError(
-            f"Delta Lake {delta.VERSION()} is not supported: {REQUIREMENTS}. Use the jars of "
-            f"io.delta:delta-spark_{SPARK}_2.13:{DELTA}.0"
+            f"Delta Lake {delta.VERSION()} is not supported: {REQUIREMENTS}. Use the jars of {delta_coordinate()}"
         )
+
+
+def delta_coordinate() -> str:
+    """The Maven coordinate of the supported Delta Lake for the installed Spark, as ``group:artifact:version``.
+
+    Raises:
+        SetupError: Delta Lake has no release for it.
+    """
+    spark = spark_minor() or SPARK
+    if spark not in DELTA_SPARK:
+        raise SetupError(
+            f"Delta Lake {DELTA} has no release for Spark {_spark_version()}: its releases are for Spark "
+            f"{', '.join(DELTA_SPARK)}. Use one of them for DeltaSink"
+        )
+    return f"io.delta:delta-spark_{spark}_2.13:{DELTA}.0"
 
 
 # --- executors ------------------------------------------------------------------------------------------------------

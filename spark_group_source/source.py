@@ -4,6 +4,9 @@ Runs in: the planner (``DataSource``), the stream reader (:class:`GroupStreamRea
 Deliberately absent: decisions; calls are passed on. The reader is built in three processes and pickled between them, so
 it has options only and opens nothing before Spark requests its first offset. No other module imports
 pyspark.sql.datasource.
+
+Spark 4.2 and newer call an :class:`AdmissionControlReader`, which receives the start of the next batch. Spark 4.0 and
+4.1 pass no argument; a :class:`PlainReader` concludes the start from the order of their calls.
 """
 
 import atexit
@@ -17,11 +20,10 @@ from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceStreamReader, InputPartition
-from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
 from pyspark.sql.types import StructType
 
 from spark_group_source import compatibility
-from spark_group_source.errors import ChannelBroken, CheckpointMismatch, OptionError
+from spark_group_source.errors import ChannelBroken, CheckpointMismatch, OptionError, SetupError
 from spark_group_source.model import Piece
 from spark_group_source.options.table import Options
 from spark_group_source.protocol.offsets import StreamOffset, parse
@@ -90,11 +92,12 @@ class KafkaGroupDataSource(compatibility.CheckedPickle, DataSource):
         )
 
     def streamReader(self, schema: StructType) -> "GroupStreamReader":  # noqa: ARG002 - Spark's signature
-        return GroupStreamReader(self._parsed, self._path, self._load)
+        reader = AdmissionControlReader if compatibility.has_admission_control() else PlainReader
+        return reader(self._parsed, self._path, self._load)
 
 
-class GroupStreamReader(compatibility.CheckedPickle, DataSourceStreamReader, SupportsTriggerAvailableNow):
-    """The stream reader; ``runtime.coordinator`` runs the batches.
+class GroupStreamReader(compatibility.CheckedPickle, DataSourceStreamReader):
+    """The stream reader, apart from ``latestOffset()``; ``runtime.coordinator`` runs the batches.
 
     Args:
         options: the query's.
@@ -124,26 +127,14 @@ class GroupStreamReader(compatibility.CheckedPickle, DataSourceStreamReader, Sup
     def initialOffset(self) -> dict[str, Any]:
         return StreamOffset.initial(self._options.group_id).to_json_dict()
 
-    def getDefaultReadLimit(self) -> ReadLimit:
-        # Limits are options. A finite limit here only distinguishes a normal trigger from Once (ReadAllAvailable).
-        return ReadMaxRows(2**63 - 1)
-
-    def prepareForTriggerAvailableNow(self) -> None:
-        self._running_coordinator().prepare_available_now()
-
-    def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:
+    def _plan_after(self, start: dict[str, Any], *, unlimited: bool) -> dict[str, Any]:
+        """Plan the batch after ``start``, which is durable. Returns ``start`` itself if there is nothing to read."""
         parsed = self._parse(start)
         coordinator = self._running_coordinator()
-        latest = coordinator.latest(parsed, unlimited=isinstance(limit, ReadAllAvailable))
+        latest = coordinator.latest(parsed, unlimited=unlimited)
         if self._control_server is not None and latest is not parsed:
             self._control_server.prefetch_after(latest, coordinator.placed_members())
         return start if latest is parsed else latest.to_json_dict()  # nothing to read: Spark must get its own start
-
-    def reportLatestOffset(self) -> dict[str, Any] | None:
-        ends: dict[str, dict[str, int]] = {}
-        for tp, end in sorted(self._running_coordinator().log_ends().items()):
-            ends.setdefault(tp.topic, {})[str(tp.partition)] = end
-        return ends or None
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:  # noqa: ARG002
         parsed = self._parse(end)
@@ -249,6 +240,82 @@ class GroupStreamReader(compatibility.CheckedPickle, DataSourceStreamReader, Sup
         from spark_group_source.agents.task import read_piece
 
         return read_piece(options, partition.piece, partition.task, read)
+
+
+class PlainReader(GroupStreamReader):
+    """The stream reader of Spark 4.0 and 4.1, whose ``latestOffset()`` has no arguments.
+
+    The start of the next batch follows from the calls before it:
+
+    - A new query calls ``latestOffset()`` first: it starts at the initial offset.
+    - A restarted query first calls ``partitions(o, o)`` with the last offset of its checkpoint. If the batch that ends
+      there was not finished, ``partitions(before, o)`` follows and runs it again.
+    - Later on the start is the end of the batch before, because Spark requests the next batch after the one before has
+      finished.
+
+    So two calls of ``latestOffset()`` without a batch between them are an error, unless there was nothing to read.
+    """
+
+    _start: dict[str, Any] | None = None
+    """The end of the last batch that Spark started to read, or of the checkpoint; None before the first."""
+    _planned: StreamOffset | None = None
+    """What ``latestOffset()`` planned and Spark has not started to read."""
+    _was_called = False
+    """Whether Spark has requested an offset in this run."""
+
+    def latestOffset(self) -> dict[str, Any]:  # type: ignore[override]  # the signature of Spark 4.0 and 4.1
+        if self._planned is not None:
+            raise SetupError(
+                f"Spark requested the next batch before it read batch {self._planned.seq}. {_OUT_OF_ORDER}"
+            )
+        self._was_called = True
+        start = self.initialOffset() if self._start is None else self._start
+        latest = self._plan_after(start, unlimited=False)
+        self._planned = None if latest is start else parse(latest)
+        return latest
+
+    def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
+        parsed = self._parse(end)
+        if start == end:  # the query starts with this checkpoint
+            if self._was_called:
+                raise SetupError(
+                    f"Spark requested an offset before it passed batch {parsed.seq} of the checkpoint. {_OUT_OF_ORDER}"
+                )
+            self._start = end
+            return []
+        if self._planned is not None and self._planned != parsed:
+            raise SetupError(f"Spark reads batch {parsed.seq}, which is not the planned one. {_OUT_OF_ORDER}")
+        self._start, self._planned = end, None
+        return super().partitions(start, end)
+
+
+_OUT_OF_ORDER = (
+    "Spark 4.0 and 4.1 do this if spark.sql.streaming.triggerAvailableNowWrapper.enabled is true, which is not "
+    "supported (set it to false), or if the query never reads the source, as with a filter that is always false"
+)
+
+
+if TYPE_CHECKING or compatibility.has_admission_control():
+    from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
+
+    class AdmissionControlReader(GroupStreamReader, SupportsTriggerAvailableNow):
+        """The stream reader of Spark 4.2 and newer."""
+
+        def getDefaultReadLimit(self) -> ReadLimit:
+            # Limits are options. A finite limit here only distinguishes a normal trigger from Once (ReadAllAvailable).
+            return ReadMaxRows(2**63 - 1)
+
+        def prepareForTriggerAvailableNow(self) -> None:
+            self._running_coordinator().prepare_available_now()
+
+        def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:
+            return self._plan_after(start, unlimited=isinstance(limit, ReadAllAvailable))
+
+        def reportLatestOffset(self) -> dict[str, Any] | None:
+            ends: dict[str, dict[str, int]] = {}
+            for tp, end in sorted(self._running_coordinator().log_ends().items()):
+                ends.setdefault(tp.topic, {})[str(tp.partition)] = end
+            return ends or None
 
 
 def _start_control_server(options: Options, coordinator: "Coordinator") -> "ControlServer | None":

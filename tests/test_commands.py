@@ -267,7 +267,7 @@ def test_the_options_of_spark_submit_are_those_of_a_session_with_delta_lake(tmp_
         job._check_delta(session)
     _, printed = str(found.value).split("Give ")
     program, packages, coordinates, *words = shlex.split(printed)
-    assert (program, packages, coordinates) == ("spark-submit", "--packages", jars.DELTA_COORDINATES[0])
+    assert (program, packages, coordinates) == ("spark-submit", "--packages", compatibility.delta_coordinate())
     assert set(words[::2]) == {"--conf"}
     given = dict(word.split("=", 1) for word in words[1::2])
     assert given and given.items() <= local_spark_settings(str(tmp_path)).items()

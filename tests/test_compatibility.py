@@ -18,9 +18,8 @@ from pyspark.sql.types import StructType
 from typer.testing import CliRunner
 
 import spark_group_source
-from spark_group_source import KafkaGroupDataSource, SetupError, compatibility
+from spark_group_source import KafkaGroupDataSource, SetupError, compatibility, source
 from spark_group_source.cli.app import app
-from spark_group_source.local.jars import DELTA_COORDINATES
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -45,35 +44,58 @@ def test_a_missing_spark_is_refused_at_load_with_one_line(no_spark: None) -> Non
     assert "\n" not in str(met.value)
 
 
+CLASSES = compatibility.FEATURES | compatibility.ADMISSION_CONTROL
+
+
 @pytest.mark.parametrize(
-    ("module", "name"), [(module, name) for module, names in compatibility.FEATURES.items() for name in (None, *names)]
+    ("module", "name"),
+    [(module, None) for module in compatibility.FEATURES]
+    + [(module, name) for module, names in CLASSES.items() for name in names],
 )
 def test_a_spark_without_a_required_class_is_refused_at_load_with_one_line(
     module: str, name: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pyspark, "__version__", "4.1.2")
+    monkeypatch.setattr(pyspark, "__version__", "3.5.2")
     if name is None:
         monkeypatch.setitem(sys.modules, module, None)
     else:
+        if importlib.util.find_spec(module) is None:
+            pytest.skip("this Spark has no such module")
         monkeypatch.delattr(importlib.import_module(module), name)
     missing = module if name is None else f"{module}.{name}"
-    said = f"Spark 4.1.2 has no {missing}: this release is for Spark 4.2 and newer, Python 3.11 to 3.13, Java"
+    said = f"Spark 3.5.2 has no {missing}: this release is for Spark 4.0 and newer, Python 3.11 to 3.13, Java"
     with pytest.raises(SetupError, match=re.escape(said)) as met:
         KafkaGroupDataSource(OPTIONS)
     assert "\n" not in str(met.value)
 
 
+def test_a_spark_without_admission_control_gets_the_plain_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in compatibility.ADMISSION_CONTROL:
+        monkeypatch.setitem(sys.modules, module, None)
+    assert type(KafkaGroupDataSource(OPTIONS).streamReader(StructType())) is source.PlainReader
+
+
 def test_the_required_classes_are_those_that_the_source_imports() -> None:
     code = Path(spark_group_source.__file__).with_name("source.py").read_text()
-    imported = re.findall(r"^from (pyspark\.sql\.(?:streaming\.)?datasource) import (.+)$", code, re.MULTILINE)
+    imported = re.findall(r"^ *from (pyspark\.sql\.(?:streaming\.)?datasource) import (.+)$", code, re.MULTILINE)
     used = {module: set(names.split(", ")) - {"DataSourceReader"} for module, names in imported}  # of batch queries
-    assert used == {module: set(names) for module, names in compatibility.FEATURES.items()}
+    assert used == {module: set(names) for module, names in CLASSES.items()}
 
 
-@pytest.mark.parametrize("version", ["4.3.0", "5.0.0.dev1", "platform-17"])
-def test_a_newer_spark_with_these_classes_is_accepted(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("version", "is_logged"),
+    [("4.0.0", False), ("4.3.7", False), ("4.17.0", True), ("5.0.0.dev1", True), ("x-17", True)],
+)
+def test_an_untested_spark_with_these_classes_is_accepted_with_one_log_line(
+    version: str, is_logged: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(pyspark, "__version__", version)
-    KafkaGroupDataSource(OPTIONS)
+    compatibility._log_untested.cache_clear()
+    for _ in range(2):
+        KafkaGroupDataSource(OPTIONS)
+    assert [record.message.partition(" is not tested")[0] for record in caplog.records] == [
+        f"Spark {version}"
+    ] * is_logged
 
 
 @pytest.mark.parametrize("version", [(3, 10), (3, 14)])
@@ -125,14 +147,26 @@ def test_only_the_local_extra_installs_spark_in_the_tested_version() -> None:
         compatibility.SPARK,
         compatibility.DELTA,
     }
-    assert DELTA_COORDINATES[0].startswith(f"io.delta:delta-spark_{compatibility.SPARK}_2.13:{compatibility.DELTA}.")
     assert PROJECT["requires-python"] == f">={'.'.join(map(str, compatibility.PYTHON_MIN))}"
+
+
+@pytest.mark.parametrize("version", ["4.0.4", "4.1.0", "4.2.1"])
+def test_the_jar_of_delta_is_that_of_the_installed_spark(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pyspark, "__version__", version)
+    minor = version.rpartition(".")[0]
+    assert compatibility.delta_coordinate() == f"io.delta:delta-spark_{minor}_2.13:{compatibility.DELTA}.0"
+
+
+def test_a_spark_without_a_delta_release_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pyspark, "__version__", "4.3.0")
+    with pytest.raises(SetupError, match=r"Delta Lake 4\.4 has no release for Spark 4\.3\.0: .* 4\.0, 4\.1, 4\.2\."):
+        compatibility.delta_coordinate()
 
 
 def test_on_an_older_spark_the_lookup_of_sources_works_and_this_one_is_refused_at_load() -> None:
     code = """
-    import sys, pyspark.sql.streaming.datasource
-    del pyspark.sql.streaming.datasource.SupportsTriggerAvailableNow
+    import sys, pyspark.sql.datasource
+    del pyspark.sql.datasource.DataSourceStreamReader
     import pyspark_kafka_group
     assert "spark_group_source.source" not in sys.modules
     assert pyspark_kafka_group.DefaultSource.name() == "kafka-group"
@@ -142,7 +176,7 @@ def test_on_an_older_spark_the_lookup_of_sources_works_and_this_one_is_refused_a
         [sys.executable, "-c", "\n".join(line.strip() for line in code.splitlines())],
         capture_output=True, text=True, cwd=ROOT, check=False,
     )  # fmt: skip
-    lacks = "pyspark.sql.streaming.datasource.SupportsTriggerAvailableNow"
+    lacks = "pyspark.sql.datasource.DataSourceStreamReader"
     assert f"errors.SetupError: Spark {pyspark.__version__} has no {lacks}: this release" in ended.stderr
 
 
@@ -202,4 +236,4 @@ def test_a_command_that_needs_a_missing_spark_reports_the_supported_versions(
     monkeypatch.setitem(sys.modules, "pyspark.sql", None)
     shown = CliRunner().invoke(app, [*words, "--bootstrap-servers", "localhost:1", "--table", "/t"])
     assert shown.exit_code == 1
-    assert shown.output.startswith("error: SetupError: pyspark is not installed: this release is for Spark 4.2")
+    assert shown.output.startswith("error: SetupError: pyspark is not installed: this release is for Spark 4.0")

@@ -35,7 +35,7 @@ from spark_group_source.cli.common import settings_in
 from spark_group_source.delta import table_names
 from spark_group_source.errors import GroupError
 from spark_group_source.host.run_files import drain
-from spark_group_source.local.jars import DELTA_COORDINATES, delta_jars
+from spark_group_source.local.jars import delta_jars
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -292,7 +292,8 @@ def _check_delta(spark: "SparkSession") -> None:
         return
     if "DeltaSparkSessionExtension" not in (spark.conf.get("spark.sql.extensions", "") or ""):
         raise typer.BadParameter(
-            f"this Spark session cannot write Delta tables. Give spark-submit --packages {DELTA_COORDINATES[0]} "
+            "this Spark session cannot write Delta tables. Give spark-submit --packages "
+            f"{compatibility.delta_coordinate()} "
             + " ".join(f"--conf {key}={value}" for key, value in DELTA_SETTINGS.items())
         )
 

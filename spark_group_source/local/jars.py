@@ -20,9 +20,11 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from importlib import metadata
 from pathlib import Path
 from xml.sax.saxutils import quoteattr
 
+from spark_group_source import compatibility
 from spark_group_source.errors import SetupError
 
 log = logging.getLogger(__name__)
@@ -38,14 +40,9 @@ JAVA_VERSION_S = 30
 
 SCALA = "2.13"
 KAFKA_VERSION = "4.2.1"
-DELTA_COORDINATES = (f"io.delta:delta-spark_4.2_{SCALA}:4.4.0",)
 KAFKA_COORDINATES = (
     f"org.apache.kafka:kafka_{SCALA}:{KAFKA_VERSION}",
     "org.apache.logging.log4j:log4j-slf4j-impl:2.25.4",  # Kafka logs through SLF4J 1.7 and brings no backend
-)
-SPARK_KAFKA_COORDINATES = (
-    f"org.apache.spark:spark-sql-kafka-0-10_{SCALA}:4.2.0",
-    f"org.apache.spark:spark-token-provider-kafka-0-10_{SCALA}:4.0.0",
 )
 KAFKA_TOOLS_COORDINATES = (f"org.apache.kafka:kafka-tools:{KAFKA_VERSION}", KAFKA_COORDINATES[1])
 KAFKA_TOOLS_EXCLUDE = tuple(
@@ -54,6 +51,7 @@ KAFKA_TOOLS_EXCLUDE = tuple(
 )
 """Kafka Connect with a web server; the group tools do not need it."""
 SPARK_KAFKA_EXCLUDE = (f"org.apache.spark:spark-token-provider-kafka-0-10_{SCALA}",)
+TOKEN_PROVIDER = f"{SPARK_KAFKA_EXCLUDE[0]}:4.0.0"
 
 _SETTINGS = """<ivysettings>
   <settings defaultResolver="central"/>
@@ -125,7 +123,7 @@ def resolve(coordinates: Sequence[str], exclude: Sequence[str] = ()) -> list[Pat
 
 def delta_jars() -> list[Path]:
     """The jars of Delta Lake, for ``spark.jars``, without those that Spark contains."""
-    return _without_sparks(resolve(DELTA_COORDINATES))
+    return _without_sparks(resolve((compatibility.delta_coordinate(),)))
 
 
 def kafka_jars() -> list[Path]:
@@ -140,7 +138,8 @@ def kafka_tools_jars() -> list[Path]:
 
 def spark_kafka_jars() -> list[Path]:
     """The jars of Spark's own Kafka connector, for comparisons in benchmarks and tests only."""
-    return _without_sparks(resolve(SPARK_KAFKA_COORDINATES, exclude=SPARK_KAFKA_EXCLUDE))
+    connector = f"org.apache.spark:spark-sql-kafka-0-10_{SCALA}:{metadata.version('pyspark')}"
+    return _without_sparks(resolve((connector, TOKEN_PROVIDER), exclude=SPARK_KAFKA_EXCLUDE))
 
 
 def _spark_jars() -> Path:

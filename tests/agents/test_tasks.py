@@ -17,7 +17,7 @@ from spark_group_source.errors import ChannelBroken
 from spark_group_source.model import OffsetRange, Piece, TopicPartition
 from spark_group_source.options.table import Options
 from spark_group_source.reader.range_reader import ReadOptions
-from spark_group_source.source import GroupStreamReader, RangesPartition
+from spark_group_source.source import PlainReader, RangesPartition
 
 CLAIM = Claim(plan="r.1", task=0, executor="here")
 GRANTED = ClaimGranted(ranges=(OffsetRange(TopicPartition("orders", 0), 5, 9),), topic_ids={"orders": "id"})
@@ -110,7 +110,7 @@ def test_all_clients_of_an_executor_use_its_rack(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(task, "start_agent", lambda settings, _: started.append(settings))
     monkeypatch.setattr(task, "read_ranges", read_ranges)
     with listening(answers) as planned:
-        reader = GroupStreamReader(Options.parse(given | more))
+        reader = PlainReader(Options.parse(given | more))
         assert list(reader.read(RangesPartition(Piece(), planned))) == []
     (agent,) = started
     assert [s["client.rack"] for s in (*read, agent.reader_settings, agent.connection["settings"])] == [rack] * 3

@@ -24,7 +24,7 @@ from pyspark.sql.types import StructType
 from spark_group_source import DeltaSink, KafkaGroupDataSource
 from spark_group_source.local.conf import local_spark_settings
 from spark_group_source.options.table import Options
-from spark_group_source.source import GroupStreamReader
+from spark_group_source.source import AdmissionControlReader, GroupStreamReader
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -48,7 +48,7 @@ class RevealingSource(KafkaGroupDataSource):
         return RevealingReader(reader._options, reader._path, self._secret_file)
 
 
-class RevealingReader(GroupStreamReader):
+class RevealingReader(AdmissionControlReader):
     """The reader of :class:`RevealingSource`."""
 
     def __init__(self, options: Options, path: Sequence[str], secret_file: str) -> None:

@@ -15,7 +15,7 @@ from delta_files import living_rows
 from crash.standalone import package_as_zip, python_without_package, standalone
 from spark_group_source import compatibility
 from spark_group_source.local.broker import Broker
-from spark_group_source.local.jars import DELTA_COORDINATES, delta_jars
+from spark_group_source.local.jars import delta_jars
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 JOB_S = 300
@@ -116,7 +116,3 @@ def test_installing_the_package_changes_no_file_of_spark(asked: list[str], tmp_p
     pip("uninstall", "--yes", "spark-group-source")
     assert spark() == before
     assert not list(site.glob("spark_group*")) and not list(site.glob("pyspark_kafka_group*"))
-
-
-def test_the_coordinates_of_delta_have_compatible_versions() -> None:
-    assert DELTA_COORDINATES[0].startswith(f"io.delta:delta-spark_{compatibility.SPARK}_2.13:{compatibility.DELTA}.")

@@ -139,6 +139,7 @@ def test_unreachable_package_registry_is_reported_in_one_line(machine: Run) -> N
 
 
 def test_all_files_require_the_same_versions() -> None:
+    from spark_group_source import compatibility
     from spark_group_source.local import jars
 
     setup = (ROOT / ".ci" / "setup").read_text()
@@ -146,5 +147,5 @@ def test_all_files_require_the_same_versions() -> None:
     assert f"JAVA_MIN={jars.JAVA_MIN} " in setup
     assert 'requires-python = ">=3.11"' in project and "PYTHON_MIN=11 " in setup
     # a jar of another release than the Python side of it fails only at run time, and not clearly
-    assert f'"delta-spark=={jars.DELTA_COORDINATES[0].rpartition(":")[2]}"' in project
-    assert f'"pyspark[sql]=={jars.SPARK_KAFKA_COORDINATES[0].rpartition(":")[2]}"' in project
+    assert f'"delta-spark=={compatibility.DELTA}.0"' in project
+    assert f'"pyspark[sql]=={compatibility.SPARK}.0"' in project

@@ -15,8 +15,12 @@ from pyspark.sql.types import StructType
 from scenes import Scene
 from streams import numbered, options_of
 
-from spark_group_source.errors import CheckpointMismatch, OptionError
-from spark_group_source.source import GroupStreamReader, KafkaGroupDataSource
+from spark_group_source import compatibility
+from spark_group_source.errors import CheckpointMismatch, OptionError, SetupError
+from spark_group_source.model import TopicPartition
+from spark_group_source.options.table import Options
+from spark_group_source.protocol.offsets import StreamOffset
+from spark_group_source.source import KafkaGroupDataSource, PlainReader
 
 LOAD_S = 120
 """Time limit of a hanging process."""
@@ -56,7 +60,8 @@ def test_building_a_reader_opens_nothing(group_id: str) -> None:
     threads = set(threading.enumerate())
     reader = KafkaGroupDataSource(options_of("127.0.0.1:1", group_id, subscribe="t")).streamReader(StructType())
     reader.initialOffset()
-    reader.getDefaultReadLimit()
+    if compatibility.has_admission_control():
+        reader.getDefaultReadLimit()
     reader.stop()
     assert set(threading.enumerate()) == threads
 
@@ -74,9 +79,82 @@ def test_an_unreadable_checkpoint_offset_is_refused(change: dict[str, Any] | Non
     reader = KafkaGroupDataSource(options_of("127.0.0.1:1", "g", subscribe="t")).streamReader(StructType())
     offset = {"t": {"0": 5}} if change is None else {**reader.initialOffset(), **change}
     with pytest.raises(CheckpointMismatch, match=says):
-        reader.latestOffset(offset, reader.getDefaultReadLimit())
+        _latest(reader, offset)
     with pytest.raises(CheckpointMismatch, match=says):
         reader.partitions(reader.initialOffset(), offset)
+
+
+# --- Spark 4.0 and 4.1, which pass no start ---------------------------------------------------------------------------
+
+
+class FakeCoordinator:
+    """Plans a batch after each start, up to ``ends``; records the starts."""
+
+    def __init__(self, ends: int) -> None:
+        self.ends, self.starts, self.read = ends, list[int](), list[int]()
+
+    def latest(self, start: StreamOffset, *, unlimited: bool) -> StreamOffset:
+        self.starts.append(start.seq)
+        return start if start.seq >= self.ends else batch(start.seq + 1)
+
+    def replay(self, end: StreamOffset) -> None:
+        self.read.append(end.seq)
+
+
+def batch(seq: int) -> StreamOffset:
+    return StreamOffset(group="g", stream="s", seq=seq, ranges={TopicPartition("t", 0): (seq, seq + 1)})
+
+
+def stored(seq: int) -> dict[str, Any]:
+    """The offset of a batch as Spark passes it."""
+    found: dict[str, Any] = json.loads(batch(seq).to_json())
+    return found
+
+
+def plain(ends: int) -> tuple[PlainReader, FakeCoordinator, dict[str, Any]]:
+    reader = PlainReader(Options.parse(options_of("127.0.0.1:1", "g", subscribe="t")))
+    coordinator = FakeCoordinator(ends)
+    reader._coordinator = coordinator  # type: ignore[assignment]
+    return reader, coordinator, json.loads(json.dumps(reader.initialOffset()))
+
+
+def test_a_new_query_without_starts_begins_before_batch_0_and_continues_at_the_end_of_each_batch() -> None:
+    reader, coordinator, initial = plain(ends=1)
+    assert reader.latestOffset() == batch(0).to_json_dict()
+    reader.initialOffset()
+    reader.partitions(initial, stored(0))
+    assert reader.latestOffset() == batch(1).to_json_dict()
+    reader.partitions(stored(0), stored(1))
+    assert [json.dumps(reader.latestOffset()) for _ in range(2)] == [json.dumps(stored(1))] * 2
+    assert (coordinator.starts, coordinator.read) == ([-1, 0, 1, 1], [0, 1])
+
+
+def test_a_restarted_query_without_starts_begins_after_the_last_batch_of_its_checkpoint() -> None:
+    reader, coordinator, _ = plain(ends=5)
+    assert reader.partitions(stored(4), stored(4)) == []
+    assert reader.latestOffset() == batch(5).to_json_dict()
+    assert (coordinator.starts, coordinator.read) == ([4], [])
+
+
+@pytest.mark.parametrize("pending", [0, 4])
+def test_a_restarted_query_without_starts_runs_an_unfinished_batch_again(pending: int) -> None:
+    reader, coordinator, initial = plain(ends=9)
+    reader.partitions(stored(pending), stored(pending))
+    reader.partitions(stored(pending - 1) if pending else initial, stored(pending))
+    assert reader.latestOffset() == batch(pending + 1).to_json_dict()
+    assert (coordinator.starts, coordinator.read) == ([pending], [pending])
+
+
+def test_calls_out_of_order_are_refused_because_the_start_is_unknown() -> None:
+    reader, coordinator, _ = plain(ends=9)
+    reader.latestOffset()
+    with pytest.raises(SetupError, match=r"the next batch before it read batch 0.*triggerAvailableNowWrapper"):
+        reader.latestOffset()
+    with pytest.raises(SetupError, match=r"before it passed batch 3 of the checkpoint.*triggerAvailableNowWrapper"):
+        reader.partitions(stored(3), stored(3))
+    with pytest.raises(SetupError, match=r"reads batch 7, which is not the planned one.*triggerAvailableNowWrapper"):
+        reader.partitions(stored(6), stored(7))
+    assert (coordinator.starts, coordinator.read) == ([-1], [])
 
 
 LOADED = """
@@ -124,6 +202,13 @@ def test_a_control_server_that_cannot_listen_is_reported_at_the_start(
         signal.signal(signal.SIGTERM, before)
 
 
-def _latest(reader: GroupStreamReader, start: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(json.dumps(reader.latestOffset(start, reader.getDefaultReadLimit())))
+def _latest(reader: Any, start: dict[str, Any]) -> dict[str, Any]:
+    """What a query that starts at ``start`` calls first."""
+    if compatibility.has_admission_control():
+        latest = reader.latestOffset(start, reader.getDefaultReadLimit())
+    else:
+        if start != reader.initialOffset():
+            reader.partitions(start, start)
+        latest = reader.latestOffset()
+    found: dict[str, Any] = json.loads(json.dumps(latest))
     return found
