@@ -60,8 +60,8 @@ class Query:
 
 
 NewQuery = Callable[[str], Query]
-Intruder = Callable[[Callable[[], object]], None]
-"""``intruder(action)``: once, just before the next commit, ``action`` is run."""
+BeforeNextCommit = Callable[[Callable[[], object]], None]
+"""``before_next_commit(action)``: run ``action`` once, before the next commit of a sink."""
 
 
 def commits(table: Path | str) -> list[list[dict[str, Any]]]:

@@ -9,7 +9,7 @@ import pytest
 import sink_source
 from pyspark import cloudpickle
 from sink_source import SCHEMA, ScriptSource
-from sink_words import Intruder, NewQuery, Query
+from sink_words import BeforeNextCommit, NewQuery, Query
 
 from spark_group_source.delta.native_writer import NativeWriter
 from spark_group_source.delta.table_writer import OptionsWriter, TableWriter, Writer
@@ -67,7 +67,7 @@ def few_tasks(spark: "SparkSession") -> Iterator[None]:
 
 
 @pytest.fixture
-def intruder(monkeypatch: pytest.MonkeyPatch) -> Intruder:
+def before_next_commit(monkeypatch: pytest.MonkeyPatch) -> BeforeNextCommit:
     def arm(action: Callable[[], object]) -> None:
         waiting = [action]
         for kind in (NativeWriter, OptionsWriter):

@@ -17,7 +17,7 @@ from pyspark.sql import functions as F
 from sink_source import SCHEMA, offset
 from sink_words import (
     QUERY_S,
-    Intruder,
+    BeforeNextCommit,
     NewQuery,
     Query,
     actions,
@@ -123,21 +123,26 @@ def test_concurrent_queries_of_one_group_create_the_table_and_write_every_record
     ("mine", "other_writer"), [("options", "options"), ("native", "options"), ("options", "native")]
 )
 def test_of_two_queries_that_race_one_decides_again(
-    query: Query, new_query: NewQuery, table: Path, intruder: Intruder, mine: Writer, other_writer: Writer
+    query: Query,
+    new_query: NewQuery,
+    table: Path,
+    before_next_commit: BeforeNextCommit,
+    mine: Writer,
+    other_writer: Writer,
 ) -> None:
     other = new_query("other")
     query.run(query.sink(table), 0, offset(0, one(0, 2)))
-    intruder(lambda: other.run(other.sink(table, writer=other_writer), 0, offset(0, one(2, 5), stream="s2")))
+    before_next_commit(lambda: other.run(other.sink(table, writer=other_writer), 0, offset(0, one(2, 5), stream="s2")))
     query.run(query.sink(table, writer=mine), 1, offset(1, one(2, 9)))
     assert rows(table) == records(0, 9)
     assert next_offsets(table) == {("orders", 0): 9}
 
 
 def test_with_writer_options_a_lost_race_against_the_same_query_ends_in_a_skip(
-    query: Query, table: Path, intruder: Intruder
+    query: Query, table: Path, before_next_commit: BeforeNextCommit
 ) -> None:
     query.run(query.sink(table), 0, offset(0, one(0, 2)))
-    intruder(lambda: query.run(query.sink(table, writer="options"), 1, offset(1, one(2, 5))))
+    before_next_commit(lambda: query.run(query.sink(table, writer="options"), 1, offset(1, one(2, 5))))
     query.run(query.sink(table, writer="options"), 1, offset(1, one(2, 5)))
     assert rows(table) == records(0, 5)
     assert len(commits(table)) == 3
@@ -145,7 +150,7 @@ def test_with_writer_options_a_lost_race_against_the_same_query_ends_in_a_skip(
 
 @pytest.mark.parametrize("writer", ["auto", "options"])
 def test_a_table_altered_during_a_batch_gets_each_batch_once_and_stays_altered(
-    query: Query, table: Path, intruder: Intruder
+    query: Query, table: Path, before_next_commit: BeforeNextCommit
 ) -> None:
     changes = (
         "SET TBLPROPERTIES ('more1' = 'b')",
@@ -153,7 +158,7 @@ def test_a_table_altered_during_a_batch_gets_each_batch_once_and_stays_altered(
         "ADD CONSTRAINT more3 CHECK (offset < 99)",
     )
     for n, change in enumerate(changes):
-        intruder(partial(query.spark.sql, f"ALTER TABLE delta.`{table}` {change}"))
+        before_next_commit(partial(query.spark.sql, f"ALTER TABLE delta.`{table}` {change}"))
         query.run(query.sink(table), n, offset(n, one(n * 5, n * 5 + 5)))
     assert [r[:4] for r in rows(table)] == records(0, 15)
     last = str([m for commit in commits(table) for m in actions(commit, "metaData")][-1])
@@ -256,14 +261,18 @@ def test_constraints_and_generated_columns_hold_until_the_constraint_is_dropped(
     assert next_offsets(new_table) == {("orders", 0): 101}
 
 
-def test_identity_values_stay_unique_after_a_lost_race(query: Query, new_table: Path, intruder: Intruder) -> None:
+def test_identity_values_stay_unique_after_a_lost_race(
+    query: Query, new_table: Path, before_next_commit: BeforeNextCommit
+) -> None:
     query.spark.sql(
         f"CREATE TABLE delta.`{new_table}` (topic string, partition int, offset long, value string, "
         "nr bigint GENERATED ALWAYS AS IDENTITY) USING delta"
     )
     sink, other = query.sink(new_table), TopicPartition("other", 0)
     query.run(sink, 0, offset(0, one(0, 2)))
-    intruder(lambda: set_ledger(query.spark, str(new_table), "etl", {other: 1}, reason="no rows", reset_number=0))
+    before_next_commit(
+        lambda: set_ledger(query.spark, str(new_table), "etl", {other: 1}, reason="no rows", reset_number=0)
+    )
     for n in (1, 2):
         query.run(sink, n, offset(n, one(n * 2, n * 2 + 2)))
     assert len({r[4] for r in rows(new_table)}) == len(rows(new_table)) == 6

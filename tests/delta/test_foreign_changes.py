@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 from printed_commands import commands
 from sink_source import offset
-from sink_words import Intruder, Query, commits, next_offsets, one, parquet_files, records, rows
+from sink_words import BeforeNextCommit, Query, commits, next_offsets, one, parquet_files, records, rows
 
 from spark_group_source.delta.ledger_store import read_ledger
 from spark_group_source.delta.table_history import DescribedHistory
@@ -55,7 +55,7 @@ def test_a_restore_by_timestamp_is_refused_and_the_ledger_fits_the_remaining_row
 
 @pytest.mark.slow
 def test_a_restore_during_a_batch_by_options_refuses_the_next_batch(
-    query: Query, table: Path, intruder: Intruder
+    query: Query, table: Path, before_next_commit: BeforeNextCommit
 ) -> None:
     """Delta commits the batch behind the RESTORE: its rows are in the table, and the rows before them are missing.
     ``deltalake`` refuses the commit (``decisions/test_history.py``)."""
@@ -63,7 +63,7 @@ def test_a_restore_during_a_batch_by_options_refuses_the_next_batch(
     for n in range(2):
         query.run(query.sink(table), n, offset(n, one(n * 10, n * 10 + 10)))
     sink = query.sink(table, writer="options")
-    intruder(lambda: spark.sql(f"RESTORE TABLE delta.`{table}` TO VERSION AS OF 1"))
+    before_next_commit(lambda: spark.sql(f"RESTORE TABLE delta.`{table}` TO VERSION AS OF 1"))
     query.run(sink, 2, offset(2, one(20, 30)))
     assert rows(table) == records(0, 10) + records(20, 30)
     for again in (sink, query.sink(table)):
@@ -127,7 +127,9 @@ def forget_soon(spark: "SparkSession", table: Path, *, checkpoint_every: int) ->
 
 
 @pytest.mark.slow
-def test_optimize_and_vacuum_keep_every_record_once(query: Query, table: Path, intruder: Intruder) -> None:
+def test_optimize_and_vacuum_keep_every_record_once(
+    query: Query, table: Path, before_next_commit: BeforeNextCommit
+) -> None:
     """VACUUM runs between batches only: without Delta's retention check it deletes files that a batch is writing."""
     sink, spark = query.sink(table), query.spark
     spark.conf.set("spark.databricks.delta.retentionDurationCheck.enabled", "false")
@@ -135,7 +137,7 @@ def test_optimize_and_vacuum_keep_every_record_once(query: Query, table: Path, i
         for n in range(2):
             query.run(sink, n, offset(n, one(n * 10, n * 10 + 10)))
         before = parquet_files(table)
-        intruder(lambda: spark.sql(f"OPTIMIZE delta.`{table}`"))
+        before_next_commit(lambda: spark.sql(f"OPTIMIZE delta.`{table}`"))
         query.run(sink, 2, offset(2, one(20, 30)))
         spark.sql(f"VACUUM delta.`{table}` RETAIN 0 HOURS")
     finally:
@@ -169,7 +171,7 @@ def test_the_ledger_and_the_batch_numbers_are_known_after_the_log_was_cleaned_up
 
 
 def test_column_mapping_added_during_a_batch_is_followed_and_a_renamed_column_fails_the_batch(
-    query: Query, table: Path, intruder: Intruder
+    query: Query, table: Path, before_next_commit: BeforeNextCommit
 ) -> None:
     from pyspark.errors import AnalysisException
 
@@ -181,7 +183,7 @@ def test_column_mapping_added_during_a_batch_is_followed_and_a_renamed_column_fa
         spark.sql(f"ALTER TABLE delta.`{table}` ADD COLUMNS (more string)")
 
     query.run(sink, 0, offset(0, one(0, 10)))
-    intruder(alter)
+    before_next_commit(alter)
     query.run(sink, 1, offset(1, one(10, 20)))
     query.run(query.sink(table), 2, offset(2, one(20, 30)))
     assert found(spark, table) == records(0, 30)
@@ -197,11 +199,13 @@ def test_column_mapping_added_during_a_batch_is_followed_and_a_renamed_column_fa
     assert sorted(tuple(r)[:4] for r in df.collect()) == records(0, 40)
 
 
-def test_a_constraint_added_during_a_batch_applies_to_that_batch(query: Query, table: Path, intruder: Intruder) -> None:
+def test_a_constraint_added_during_a_batch_applies_to_that_batch(
+    query: Query, table: Path, before_next_commit: BeforeNextCommit
+) -> None:
     """The files of the batch exist already, unchecked: they must not be committed."""
     sink, spark = query.sink(table), query.spark
     query.run(sink, 0, offset(0, one(0, 10)))
-    intruder(lambda: spark.sql(f"ALTER TABLE delta.`{table}` ADD CONSTRAINT few CHECK (offset < 15)"))
+    before_next_commit(lambda: spark.sql(f"ALTER TABLE delta.`{table}` ADD CONSTRAINT few CHECK (offset < 15)"))
     with pytest.raises(Exception, match="DELTA_VIOLATE_CONSTRAINT_WITH_VALUES"):
         query.run(sink, 1, offset(1, one(10, 20)))
     assert rows(table) == records(0, 10)

@@ -11,7 +11,7 @@ import pytest
 from deltalake import DeltaTable, write_deltalake
 from sink_source import SCHEMA, offset
 from sink_words import (
-    Intruder,
+    BeforeNextCommit,
     NewQuery,
     Query,
     actions,
@@ -112,11 +112,13 @@ def test_a_restore_is_refused_and_after_a_reset_to_the_ledger_every_record_is_in
     assert rows(table) == sorted(records(0, 50) + records(7, 9, partition=1))
 
 
-def test_a_restore_during_a_batch_refuses_that_batch(query: Query, table: Path, intruder: Intruder) -> None:
+def test_a_restore_during_a_batch_refuses_that_batch(
+    query: Query, table: Path, before_next_commit: BeforeNextCommit
+) -> None:
     sink = query.sink(table)
     for n in range(2):
         query.run(sink, n, offset(n, one(n * 10, n * 10 + 10)))
-    intruder(lambda: DeltaTable(table).restore(1))
+    before_next_commit(lambda: DeltaTable(table).restore(1))
     with pytest.raises(LedgerConflict, match=r"restored to version 1 .*orders-0\[10,20\)"):
         query.run(sink, 2, offset(2, one(20, 30)))
     assert rows(table) == records(0, 10)
@@ -269,7 +271,7 @@ def test_a_thousand_foreign_commits_between_two_of_the_group_do_not_hide_the_led
 
 
 def test_foreign_appends_before_between_and_during_batches_do_not_affect_the_query(
-    query: Query, table: Path, intruder: Intruder
+    query: Query, table: Path, before_next_commit: BeforeNextCommit
 ) -> None:
     def foreign(start: int, end: int) -> None:
         frame = query.spark.createDataFrame(records(start, end, topic="foreign"), SCHEMA)
@@ -279,7 +281,7 @@ def test_foreign_appends_before_between_and_during_batches_do_not_affect_the_que
     sink = query.sink(table)
     foreign(0, 2)
     query.run(sink, 0, offset(0, one(0, 10)))
-    intruder(lambda: foreign(2, 4))
+    before_next_commit(lambda: foreign(2, 4))
     query.run(sink, 1, offset(1, one(10, 20)))
     query.run(query.sink(table), 1, offset(1, one(10, 20)))
     assert rows(table) == sorted(records(0, 20) + records(0, 4, topic="foreign"))

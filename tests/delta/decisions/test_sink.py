@@ -12,7 +12,7 @@ from deltalake import DeltaTable
 from pyspark import cloudpickle
 from sink_source import SCHEMA, offset
 from sink_words import (
-    Intruder,
+    BeforeNextCommit,
     NewQuery,
     Query,
     actions,
@@ -154,10 +154,10 @@ def test_a_refused_batch_is_void_after_the_reset_that_the_refusal_names(query: Q
 
 
 def test_a_reset_between_the_decision_and_the_commit_makes_the_batch_void(
-    query: Query, table: Path, intruder: Intruder
+    query: Query, table: Path, before_next_commit: BeforeNextCommit
 ) -> None:
     query.run(query.sink(table), 0, offset(0, one(0, 5)))
-    intruder(lambda: set_ledger(query.spark, str(table), "etl", {}, reason="r", reset_number=1))
+    before_next_commit(lambda: set_ledger(query.spark, str(table), "etl", {}, reason="r", reset_number=1))
     query.run(query.sink(table), 1, offset(1, one(5, 9)))
     assert rows(table) == records(0, 5)
     assert next_offsets(table) == {("orders", 0): 5}
@@ -230,11 +230,11 @@ def test_a_replayed_batch_of_other_sources_alone_is_skipped_also_the_first_one(q
 
 
 def test_a_lost_race_commits_the_files_that_were_written_before(
-    new_query: NewQuery, table: Path, intruder: Intruder
+    new_query: NewQuery, table: Path, before_next_commit: BeforeNextCommit
 ) -> None:
     a, b = new_query("a"), new_query("b")
     a.run(a.sink(table), 0, offset(0, one(0, 2)))
-    intruder(lambda: b.run(b.sink(table), 0, offset(0, one(0, 3, partition=1), stream="s2")))
+    before_next_commit(lambda: b.run(b.sink(table), 0, offset(0, one(0, 3, partition=1), stream="s2")))
     read = []
 
     def transform(df: Any) -> Any:
@@ -249,9 +249,11 @@ def test_a_lost_race_commits_the_files_that_were_written_before(
     assert next_offsets(table) == {("orders", 0): 4, ("orders", 1): 3}
 
 
-def test_a_lost_race_against_the_same_query_ends_in_a_skip(query: Query, table: Path, intruder: Intruder) -> None:
+def test_a_lost_race_against_the_same_query_ends_in_a_skip(
+    query: Query, table: Path, before_next_commit: BeforeNextCommit
+) -> None:
     query.run(query.sink(table), 0, offset(0, one(0, 2)))
-    intruder(lambda: query.run(query.sink(table), 1, offset(1, one(2, 5))))
+    before_next_commit(lambda: query.run(query.sink(table), 1, offset(1, one(2, 5))))
     query.run(query.sink(table), 1, offset(1, one(2, 5)))
     assert rows(table) == records(0, 5)
     assert len(commits(table)) == 3
