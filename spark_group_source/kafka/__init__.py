@@ -5,13 +5,12 @@ decisions (``protocol``). Besides ``reader`` and ``local`` only this package imp
 errors become this package's exceptions.
 """
 
-from spark_group_source.kafka.admin import Admin
+from spark_group_source.kafka.admin import Admin, EpochEnds
 from spark_group_source.kafka.committer import OffsetCommitter
 from spark_group_source.kafka.consumer import Identity, MemberConsumer, is_incremental, take_over_membership
 from spark_group_source.kafka.environment import Empty, Environment, Queue, Thread, check_settings
 from spark_group_source.kafka.group_admin import GroupAdmin
 from spark_group_source.kafka.group_offsets import GroupOffsets
-from spark_group_source.kafka.leader_epochs import EpochEnds
 from spark_group_source.kafka.record_times import RecordTime, RecordTimes
 from spark_group_source.kafka.translation import (
     CommittedOffset,
