@@ -16,9 +16,7 @@ from demo_screen import Described, View, shown
 
 from spark_group_source import GroupError, describe
 from spark_group_source.local.background import create_topics
-from spark_group_source.local.broker import Broker
-from spark_group_source.local.tools import kafka_consumer_groups
-from spark_group_source.local.tools import shown as kafkas_table
+from spark_group_source.local.broker import Broker, kafka_consumer_groups, parse_group_table
 
 TOPIC, GROUP = "orders", "orders-to-delta"
 EXECUTORS = 2
@@ -115,7 +113,7 @@ class Stage:
         """The group's members as printed by Kafka's own tool and ``spark-group describe``."""
         printed = kafka_consumer_groups(self.servers, "--describe", "--group", GROUP, "--members", "--verbose")
         theirs = {}
-        for row in kafkas_table(printed):
+        for row in parse_group_table(printed):
             instance = row.get("GROUP-INSTANCE-ID", "").strip("-")
             assigned = row.get("ASSIGNMENT") or row.get("CURRENT-ASSIGNMENT", "-")
             theirs[instance or row["CLIENT-ID"]] = row["HOST"], assigned
@@ -165,7 +163,7 @@ class Stage:
         """The evidence: the table's files, the output of Kafka's own tool, and the ordinary consumer's file."""
         processed = self.processed()
         self.table.refresh()
-        rows = kafkas_table(kafka_consumer_groups(self.servers, "--describe", "--group", GROUP))
+        rows = parse_group_table(kafka_consumer_groups(self.servers, "--describe", "--group", GROUP))
         offsets = {
             column: {int(row["PARTITION"]): int(row[column]) for row in rows if row[column].isdecimal()}
             for column in ("LOG-END-OFFSET", "CURRENT-OFFSET")

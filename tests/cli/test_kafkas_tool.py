@@ -11,8 +11,8 @@ from kafka_words import set_committed
 from scenes import Scene
 from streams import OtherMember, numbered
 
+from spark_group_source.local.broker import kafka_consumer_groups, parse_group_table
 from spark_group_source.local.jars import kafka_tools_jars
-from spark_group_source.local.tools import kafka_consumer_groups, shown
 from spark_group_source.model import TopicPartition
 
 Tool = Callable[..., str]
@@ -60,7 +60,7 @@ def test_describe_matches_kafka_consumer_groups(scene: Scene, kafkas: Tool, ours
     set_committed(scene.admin, scene.group, name, {0: 4, 1: 7, 2: 10})
     with OtherMember(scene.servers, scene.group, [name]) as other:
         await_until(lambda: len(other.partitions) == 3, what="its partitions")
-        rows = shown(kafkas("--describe"))
+        rows = parse_group_table(kafkas("--describe"))
         found = json.loads(ours("describe", "--json"))
         member = found["members"][0]
         assert [
@@ -69,7 +69,7 @@ def test_describe_matches_kafka_consumer_groups(scene: Scene, kafkas: Tool, ours
             (*(str(r[key]) for key in ("partition", "committed", "end", "lag")), member["member_id"])
             for r in found["partitions"]
         ]
-        (state,) = shown(kafkas("--describe", "--state"))
+        (state,) = parse_group_table(kafkas("--describe", "--state"))
         assert state["STATE"].lower() == found["state"]
         assert state["ASSIGNMENT-STRATEGY"] == found["assignor"] or found["assignor"] in state.values()
         assert found["coordinator"].split()[0] in kafkas("--describe", "--state")

@@ -21,7 +21,7 @@ from spark_group_source.error_codes import CODES
 from spark_group_source.errors import BrokerUnavailable, GroupError, OptionError
 from spark_group_source.kafka import CommittedOffset, GroupAdmin, GroupDescription, GroupMember, group_admin
 from spark_group_source.kafka.group_admin import delete_offsets
-from spark_group_source.local.tools import kafka_consumer_groups
+from spark_group_source.local.broker import kafka_consumer_groups
 from spark_group_source.model import TopicPartition
 
 A0, A1, B0 = TopicPartition("a", 0), TopicPartition("a", 1), TopicPartition("b", 0)

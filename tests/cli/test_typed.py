@@ -20,7 +20,7 @@ from streams import numbered
 from test_docs import commands
 
 from spark_group_source import DeltaSink
-from spark_group_source.local.tools import kafka_consumer_groups
+from spark_group_source.local.broker import kafka_consumer_groups
 from spark_group_source.model import TopicPartition
 
 pytestmark = pytest.mark.spark

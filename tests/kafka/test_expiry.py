@@ -17,8 +17,7 @@ from streams import Engine, numbered, options_of, texts, values_of
 
 from spark_group_source.cli import report
 from spark_group_source.kafka import GroupAdmin
-from spark_group_source.local.broker import Broker
-from spark_group_source.local.tools import kafka_consumer_groups
+from spark_group_source.local.broker import Broker, kafka_consumer_groups
 from spark_group_source.model import TopicPartition
 from spark_group_source.protocol import partitions, run
 from spark_group_source.protocol.statistics import Statistics
