@@ -29,7 +29,7 @@ ELSEWHERE = {"first.md", "migrate.md"}
 LIVE = ("list", "describe", "watch", "exporter", "drain")
 """Commands that run while the query runs, in this order; the drain is the last."""
 STOPPED = ("ledger", "reset", "delete-offsets", "delete-group")
-COMPLETE = ("--group", "--bootstrap-server", "/lake/")
+COMPLETE = ("--group", "--bootstrap-server", "/lake/", "TABLE")
 """Words that show that a command has arguments."""
 ELSEWHERE_COMMANDS = ("broker", "run")
 """Tested in ``tests/local/test_broker.py`` and ``tests/test_jobs.py``."""
