@@ -101,7 +101,7 @@ TESTED: dict[str, tuple[int, str]] = {
     "delta/sink.py: DeltaSink._refuse_transaction_retention": (1, STATEMENTS),
     "delta/sink.py: _BatchCommit._new_ledger": (1, f"{SINK}test_command_for_an_expired_ledger"),
     "delta/table_history.py: _unknown_restore": (2, STATEMENTS),
-    "delta/write_guard.py: _second_write": (2, f"{SINK}test_commands_for_a_second_write_of_a_batch"),
+    "delta/sink.py: _second_write": (2, f"{SINK}test_commands_for_a_second_write_of_a_batch"),
     # groups and brokers
     "cli/migrate.py: _offsets": (1, BROKER),
     "cli/migrate.py: _starting_offsets": (1, BROKER),

@@ -6,7 +6,8 @@ its log (:mod:`table_history`), and :func:`ledger_decision.decide` decides what 
 
 A batch goes through these steps, in this order:
 
-1. read what was planned from the checkpoint, and open the table (:meth:`DeltaSink.__call__`);
+1. read what was planned from the checkpoint, open the table, and refuse a second write of the batch in one run
+   (:meth:`DeltaSink.__call__`, :func:`guarded_write`);
 2. read the ledger of each group, and refuse the batch if a ``RESTORE`` removed rows that it counts
    (:meth:`_BatchCommit._read_ledger`, :mod:`restored_table`);
 3. decide what is written (:func:`ledger_decision.decide`);
@@ -17,12 +18,20 @@ A batch goes through these steps, in this order:
 
 A killed driver, a replay, a fenced driver, a deleted checkpoint and a second query of the group all end with each
 record in the table once.
+
+The write guard (:func:`guarded_write`) is for what the ledger cannot see: a table identifies a batch by its stream and
+its number, so a second write of one batch in one run cannot be told from a replay of the first. It would be skipped,
+and its rows lost. A batch that is written to several tables is durable when all of them have it: the slowest table
+decides when the offsets are committed.
 """
 
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from spark_group_source import command_line, compatibility
@@ -32,7 +41,6 @@ from spark_group_source.delta import (
     restored_table,
     table_names,
     table_writer,
-    write_guard,
 )
 from spark_group_source.delta.checkpoint import ONLY_RUN, PlannedBatch, read_planned
 from spark_group_source.delta.ledger_decision import AlreadyWritten, WriteBatch, format_ranges
@@ -129,7 +137,7 @@ class DeltaSink:
         spark = df.sparkSession
         planned = read_planned(spark, batch_id, self.checkpoint)
         table = self._open_table(df, planned)
-        with write_guard.guarded_write(self._table_id, table.table, planned) as write:
+        with guarded_write(self._table_id, table.table, planned) as write:
             batch = _BatchCommit(self, table, df, planned, write)
             durable = table_writer.retry_races(batch.attempt, what=f"batch {planned.batch_id} to table {self.table}")
         if table.log is not None:
@@ -177,7 +185,7 @@ class DeltaSink:
     def _report(self, spark: "SparkSession", planned: PlannedBatch, durable: Sequence[StreamOffset]) -> None:
         """Mark the batch as durable, or as void, for the run on this host, and keep the run's statistics in its
         checkpoint."""
-        in_all_tables = write_guard.all_tables_written(planned)
+        in_all_tables = all_tables_written(planned)
         for offset in planned.offsets:
             if offset not in durable and (ledger := self._ledgers.get(offset.group)) is not None:
                 run_files.mark_void(offset.stream, offset.seq, ledger.reset_number)
@@ -202,7 +210,7 @@ class _BatchCommit:
         table: TableWriter,
         df: "DataFrame",
         planned: PlannedBatch,
-        write: write_guard.TableWrite,
+        write: "TableWrite",
     ) -> None:
         self.sink, self.table, self.df, self.planned, self.write = sink, table, df, planned, write
         self._rows: dict[tuple[OffsetRange, ...], DataFrame] = {}
@@ -408,3 +416,101 @@ def without_ranges(df: "DataFrame", drop: Sequence[OffsetRange], table: str) -> 
         & (F.col("offset") < F.col("_drop_b"))
     )
     return df.join(F.broadcast(ranges), is_dropped, "left_anti")
+
+
+# --- the write guard --------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class TableWrite:
+    """The newest batch that a run writes, or wrote, to one table."""
+
+    batch_id: int
+    version: int | None = None
+    """The version of the table that its commit made; None before that, and if nothing had to be committed."""
+    is_done: bool = False
+    """Whether the table has the batch."""
+
+
+_lock = threading.Lock()
+_runs: dict[str, tuple[str, dict[str, TableWrite]]] = {}
+"""By query id: the id of the newest run, and its newest write to each table, by table id."""
+
+
+@contextmanager
+def guarded_write(table_id: str, table: str, planned: PlannedBatch) -> Iterator[TableWrite]:
+    """Guard one write of a batch to a table. After a failed write the batch may be written again.
+
+    Raises:
+        OptionError: this run has written the batch to the table already, or is writing it.
+    """
+    write = TableWrite(planned.batch_id)
+    with _lock:
+        writes = _writes_of_run(planned)
+        former = writes.get(table_id)
+        is_second = former is not None and former.batch_id == write.batch_id
+        is_new_table = former is None and any(other.batch_id == write.batch_id for other in writes.values())
+        if is_second or is_new_table:
+            _withdraw_durable_marks(planned)
+        if former is not None and is_second:
+            raise _second_write(table, planned, former)
+        writes[table_id] = write
+    try:
+        yield write
+        write.is_done = True
+    except BaseException:
+        with _lock:
+            del writes[table_id]
+        raise
+
+
+def all_tables_written(planned: PlannedBatch) -> bool:
+    """Return whether every table that this run of the query writes has the batch.
+
+    In the first batch of a run, tables that are written later are not known yet.
+    """
+    with _lock:
+        return all(write.is_done and write.batch_id == planned.batch_id for write in _writes_of_run(planned).values())
+
+
+def _writes_of_run(planned: PlannedBatch) -> dict[str, TableWrite]:
+    """Return the run's newest write to each table; a new dict where no query runs on this thread."""
+    if planned.run_id is None:
+        return {}
+    run_id, writes = _runs.get(planned.query_id, ("", {}))
+    if run_id != planned.run_id:
+        writes = {}
+        _runs[planned.query_id] = planned.run_id, writes
+    return writes
+
+
+def _withdraw_durable_marks(planned: PlannedBatch) -> None:
+    """Withdraw the mark that the first write may have left, because the batch is not in all tables yet."""
+    for offset in planned.offsets:
+        run_files.mark_durable(offset.stream, offset.seq - 1)
+
+
+def _second_write(table: str, planned: PlannedBatch, former: TableWrite) -> OptionError:
+    if former.version is None:
+        remedy = "The table has no rows of the second write in any version"
+    else:
+        groups = sorted({offset.group for offset in planned.offsets})
+        remedy = (
+            f"Version {former.version} of the table has the batch without the second write. To write the whole batch: "
+            "stop the query, run these commands, and start the corrected query with the same checkpoint:"
+        ) + command_line.sequence(
+            (
+                table_names.restore_command(table, former.version - 1),
+                *(table_names.reset_command(group, table, "--to-ledger") for group in groups),
+            )
+        )
+    return OptionError(
+        f"batch {planned.batch_id} was written to table {table} a second time in one run of its query, by two "
+        "DeltaSinks in one foreachBatch or by two calls of one. A batch is one commit of a table, because a "
+        "second write looks like a replay; nothing of the second write was committed. Use one DeltaSink whose "
+        f"transform returns all rows: lambda df: a(df).unionByName(b(df)). {remedy}",
+        table=table,
+        query_id=planned.query_id,
+        batch_id=planned.batch_id,
+        version=former.version,
+    )
