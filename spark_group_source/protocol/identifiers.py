@@ -37,7 +37,7 @@ class Note(NamedTuple):
     followed: bool = False
     """Whether the position came from a commit that no stream made."""
     truncated_from: int | None = None
-    """The position before the log was truncated and the stream went back; None if it did not."""
+    """The position before the log was truncated or its topic recreated and the stream went back; None if it did not."""
     at_ms: int | None = None
     """When it was committed, in milliseconds since 1970 by the driver's clock; None if unknown."""
 

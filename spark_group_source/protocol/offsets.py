@@ -47,7 +47,7 @@ class StreamOffset:
     leader_epochs: Mapping[TopicPartition, int] = field(default_factory=dict)
     """The leader epochs under which the ends were read, where known (:class:`data_loss.LeaderEpochs`)."""
     truncated_from: Mapping[TopicPartition, int] = field(default_factory=dict)
-    """Partitions that went back because their log was truncated: their position before that."""
+    """Partitions that went back because their log was truncated or was recreated: their position before that."""
     lost_from: Mapping[TopicPartition, int] = field(default_factory=dict)
     """Partitions whose next records were gone: their position before that."""
     uncommitted: Mapping[TopicPartition, int] = field(default_factory=dict)

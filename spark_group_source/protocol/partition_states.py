@@ -20,7 +20,7 @@ class Origin(Enum):
 
     STREAM = "stream"  # a batch or a commit of a stream, or the starting options
     FOLLOWED = "followed"  # a commit that no stream made: by an operator or an ordinary consumer
-    TRUNCATED = "truncated"  # the log was truncated below the position before it
+    TRUNCATED = "truncated"  # the log was truncated below the position before it, or recreated with its topic
 
 
 @dataclass(slots=True)

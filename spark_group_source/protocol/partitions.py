@@ -549,7 +549,7 @@ def _checkpoint_start(memory: AnyMemory) -> int | None:
 
 def _jump(at: Position, offset: int, *, recreated: bool, truncated: bool) -> None:
     """Records are missing: the partition continues at ``offset``, which is not committed."""
-    if truncated:
+    if truncated or (recreated and offset < at.offset):
         at.origin, at.jumped_from = Origin.TRUNCATED, at.offset
     elif recreated:
         at.origin, at.jumped_from = Origin.STREAM, None

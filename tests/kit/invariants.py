@@ -364,8 +364,9 @@ class Invariants(Accounts):
         book.away |= book.chain.keys() - {writer.party}
         if old is None or new.offset >= old.offset:
             return
-        begins = book.again and (writer in book.back or new.offset in (book.start, *book.firsts))
-        book.back.discard(writer)
+        back = {reader for reader in book.back if reader.party == writer.party}  # or a former run
+        begins = book.again and (bool(back) or new.offset in (book.start, *book.firsts))
+        book.back -= back
         if begins:  # the next owner reads on from there
             book.losses.append(Loss(self._nobody, new.offset, Cause.NEW_LOG, old.offset))
         elif old.offset > book.stale:

@@ -172,6 +172,22 @@ def test_reset_applies_to_the_recreated_topic() -> None:
     assert planned.topic_ids == {"orders": "id-new"}
 
 
+@pytest.mark.parametrize("durable", [True, False])
+def test_new_records_of_a_recreated_topic_are_read_after_a_crash_before_the_commit(durable: bool) -> None:
+    """Kafka still has the offset that the group committed in the old topic, and the new topic has a record there."""
+    run = RunHarness.resumed(PAST, fail_on_data_loss=False)
+    run.latest()
+    assert run.committed[A].offset == 150
+    run.silent = {ev.CommitOffsets}
+    run.ids, run.ends = {"orders": "id-new"}, {A: 8, B: 40}
+    planned = run.batch()
+    assert planned.ranges[A] == (0, 8)
+    again = after_a_crash(run, planned, durable=durable, fail_on_data_loss=False)
+    again.ids, again.ends = {"orders": "id-new"}, {A: 160, B: 40}
+    assert again.committed[A].offset == 150
+    assert again.batch().ranges[A] == (8, 160)
+
+
 # --- as many members as there were ----------------------------------------------------------------------------------
 
 

@@ -109,6 +109,13 @@ MUTANTS = [
         "the stream's own position takes precedence over an older commit",
     ),
     Mutant(
+        "skips-records-of-a-recreated-topic",
+        P,
+        "if truncated or (recreated and offset < at.offset):",
+        "if truncated:",
+        "the offset committed in the deleted topic is no position in the recreated one",
+    ),
+    Mutant(
         "undoes-a-rewind",
         P,
         "if isinstance(memory, Memory) and is_older(committed, memory):",
@@ -484,6 +491,7 @@ FOUND_BY: dict[str, tuple[str, int]] = {
     "forgets-pending-changes": ("calm-eager", 20),
     "rereads-a-batch-durable-while-away": ("eager", 11),
     "accepts-an-older-commit": ("eager", 1),
+    "skips-records-of-a-recreated-topic": ("eager", 200930),
     "undoes-a-rewind": ("eager", 130),
     "claims-nothing": ("eager", 13),
     "ignores-a-pending-batch": ("eager", 11),
