@@ -52,7 +52,7 @@ soak: $(STAMP)
 	@$(BIN)/python -m pytest -m soak -o timeout=7200 -o faulthandler_timeout=7190 $(ARGS)
 
 docs: $(STAMP)
-	@$(BIN)/mkdocs build --strict --config-file conf/mkdocs.yml
+	@$(BIN)/python -m sphinx -q -W --keep-going -E -d build/doctrees -c conf/site docs build/site
 	@echo "build/site/index.html"
 
 # Checked every time: a machine can lose its Java. Order-only, so that it does not install again.

@@ -91,13 +91,15 @@ class DeltaSink:
             not on a local file system is written natively.
         checkpoint: the query's ``checkpointLocation``. Needed on Spark Connect only.
 
-    Raises (when a batch is written):
+    Errors are raised when a batch is written.
+
+    Raises:
         LedgerConflict: the table and the batch contradict each other. Nothing was written; the message has the commands
             that settle it. Do not retry before that.
         CheckpointMismatch: the query has no kafka-group source, or its offset cannot be read.
         OptionError: an argument cannot work in this session.
         SetupError: the session's Java or Delta Lake version is not supported.
-        Delta's own errors (schema, constraints, storage), unchanged. Nothing was written.
+        Exception: Delta's own errors (schema, constraints, storage), unchanged. Nothing was written.
     """
 
     def __init__(
