@@ -198,7 +198,7 @@ def _unpickle(version: str, content: bytes) -> Any:
 
     where = f"{sys.executable} on {socket.gethostname()}"
     problem = ""
-    for name in ("spark_group_source", "confluent_kafka"):
+    for name in ("spark_group_source", "confluent_kafka", "numpy", "pyarrow"):
         if not problem and name not in sys.modules and importlib.util.find_spec(name) is None:
             problem = (
                 f"{where} has no package {name}. Install spark-group-source on every executor, or ship it with "

@@ -87,6 +87,12 @@ CLIENT: Signatures = {
 }
 """The functions that every client needs: settings, events, tokens, partition lists, errors."""
 
+OLDEST = 0x020E_00_00
+"""The oldest librdkafka, as ``rd_kafka_version()`` returns it: 2.14.0. In 2.13 ``rd_kafka_position()`` is one offset
+too high after records were taken from a queue in batches."""
+PACKAGE = "confluent-kafka>=2.14,<3"
+"""The packages with a supported library."""
+
 PRODUCER, CONSUMER = 0, 1
 _EVENT_LOG, _EVENT_ERROR, _EVENT_TOKEN = 0x4, 0x8, 0x100
 _NO_CONSUMER_CLOSE = 8
@@ -118,8 +124,8 @@ class Library:
             call = getattr(rdkafka, f"rd_kafka_{name}", None)
             if call is None:
                 raise SetupError(
-                    f"{rdkafka._name} does not export rd_kafka_{name}. Install the wheel of confluent-kafka 2.16 on "
-                    "every executor: `pip install --only-binary :all: 'confluent-kafka==2.16.*'`"
+                    f"{rdkafka._name} does not export rd_kafka_{name}. Install the wheel of confluent-kafka on "
+                    f"every executor: `pip install --only-binary :all: '{PACKAGE}'`"
                 )
             call.restype, call.argtypes = result, arguments
             setattr(self, name, call)
@@ -130,7 +136,14 @@ class Library:
 
 @functools.cache
 def _loaded() -> c.CDLL:
-    return c.CDLL(str(extension()))
+    rdkafka = c.CDLL(str(extension()))
+    if rdkafka.rd_kafka_version() < OLDEST:
+        rdkafka.rd_kafka_version_str.restype = TEXT
+        raise SetupError(
+            f"librdkafka {text(rdkafka.rd_kafka_version_str())} in {rdkafka._name} is too old: the position of a "
+            f"partition may be ahead of its records, which a task would leave out. Run `pip install '{PACKAGE}'`"
+        )
+    return rdkafka
 
 
 def extension() -> Path:
@@ -143,7 +156,7 @@ def extension() -> Path:
     for folder in (package.submodule_search_locations or []) if package else []:
         for path in Path(folder).glob("cimpl*.so"):
             return path
-    raise SetupError("confluent_kafka is not installed in this Python: `pip install 'confluent-kafka>=2.16,<3'`")
+    raise SetupError(f"confluent_kafka is not installed in this Python: `pip install '{PACKAGE}'`")
 
 
 def text(raw: bytes | None) -> str:

@@ -45,6 +45,7 @@ from spark_group_source.options.table import Options
 from spark_group_source.protocol import events as ev
 from spark_group_source.protocol.offsets import parse
 from spark_group_source.protocol.statistics import Statistics
+from spark_group_source.reader import records
 
 
 @pytest.mark.parametrize(
@@ -232,6 +233,16 @@ def other_client(_: pytest.MonkeyPatch) -> str:
     return error(lambda: librdkafka.Library({"of_another_release": (None,)}))
 
 
+def old_client(patch: pytest.MonkeyPatch) -> str:
+    patch.setattr(librdkafka, "OLDEST", 0x7FFF_FFFF)
+    return error(librdkafka._loaded.__wrapped__)
+
+
+def old_pyarrow(patch: pytest.MonkeyPatch) -> str:
+    patch.setattr("pyarrow.__version__", "18.1.0")
+    return error(records._check_pyarrow)
+
+
 def no_aws(patch: pytest.MonkeyPatch) -> str:
     patch.setitem(sys.modules, "boto3", None)
     patch.delitem(sys.modules, "confluent_kafka._oauthbearer.aws.aws_autowire", raising=False)
@@ -246,7 +257,9 @@ def no_prometheus(patch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.mark.parametrize(
-    "provoke", [no_spark, old_spark, no_jars, no_client, other_client, no_aws, no_prometheus], ids=lambda f: f.__name__
+    "provoke",
+    [no_spark, old_spark, no_jars, no_client, other_client, old_client, old_pyarrow, no_aws, no_prometheus],
+    ids=lambda f: f.__name__,
 )
 def test_an_installation_is_satisfied_as_printed(
     provoke: Callable[[pytest.MonkeyPatch], str], monkeypatch: pytest.MonkeyPatch

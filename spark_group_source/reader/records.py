@@ -21,7 +21,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from spark_group_source.error_codes import CODES
-from spark_group_source.errors import GroupError
+from spark_group_source.errors import GroupError, SetupError
 from spark_group_source.model import TopicPartition
 
 if TYPE_CHECKING:
@@ -62,12 +62,31 @@ _INLINE_MAX = 12
 _WINDOW_BITS = 30
 """Offsets in a view's reference have 31 bits, so memory is addressed in windows of 1 GiB."""
 
+PYARROW = "pyarrow>=19.0.1"
+"""Older versions cannot make an array of binary views that refers to memory; 19.0.0 refuses some Parquet files."""
+
 Ints = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
 HeaderRow = Sequence[tuple[str, bytes | None]]
 
 TIMESTAMP_MS_MAX = (2**63 - 1) // 1000
 """The largest timestamp that Spark can store: 64 bits of microseconds."""
+
+
+def _check_pyarrow() -> None:
+    """Refuse an older pyarrow when this module is imported: at ``load()``, and in each executor.
+
+    Raises:
+        SetupError: with the command that installs another version.
+    """
+    if int(pa.__version__.partition(".")[0]) < 19:
+        raise SetupError(
+            f"pyarrow {pa.__version__} ({pa.__file__}) is too old, columns cannot be built with it. Run "
+            f"`pip install '{PYARROW}'` on the driver and on every executor"
+        )
+
+
+_check_pyarrow()
 
 
 def arrow_schema(include_headers: bool) -> pa.Schema:
