@@ -60,6 +60,10 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
+    if name in ("DeltaSink", "GroupListener", "KafkaGroupDataSource"):
+        from spark_group_source import compatibility
+
+        compatibility.check()  # a missing or unsupported Spark lacks what the next lines import
     if name == "DeltaSink":
         from spark_group_source.delta.sink import DeltaSink
 
@@ -69,9 +73,6 @@ def __getattr__(name: str) -> Any:
 
         return GroupListener
     if name == "KafkaGroupDataSource":
-        from spark_group_source import compatibility
-
-        compatibility.check()  # an unsupported Spark lacks what the next line imports
         from spark_group_source.source import KafkaGroupDataSource
 
         return KafkaGroupDataSource

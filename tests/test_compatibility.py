@@ -44,6 +44,16 @@ def test_a_missing_spark_is_refused_at_load_with_one_line(no_spark: None) -> Non
     assert "\n" not in str(met.value)
 
 
+@pytest.mark.parametrize("name", ["DeltaSink", "GroupListener", "KafkaGroupDataSource"])
+def test_a_name_that_needs_a_missing_spark_is_refused_at_its_import_with_one_line(name: str) -> None:
+    without = "import sys; sys.path[:] = [place for place in sys.path if 'site-packages' not in place]"
+    program = f"{without}; from spark_group_source import {name}"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=False)
+    last = ended.stderr.strip().splitlines()[-1]
+    assert last.startswith("spark_group_source.errors.SetupError: pyspark is not installed: ")
+    assert "pip install 'pyspark[sql]==4.2.0'" in last
+
+
 CLASSES = compatibility.FEATURES | compatibility.ADMISSION_CONTROL
 
 
@@ -143,7 +153,7 @@ def test_the_versions_of_a_real_session_are_supported(spark: Any) -> None:
 def test_only_the_local_extra_installs_spark_in_the_tested_version() -> None:
     assert not [wanted for wanted in PROJECT["dependencies"] if re.match(r"(pyspark|delta-spark)", wanted)]
     local = PROJECT["optional-dependencies"]["local"]
-    assert {wanted.partition("==")[2].rpartition(".")[0] for wanted in local} == {
+    assert {wanted.partition("==")[2].rpartition(".")[0] for wanted in local if "==" in wanted} == {
         compatibility.SPARK,
         compatibility.DELTA,
     }
