@@ -10,8 +10,6 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-from spark_group_source.local.jars import cache_dir
-
 ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 CELL_S = 200
@@ -34,10 +32,6 @@ def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "jupyter"))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
-    # Delta's jars are downloaded once, and not into the user's folders.
-    (tmp_path / "conf").mkdir()
-    (tmp_path / "conf" / "spark-defaults.conf").write_text(f"spark.jars.ivy {cache_dir() / 'notebooks'}\n")
-    monkeypatch.setenv("SPARK_CONF_DIR", str(tmp_path / "conf"))
     return "this-python"
 
 

@@ -209,7 +209,6 @@ def jars() -> None:
     from spark_group_source.local.broker import prepare
     from spark_group_source.local.jars import delta_jars, kafka_jars
 
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
     for name, found in (("Kafka", kafka_jars()), ("Delta Lake", delta_jars())):
         typer.echo(f"{name}: {len(found)} jars in {found[0].parent}")
     prepare()

@@ -4,18 +4,20 @@ Runs in: tests, the demo, benchmarks, the command line. Deliberately absent: dow
 ``~/.m2`` and ``~/.ivy2``, whose content depends on other builds.
 
 The jars come from Maven Central through the Ivy that ships with PySpark, into the user's cache folder, once for each
-set of coordinates. For a mirror set ``SPARK_GROUP_IVY_SETTINGS`` to an Ivy settings file.
+set of coordinates: the command line, notebooks, the demo and the tests share them. For a mirror set
+``SPARK_GROUP_IVY_SETTINGS`` to an Ivy settings file. A download reports on stderr what it loads, from where and to
+which folder; a log line would be invisible in a script or a notebook that has not configured logging.
 """
 
 import contextlib
 import fcntl
 import hashlib
 import importlib.util
-import logging
 import os
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -27,13 +29,14 @@ from xml.sax.saxutils import quoteattr
 from spark_group_source import compatibility
 from spark_group_source.errors import SetupError
 
-log = logging.getLogger(__name__)
-
 JAVA_MIN = 17
 """Required by Spark 4 and Kafka 4."""
 
 RESOLVE_S = 600
 """Bound of one download of a set, and of waiting for another process that downloads one."""
+
+PROGRESS_S = 5
+"""Interval of the lines that report how much has been downloaded."""
 
 JAVA_VERSION_S = 30
 """Bound of ``java -version``; a busy machine needs seconds."""
@@ -50,6 +53,34 @@ KAFKA_TOOLS_EXCLUDE = tuple(
     for artifact in ("connect-api", "connect-json", "connect-runtime", "connect-transforms")
 )
 """Kafka Connect with a web server; the group tools do not need it."""
+SPARKS_JARS = (
+    "at.yawk.lz4:lz4-java",
+    "com.fasterxml.jackson.core:jackson-annotations",
+    "com.fasterxml.jackson.core:jackson-core",
+    "com.fasterxml.jackson.core:jackson-databind",
+    "com.github.luben:zstd-jni",
+    "com.google.code.findbugs:jsr305",
+    "commons-pool:commons-pool",
+    "io.airlift:aircompressor",
+    "org.apache.hadoop:hadoop-client-api",
+    "org.apache.hadoop:hadoop-client-runtime",
+    "org.apache.logging.log4j:log4j-api",
+    "org.apache.logging.log4j:log4j-core",
+    "org.apache.logging.log4j:log4j-slf4j2-impl",
+    "org.apache.parquet:parquet-column",
+    "org.apache.parquet:parquet-common",
+    "org.apache.parquet:parquet-encoding",
+    "org.apache.parquet:parquet-format-structures",
+    "org.apache.parquet:parquet-hadoop",
+    "org.apache.parquet:parquet-jackson",
+    "org.locationtech.jts:jts-core",
+    "org.roaringbitmap:RoaringBitmap",
+    "org.scala-lang:scala-library",
+    "org.scala-lang.modules:scala-parallel-collections",
+    "org.slf4j:slf4j-api",
+    "org.xerial.snappy:snappy-java",
+)
+"""Dependencies that are not downloaded if Spark contains them: 82 of the 95 MB of Delta Lake."""
 SPARK_KAFKA_EXCLUDE = (f"org.apache.spark:spark-token-provider-kafka-0-10_{SCALA}",)
 TOKEN_PROVIDER = f"{SPARK_KAFKA_EXCLUDE[0]}:4.0.0"
 
@@ -95,11 +126,12 @@ def java_path() -> Path:
     return Path(found)
 
 
-def resolve(coordinates: Sequence[str], exclude: Sequence[str] = ()) -> list[Path]:
+def resolve(coordinates: Sequence[str], exclude: Sequence[str] = (), *, mb: int) -> list[Path]:
     """The jars of the coordinates and their runtime dependencies, downloaded by the first call.
 
     Args:
         coordinates: ``group:artifact:version`` each.
+        mb: size of the jars in MB, for the lines that report a download.
         exclude: ``group:artifact`` excluded from *transitive* dependencies.
 
     Returns:
@@ -117,29 +149,30 @@ def resolve(coordinates: Sequence[str], exclude: Sequence[str] = ()) -> list[Pat
         home.mkdir(parents=True, exist_ok=True)
         with locked(home / "resolve.lock", RESOLVE_S):
             if not target.is_dir():  # another process may have downloaded it
-                _download(java, coordinates, exclude, target)
+                _download(java, coordinates, exclude, target, mb)
     return sorted(target.glob("*.jar"))
 
 
 def delta_jars() -> list[Path]:
     """The jars of Delta Lake, for ``spark.jars``, without those that Spark contains."""
-    return _without_sparks(resolve((compatibility.delta_coordinate(),)))
+    return _without_sparks(resolve((compatibility.delta_coordinate(),), exclude=_sparks_modules(), mb=13))
 
 
 def kafka_jars() -> list[Path]:
     """The class path of a Kafka broker."""
-    return resolve(KAFKA_COORDINATES)
+    return resolve(KAFKA_COORDINATES, mb=45)
 
 
 def kafka_tools_jars() -> list[Path]:
     """The class path of Kafka's own command line, such as ``kafka-consumer-groups``, for comparisons in tests."""
-    return resolve(KAFKA_TOOLS_COORDINATES, exclude=KAFKA_TOOLS_EXCLUDE)
+    return resolve(KAFKA_TOOLS_COORDINATES, exclude=KAFKA_TOOLS_EXCLUDE, mb=33)
 
 
 def spark_kafka_jars() -> list[Path]:
     """The jars of Spark's own Kafka connector, for comparisons in benchmarks and tests only."""
     connector = f"org.apache.spark:spark-sql-kafka-0-10_{SCALA}:{metadata.version('pyspark')}"
-    return _without_sparks(resolve((connector, TOKEN_PROVIDER), exclude=SPARK_KAFKA_EXCLUDE))
+    exclude = (*SPARK_KAFKA_EXCLUDE, *_sparks_modules())
+    return _without_sparks(resolve((connector, TOKEN_PROVIDER), exclude=exclude, mb=10))
 
 
 def _spark_jars() -> Path:
@@ -154,9 +187,19 @@ def _spark_jars() -> Path:
     )
 
 
+def _sparks_artifacts() -> set[str]:
+    return {_artifact(jar.stem) for jar in _spark_jars().glob("*.jar")}
+
+
+def _sparks_modules() -> tuple[str, ...]:
+    """The modules of :data:`SPARKS_JARS` that this Spark contains."""
+    sparks = _sparks_artifacts()
+    return tuple(module for module in SPARKS_JARS if module.partition(":")[2] in sparks)
+
+
 def _without_sparks(jars: Sequence[Path]) -> list[Path]:
     """Leave out artifacts that Spark contains: a second version on the class path is ignored at best."""
-    sparks = {_artifact(jar.stem) for jar in _spark_jars().glob("*.jar")}
+    sparks = _sparks_artifacts()
     return [jar for jar in jars if _artifact(jar.stem.split("_", 1)[1]) not in sparks]
 
 
@@ -171,12 +214,14 @@ def _ivy_jar() -> Path:
     raise SetupError(f"{_spark_jars()} has no ivy-*.jar, which is needed to download jars; reinstall pyspark")
 
 
-def _download(java: Path, coordinates: Sequence[str], exclude: Sequence[str], target: Path) -> None:
+def _download(java: Path, coordinates: Sequence[str], exclude: Sequence[str], target: Path, mb: int) -> None:
     home, names = target.parent, ", ".join(coordinates)
-    log.info("downloading %s and dependencies into %s", names, target)
+    place = os.environ.get("SPARK_GROUP_IVY_SETTINGS")
+    origin = f"the repositories of {place}" if place else "Maven Central"
+    _report(f"downloading {names} with dependencies, {mb} MB, from {origin} to {target}")
     with tempfile.TemporaryDirectory(dir=home, prefix=".resolve-") as scratch_name:
         scratch = Path(scratch_name)
-        settings = Path(os.environ.get("SPARK_GROUP_IVY_SETTINGS") or scratch / "ivysettings.xml")
+        settings = Path(place or scratch / "ivysettings.xml")
         if settings.parent == scratch:
             settings.write_text(_SETTINGS, encoding="utf-8")
         module = scratch / "ivy.xml"
@@ -188,18 +233,44 @@ def _download(java: Path, coordinates: Sequence[str], exclude: Sequence[str], ta
         # "bundle" is the type of OSGi jars such as Snappy's, which are silently left out otherwise
         command += ["-types", "jar", "bundle"]
         command += ["-retrieve", f"{jars}/[organisation]_[artifact]-[revision](-[classifier]).[ext]"]
-        try:
-            run = subprocess.run(command, capture_output=True, text=True, timeout=RESOLVE_S, check=False)
-        except subprocess.TimeoutExpired as exc:
-            raise SetupError(f"downloading {names} took longer than {RESOLVE_S} s; try again") from exc
+        code, output = _run_ivy(command, names, home / "ivy", mb)
         missing = [c for c in coordinates if not (jars / "{}_{}-{}.jar".format(*c.split(":"))).is_file()]
-        if run.returncode != 0 or missing:
-            reason = _ivy_reason(run.stdout + run.stderr)
+        if code != 0 or missing:
             raise SetupError(
-                f"cannot download {', '.join(missing) or names} from Maven Central ({reason}); "
+                f"cannot download {', '.join(missing) or names} from {origin} ({_ivy_reason(output)}); "
                 "check the network, or name a mirror's Ivy settings file in SPARK_GROUP_IVY_SETTINGS"
             )
         jars.rename(target)
+
+
+def _run_ivy(command: Sequence[str], names: str, cache: Path, mb: int) -> tuple[int, str]:
+    """Run Ivy, report every few seconds how much its cache has grown, and return its exit code and output."""
+    started, before = time.monotonic(), _size_mb(cache)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as ivy:
+        while True:
+            waited_s = time.monotonic() - started
+            try:
+                output, _ = ivy.communicate(timeout=PROGRESS_S)
+                return ivy.returncode, output
+            except subprocess.TimeoutExpired as exc:
+                if waited_s > RESOLVE_S:
+                    ivy.kill()
+                    raise SetupError(f"downloading {names} took longer than {RESOLVE_S} s; try again") from exc
+            _report(f"  {_size_mb(cache) - before:.0f} of {mb} MB after {time.monotonic() - started:.0f} s")
+
+
+def _size_mb(folder: Path) -> float:
+    """The size of the jars in Ivy's cache, with those that are being downloaded."""
+    found = 0
+    for path in folder.rglob("*.jar*"):
+        with contextlib.suppress(FileNotFoundError):  # Ivy has renamed it
+            found += path.stat().st_size
+    return found / 1e6
+
+
+def _report(line: str) -> None:
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()
 
 
 def _ivy_module(coordinates: Sequence[str], exclude: Sequence[str]) -> str:

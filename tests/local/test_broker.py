@@ -7,7 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -268,7 +268,9 @@ def test_java_home_wins_and_old_java_is_refused_with_version(
         jars.java_path()
 
 
-def test_failed_download_is_reported_in_one_line_with_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_download_is_reported_in_one_line_with_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     nowhere = tmp_path / "settings.xml"
     nowhere.write_text(
         '<ivysettings><settings defaultResolver="m"/><resolvers>'
@@ -281,6 +283,30 @@ def test_failed_download_is_reported_in_one_line_with_remedy(tmp_path: Path, mon
     assert "\n" not in str(caught.value) and "Connect" in str(caught.value)
     left = {path.name for path in jars.cache_dir().iterdir()}
     assert left <= {"resolve.lock", "ivy"}, "a failed download must not look like a finished one"
+    announced = capsys.readouterr().err.splitlines()[0]  # on a slow machine lines with the progress follow
+    assert announced.startswith("downloading org.apache.kafka:kafka_2.13:")
+    assert f" MB, from the repositories of {nowhere} to {jars.cache_dir() / 'kafka_2.13-'}" in announced
+
+
+def test_a_download_reports_how_much_it_has_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "before.jar").write_bytes(bytes(4_000_000))
+    reported: list[str] = []
+
+    def report(line: str) -> None:
+        reported.append(line)
+        if line.startswith("  3 of 45 MB after "):
+            (tmp_path / "seen").touch()
+
+    monkeypatch.setattr(jars, "_report", report)
+    monkeypatch.setattr(jars, "PROGRESS_S", 0.05)
+    loads = (
+        "import pathlib, time; pathlib.Path('new.jar.part').write_bytes(bytes(3_000_000))\n"
+        "while not pathlib.Path('seen').exists(): time.sleep(0.01)\n"
+        "print('loaded')"
+    )
+    command = ["env", "-C", str(tmp_path), sys.executable, "-c", loads]
+    assert jars._run_ivy(command, "Kafka", tmp_path, 45) == (0, "loaded\n")
+    assert reported
 
 
 def test_cached_jars_need_neither_network_nor_java(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,6 +321,21 @@ def test_cached_jars_need_neither_network_nor_java(tmp_path: Path, monkeypatch: 
 def test_jars_that_spark_brings_are_left_out() -> None:
     assert any("delta-spark" in jar.name for jar in jars.delta_jars())
     assert not [jar.name for jar in jars.delta_jars() if "jackson-core" in jar.name or "scala-library" in jar.name]
+
+
+def test_reported_sizes_are_those_of_the_downloads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also: what Spark brings is not downloaded, so the downloads are small."""
+    resolve, sizes = jars.resolve, []
+
+    def measured(coordinates: Sequence[str], exclude: Sequence[str] = (), *, mb: int) -> list[Path]:
+        found = resolve(coordinates, exclude, mb=mb)
+        sizes.append((mb, sum(jar.stat().st_size for jar in found) / 1e6))
+        return found
+
+    monkeypatch.setattr(jars, "resolve", measured)
+    for used in (jars.kafka_jars, jars.delta_jars, jars.kafka_tools_jars, jars.spark_kafka_jars):
+        used()
+    assert len(sizes) == 4 and all(abs(reported - real) < 2 for reported, real in sizes), sizes
 
 
 def test_settings_file_errors_name_the_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
