@@ -50,8 +50,8 @@ POLL_S = 0.1
 """The interval at which a lock and the state of a drain are checked."""
 _CONSEQUENCE = (
     "No statistics are written or read there, queries cannot be drained, and the last batch of a query that is stopped "
-    "is committed at its next start only. Remove it, or set TMPDIR to a folder of this user for the driver and for "
-    "spark-group"
+    "is committed at its next start only; a second stream of one load() is not detected. Set TMPDIR for the driver and "
+    "for spark-group to a folder that this user can write to and other users cannot, or remove what is in the way"
 )
 PID_DIGITS_MAX = 20
 """How much is read of the process id in a lock file."""
@@ -139,10 +139,9 @@ class LoadLock:
     def _try_lock(self) -> str | None:
         """Try to acquire the lock. Returns the process that holds it, or "unknown"; None if this process holds it
         now, or if run files cannot be used."""
+        if not _is_created():
+            return None
         try:
-            self._path.parent.mkdir(mode=0o700, exist_ok=True)
-            if not _is_usable():
-                return None
             file = os.fdopen(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600), "r+")
         except OSError as exc:
             log.warning("cannot check whether another stream of the same load() runs: %s", exc)
@@ -208,8 +207,7 @@ class Publisher:
         self.last = statistics
         run = {"pid": os.getpid(), "driver": os.getppid(), "connection": self._to_brokers, "drained": drained}
         try:
-            self._path.parent.mkdir(mode=0o700, exist_ok=True)
-            if _is_usable():
+            if _is_created():
                 write_atomically(self._path, json.dumps({**run, **statistics.as_dict()}))
         except OSError as exc:
             if not self._is_failing:
@@ -363,6 +361,22 @@ def drain(group: str, *, driver: int | None = None, timeout_s: float = DRAIN_S) 
     return drain_runs(DrainTarget(runs, lambda pid: request_drain(int(pid)), POLL_S), group, timeout_s=timeout_s)
 
 
+def _is_created() -> bool:
+    """Create the directory. Returns whether it can be written and belongs to this user only; each reason against it is
+    logged once."""
+    try:
+        directory().mkdir(mode=0o700, exist_ok=True)
+    except OSError as exc:
+        _warn_once(f"{directory()} cannot be created: {exc.strerror}. {_CONSEQUENCE}")
+        return False
+    if not _is_usable():
+        return False
+    if not os.access(directory(), os.W_OK):
+        _warn_once(f"{directory()} cannot be written. {_CONSEQUENCE}")
+        return False
+    return True
+
+
 def _is_usable() -> bool:
     """Return whether the directory exists and belongs to this user only; each reason against it is logged once."""
     if reason := unusable_reason(directory()):
@@ -391,7 +405,11 @@ def _is_alive(pid: int) -> bool:
 
 def directory() -> Path:
     """Return the directory of this user's run files on this host."""
-    return Path(tempfile.gettempdir()) / f"spark-group-source-{os.getuid()}"
+    try:
+        parent = tempfile.gettempdir()
+    except FileNotFoundError:  # no folder for temporary files can be written: Spark has one of its own
+        parent = os.environ.get("SPARK_LOCAL_DIRS", "/tmp").split(",")[0]  # where a write fails with a reason
+    return Path(parent) / f"spark-group-source-{os.getuid()}"
 
 
 def unusable_reason(folder: Path) -> str:

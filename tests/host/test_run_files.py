@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import restricted
 
 from spark_group_source.errors import GroupError, OptionError
 from spark_group_source.host import run_files
@@ -193,6 +194,46 @@ def test_a_disk_that_cannot_be_written_affects_statistics_and_marks_only(
     run_files.mark_durable(STREAM, 5)
     assert caplog.text.count("written to") == 2 and "again" in caplog.text
     assert [(doc["seq"], doc["drained"]) for doc in run_files.read("etl")] == [(5, True)]
+
+
+RUN = """
+import json, os, sys
+import test_run_files as words
+from spark_group_source.host import run_files
+run_files.LoadLock("load").acquire(wait_s=0)
+run = run_files.Publisher("etl")
+for seq in (3, 4):
+    run.publish(words.statistics(seq=seq))
+    run_files.mark_durable(words.STREAM, seq)
+    assert not run.is_drain_requested
+json.dump([doc["seq"] for doc in run_files.read("etl")], sys.stdout)
+run.close()
+"""
+
+
+@pytest.mark.parametrize(
+    ("writable", "published", "lines"), [(True, [4], 0), (False, [], 1)], ids=["Spark's folder", "nothing"]
+)
+def test_a_read_only_root_is_logged_once_unless_spark_has_a_writable_folder(
+    tmp_path: Path, writable: bool, published: list[int], lines: int
+) -> None:
+    if reason := restricted.obstacle(restricted.READ_ONLY):
+        pytest.skip(reason)
+    environment = {name: text for name, text in os.environ.items() if name not in ("TMPDIR", "TEMP", "TMP")}
+    environment |= {"SPARK_LOCAL_DIRS": f"{tmp_path},/other"} if writable else {}
+    environment["PYTHONPATH"] = os.pathsep.join(map(str, (Path(__file__).parent, Path(restricted.__file__).parent)))
+    run = subprocess.run(
+        restricted.command([restricted.READ_ONLY], "-c", RUN, writable=[tmp_path]),
+        env=environment,
+        cwd="/",
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    assert json.loads(run.stdout) == published
+    assert run.stderr.count("\n") == lines, run.stderr
+    assert lines == 0 or "TMPDIR" in run.stderr, "the remedy"
 
 
 # --- one load() ------------------------------------------------------------------------------------------------------
