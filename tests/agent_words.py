@@ -21,12 +21,13 @@ from kafka_words import STALLED_S, await_progress, await_until, size_of
 
 from spark_group_source.agents import main as agent_main
 from spark_group_source.agents import start
-from spark_group_source.agents.agent_folder import LOG_BYTES_MAX, AgentFolder, ProcessId
+from spark_group_source.agents.agent_folder import LOG_BYTES_MAX, AgentFolder, ProcessId, find_executor
 from spark_group_source.agents.channel.wire import Codec, WireError, frame, receive_frame
 from spark_group_source.agents.hosted_members import ControlConnection, PrefetchSize
 from spark_group_source.agents.messages import ClaimGranted, PrefetchPositions, ServedRanges
 from spark_group_source.agents.prefetch import client, server
 from spark_group_source.agents.prefetch.buffers import TakenRanges
+from spark_group_source.agents.start import AgentSettings
 from spark_group_source.model import TopicPartition
 
 READY_S = END_S = STALLED_S
@@ -77,6 +78,17 @@ CODEC = Codec(
     (ClaimGranted, ServedRanges, PrefetchPositions, StateRequest, AgentState, End), bytes_max=client.CODEC.bytes_max
 )
 """The messages of agents of tests."""
+
+
+def start_agent(settings: AgentSettings, executor: ProcessId | None = None) -> AgentFolder | None:
+    """Start the agent as a task does that has reached the stream reader.
+
+    Args:
+        executor: if it is not the one of this process.
+    """
+    executor = executor or find_executor()
+    folder = start.open_folder(settings.run, executor)
+    return folder if folder is not None and start.start_agent(settings, executor, folder) else None
 
 
 def exchange(folder: AgentFolder, message: object) -> object:

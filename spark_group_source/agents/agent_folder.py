@@ -3,7 +3,8 @@
 Runs in: executor workers and agents, on Linux. Deliberately absent: starting agents (``start``), listening
 (``prefetch.server``), and what an agent does when its executor ends (``main``).
 
-The folder contains the agent's lock, its socket, its log, and the count of attempts to start it. The folders of all
+The folder contains the agent's lock, its socket, its log, and what the executor's workers share: failed attempts to
+start the agent and to reach the stream reader, and which warnings are logged. The folders of all
 agents of a user on a host are in one directory (``host.run_files``). A folder is named after the run and the executor.
 An agent holds the lock as long as it lives: it inherits the locked file from the task that starts it, so there is no
 moment without the lock.
@@ -12,21 +13,29 @@ moment without the lock.
 import contextlib
 import fcntl
 import hashlib
+import json
+import logging
 import os
 import shutil
 import socket
 import struct
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from spark_group_source.host.run_files import directory, unusable_reason
 
+log = logging.getLogger(__name__)
+
 LOG_BYTES_MAX = 1 << 20
 """Size limit of an agent's log."""
 LAST_LINE_CHARS_MAX = 300
 STALE_FOLDERS_MAX = 100
 """Folders that one search for leftovers checks."""
+PAUSE_S, PAUSE_FACTOR, PAUSE_S_MAX = 8.0, 8, 3_600.0
+"""Pause after the first failed attempt, the factor of each further pause, and the longest one. What fails twice is
+probably forbidden, and an agent that ends in its start costs a second of CPU time."""
 ENDED_STATES = ("Z", "X")
 """States in proc(5) of a process that has ended and that its parent has not waited for yet."""
 
@@ -50,6 +59,13 @@ class ProcessId:
 
     def is_alive(self) -> bool:
         return ProcessId.of(self.pid) == self
+
+    @property
+    def user(self) -> int:
+        """The id of the user as whom the process runs. Raises OSError if it has ended."""
+        # Not the owner of /proc/<pid>, which is root for a program with capabilities.
+        lines = Path(f"/proc/{self.pid}/status").read_text().splitlines()
+        return int(next(line for line in lines if line.startswith("Uid:")).split()[2])
 
 
 def find_executor() -> ProcessId | None:
@@ -92,12 +108,18 @@ class AgentFolder:
         self.path = path
         self.log = path / "log"
         self.attempts = path / "attempts"
-        """JSON: how often it was tried to start the agent, and when last, in seconds since the epoch."""
+        """Of starting the agent, until one keeps running: :class:`Attempts`."""
+        self.unreached = path / "unreached"
+        """Attempts to reach the stream reader since it was reached last: :class:`Attempts`."""
 
     @classmethod
-    def of(cls, run: str, executor: ProcessId) -> "AgentFolder":
-        # The pids of containers that share a temporary directory are not unique.
-        namespace = os.readlink("/proc/self/ns/pid")
+    def of(cls, run: str, executor: ProcessId | None) -> "AgentFolder":
+        """The folder of a run's agent on an executor. Where the executor cannot be determined no agent can run, and the
+        folder of the worker's parent has the other files."""
+        executor = executor or ProcessId(os.getppid(), 0)
+        namespace = ""
+        with contextlib.suppress(OSError):
+            namespace = os.readlink("/proc/self/ns/pid")  # containers that share a temporary directory share pids
         digest = hashlib.sha256(f"{run}\0{namespace}".encode()).hexdigest()[:16]
         return cls(agents_directory() / f"{executor.pid}-{executor.started}-{digest}")
 
@@ -152,6 +174,81 @@ class AgentFolder:
 
     def remove(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
+
+
+class Attempts:
+    """Failed attempts, and the pause after them.
+
+    Args:
+        path: the file in which all workers of an executor count them, as JSON: how many, and when the last one was, in
+            seconds since the epoch. None: this object counts its own.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._own = 0, 0.0
+
+    @property
+    def last(self) -> tuple[int, float]:
+        """How many attempts failed in succession, and the time of the last one."""
+        if self._path is None:
+            return self._own
+        with contextlib.suppress(OSError, ValueError):
+            count, at_s = json.loads(self._path.read_text())
+            return int(count), float(at_s)
+        return 0, 0.0
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the pause after the last one is over."""
+        count, at_s = self.last
+        if count == 0:
+            return True
+        return not 0 <= time.time() - at_s < min(PAUSE_S * PAUSE_FACTOR ** (count - 1), PAUSE_S_MAX)
+
+    def add(self, began_s: float) -> None:
+        """Count an attempt that began at this time, unless another one was counted since: simultaneous ones are one."""
+        count, at_s = self.last
+        if began_s < at_s <= time.time():
+            return
+        self._own = count + 1, time.time()
+        if self._path is not None:
+            try:
+                self._path.write_text(json.dumps(self._own))
+            except OSError:
+                self._path = None
+
+    def clear(self) -> None:
+        """Count from 0 again."""
+        self._own = 0, 0.0
+        if self._path is not None:
+            with contextlib.suppress(OSError):
+                self._path.unlink(missing_ok=True)
+
+
+_warned: set[str] = set()
+"""The subjects of warnings that this process logged without a folder."""
+
+
+def warn_once(folder: AgentFolder | None, subject: str, text: str) -> None:
+    """Log the first warning about a subject: one for each executor and run.
+
+    Args:
+        folder: where the executor's workers note that one of them logged it; None: one for each worker.
+        subject: part of a file's name.
+    """
+    if subject in _warned:
+        return
+    if folder is not None:
+        try:
+            os.close(os.open(folder.path / f"warned-{subject}", os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600))
+        except FileExistsError:
+            return
+        except OSError:
+            folder = None
+    if folder is None:
+        _warned.add(subject)
+    log.warning("%s", text)
 
 
 def agents_directory() -> Path:

@@ -1,14 +1,11 @@
 """Find the agent of this executor, or start it.
 
 Runs in: executor workers. Deliberately absent: waiting. A task finds a running agent, or starts one that later tasks
-find; it never waits until an agent is ready. If an agent ends soon after its start, the next attempt is delayed, each
-time by twice the pause, and the reason is logged once.
+find; it never waits until an agent is ready. If an agent cannot be started, or ends soon after its start, the next
+attempt is delayed, each time for longer. The reason is logged once for each executor.
 """
 
-import contextlib
-import functools
 import json
-import logging
 import os
 import subprocess
 import sys
@@ -17,20 +14,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from spark_group_source.agents.agent_folder import AgentFolder, ProcessId, find_executor, remove_stale_folders
+from spark_group_source.agents.agent_folder import AgentFolder, Attempts, ProcessId, remove_stale_folders, warn_once
 
-log = logging.getLogger(__name__)
-
-RETRY_S_MAX = 60.0
-"""The longest pause before an agent that ended is started again; the first is 2 s."""
 BUFFER_BYTES = 64 << 20
 """Default size of an agent's prefetch buffer."""
 _MAIN = (
     "import json, sys; given = json.load(sys.stdin); sys.path[:] = given['path']; "
     "from spark_group_source.agents.main import main; main(given)"
 )
-_ENVIRONMENT = {"MALLOC_ARENA_MAX": "2"}
-"""Bounds glibc's heaps, one for each thread otherwise, which return little memory to the system."""
+_ENVIRONMENT = {"MALLOC_ARENA_MAX": "2", "OPENBLAS_NUM_THREADS": "1"}
+"""Bounds glibc's heaps, one for each thread otherwise, which return little memory to the system; and the threads of
+numpy, one for each core otherwise, which an agent never uses."""
 
 _started: list[subprocess.Popen[bytes]] = []
 """Agents that this process started."""
@@ -50,52 +44,66 @@ class AgentSettings:
     """Arguments of ``ControlConnection`` as JSON, the run's secret included: they travel through a pipe."""
 
 
-def start_agent(settings: AgentSettings, executor: ProcessId | None = None) -> AgentFolder | None:
-    """Start this executor's agent for a run, unless it runs already.
-
-    Returns at once, whether the agent is ready or not.
+def open_folder(run: str, executor: ProcessId | None) -> AgentFolder | None:
+    """The folder of this executor's agent, whether it runs or not; None if there can be none.
 
     Args:
-        executor: the executor, if it is not the one of this task.
-
-    Returns:
-        The agent's folder; None if no agent can be started here.
+        executor: None if it cannot be determined.
     """
-    _reap()
     try:
-        executor = executor or find_executor()
-        if executor is None:
-            raise OSError("this task's executor cannot be determined (no /proc?)")
-        folder = AgentFolder.of(settings.run, executor)
+        folder = AgentFolder.of(run, executor)
         folder.create()
-        lock = folder.try_lock()
-        if lock is not None:
-            try:
-                if _is_due(folder):
-                    remove_stale_folders()
-                    _spawn(settings, folder, executor, lock)
-            finally:
-                os.close(lock)
-    except (OSError, AttributeError, subprocess.SubprocessError) as exc:  # a Python without memfd_create
-        _warn_once(f"no agent can be started on this executor: {exc}; tasks read from the brokers")
+    except OSError as exc:
+        _warn(None, exc)
         return None
     return folder
 
 
+def start_agent(settings: AgentSettings, executor: ProcessId | None, folder: AgentFolder) -> bool:
+    """Start this executor's agent for a run, unless it runs already, or an attempt has failed just now.
+
+    Returns at once, whether the agent is ready or not.
+
+    Args:
+        executor, folder: as in :func:`open_folder`.
+
+    Returns:
+        Whether tasks may find an agent.
+    """
+    _reap()
+    try:
+        if executor is None:
+            raise OSError("this task's executor cannot be determined (no /proc?)")
+        if executor.user != os.geteuid():  # each user would start an agent, and each agent would replace the others
+            raise PermissionError(f"the executor runs as user {executor.user}, and this task as user {os.geteuid()}")
+        lock = folder.try_lock()
+        if lock is not None:
+            try:
+                if not _is_due(folder):
+                    return False
+                remove_stale_folders()
+                _spawn(settings, folder, executor, lock)
+            finally:
+                os.close(lock)
+    except (OSError, AttributeError, subprocess.SubprocessError) as exc:  # a Python without memfd_create
+        _warn(folder, exc)
+        return False
+    return True
+
+
 def _is_due(folder: AgentFolder) -> bool:
     """Whether the agent may be started now. Counts the attempt."""
-    attempts, attempted_s, now_s = 0, 0.0, time.time()
-    with contextlib.suppress(OSError, ValueError):
-        attempts, attempted_s = json.loads(folder.attempts.read_text())
-    if attempts:
-        _warn_once(
-            f"the agent in {folder.path} ended; tasks read from the brokers until one keeps running. The last line of "
-            f"its log: {folder.last_log_line() or 'none'}"
-        )
-        if 0 <= now_s - attempted_s < min(2**attempts, RETRY_S_MAX):
-            return False
-    folder.attempts.write_text(json.dumps([attempts + 1, now_s]))
+    attempts = Attempts(folder.attempts)
+    if attempts.last[0]:
+        _warn(folder, f"the agent in {folder.path} ended. The last line of its log: {folder.last_log_line() or 'none'}")
+    if not attempts.is_due:
+        return False
+    attempts.add(time.time())
     return True
+
+
+def _warn(folder: AgentFolder | None, reason: object) -> None:
+    warn_once(folder, "agent", f"no agent runs on this executor: {reason}; tasks read from the brokers")
 
 
 def _spawn(settings: AgentSettings, folder: AgentFolder, executor: ProcessId, lock: int) -> None:
@@ -133,8 +141,3 @@ def _spawn(settings: AgentSettings, folder: AgentFolder, executor: ProcessId, lo
 def _reap() -> None:
     """Wait for agents that this process started and that have ended, so that no zombies remain."""
     _started[:] = [agent for agent in _started if agent.poll() is None]
-
-
-@functools.cache
-def _warn_once(text: str) -> None:
-    log.warning("%s", text)

@@ -3,10 +3,11 @@
 Runs in: executor workers. Deliberately absent: reading (``reader.range_reader``, ``agents.prefetch.client``), and the
 binding of pieces to tasks (``protocol.claims``).
 
-Where members are placed on agents, a task finds or starts its executor's agent, claims its piece from the stream
-reader, and reads what the agent has buffered of it from there. Under a *fixed* binding the piece is known without a
-claim: the claim only shows the stream reader that this executor can reach it. If it fails, the task reads its piece all
-the same. Under a *late* binding the response to the claim names the piece.
+Where members may be placed on agents, a task claims its piece from the stream reader, finds or starts its executor's
+agent, and reads what the agent has buffered of the piece from there. Under a *fixed* binding the piece is known without
+a claim: the claim only shows that this executor and the stream reader can reach each other. If it fails, the task reads
+its piece all the same, and starts no agent, which could not reach the stream reader either. Under a *late* binding the
+response to the claim names the piece.
 
 Where members stay in the stream reader, a task reads its planned piece, and connects to the stream reader only to
 report skipped records.
@@ -22,13 +23,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from spark_group_source.agents.agent_folder import ProcessId, find_executor
+from spark_group_source.agents.agent_folder import Attempts, ProcessId, find_executor, warn_once
 from spark_group_source.agents.channel.client import Address, ChannelClient
 from spark_group_source.agents.channel.handshake import Secret
 from spark_group_source.agents.channel.wire import WireError
 from spark_group_source.agents.messages import CODEC, Claim, ClaimGranted, ClaimRefused, TaskEnded
 from spark_group_source.agents.prefetch.client import read_with_agent
-from spark_group_source.agents.start import AgentSettings, start_agent
+from spark_group_source.agents.start import AgentSettings, open_folder, start_agent
 from spark_group_source.errors import ChannelBroken
 from spark_group_source.model import Piece
 from spark_group_source.options.table import Options
@@ -42,9 +43,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 CONNECT_S = 2.0
-"""Limit for reaching the stream reader when the task's piece is known."""
-RETRY_S = 60.0
-"""After that failed, this worker does not try again for so long."""
+"""Limit for reaching the stream reader when the task's piece is known. After that failed, the executor's tasks do not
+try again for a while."""
 CLAIM_S = 60.0
 """Limit for claiming a piece under a late binding."""
 ATTEMPT_S, PAUSE_S = 5.0, 0.5
@@ -88,11 +88,15 @@ def read_piece(options: Options, piece: Piece, task: PlannedTask, read: ReadOpti
         if counts.lost:
             name = executor_name(find_executor())
             ended = TaskEnded(plan=task.plan, task=task.number, executor=name, skipped=counts.lost)
-            _connection_of(task).report(ended, connect=True)
+            _connection_of(task, None).report(ended, connect=True)
         return
     executor = find_executor()
-    folder = _start_agent(options, task, executor) if executor is not None else None
-    with _claimed(task, piece, executor_name(executor), counts) as claimed:
+    folder = open_folder(task.run, executor)
+    connection = _connection_of(task, folder)
+    with _claimed(connection, task, piece, executor_name(executor), counts) as claimed:
+        if folder is not None and connection.is_open:
+            settings = _agent_settings(options, task, executor)
+            folder = folder if start_agent(settings, executor, folder) else None
         if folder is None:
             yield from read_ranges(claimed, read, counts)
         else:
@@ -107,22 +111,19 @@ def executor_name(executor: ProcessId | None) -> str:
     return f"{host}-{executor.pid}-{executor.started}"
 
 
-def _start_agent(options: Options, task: PlannedTask, executor: ProcessId) -> "AgentFolder | None":
-    return start_agent(
-        AgentSettings(
-            run=task.run,
-            reader_settings=options.consumer_settings(),
-            include_headers=options.include_headers,
-            buffer_bytes=options.agent_memory_bytes,
-            connection={
-                "addresses": task.addresses,
-                "secret": task.secret.to_hex(),
-                "executor": executor_name(executor),
-                "name": f"{socket.gethostname()}-{executor.pid}",
-                "settings": options.member_settings(),
-            },
-        ),
-        executor,
+def _agent_settings(options: Options, task: PlannedTask, executor: ProcessId | None) -> AgentSettings:
+    return AgentSettings(
+        run=task.run,
+        reader_settings=options.consumer_settings(),
+        include_headers=options.include_headers,
+        buffer_bytes=options.agent_memory_bytes,
+        connection={
+            "addresses": task.addresses,
+            "secret": task.secret.to_hex(),
+            "executor": executor_name(executor),
+            "name": f"{socket.gethostname()}-{executor.pid if executor else os.getpid()}",
+            "settings": options.member_settings(),
+        },
     )
 
 
@@ -130,10 +131,11 @@ def _start_agent(options: Options, task: PlannedTask, executor: ProcessId) -> "A
 
 
 @contextlib.contextmanager
-def _claimed(task: PlannedTask, piece: Piece, executor: str, counts: ReadCounts) -> "Iterator[Piece]":
+def _claimed(
+    connection: "_StreamReaderConnection", task: PlannedTask, piece: Piece, executor: str, counts: ReadCounts
+) -> "Iterator[Piece]":
     """Claim the task's piece, and report what was read when the task ends."""
     claim = Claim(plan=task.plan, task=task.number, executor=executor)
-    connection = _connection_of(task)
     if task.late:
         piece = connection.claim(claim)
     else:
@@ -153,23 +155,41 @@ def _claimed(task: PlannedTask, piece: Piece, executor: str, counts: ReadCounts)
 
 
 class _StreamReaderConnection:
-    """This worker's connection to the stream reader of one run, kept from task to task."""
+    """This worker's connection to the stream reader of one run, kept from task to task.
 
-    def __init__(self, task: PlannedTask) -> None:
-        self._task = task
+    Args:
+        folder: where the executor's workers count failed attempts to connect; None: each counts its own.
+    """
+
+    def __init__(self, task: PlannedTask, folder: "AgentFolder | None" = None) -> None:
+        self._task, self._folder = task, folder
         self._client: ChannelClient | None = None
-        self._not_before_s = 0.0
-        """When the next connection may be tried, on the clock of ``time.monotonic``."""
+        self._unreached = Attempts(None if folder is None else folder.unreached)
+
+    @property
+    def is_open(self) -> bool:
+        return self._client is not None and self._client.end_reason is None
 
     def claim_known_piece(self, claim: Claim) -> None:
         """Claim the piece of a fixed binding. A failure is logged, and has no effect on this task."""
-        if time.monotonic() < self._not_before_s:
+        began_s = time.time()
+        if not self.is_open and not self._unreached.is_due:
             return
         try:
             self._request(claim, CONNECT_S)
         except ChannelBroken as exc:
-            self._not_before_s = time.monotonic() + RETRY_S
-            log.warning("the stream reader does not respond to the task's claim: %s; reading the planned piece", exc)
+            self._failed(exc, began_s)
+        else:
+            self._unreached.clear()
+
+    def _failed(self, exc: ChannelBroken, began_s: float) -> None:
+        self._unreached.add(began_s)
+        text = (
+            f"this executor does not reach the stream reader: {exc}; tasks read from the brokers, and records that "
+            "they skip are not counted. Let executors reach the driver's host (options coordinatorHost and "
+            "coordinatorPort), or set memberHost to driver"
+        )
+        warn_once(self._folder, "reader", text)
 
     def claim(self, claim: Claim) -> Piece:
         """Claim the piece of a late binding.
@@ -202,13 +222,13 @@ class _StreamReaderConnection:
         Args:
             connect: also if no task of this worker has connected before.
         """
-        if not (connect or self._client) or time.monotonic() < self._not_before_s:
+        began_s = time.time()
+        if not (connect or self._client) or not (self.is_open or self._unreached.is_due):
             return
         try:
             client = self._connected(CONNECT_S)
         except ChannelBroken as exc:
-            self._not_before_s = time.monotonic() + RETRY_S
-            log.warning("the stream reader cannot be reached: %s; records of this task are not counted", exc)
+            self._failed(exc, began_s)
             return
         try:
             client.send(message)
@@ -243,9 +263,9 @@ _connections: dict[str, _StreamReaderConnection] = {}
 os.register_at_fork(after_in_child=_connections.clear)
 
 
-def _connection_of(task: PlannedTask) -> _StreamReaderConnection:
+def _connection_of(task: PlannedTask, folder: "AgentFolder | None") -> _StreamReaderConnection:
     if task.run not in _connections:
         while _connections:
             _connections.popitem()[1].close()
-        _connections[task.run] = _StreamReaderConnection(task)
+        _connections[task.run] = _StreamReaderConnection(task, folder)
     return _connections[task.run]

@@ -10,7 +10,7 @@ from typing import Any
 import agent_words
 import pytest
 
-from spark_group_source.agents import start
+from spark_group_source.agents import agent_folder, start
 from spark_group_source.agents.agent_folder import AgentFolder, ProcessId
 from spark_group_source.agents.start import AgentSettings
 from spark_group_source.local.broker import Broker
@@ -25,7 +25,7 @@ def no_agent_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(Path(agent_words.__file__).parent))  # for processes in place of executors
     monkeypatch.setattr(start, "_MAIN", agent_words.MAIN)
-    start._warn_once.cache_clear()
+    monkeypatch.setattr(agent_folder, "_warned", set())
     yield
     for pid in agent_words.living():
         os.kill(pid, signal.SIGKILL)
@@ -38,7 +38,7 @@ def agent() -> StartAgent:
 
     def started(**settings: Any) -> AgentFolder:
         given = {"run": "run", "reader_settings": {}} | settings
-        folder = start.start_agent(AgentSettings(**given), ProcessId.of(os.getpid()))
+        folder = agent_words.start_agent(AgentSettings(**given), ProcessId.of(os.getpid()))
         assert folder is not None
         agent_words.await_ready(folder)
         return folder

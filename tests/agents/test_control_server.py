@@ -49,7 +49,8 @@ class OneTask:
         """Run one attempt of the task."""
         server = self.server
         planned = PlannedTask(server.addresses, server.secret, server.run, self.plan.name, 0, late=False)
-        with task._claimed(planned, Piece(self.plan.pieces[0].ranges), HERE, counts):
+        connection = task._connection_of(planned, None)
+        with task._claimed(connection, planned, Piece(self.plan.pieces[0].ranges), HERE, counts):
             if error is not None:
                 raise error
 

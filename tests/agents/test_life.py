@@ -17,7 +17,7 @@ import agent_words
 import pytest
 from conftest import await_until
 
-from spark_group_source.agents import agent_folder, start
+from spark_group_source.agents import agent_folder
 from spark_group_source.agents.agent_folder import LOG_BYTES_MAX, AgentFolder, ProcessId, agents_directory
 from spark_group_source.agents.main import ProcessWatch
 from spark_group_source.agents.prefetch import client
@@ -32,7 +32,7 @@ import json, sys
 import agent_words
 from spark_group_source.agents import start
 start._MAIN = agent_words.MAIN
-folder = start.start_agent(start.AgentSettings(**json.loads(sys.argv[1])))
+folder = agent_words.start_agent(start.AgentSettings(**json.loads(sys.argv[1])))
 sys.stdout.write(f"{folder.path if folder else None}\\n")
 sys.stdout.flush()
 """
@@ -142,8 +142,8 @@ def test_no_agent_is_started_if_the_executor_cannot_be_determined(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(agent_folder, "_stat", lambda _: None)
-    assert [start.start_agent(AgentSettings("run", {})) for _ in range(2)] == [None, None]
-    assert caplog.text.count("no agent can be started on this executor") == 1
+    assert [agent_words.start_agent(AgentSettings("run", {})) for _ in range(2)] == [None, None]
+    assert caplog.text.count("no agent runs on this executor") == 1
 
 
 # ------------------------------------------------------------------------------------------------------------ secrets
@@ -200,18 +200,18 @@ def test_an_agent_that_fails_to_start_is_logged_once_and_retried_after_a_pause(
 ) -> None:
     here = ProcessId.of(os.getpid())
     broken = AgentSettings("run", {}, connection={"kind": "Nothing"})
-    folder = start.start_agent(broken, here)
+    folder = agent_words.start_agent(broken, here)
     assert folder is not None
     await_until(lambda: agent_words.is_unlocked(folder), STARTED_S, what="the end of the agent")
     said = folder.log.read_text()
     folder.attempts.write_text(json.dumps([9, time.time()]))  # the longest pause
     for _ in range(2):
-        start.start_agent(broken, here)
+        agent_words.start_agent(broken, here)
     assert folder.log.read_text() == said, "no agent was started"
     assert caplog.text.count("KeyError: 'Nothing'") == 1
     assert "tasks read from the brokers" in caplog.text
     folder.attempts.write_text(json.dumps([1, 0.0]))  # long ago
-    start.start_agent(AgentSettings("run", {}), here)
+    agent_words.start_agent(AgentSettings("run", {}), here)
     agent_words.await_ready(folder)
 
 
@@ -223,7 +223,7 @@ def test_a_killed_agent_is_replaced(agent: Callable[..., AgentFolder]) -> None:
     folder.attempts.unlink(missing_ok=True)  # as an agent does after some seconds
 
     def answers() -> bool:
-        start.start_agent(AgentSettings("run", {}), ProcessId.of(os.getpid()))  # as the next task does
+        agent_words.start_agent(AgentSettings("run", {}), ProcessId.of(os.getpid()))  # as the next task does
         return agent_words.state(folder) is not None
 
     await_until(answers, STARTED_S, what="an answer of another agent")
@@ -233,7 +233,7 @@ def test_a_killed_agent_is_replaced(agent: Callable[..., AgentFolder]) -> None:
 def test_a_directory_that_other_users_can_write_to_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
     directory().mkdir(mode=0o700)
     directory().chmod(0o777)
-    assert start.start_agent(AgentSettings("run", {}), ProcessId.of(os.getpid())) is None
+    assert agent_words.start_agent(AgentSettings("run", {}), ProcessId.of(os.getpid())) is None
     assert "other users can write to it" in caplog.text
 
 

@@ -1,6 +1,5 @@
 """Claims of tasks over a real channel; the test answers for the stream reader."""
 
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 import pytest
 from channel_words import RecordingServer
 
-from spark_group_source.agents import task
+from spark_group_source.agents import agent_folder, task
 from spark_group_source.agents.channel.server import ChannelPeer
 from spark_group_source.agents.messages import CODEC, Claim, ClaimGranted, ClaimRefused
 from spark_group_source.agents.start import AgentSettings
@@ -74,18 +73,21 @@ def test_a_refused_claim_is_not_repeated() -> None:
     assert asked == [CLAIM]
 
 
-def test_an_unreachable_stream_reader_delays_the_tasks_of_a_worker_once(
+def test_an_unreachable_stream_reader_delays_one_task_and_is_tried_again_after_a_pause(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(task, "CONNECT_S", 0.3)
+    monkeypatch.setattr(agent_folder, "_warned", set())
     asked = []
     with listening(lambda _, message, __: asked.append(message)) as planned:
         connection = task._StreamReaderConnection(planned)
         for _ in range(3):
             connection.claim_known_piece(CLAIM)
-    assert asked == [CLAIM], "one connection, without an answer"
-    assert caplog.text.count("does not respond to the task's claim") == 1
-    assert connection._not_before_s > time.monotonic()
+        assert asked == [CLAIM], "one connection, without an answer"
+        monkeypatch.setattr(agent_folder, "PAUSE_S", 0.0)
+        connection.claim_known_piece(CLAIM)
+    assert asked == [CLAIM, CLAIM]
+    assert caplog.text.count("this executor does not reach the stream reader") == 1
 
 
 @pytest.mark.parametrize(("zone", "rack"), [("b", "b"), ("", "everywhere"), (None, "everywhere")])
@@ -107,7 +109,7 @@ def test_all_clients_of_an_executor_use_its_rack(monkeypatch: pytest.MonkeyPatch
     def answers(peer: ChannelPeer, _: object, request_number: int) -> None:
         peer.send(GRANTED, responds_to=request_number)
 
-    monkeypatch.setattr(task, "start_agent", lambda settings, _: started.append(settings))
+    monkeypatch.setattr(task, "start_agent", lambda settings, _, __: started.append(settings))
     monkeypatch.setattr(task, "read_ranges", read_ranges)
     with listening(answers) as planned:
         reader = PlainReader(Options.parse(given | more))

@@ -1,0 +1,56 @@
+"""Tasks of one executor, without Spark: a daemon that forks workers, as Spark's does, and their tasks one by one.
+
+Runs in: processes of tests. Arguments, as one JSON object: ``task``, the arguments of a PlannedTask; ``options``;
+``workers``, which run one after the other; ``tasks`` of each worker, the next one when the agents of the last one have
+ended, if ``wait``; ``threads``, how many more the workers' user may start. Prints a line for each task: how many agents
+its worker has started. Log lines are on standard error.
+"""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import traceback
+from typing import Any
+
+import restricted
+
+from spark_group_source.agents import start
+from spark_group_source.agents.channel.handshake import Secret
+from spark_group_source.agents.task import PlannedTask
+from spark_group_source.model import Piece
+from spark_group_source.options.table import Options
+from spark_group_source.source import GroupStreamReader, RangesPartition
+
+
+def main(
+    task: dict[str, Any], options: dict[str, str], *, workers: int, tasks: int, wait: bool, threads: int | None
+) -> None:
+    logging.basicConfig(level="WARNING", format="%(message)s")
+    task |= {"addresses": tuple(map(tuple, task["addresses"])), "secret": Secret.from_hex(task["secret"])}
+    planned = PlannedTask(**task)
+    reader = GroupStreamReader(Options.parse(options))
+    for _ in range(workers):
+        if os.fork() == 0:
+            try:
+                if threads is not None:
+                    restricted.limit_threads(threads)
+                started: list[subprocess.Popen[bytes]] = []
+                for _ in range(tasks):
+                    assert not list(reader.read(RangesPartition(Piece(), planned)))
+                    started += [agent for agent in start._started if agent not in started]
+                    sys.stdout.write(f"{len(started)}\n")
+                    sys.stdout.flush()
+                    for agent in started if wait else ():
+                        agent.wait()
+            except BaseException:  # noqa: BLE001 - a forked process ends here
+                traceback.print_exc()
+                os._exit(1)
+            os._exit(0)
+        if os.wait()[1] != 0:
+            sys.exit("a worker failed")
+
+
+if __name__ == "__main__":
+    main(**json.loads(sys.argv[1]))
