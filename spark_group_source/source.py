@@ -203,7 +203,8 @@ class GroupStreamReader(compatibility.CheckedPickle, DataSourceStreamReader):
             publisher = Publisher(self._options.group_id, self._options.connection)
             if self._options.metrics_port is not None:
                 self._endpoint = _start_metrics(self._options, publisher)
-            coordinator = Coordinator(self._options, publisher=publisher)
+            announces_end = not isinstance(self, PlainReader)
+            coordinator = Coordinator(self._options, announces_end=announces_end, publisher=publisher)
             if self._options.member_host != "driver" or not self._options.fail_on_data_loss:
                 self._control_server = _start_control_server(self._options, coordinator)
             self._coordinator = coordinator
@@ -268,6 +269,8 @@ class PlainReader(GroupStreamReader):
             raise SetupError(
                 f"Spark requested the next batch before it read batch {self._planned.seq}. {_OUT_OF_ORDER}"
             )
+        if self._was_called and self._options.trigger == "availableNow":
+            raise _other_trigger(self._options)
         self._was_called = True
         start = self.initialOffset() if self._start is None else self._start
         latest = self._plan_after(start, unlimited=False)
@@ -289,6 +292,14 @@ class PlainReader(GroupStreamReader):
         return super().partitions(start, end)
 
 
+def _other_trigger(options: Options) -> OptionError:
+    return OptionError(
+        f"option 'trigger' is {options.trigger!r}, but writeStream has another trigger. Set the option to the query's "
+        "trigger, or leave it out",
+        option="trigger",
+    )
+
+
 _OUT_OF_ORDER = (
     "Spark 4.0 and 4.1 do this if spark.sql.streaming.triggerAvailableNowWrapper.enabled is true, which is not "
     "supported (set it to false), or if the query never reads the source, as with a filter that is always false"
@@ -305,11 +316,19 @@ if TYPE_CHECKING or compatibility.has_admission_control():
             # Limits are options. A finite limit here only distinguishes a normal trigger from Once (ReadAllAvailable).
             return ReadMaxRows(2**63 - 1)
 
+        _is_available_now = False
+
         def prepareForTriggerAvailableNow(self) -> None:
+            if self._options.trigger == "processingTime":
+                raise _other_trigger(self._options)
+            self._is_available_now = True
             self._running_coordinator().prepare_available_now()
 
         def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:
-            return self._plan_after(start, unlimited=isinstance(limit, ReadAllAvailable))
+            unlimited = isinstance(limit, ReadAllAvailable)
+            if self._options.trigger == "availableNow" and not (unlimited or self._is_available_now):
+                raise _other_trigger(self._options)
+            return self._plan_after(start, unlimited=unlimited)
 
         def reportLatestOffset(self) -> dict[str, Any] | None:
             ends: dict[str, dict[str, int]] = {}

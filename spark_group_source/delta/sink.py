@@ -28,10 +28,12 @@ decides when the offsets are committed.
 import json
 import logging
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from spark_group_source import command_line, compatibility
@@ -53,6 +55,8 @@ from spark_group_source.model import OffsetRange
 from spark_group_source.protocol.offsets import StreamOffset
 
 if TYPE_CHECKING:
+    from types import FrameType
+
     from pyspark.sql import DataFrame, SparkSession
 
 log = logging.getLogger(__name__)
@@ -144,7 +148,7 @@ class DeltaSink:
             durable = table_writer.retry_races(batch.attempt, what=f"batch {planned.batch_id} to table {self.table}")
         if table.log is not None:
             self._idle_logs.append(table.log)
-        self._report(spark, planned, durable)
+        self._report(spark, planned, durable, is_whole_sink=_is_called_by_spark(sys._getframe(1)))
 
     def _open_table(self, df: "DataFrame", planned: PlannedBatch) -> TableWriter:
         """Open the table; the first batch creates it if it does not exist."""
@@ -184,7 +188,9 @@ class DeltaSink:
     def _transformed(self, df: "DataFrame") -> "DataFrame":
         return df if self.transform is None else self.transform(df)
 
-    def _report(self, spark: "SparkSession", planned: PlannedBatch, durable: Sequence[StreamOffset]) -> None:
+    def _report(
+        self, spark: "SparkSession", planned: PlannedBatch, durable: Sequence[StreamOffset], *, is_whole_sink: bool
+    ) -> None:
         """Mark the batch as durable, or as void, for the run on this host, and keep the run's statistics in its
         checkpoint."""
         in_all_tables = all_tables_written(planned)
@@ -194,6 +200,8 @@ class DeltaSink:
         for offset in durable:
             if in_all_tables and not run_files.void_by(offset.stream, offset.seq):  # void in another table of the query
                 run_files.mark_durable(offset.stream, offset.seq)
+                if is_whole_sink:
+                    run_files.await_commit(offset.group, offset.stream, offset.seq)
             if planned.run_id not in (None, ONLY_RUN):
                 checkpoint_status.start_reporting(
                     checkpoint_status.run_name(str(planned.run_id)),
@@ -201,6 +209,14 @@ class DeltaSink:
                     offset.stream,
                     lambda: checkpoint_status.status_files(spark, planned.root),
                 )
+
+
+def _is_called_by_spark(caller: "FrameType") -> bool:
+    """Return whether Spark itself calls the sink, so that the batch is complete when the call returns.
+
+    A user's function may write the batch to other tables after the call.
+    """
+    return "pyspark" in Path(caller.f_code.co_filename).parts
 
 
 class _BatchCommit:

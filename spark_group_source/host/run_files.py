@@ -7,6 +7,7 @@ creates:
 - ``<pid>.json``: the run in that process: its :class:`~spark_group_source.protocol.statistics.Statistics`, its
   bootstrap servers, and whether it is drained;
 - ``<pid>.drain``: a request that this run drains;
+- ``<pid>.commit``: the stream and number of the batch whose sink waits until its offsets are committed;
 - ``<load>.load``: locked by the stream of that ``load()``;
 - ``<stream>.durable``: the durable mark: the number of the newest batch that the sink has. Spark reports a batch as
   durable only when it requests the next one, so without this mark the last batch of a run would stay uncommitted;
@@ -42,11 +43,14 @@ log = logging.getLogger(__name__)
 DRAIN = ".drain"
 DURABLE = ".durable"
 VOID = ".void"
+COMMIT = ".commit"
 READ_FILES_MAX = 1_000
 """How many runs of one host :func:`read` reads."""
 DRAIN_S = 60.0
 """How long :func:`drain` waits by default: enough for a batch and its commit."""
 POLL_S = 0.1
+COMMIT_S = 30.0
+"""How long a sink waits until the offsets of a run's last batch are committed."""
 """The interval at which a lock and the state of a drain are checked."""
 _CONSEQUENCE = (
     "No statistics are written or read there, queries cannot be drained, and the last batch of a query that is stopped "
@@ -178,8 +182,9 @@ class Publisher:
         """The port on which the run serves Prometheus metrics; 0: none."""
         self._path = directory() / f"{os.getpid()}.json"
         self._drain_request = self._path.with_suffix(DRAIN)
-        self._written: tuple[Statistics, bool] | None = None
-        """The statistics that were written last, and whether the run was drained then."""
+        self._commit_request = self._path.with_suffix(COMMIT)
+        self._written: tuple[Statistics, bool, int, bool] | None = None
+        """What was written last."""
         self._is_closed = self._is_failing = False
         self._remove()  # the files of an earlier process with the same pid
 
@@ -188,10 +193,27 @@ class Publisher:
         """Whether a command has requested that this run plans no further batch."""
         return _is_usable() and self._drain_request.exists()
 
-    def publish(self, statistics: Statistics, *, drained: bool = False) -> None:
-        """Write the statistics if they changed, and log a rebalance."""
+    def commit_requested(self, stream: str) -> int:
+        """Return the number of the batch whose sink waits until its offsets are committed; -1 if none does."""
+        with contextlib.suppress(OSError, ValueError):
+            if _is_usable():
+                of_stream, seq = self._commit_request.read_text().split()
+                return int(seq) if of_stream == stream else -1
+        return -1
+
+    def publish(
+        self, statistics: Statistics, *, drained: bool = False, last_batch: int = -1, committed: bool = False
+    ) -> None:
+        """Write the run's state if it changed, and log a rebalance.
+
+        Args:
+            drained: whether the run is drained.
+            last_batch: the number of the batch in flight, if it may be the run's last one; -1 otherwise.
+            committed: whether Kafka has the positions of all partitions.
+        """
         statistics = replace(statistics, metrics_port=self.metrics_port)
-        if self._is_closed or (statistics, drained) == self._written:
+        state = (statistics, drained, last_batch, committed)
+        if self._is_closed or state == self._written:
             return
         if self.last is None or statistics.rebalances != self.last.rebalances:
             log.info(
@@ -206,6 +228,7 @@ class Publisher:
             )
         self.last = statistics
         run = {"pid": os.getpid(), "driver": os.getppid(), "connection": self._to_brokers, "drained": drained}
+        run |= {"last_batch": last_batch, "committed": committed}
         try:
             if _is_created():
                 write_atomically(self._path, json.dumps({**run, **statistics.as_dict()}))
@@ -218,7 +241,7 @@ class Publisher:
             return
         if self._is_failing:
             log.warning("group %s: statistics are written to %s again", self._group, self._path)
-        self._is_failing, self._written = False, (statistics, drained)
+        self._is_failing, self._written = False, state
 
     def durable_seq(self, stream: str) -> int:
         """Return the number in a stream's durable mark; -1 if there is none."""
@@ -240,6 +263,7 @@ class Publisher:
         for path in (
             self._path,
             self._drain_request,
+            self._commit_request,
             *([directory() / f"{stream}{DURABLE}"] if stream.isalnum() else []),
         ):
             with contextlib.suppress(OSError):
@@ -275,6 +299,29 @@ def snapshot(group: str, stream: str) -> Statistics | None:
 def request_drain(pid: int) -> None:
     """Request that the run in a process of this host finishes its batch and starts no other."""
     (directory() / f"{pid}{DRAIN}").touch()
+
+
+def await_commit(group: str, stream: str, seq: int) -> None:
+    """If batch ``seq`` may be the last one of its run, let the run commit its offsets and wait until it has.
+
+    Without this Spark 4.0 and 4.1 would end an AvailableNow query before the offsets of its only batch are committed.
+    Returns at once if the run is not on this host; after :data:`COMMIT_S` the run commits the offsets when it stops.
+    """
+
+    def state() -> dict[str, Any]:
+        return next((doc for doc in read(group) if doc.get("stream") == stream), {})
+
+    run = state()
+    if run.get("last_batch", -1) != seq:
+        return
+    with contextlib.suppress(OSError):
+        write_atomically(directory() / f"{run['pid']}{COMMIT}", f"{stream} {seq}")
+    deadline_s, pause = time.monotonic() + COMMIT_S, threading.Event()
+    while (run := state()) and not (run["seq"] >= seq and run["committed"]):
+        if time.monotonic() > deadline_s:
+            log.warning("group %s: offsets of batch %d are not committed after %.0f s", group, seq, COMMIT_S)
+            return
+        pause.wait(POLL_S)
 
 
 class DrainTarget(NamedTuple):

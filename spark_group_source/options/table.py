@@ -325,6 +325,14 @@ class Options:
         doc="Whether the members leave the group when the query stops. auto: AvailableNow and Once runs leave; a "
         "continuous query keeps its static memberships, so that a restart within the session timeout causes no "
         "rebalance.")
+    trigger: Literal["auto", "availableNow", "processingTime"] = _option(
+        "trigger", one_of("auto", "availableNow", "processingTime"), "auto, availableNow or processingTime",
+        default="auto",
+        doc="The query's trigger. Spark 4.0 and 4.1 do not pass it to a Python source, and run only one batch with "
+        "`availableNow`. availableNow: this batch reads everything, and maxOffsetsPerTrigger is ignored. "
+        "processingTime: the first batch of a run does not wait for late partitions. auto: it waits for them, and if "
+        "the run ends after it, a warning reports what maxOffsetsPerTrigger left. Newer Sparks pass the trigger, and "
+        "another one than this is refused.")
     group_protocol: Literal["classic", "consumer"] = _option(
         "kafka.group.protocol", one_of("classic", "consumer"), "classic or consumer", default="classic",
         doc="The group protocol. With `consumer` (KIP-848) the broker controls session timeout, heartbeats and "

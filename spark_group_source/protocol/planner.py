@@ -41,6 +41,8 @@ class Planner:
         self._planned_at_ms: int | None = None
         """When the last batch was planned; None before the run's first."""
         self._target: Mapping[TopicPartition, int] | None = None
+        self.left = 0
+        """The offsets that the last batch left because of ``maxOffsetsPerTrigger``."""
         """Up to where an AvailableNow run reads; None for other triggers."""
 
     def set_target(self, ends: Mapping[TopicPartition, int]) -> None:
@@ -88,6 +90,7 @@ class Planner:
         limit = None if unlimited else self._rules.max_offsets
         until = fair_share(backlogs, limit, run.seq + 1)
         self._planned_at_ms = now_ms
+        self.left = total - sum(end - backlogs[tp][0] for tp, end in until.items())
         known = run.lookups.known
         read = {tp.topic for tp in until}
         jumps = {tp: at for tp, at in run.partitions.jumps().items() if tp in until}

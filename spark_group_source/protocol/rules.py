@@ -59,6 +59,9 @@ class Rules:
     auto_slots: bool = False
     """Whether the run has one slot for each connected agent. It starts with ``slots``, or with as many as an earlier
     run left in the group."""
+    single_batch: Literal["no", "maybe", "yes"] = "no"
+    """Whether Spark ends the run after its first batch without another call. maybe: Spark 4.0 and 4.1 do so with the
+    trigger AvailableNow, and do not pass the trigger to a Python source."""
     shrink_ms: int = 300_000
     """With ``auto_slots``: how long there may be more slots than agents before a slot leaves the group."""
     leave_on_stop: Literal["auto", "always", "never"] = "auto"

@@ -99,8 +99,10 @@ class Run:
         """The subscribed topics and their partition counts; None until they are listed."""
         self._start = StreamOffset.initial(rules.group)
         """The ``start`` of Spark's last call."""
-        self._is_unlimited = False
-        """Whether the trigger is Once, which reads everything available."""
+        self._is_unlimited = rules.single_batch == "yes"
+        """Whether the trigger is Once, which reads everything available, or runs like Once."""
+        self._may_end = rules.single_batch != "no"
+        """Whether Spark may end the run without another call; False after the second call."""
         self._is_draining = False
         """Whether Spark's last call came with a drain request."""
         self._is_resumed = False
@@ -177,6 +179,12 @@ class Run:
     def is_drained(self) -> bool:
         """Whether all offsets are committed and no batch will follow."""
         return self.state is RunState.DRAINED
+
+    @property
+    def last_batch(self) -> int:
+        """The number of the batch in flight, if Spark may end the run after it without another call; else -1. The sink
+        of such a batch waits until its offsets are committed."""
+        return self.plan.seq if self.plan is not None and self._is_single_batch else -1
 
     def plannable(self) -> dict[TopicPartition, int]:
         """The position of every partition that the next batch may read.
@@ -364,6 +372,7 @@ class Run:
 
     def _next_batch_requested(self, event: ev.NextBatchRequested) -> None:
         self._is_unlimited |= event.unlimited
+        self._may_end &= self.state is RunState.NEW
         self._is_draining = event.drain
         self._start = event.start
         if self.state is RunState.NEW:
@@ -392,6 +401,7 @@ class Run:
         if self.state in (RunState.CLOSED, RunState.FAILED, RunState.STOPPING):
             return
         if self.state is RunState.NEW:
+            self._choose_membership()
             self._first_call = event
         else:
             planned = self.plan is not None and event.offset.seq == self.plan.seq
@@ -642,7 +652,7 @@ class Run:
             return None
         if self.placement.has_agents and (wait := self._move_slots()) is not None:
             return wait
-        has_enough = self.is_gathered if self._is_first or self._is_bounded else self.partitions.all_known
+        has_enough = self.is_gathered if self._is_first or self._must_read_all else self.partitions.all_known
         if not has_enough:
             return self._wait_for_the_group()
         # A resumed run waits for all partitions at first: "nothing to read" must not mean "nothing assigned".
@@ -689,7 +699,7 @@ class Run:
         The members alone do not show it: an assignment may still be on its way (KIP-848 assigns partitions one by one),
         and members that a killed run of this stream left in the group may still have some until their session ends.
         """
-        if not (self._is_first or self._is_bounded):
+        if not (self._is_first or self._must_read_all):
             self._move(ev.GroupStable)
             return None
         if self._described is None:
@@ -735,6 +745,9 @@ class Run:
             return None
         if self.data_loss.records_missing is not None:
             self._apply(self.data_loss.records_missing)
+        if self._is_single_batch and not self._knows_all:
+            self._read_again()  # what this batch does not read would be left to the next run
+            return None
         planned = self.planner.plan(
             self,
             self.data_loss.ends,
@@ -755,18 +768,27 @@ class Run:
 
     def _nothing_to_read(self) -> None:
         """Decide what follows from an empty read: a bounded run may end only if it trusts that read."""
-        if not self._is_bounded:
+        if not self._must_read_all:
             self._move(ev.NothingToRead)
-        elif self._is_group_settled and self.data_loss.is_complete and not self.data_loss.has_suspicions:
+        elif self._knows_all:
             self._move(ev.TargetReached if self.planner.is_bounded else ev.NothingToRead)
         else:
-            if self._unsettled_since_ms is None:
-                self._unsettled_since_ms = self._now_ms
-            waited_ms = self._now_ms - self._unsettled_since_ms
-            if waited_ms >= self.rules.joining_budget_ms:
-                self._fail(self._timeout("reached a stable assignment", waited_ms))
-            else:
-                self._move(ev.GroupUnstable)
+            self._read_again()
+
+    @property
+    def _knows_all(self) -> bool:
+        """Whether the last read has the log end of every partition that the group assigns to this run."""
+        return self._is_group_settled and self.data_loss.is_complete and not self.data_loss.has_suspicions
+
+    def _read_again(self) -> None:
+        """Wait for a stable assignment and read the log ends again; the run fails after the joining budget."""
+        if self._unsettled_since_ms is None:
+            self._unsettled_since_ms = self._now_ms
+        waited_ms = self._now_ms - self._unsettled_since_ms
+        if waited_ms >= self.rules.joining_budget_ms:
+            self._fail(self._timeout("reached a stable assignment", waited_ms))
+        else:
+            self._move(ev.GroupUnstable)
 
     def _draining(self) -> ev.Step | None:
         """Plan no more batches; wait until all durable offsets are committed."""
@@ -796,12 +818,30 @@ class Run:
         # Spark may have discarded a batch that it did not start to read: then a batch of another run has that number.
         if plan is not None and plan.seq == event.durable and self.state is RunState.READING:
             self._apply(ev.Durable(offset=plan))
-        elif plan is not None and self._is_unlimited:
+        elif plan is not None and self._is_single_batch:
             self._out.log(
-                "Trigger.Once stops after its only batch, and the sink does not report it as durable; its offsets are "
-                "committed at the next start. Trigger.AvailableNow commits them before it stops"
+                "Spark stops the query after its only batch, and the sink does not report it as durable; its offsets "
+                "are committed at the next start"
             )
+        if self._may_end:
+            self._warn_of_rest()
         self._move(ev.StopRequested)
+
+    def _warn_of_rest(self) -> None:
+        """Log what the run left, if it ends after its first batch: Spark may have ended it as AvailableNow."""
+        if isinstance(self._first_call, ev.BatchStarted):
+            self._out.log(
+                f"the query stops after batch {self._first_call.offset.seq} of an earlier run; if its trigger is "
+                "availableNow, run it again to read the rest",
+                warn=True,
+            )
+        elif self.planner.left:
+            self._out.log(
+                f"the query stops after one batch, which maxOffsetsPerTrigger limited; {self.planner.left} offsets are "
+                "left. If its trigger is availableNow, set the source's option trigger to availableNow, because this "
+                "Spark runs only one batch",
+                warn=True,
+            )
 
     def _stopping(self) -> ev.Step | None:
         """The run is stopped: wait a short time until its offsets are committed, then close the members."""
@@ -829,6 +869,16 @@ class Run:
     def _is_bounded(self) -> bool:
         """Whether this run ends by itself: trigger AvailableNow or Once."""
         return self._is_unlimited or self.planner.is_bounded
+
+    @property
+    def _is_single_batch(self) -> bool:
+        """Whether Spark ends the run after the next batch, or the batch in flight, or may do so, without a call."""
+        return self._is_unlimited or self._may_end
+
+    @property
+    def _must_read_all(self) -> bool:
+        """Whether the run may end after the next batch, or without one: it must not miss a partition."""
+        return self._is_bounded or self._may_end
 
     def _wait(self, at_most_ms: int) -> ev.Wait | None:
         """Wait in this state, but not longer than ``at_most_ms`` in total; None when that time is over."""

@@ -14,7 +14,8 @@ Threads: Spark's thread (executes the run's steps), one thread per slot (``membe
 
 import logging
 from collections.abc import Callable, Mapping
-from typing import assert_never
+from dataclasses import replace
+from typing import Final, Literal, assert_never
 
 from spark_group_source.agents.connected_agents import ConnectedAgents, PlacedMembers, RemoteMember
 from spark_group_source.errors import BrokerUnavailable, InvariantBroken, SourceError
@@ -55,12 +56,18 @@ class Coordinator:
 
     Args:
         options: the query's options.
+        announces_end: whether Spark calls ``latest()`` once more after the last batch of an AvailableNow run.
         environment: threads, clocks and Kafka clients.
         publisher: receives the run's statistics and delivers drain requests.
     """
 
     def __init__(
-        self, options: Options, *, environment: Environment | None = None, publisher: run_files.Publisher | None = None
+        self,
+        options: Options,
+        *,
+        announces_end: bool = True,
+        environment: Environment | None = None,
+        publisher: run_files.Publisher | None = None,
     ) -> None:
         self._options = options
         self._environment = environment or Environment()
@@ -72,7 +79,8 @@ class Coordinator:
         )
         epoch_ends = EpochEnds(options.admin_settings(), environment=self._environment)
         self._queries = BrokerQueries(options, self._admin, epoch_ends, self._environment.now_ms)
-        self._run = Run(rules_of(options))
+        rules = rules_of(options)
+        self._run = Run(rules if announces_end else replace(rules, single_batch=SINGLE_BATCH[options.trigger]))
         self._changed = self._environment.condition()  # guards the run and the members; notified at every event
         self._publishing = self._environment.condition()  # keeps published statistics in order
         self._members: dict[int, SlotMember] = {}  # by slot: the current member
@@ -131,6 +139,8 @@ class Coordinator:
     def replay(self, end: StreamOffset) -> None:
         """Prepare for reading the batch that ends at ``end``; join the group if this is the run's first call."""
         self._call(ev.BatchStarted(offset=end))
+        if self._run.last_batch >= 0:  # the sink must find it
+            self._publish()
 
     def log_ends(self) -> Mapping[TopicPartition, int]:
         """Return the log end offsets that were read last."""
@@ -318,13 +328,29 @@ class Coordinator:
                 due_ms = self._run.next_deadline_ms()
             if due_ms is not None and self._environment.now_ms() >= due_ms:
                 self._handle(ev.Tick())
+            self._commit_last_batch()
             self._publish()
+
+    def _commit_last_batch(self) -> None:
+        """Commit the offsets of a batch that may be the run's last one, if its sink waits for that."""
+        plan = self._run.plan
+        if plan is not None and plan.seq == self._run.last_batch == self._publisher.commit_requested(plan.stream):
+            self._handle(ev.Durable(offset=plan))
 
     def _publish(self) -> None:
         with self._publishing:
             with self._changed:
-                statistics, drained = self._run.statistics(), self._run.is_drained
-            self._publisher.publish(statistics, drained=drained)
+                statistics, drained, last_batch = self._run.statistics(), self._run.is_drained, self._run.last_batch
+                committed = self._run.is_gathered and self._run.all_committed
+            self._publisher.publish(statistics, drained=drained, last_batch=last_batch, committed=committed)
+
+
+SINGLE_BATCH: Final[Mapping[str, Literal["no", "maybe", "yes"]]] = {
+    "auto": "maybe",
+    "availableNow": "yes",
+    "processingTime": "no",
+}
+"""By the option ``trigger``: :attr:`Rules.single_batch` where Spark does not pass the trigger to the source."""
 
 
 def rules_of(options: Options) -> Rules:

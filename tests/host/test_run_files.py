@@ -6,11 +6,13 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import restricted
+from kafka_words import await_until
 
 from spark_group_source.errors import GroupError, OptionError
 from spark_group_source.host import run_files
@@ -234,6 +236,37 @@ def test_a_read_only_root_is_logged_once_unless_spark_has_a_writable_folder(
     assert json.loads(run.stdout) == published
     assert run.stderr.count("\n") == lines, run.stderr
     assert lines == 0 or "TMPDIR" in run.stderr, "the remedy"
+
+
+# --- the last batch --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("last_batch", [-1, 2, 4])
+def test_a_sink_does_not_wait_for_a_batch_that_is_not_the_last_one(directory: Path, last_batch: int) -> None:
+    run_files.await_commit("etl", STREAM, 3)  # no run publishes
+    run = run_files.Publisher("etl")
+    run.publish(statistics(seq=2), last_batch=last_batch)
+    run_files.await_commit("etl", STREAM, 3)
+    assert run.commit_requested(STREAM) == -1
+    run.close()
+
+
+def test_a_sink_waits_until_the_offsets_of_the_last_batch_are_committed(directory: Path) -> None:
+    run = run_files.Publisher("etl")
+    run.publish(statistics(seq=2), last_batch=3, committed=True)
+    sink = threading.Thread(target=run_files.await_commit, args=("etl", STREAM, 3))
+    sink.start()
+    await_until(lambda: run.commit_requested(STREAM) == 3, what="the request")
+    assert run.commit_requested("0" * 12) == -1, "of another stream"
+    for seq, committed in ((2, True), (3, False)):
+        run.publish(statistics(seq=seq), last_batch=-1, committed=committed)
+        sink.join(3 * run_files.POLL_S)
+        assert sink.is_alive(), "the batch is not durable, or its offsets are not committed"
+    run.publish(statistics(seq=3), committed=True)
+    sink.join(run_files.COMMIT_S)
+    assert not sink.is_alive()
+    run.close()
+    assert not list(directory.glob("*.commit"))
 
 
 # --- one load() ------------------------------------------------------------------------------------------------------

@@ -117,12 +117,17 @@ class Publisher(run_files.Publisher):
     def is_drain_requested(self) -> bool:
         return self.drain
 
-    def publish(self, statistics: Statistics, *, drained: bool = False) -> None:
+    def publish(
+        self, statistics: Statistics, *, drained: bool = False, last_batch: int = -1, committed: bool = False
+    ) -> None:
         del statistics
         self.drained = drained
 
     def durable_seq(self, stream: str) -> int:
         return self._query.durable.get(stream, -1)
+
+    def commit_requested(self, stream: str) -> int:
+        return -1
 
     def void_by(self, stream: str, seq: int) -> int:
         return self._query.void.get((stream, seq), 0)

@@ -343,13 +343,84 @@ def test_once_commits_at_the_stop_if_the_sink_reports_its_batch_as_durable(durab
     run.stop(durable=durable)
     assert {tp: at.offset for tp, at in run.committed.items()} == ({A: 10, B: 4} if has_them else {A: 0, B: 0})
     assert only(ev.Leave, run.history) == [ev.Leave(slot=0, leave=True)]
-    assert any("Trigger.Once" in text and "at the next start" in text for text in run.logged()) != has_them
+    assert any("only batch" in text and "at the next start" in text for text in run.logged()) != has_them
 
 
 def test_once_with_nothing_to_read_returns_the_start() -> None:
     run = RunHarness.resumed(PAST)
     assert run.latest(unlimited=True) is run.start
     assert run.state() is RunState.OPEN
+
+
+# --- runs that Spark may end after one batch, without another call ----------------------------------------------------
+
+
+@pytest.mark.parametrize(("single", "reads_all"), [("no", False), ("maybe", True), ("yes", True)])
+def test_a_batch_that_may_be_the_last_one_is_not_planned_without_the_end_of_a_partition(
+    single: str, reads_all: bool
+) -> None:
+    run = RunHarness.resumed(PAST, single_batch=single)
+    run.ends = {A: 160}
+    if reads_all:
+        with pytest.raises(RebalanceTimeout, match="stable assignment"):
+            run.latest()
+    else:
+        assert run.latest().ranges[A] == (150, 160)
+
+
+def test_a_batch_that_may_be_the_last_one_waits_for_a_stable_group_and_the_next_one_does_not() -> None:
+    run = RunHarness.resumed(PAST, single_batch="maybe")
+    run.ends[A] = 160
+    run.batch()
+    assert ev.DescribeGroup() in run.steps
+    run.group_state = "completing_rebalance"
+    run.ends[A] = 170
+    assert run.latest().ranges[A] == (160, 170)
+    unstable = RunHarness.resumed(PAST, single_batch="maybe")
+    unstable.group_state = "completing_rebalance"
+    with pytest.raises(RebalanceTimeout):
+        unstable.latest()
+
+
+def test_a_declared_single_batch_reads_everything_and_leaves_the_group_at_the_stop() -> None:
+    run = RunHarness(max_offsets=3, single_batch="yes")
+    run.ends = {A: 10, B: 4}
+    assert run.batch().ranges == {A: (0, 10), B: (0, 4)}
+    run.stop(durable=0)
+    assert only(ev.Leave, run.history) == [ev.Leave(slot=0, leave=True)]
+    assert run.warned() == []
+
+
+def test_offsets_of_a_batch_that_may_be_the_last_one_are_committed_when_the_sink_has_it() -> None:
+    run = RunHarness(single_batch="maybe")
+    run.ends = {A: 10, B: 4}
+    plan = run.batch()
+    assert run.run.last_batch == plan.seq
+    run.feed(ev.Durable(offset=plan))
+    run.pass_time(1_000)
+    assert {tp: at.offset for tp, at in run.committed.items()} == {A: 10, B: 4}
+    assert run.run.last_batch == -1
+    run.ends[A] = 12
+    following = run.batch()
+    assert (following.seq, following.ranges[A]) == (plan.seq + 1, (10, 12))
+    assert run.run.last_batch == -1, "a second call shows that Spark requests every batch"
+
+
+@pytest.mark.parametrize(("calls", "says"), [(1, True), (2, False)])
+def test_a_run_that_may_have_ended_after_a_limited_batch_reports_what_it_left(calls: int, says: bool) -> None:
+    run = RunHarness(max_offsets=3, single_batch="maybe")
+    run.ends = {A: 10, B: 4}
+    for _ in range(calls):
+        run.batch()
+    run.stop(durable=calls - 1)
+    assert any("11 offsets are left" in text and "option trigger" in text for text in run.warned()) == says
+
+
+def test_a_run_that_ends_after_the_batch_of_an_earlier_run_reports_that_it_read_no_more() -> None:
+    run = RunHarness(single_batch="maybe")
+    run.call(ev.BatchStarted(offset=PAST))
+    run.stop(durable=PAST.seq)
+    assert any("batch 7 of an earlier run" in text and "run it again" in text for text in run.warned())
 
 
 # --- drain -----------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@ Deliberately absent: Spark and Delta (``test_contract.py``)."""
 
 import json
 import pickle
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from spark_group_source.delta.checkpoint import parse_planned
 from spark_group_source.delta.ledger_format import RecordedBatch
 from spark_group_source.delta.ledger_store import set_ledger
 from spark_group_source.delta.native_writer import NativeWriter
-from spark_group_source.delta.sink import DeltaSink
+from spark_group_source.delta.sink import DeltaSink, _is_called_by_spark
 from spark_group_source.delta.table_history import CommitRace
 from spark_group_source.delta.table_writer import OptionsWriter
 from spark_group_source.errors import CheckpointMismatch, LedgerConflict, OptionError
@@ -41,6 +42,13 @@ from spark_group_source.protocol.offsets import StreamOffset
 
 def no_rows(df: Any) -> Any:
     raise AssertionError("the rows are not read")
+
+
+@pytest.mark.parametrize(("file", "by_spark"), [("/x/pyspark/sql/utils.py", True), (__file__, False)])
+def test_only_a_sink_that_spark_itself_calls_has_the_whole_batch_when_it_returns(file: str, by_spark: bool) -> None:
+    found: dict[str, Any] = {"sys": sys}
+    exec(compile("frame = sys._getframe()", file, "exec"), found)
+    assert _is_called_by_spark(found["frame"]) == by_spark
 
 
 # One commit
