@@ -12,6 +12,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
+from kafka_words import await_until
+
 from spark_group_source.errors import BrokerUnavailable, OptionError
 from spark_group_source.local.broker import STOP_S, Broker, connects, free_ports, kafka_uuid, serves_groups
 from spark_group_source.local.conf import read_conf
@@ -114,8 +117,13 @@ class BrokerCluster(Broker):
         self._await_nodes(nodes)
 
     def pause(self, node: int) -> None:
-        """Freeze a node (SIGSTOP): its connections stay open but it does not answer."""
+        """Freeze a node (SIGSTOP): its connections stay open but it does not answer.
+
+        The signal is asynchronous: on a busy machine a node can answer a request before it is frozen.
+        """
         self._nodes[node].signal(signal.SIGSTOP)
+        process = psutil.Process(self.pids[node])
+        await_until(lambda: process.status() == psutil.STATUS_STOPPED, what="a frozen node")
 
     def resume(self, node: int) -> None:
         """Continue a paused node (SIGCONT)."""
