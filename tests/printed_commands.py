@@ -135,6 +135,10 @@ TESTED: dict[str, tuple[int, str]] = {
     "errors.py: CommitFailed": (1, DOCUMENTS),
     "errors.py: LedgerConflict": (2, DOCUMENTS),
     "errors.py: RebalanceTimeout": (1, DOCUMENTS),
+    "cli/reset.py: recorded_offsets": (
+        1,
+        f"{SINK}test_a_reset_to_offsets_of_a_topic_that_was_recreated_is_refused_and_its_command_loses_nothing",
+    ),
     # texts that nobody runs: a ledger's reason, statements of the product, names of operations in Delta's log
     "cli/reset.py: reset": (1, NO_COMMAND),
     "cli/ledger.py: _shown": (1, NO_COMMAND),

@@ -75,18 +75,16 @@ def reset(
         CommitFailed: Kafka refused.
     """
     admin = common.admin_of(bootstrap_servers, group, options=options)
-    destination = Offsets(_ledger(group, table, spark), explicit=False) if to == "ledger" else _destination(to)
-    targets = resetting.resolve_targets(admin, group, destination, dict.fromkeys(topics, frozenset()))
+    scope: resetting.Scope = dict.fromkeys(topics, frozenset())
+    if to != "ledger":
+        destination = _destination(to)
+    elif table is None:
+        raise OptionError("to='ledger' needs table=, the Delta table with the ledger")
+    else:
+        destination = resetting.of_ledger(admin, group, table, _session(spark), scope)
+    targets = resetting.resolve_targets(admin, group, destination, scope)
     session = _session(spark) if table is not None and execute else None
     return resetting.reset(admin, group, targets, spark=session, table=table, execute=execute)
-
-
-def _ledger(group: str, table: str | None, spark: "SparkSession | None") -> Mapping[TopicPartition, int]:
-    if table is None:
-        raise OptionError("to='ledger' needs table=, the Delta table with the ledger")
-    from spark_group_source.delta.ledger_store import require_ledger
-
-    return require_ledger(_session(spark), table, group).offsets
 
 
 def _destination(to: Any) -> Destination:

@@ -94,7 +94,7 @@ def migrate(
         return
     with common.checkpoint_files(from_checkpoint) as (files, root):
         found = progress(files, root, source or [], to_brokers=admin.connection)
-    done = reset.reset(admin, group, group_offsets(admin, found, scope), execute=execute)
+    done = reset.reset(admin, group, reset.Targets(group_offsets(admin, found, scope)), execute=execute)
     if as_json:
         typer.echo(json.dumps(done.as_dict() | {"batch": found.batch}, indent=2))
         return

@@ -21,6 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import typer
@@ -28,6 +29,7 @@ from rich.console import Group, RenderableType
 from rich.jupyter import JupyterMixin
 from rich.text import Text
 
+from spark_group_source import command_line
 from spark_group_source.cli import common
 from spark_group_source.cli.common import (
     ConfigOption,
@@ -63,6 +65,10 @@ Scope = Mapping[str, frozenset[int]]
 """Topics, each with the selected partitions; none: all partitions. An empty scope selects all that the group has."""
 
 
+SHOWN_MAX = 5
+"""How many clamped partitions are listed."""
+
+
 class Shift(NamedTuple):
     """Move by this many offsets; negative: back."""
 
@@ -89,6 +95,8 @@ class Move:
     partition: int
     now: int | None
     then: int
+    clamped_from: int | None = None
+    """The requested offset, if it is outside the log; ``then`` is the nearest end of the log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,10 +116,29 @@ class GroupReset(JupyterMixin):
         done = "nothing was changed" if self.number is None else f"done, reset #{self.number}"
         rows = [(one.topic, str(one.partition), one.now, one.then) for one in self.moves]
         table = table_of("topic", "partition", "now", "then", rows=rows)
-        return Group(Text(f"group {self.group}: {done}"), table)
+        return Group(Text(f"group {self.group}: {done}"), table, Text("\n".join(self.clamped())))
+
+    def clamped(self) -> list[str]:
+        """One line for each partition whose requested offset is outside the log, at most SHOWN_MAX."""
+        moves = [one for one in self.moves if one.clamped_from is not None]
+        lines = [
+            f"{one.topic}-{one.partition}: offset {one.clamped_from:,} is "
+            f"{'after the end' if one.clamped_from > one.then else 'before the first record'} of the log; clamped to "
+            f"{one.then:,}"
+            for one in moves[:SHOWN_MAX]
+            if one.clamped_from is not None
+        ]
+        return lines + ([f"and {len(moves) - SHOWN_MAX} more clamped partitions"] if len(moves) > SHOWN_MAX else [])
 
 
-def resolve_targets(admin: GroupAdmin, group: str, to: Destination, scope: Scope) -> dict[TopicPartition, int]:
+class Targets(NamedTuple):
+    """The new offset of each partition, and the requested offset of each one that was clamped to its log."""
+
+    offsets: Mapping[TopicPartition, int]
+    clamped: Mapping[TopicPartition, int] = MappingProxyType({})
+
+
+def resolve_targets(admin: GroupAdmin, group: str, to: Destination, scope: Scope) -> Targets:
     """The new offset of each partition. Partitions that do not exist any more are left out.
 
     Raises:
@@ -120,21 +147,101 @@ def resolve_targets(admin: GroupAdmin, group: str, to: Destination, scope: Scope
     """
     if isinstance(to, Offsets):
         chosen = {tp: at for tp, at in to.each.items() if in_scope(tp, scope)}
-        found = resolve_offsets(admin, chosen)
-        if to.explicit and (gone := sorted(chosen.keys() - found.keys())):
+        found = _clamp(admin, chosen)
+        if to.explicit and (gone := sorted(chosen.keys() - found.offsets.keys())):
             raise OptionError(f"partition {gone[0]} does not exist; create the topic, or leave the partition out")
         return found
     tps = partitions_of(admin, group, scope)
     if not tps and admin.describe_group(group).state == DEAD:
         raise missing_group(admin, group, "to create it, name the topics with --topic")
     if isinstance(to, StartAt):
-        return start_offsets(admin, tps, to)
+        return (
+            _clamp(admin, dict.fromkeys(tps, to.value))
+            if to.kind == "offset"
+            else Targets(start_offsets(admin, tps, to))
+        )
     committed = admin.committed(group)
     if to == "current":  # without a committed offset the end, like Kafka's own tool
-        return resolve_offsets(admin, {tp: committed[tp].offset if tp in committed else LATEST_OFFSET for tp in tps})
+        return _clamp(admin, {tp: committed[tp].offset if tp in committed else LATEST_OFFSET for tp in tps})
     if without := [tp for tp in tps if tp not in committed]:
         raise OptionError(f"--shift-by {to.by}: group {group!r} has no committed offset of {without[0]} to shift")
-    return resolve_offsets(admin, {tp: max(0, committed[tp].offset + to.by) for tp in tps})
+    return _clamp(admin, {tp: max(0, committed[tp].offset + to.by) for tp in tps})
+
+
+def _clamp(admin: GroupAdmin, offsets: Mapping[TopicPartition, int]) -> Targets:
+    found = resolve_offsets(admin, offsets)
+    return Targets(found, {tp: offsets[tp] for tp, at in found.items() if 0 <= offsets[tp] != at})
+
+
+def recorded_offsets(
+    admin: GroupAdmin,
+    record: Ledger,
+    position: tuple[str, ...],
+    scope: Scope,
+    *,
+    table: str | None = None,
+    ledger: Ledger | None = None,
+) -> Offsets:
+    """The offsets that a ledger or a checkpoint has of the topics that exist now, which Kafka identifies by their ids.
+
+    Args:
+        record: the ledger; or the positions of a checkpoint in the form of one.
+        position: the option that names the record, with its value.
+        table: the table that is reset too.
+        ledger: its ledger.
+
+    Raises:
+        GroupError: a topic was deleted and recreated since; its offsets in the record say nothing about its records.
+    """
+    names = [name for name in record.topics if not scope or name in scope]
+    topics = admin.existing_topics(names)
+    recreated = [name for name, topic in topics.items() if not record.knows_topic(name, topic.id)]
+    if recreated:
+        in_table = [
+            name
+            for name in recreated
+            if ledger is not None and name in ledger.topics and ledger.knows_topic(name, topics[name].id)
+        ]
+        commands = [
+            command_line.spark_group(
+                "reset",
+                admin.connection,
+                record.group,
+                *at,
+                *(word for name in sorted(of) for word in ("--topic", _scope_text(name, scope))),
+                *(() if table is None else ("--table", table)),
+                "--execute",
+            )
+            for at, of in (
+                (("--to-earliest",), set(recreated) - set(in_table)),
+                (("--to-ledger",), set(in_table)),
+                (position, topics.keys() - set(recreated)),
+            )
+            if of
+        ]
+        first, more = recreated[0], f" (and {len(recreated) - 1} more topics)" if len(recreated) > 1 else ""
+        raise GroupError(
+            f"topic {first}{more} was deleted and recreated: the offsets of {' '.join(position)} count records of the "
+            f"topic with id {record.topics[first].id}, and in Kafka the topic has id {topics[first].id}. At these "
+            "offsets records of the new topic would never be read, so nothing was changed. To read the new topic from "
+            "its first record that is not in the table, and the other topics from these offsets:"
+            + command_line.sequence(commands),
+            group=record.group,
+            topics=recreated,
+        )
+    return Offsets(
+        {
+            TopicPartition(name, p): at
+            for name, topic in topics.items()
+            for p, at in record.offsets_of(name, topic.id).items()
+        },
+        explicit=False,
+    )
+
+
+def _scope_text(name: str, scope: Scope) -> str:
+    """The value of ``--topic`` that selects the same partitions of a topic."""
+    return f"{name}:{','.join(map(str, sorted(scope[name])))}" if scope.get(name) else name
 
 
 def partitions_of(admin: GroupAdmin, group: str, scope: Scope) -> list[TopicPartition]:
@@ -243,7 +350,7 @@ def _of_void_batch(note: identifiers.Note | None, ledger: Ledger) -> bool:
 def reset(
     admin: GroupAdmin,
     group: str,
-    targets: Mapping[TopicPartition, int],
+    targets: Targets,
     *,
     spark: "SparkSession | None" = None,
     table: str | None = None,
@@ -261,11 +368,11 @@ def reset(
         LedgerConflict: the table's ledger is of a newer release.
     """
     if execute:
-        _require_movable(admin, group, targets)
+        _require_movable(admin, group, targets.offsets)
     committed = admin.committed(group)
     moves = tuple(
-        Move(tp.topic, tp.partition, committed[tp].offset if tp in committed else None, at)
-        for tp, at in sorted(targets.items())
+        Move(tp.topic, tp.partition, committed[tp].offset if tp in committed else None, at, targets.clamped.get(tp))
+        for tp, at in sorted(targets.offsets.items())
     )
     if not execute:
         return GroupReset(group, moves, None)
@@ -275,9 +382,9 @@ def reset(
     if spark is not None and table is not None:
         with contextlib.suppress(LedgerDamaged):  # unreadable: it is replaced
             ledger = ledger_store.read_ledger(spark, table, group)
-    known = [*targets, *committed, *({} if ledger is None else ledger.offsets)]
+    known = [*targets.offsets, *committed, *({} if ledger is None else ledger.offsets)]
     topics = admin.existing_topics(tp.topic for tp in known)
-    found = plan_reset(targets, committed, ledger, topics)
+    found = plan_reset(targets.offsets, committed, ledger, topics)
     admin.move_committed(group, found.offsets, notes=found.notes)
     if spark is not None and table is not None:
         ids = {tp.topic: topics[tp.topic].id for tp in found.offsets}
@@ -389,20 +496,17 @@ def reset_command(
     admin = common.admin_of(bootstrap_servers, group, command_config)
     with common.session(table is not None) as spark:
         if to == "checkpoint":
-            from spark_group_source.delta.checkpoint import positions
-
-            with common.checkpoint_files(str(to_checkpoint)) as (files, root):
-                to = Offsets(positions(files, root, group, batch), explicit=False)
+            to = _of_checkpoint(admin, group, str(to_checkpoint), batch, scope, spark, table)
         elif to == "ledger":
-            from spark_group_source.delta.ledger_store import require_ledger
-
-            assert spark is not None
-            to = Offsets(require_ledger(spark, str(table), group).offsets, explicit=False)
+            assert spark is not None and table is not None
+            to = of_ledger(admin, group, table, spark, scope)
         targets = resolve_targets(admin, group, to, scope)
         new = not admin.committed(group) and admin.describe_group(group).state == DEAD
         done = reset(admin, group, targets, spark=spark, table=table, execute=execute)
     if export:
-        typer.echo(plan_text(targets), nl=False)
+        typer.echo(plan_text(targets.offsets), nl=False)
+        for line in done.clamped():
+            typer.echo(line, err=True)
     elif as_json:
         typer.echo(json.dumps(done.as_dict(), indent=2))
         return
@@ -412,6 +516,36 @@ def reset_command(
         typer.echo(f"group {group} does not exist yet; the reset creates it", err=export)
     text = f"moved {len(done.moves)} partitions of group {group}; this is its reset #{done.number}"
     typer.echo(text if execute else "nothing was changed; add --execute to do it", err=export)
+
+
+def of_ledger(admin: GroupAdmin, group: str, table: str, spark: "SparkSession", scope: Scope) -> Offsets:
+    """The offsets of a table's ledger. Raises GroupError as :func:`recorded_offsets`."""
+    from spark_group_source.delta.ledger_store import require_ledger
+
+    ledger = require_ledger(spark, table, group)
+    return recorded_offsets(admin, ledger, ("--to-ledger",), scope, table=table, ledger=ledger)
+
+
+def _of_checkpoint(
+    admin: GroupAdmin,
+    group: str,
+    checkpoint: str,
+    batch: int | None,
+    scope: Scope,
+    spark: "SparkSession | None",
+    table: str | None,
+) -> Offsets:
+    from spark_group_source.delta import ledger_store
+    from spark_group_source.delta.checkpoint import positions
+
+    with common.checkpoint_files(checkpoint) as (files, root):
+        record = positions(files, root, group, batch)
+    ledger = None
+    if spark is not None and table is not None:
+        with contextlib.suppress(LedgerDamaged):  # unreadable: it is replaced
+            ledger = ledger_store.read_ledger(spark, table, group)
+    position = ("--to-checkpoint", checkpoint, *(() if batch is None else ("--batch", str(batch))))
+    return recorded_offsets(admin, record, position, scope, table=table, ledger=ledger)
 
 
 def _refuse_both(given: Mapping[str, bool]) -> None:

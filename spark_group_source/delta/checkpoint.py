@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pyspark.errors import AnalysisException
 
+from spark_group_source.delta.ledger_format import Ledger
 from spark_group_source.errors import CheckpointMismatch, OptionError
 from spark_group_source.model import TopicPartition
 from spark_group_source.protocol.offsets import StreamOffset, parse
@@ -233,8 +234,9 @@ def batch_lines(
     )
 
 
-def positions(files: CheckpointFiles, root: str, group: str, batch: int | None = None) -> dict[TopicPartition, int]:
-    """Return the group's positions in a query's checkpoint: after its last finished batch, or before ``batch``.
+def positions(files: CheckpointFiles, root: str, group: str, batch: int | None = None) -> Ledger:
+    """Return the group's positions in a query's checkpoint, as a ledger: after its last finished batch, or before
+    ``batch``.
 
     Raises:
         OptionError: there is no such batch, or nothing of this group in it.
@@ -243,13 +245,15 @@ def positions(files: CheckpointFiles, root: str, group: str, batch: int | None =
     number, lines = batch_lines(files, root, batch)
     side = 1 if batch is None else 0
     found: dict[TopicPartition, int] = {}
+    ids: dict[str, str] = {}
     for offset in (parse(line) for line in lines.values() if is_kafka_group(line)):
         if offset.group == group:
+            ids |= offset.topic_ids
             found |= offset.uncommitted
             found |= {tp: bounds[side] for tp, bounds in offset.ranges.items()}
     if not found:
         raise OptionError(f"batch {number} in {root} has no partition of group {group!r}", checkpoint=root)
-    return found
+    return Ledger(group=group).with_offsets(found, {name: ids.get(name, "") for name in {tp.topic for tp in found}})
 
 
 def _is_classic(spark: "SparkSession") -> bool:

@@ -4,6 +4,7 @@
 ``deltalake`` runs the SQL statements. After the commands the query continues with the same checkpoint.
 """
 
+import json
 import re
 import shlex
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -46,7 +47,10 @@ class Admin:
     """The committed offsets of one stopped group, as ``spark-group reset`` reads and moves them."""
 
     def __init__(self) -> None:
+        self.connection = ("--bootstrap-servers", SERVERS)
         self.offsets: dict[TopicPartition, CommittedOffset] = {}
+        self.topic_id = "id-1"
+        self.end = END
         self.settings: dict[str, str] = {}
         """The settings with which the last command connects."""
 
@@ -69,13 +73,19 @@ class Admin:
         return SimpleNamespace(state="empty", members=())
 
     def existing_topics(self, names: Iterable[str]) -> dict[str, Topic]:
-        return {name: Topic("id-1", 1) for name in names if name == "orders"}
+        return {name: Topic(self.topic_id, 1) for name in names if name == "orders"}
+
+    require_topics = existing_topics
 
     def earliest(self, tps: Collection[TopicPartition]) -> dict[TopicPartition, int]:
         return dict.fromkeys(tps, 0)
 
     def latest(self, tps: Collection[TopicPartition]) -> dict[TopicPartition, int]:
-        return dict.fromkeys(tps, END)
+        return dict.fromkeys(tps, self.end)
+
+    def recreate(self, id_: str, end: int) -> None:
+        """Delete the topic, with the group's offsets of it, and create it again."""
+        self.offsets, self.topic_id, self.end = {}, id_, end
 
     def move_committed(
         self, group: str, offsets: Mapping[TopicPartition, int], *, notes: Mapping[TopicPartition, str]
@@ -181,6 +191,58 @@ def test_commands_after_the_committed_offset_was_lost(
     query.run(query.sink(table), 1, refused_batch)
     continue_query(query, table, admin, 2, 20)
     assert rows(table) == records(0, 10) + records(15 if skipped else 10, 20)
+
+
+@pytest.mark.parametrize("position", ["ledger", "checkpoint", "checkpoint and table"])
+def test_a_reset_to_offsets_of_a_topic_that_was_recreated_is_refused_and_its_command_loses_nothing(
+    query: Query, table: Path, admin: Admin, position: str
+) -> None:
+    query.run(query.sink(table), 0, offset(0, one(0, 50)))
+    (query.root / "commits").mkdir()
+    (query.root / "commits" / "0").write_text("v1")
+    admin.recreate("id-2", 40)
+    to = f"--to-ledger --table {table}" if position == "ledger" else f"--to-checkpoint {query.root}"
+    to += f" --table {table}" if position == "checkpoint and table" else ""
+    again = f"reset --bootstrap-servers {SERVERS} --group etl {to}"
+    for execute in ([], ["--execute"]):
+        shown = CliRunner().invoke(app, [*again.split(), *execute])
+        assert shown.exit_code == 1
+        for part in ("topic orders was deleted and recreated", "with id id-1", "has id id-2"):
+            assert part in shown.output
+    assert admin.offsets == {}
+    (printed,) = commands(shown.output)
+    assert "--to-earliest --topic orders" in printed and (f"--table {table}" in printed) == (position != "checkpoint")
+    run_command(printed)
+    assert admin.position == 0
+    if position == "checkpoint":
+        return
+    recreated = offset(1, one(0, 40), stream="s2", topic_id="id-2", followed=FOLLOWED, reset_number=1)
+    query.run(query.sink(table), 1, recreated)
+    assert rows(table) == sorted(records(0, 50) + records(0, 40))
+    (query.root / "commits" / "1").write_text("v1")
+    admin.recreate("id-3", 10)  # the checkpoint is older than what the table has of this topic
+    run_command(f"spark-group reset --bootstrap-servers {SERVERS} --group etl --to-earliest --topic orders "
+                f"--table {table} --execute")  # fmt: skip
+    query.run(query.sink(table), 2, offset(2, one(0, 7), stream="s3", topic_id="id-3", reset_number=2))
+    (query.root / "commits" / "2").write_text("v1")
+    to_former = f"reset --bootstrap-servers {SERVERS} --group etl --to-checkpoint {query.root} --batch 0".split()
+    (printed,) = commands(CliRunner().invoke(app, [*to_former, "--table", str(table)]).output)
+    assert "--to-ledger --topic orders" in printed
+    run_command(printed)
+    assert admin.position == 7, "the records before are in the table"
+
+
+def test_a_reset_says_which_offsets_were_clamped(query: Query, table: Path, admin: Admin, tmp_path: Path) -> None:
+    query.run(query.sink(table), 0, offset(0, one(0, 50)))
+    admin.end = 40
+    words = ["reset", "--bootstrap-servers", SERVERS, "--group", "etl", "--to-ledger", "--table", str(table)]
+    said = "orders-0: offset 50 is after the end of the log; clamped to 40"
+    assert said in CliRunner().invoke(app, words).output
+    assert json.loads(CliRunner().invoke(app, [*words, "--json"]).stdout)["partitions"][0]["clamped_from"] == 50
+    exported = CliRunner().invoke(app, [*words, "--export"])
+    assert (exported.stdout, said in exported.stderr) == ("orders,0,40\n", True)
+    within = CliRunner().invoke(app, [*words[:-3], "--to-offset", "7", "--topic", "orders"]).output
+    assert "clamped" not in within
 
 
 def test_command_for_a_stream_that_does_not_know_a_reset(query: Query, table: Path, admin: Admin) -> None:
