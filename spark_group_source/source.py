@@ -152,8 +152,11 @@ class GroupStreamReader(compatibility.CheckedPickle, DataSourceStreamReader):
     def _planned_tasks(
         self, server: "ControlServer", batch: StreamOffset, placed: "list[PlacedMembers]"
     ) -> Sequence[InputPartition]:
-        from spark_group_source.agents.task import PlannedTask
+        from spark_group_source.agents.agent_folder import find_executor
+        from spark_group_source.agents.task import PlannedTask, executor_name
 
+        # In local mode this process is a child of the only executor, as its workers are.
+        driver = executor_name(find_executor()) if self._options.member_host == "auto" else ""
         plan = server.plan_tasks(batch, placed)
         late = plan.binding == "late"  # the task's claim is answered with its piece
         return [
@@ -167,6 +170,7 @@ class GroupStreamReader(compatibility.CheckedPickle, DataSourceStreamReader):
                     number,
                     late,
                     uses_agents=self._options.member_host != "driver",
+                    driver=driver,
                 ),
             )
             for number, piece in enumerate(plan.pieces)

@@ -10,7 +10,7 @@ its piece all the same, and starts no agent, which could not reach the stream re
 response to the claim names the piece.
 
 Where members stay in the stream reader, a task reads its planned piece, and connects to the stream reader only to
-report skipped records.
+report skipped records. That is so in local mode, too, where the driver's JVM is the only executor.
 """
 
 import contextlib
@@ -68,6 +68,9 @@ class PlannedTask:
     """Whether the binding is late: the task has to claim its piece."""
     uses_agents: bool = True
     """Whether members may be placed on agents."""
+    driver: str = ""
+    """The executor that gets no agent, because its JVM is the driver's: it is beside the stream reader already. Empty
+    with ``memberHost=executor``."""
 
 
 def read_piece(options: Options, piece: Piece, task: PlannedTask, read: ReadOptions) -> "Iterator[pa.RecordBatch]":
@@ -83,17 +86,17 @@ def read_piece(options: Options, piece: Piece, task: PlannedTask, read: ReadOpti
         GroupError: see :func:`fetch.read_ranges`.
     """
     counts = ReadCounts()
-    if not task.uses_agents:
+    executor = find_executor()
+    name = executor_name(executor)
+    if not task.uses_agents or name == task.driver:
         yield from read_ranges(piece, read, counts)
         if counts.lost:
-            name = executor_name(find_executor())
             ended = TaskEnded(plan=task.plan, task=task.number, executor=name, skipped=counts.lost)
             _connection_of(task, None).report(ended, connect=True)
         return
-    executor = find_executor()
     folder = open_folder(task.run, executor)
     connection = _connection_of(task, folder)
-    with _claimed(connection, task, piece, executor_name(executor), counts) as claimed:
+    with _claimed(connection, task, piece, name, counts) as claimed:
         if folder is not None and connection.is_open:
             settings = _agent_settings(options, task, executor)
             folder = folder if start_agent(settings, executor, folder) else None

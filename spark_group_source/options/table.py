@@ -294,8 +294,8 @@ class Options:
     member_host: Literal["auto", "executor", "driver"] = _option(
         "memberHost", one_of("auto", "executor", "driver"), "auto, executor or driver", default="auto",
         doc="Where the members run: in the stream reader on the driver's host, or in agents beside executors, which "
-        "prefetch records between batches. auto: in agents if they can run, otherwise on the driver's host; executor: "
-        "in agents, and the query fails if the stream reader cannot listen for them.")
+        "prefetch records between batches. auto: in agents if they can run, otherwise, and in local mode, on the "
+        "driver's host; executor: in agents, and the query fails if the stream reader cannot listen for them.")
     coordinator_port: int = _option(
         "coordinatorPort", integer(0, 65_535), "port", default=0, shown="any free port",
         doc="The port on which the stream reader listens for agents and tasks. Without agents it is used only if "

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -88,6 +89,24 @@ def test_an_unreachable_stream_reader_delays_one_task_and_is_tried_again_after_a
         connection.claim_known_piece(CLAIM)
     assert asked == [CLAIM, CLAIM]
     assert caplog.text.count("this executor does not reach the stream reader") == 1
+
+
+def test_a_task_of_the_driver_reads_its_piece_without_claim_and_agent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In local mode the driver's JVM is the executor."""
+    read: list[Piece] = []
+
+    def read_ranges(piece: Piece, *_: object) -> list[object]:
+        read.append(piece)
+        return []
+
+    monkeypatch.setattr(task, "start_agent", lambda *_: pytest.fail("an agent was started"))
+    monkeypatch.setattr(task, "read_ranges", read_ranges)
+    piece = Piece(tuple(GRANTED.ranges), GRANTED.topic_ids)
+    options = Options.parse({"kafka.bootstrap.servers": "b:1", "kafka.group.id": "g", "subscribe": "orders"})
+    with listening(lambda *_: pytest.fail("the task sent a message")) as planned:
+        here = task.executor_name(agent_folder.find_executor())
+        assert list(PlainReader(options).read(RangesPartition(piece, replace(planned, late=False, driver=here)))) == []
+    assert read == [piece]
 
 
 @pytest.mark.parametrize(("zone", "rack"), [("b", "b"), ("", "everywhere"), (None, "everywhere")])

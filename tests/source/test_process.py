@@ -9,11 +9,14 @@ import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+import psutil
 import pytest
 from conftest import await_until
 from rebalance.accounts import describe
 from scenes import Scene
 from streams import alive, descendants, numbered, readers_below, texts, values_of
+
+from spark_group_source.agents.agent_folder import agents_directory
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -124,6 +127,25 @@ def test_a_killed_driver_leaves_no_process_and_its_members_expire(scene: Scene) 
         finally:
             driver.kill()
     await_until(lambda: describe(scene.admin, scene.group).members == {}, what="the end of its members")
+
+
+# --- agents ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("member_host", "agents"), [("auto", 0), ("executor", 1)])
+def test_in_local_mode_an_agent_starts_only_if_the_option_demands_it(
+    scene: Scene, member_host: str, agents: int
+) -> None:
+    """The driver's JVM is the only executor: members beside it gain nothing over members in the stream reader."""
+    name = scene.topic()
+    scene.produce(name, numbered(0, 9))
+    before = set(agents_directory().glob("*"))
+    query = scene.job(subscribe=name, memberHost=member_host).start()
+    query.processAllAvailable()
+    (jvm,) = {psutil.Process(reader).ppid() for reader in readers_below()}
+    started = set(agents_directory().glob(f"{jvm}-*")) - before
+    query.stop()
+    assert len(started) == agents
 
 
 # --- stop() ---------------------------------------------------------------------------------------------------------
