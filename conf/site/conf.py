@@ -27,6 +27,7 @@ autodoc_preserve_defaults = True
 
 PAGES = {
     "": ["first", "when-not"],
+    "Platforms": ["clusters", "kubernetes", "databricks", "brokers"],
     "How to": ["install", "security", "monitor", "deploy", "restore", "two-applications", "migrate", "offsets"],
     "Guarantees and limits": ["guarantees", "limits", "compatibility", "performance", "faults"],
     "Reference": [
