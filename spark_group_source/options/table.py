@@ -118,12 +118,13 @@ def integer(at_least: int, at_most: int = INT64_MAX) -> Callable[[str], int]:
 
 def one_of(*words: str) -> Callable[[str], str]:
     """A parser for one of these words, case-insensitive."""
+    known = {word.lower(): word for word in words}
 
     def parse(text: str) -> str:
         word = text.strip().lower()
-        if word not in words:
+        if word not in known:
             raise ValueError(f"it must be {' or '.join(words)}{did_you_mean(word, words)}")
-        return word
+        return known[word]
 
     return parse
 

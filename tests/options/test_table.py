@@ -192,6 +192,14 @@ def test_starting_offsets_of_other_topics_are_refused_at_load(name: str) -> None
     assert Options.parse(BASE | {"subscribePattern": "o.*", name: '{"other":{"0":1}}'}).topics == ()
 
 
+# ---- words
+
+
+@pytest.mark.parametrize("word", ["auto", "availableNow", "processingTime"])
+def test_a_word_is_accepted_in_any_case(word: str) -> None:
+    assert {parsed(trigger=text).trigger for text in (word, word.lower(), word.upper(), f" {word} ")} == {word}
+
+
 # ---- limits
 
 
