@@ -31,12 +31,14 @@ log = logging.getLogger(__name__)
 SPARK: Final = "4.2"
 """The Spark version that all tests use."""
 SPARK_TESTED: Final = ("4.0", "4.1", "4.2", "4.3")
-"""The versions of Spark that the tests of ``tests/matrix.py`` use."""
+"""The versions of Spark that the tests of ``tests/matrix`` use."""
 DELTA: Final = "4.4"
-"""The supported Delta Lake version."""
+"""The Delta Lake version that all tests use. Any version that runs on a supported Spark has what the sink uses."""
+DELTA_TESTED: Final = ("4.0", "4.1", "4.4")
+"""The versions of Delta Lake that the tests of ``tests/matrix`` use."""
 DELTA_SPARK: Final = ("4.0", "4.1", "4.2")
 """The versions of Spark that :data:`DELTA` is released for."""
-PYTHON_MIN, PYTHON_MAX = (3, 11), (3, 13)
+PYTHON_MIN, PYTHON_MAX = (3, 11), (3, 14)
 JAVA: Final = ("17", "21")
 
 FEATURES: Final = {"pyspark.sql.datasource": ("DataSource", "DataSourceStreamReader", "InputPartition")}
@@ -49,7 +51,7 @@ lack the module."""
 
 REQUIREMENTS: Final = (
     f"this release is for Spark {SPARK_TESTED[0]} and newer, Python {'.'.join(map(str, PYTHON_MIN))} to "
-    f"{'.'.join(map(str, PYTHON_MAX))}, Java {' or '.join(JAVA)}, Delta Lake {DELTA}"
+    f"{'.'.join(map(str, PYTHON_MAX))}, Java {' or '.join(JAVA)}, Delta Lake {DELTA_TESTED[0]} and newer"
 )
 
 
@@ -132,8 +134,8 @@ def _spark_version() -> str:
 
 
 def check_session(spark: "SparkSession") -> None:
-    """Refuse an unsupported Java or Delta Lake of a driver. Does nothing on Spark Connect, where neither is visible,
-    and does not check Delta Lake on a platform that has its classes under other names.
+    """Refuse an unsupported Java of a driver, and log once that its Delta Lake is not tested. Does nothing on Spark
+    Connect, where neither is visible, nor for Delta Lake on a platform that has its classes under other names.
 
     Raises:
         SetupError: as in :func:`check`.
@@ -147,25 +149,38 @@ def check_session(spark: "SparkSession") -> None:
             f"Java {java} is not supported: {REQUIREMENTS}. Set JAVA_HOME to a supported Java and restart Spark"
         )
     delta = jvm.io.delta.package
-    if type(delta).__name__ == "JavaClass" and not str(delta.VERSION()).startswith(f"{DELTA}."):
-        raise SetupError(
-            f"Delta Lake {delta.VERSION()} is not supported: {REQUIREMENTS}. Use the jars of {delta_coordinate()}"
+    if type(delta).__name__ == "JavaClass":
+        _log_untested_delta(str(delta.VERSION()))
+
+
+@functools.cache
+def _log_untested_delta(version: str) -> None:
+    """Log once that this Delta Lake is accepted although no test uses it."""
+    if ".".join(version.split(".")[:2]) not in DELTA_TESTED:
+        log.warning(
+            "Delta Lake %s is not tested with this release, which is tested with Delta Lake %s",
+            version,
+            ", ".join(DELTA_TESTED),
         )
 
 
+def has_delta_release() -> bool:
+    """Whether Delta Lake has a release for the installed Spark."""
+    return (spark_minor() or SPARK) in DELTA_SPARK
+
+
 def delta_coordinate() -> str:
-    """The Maven coordinate of the supported Delta Lake for the installed Spark, as ``group:artifact:version``.
+    """The Maven coordinate of :data:`DELTA` for the installed Spark, as ``group:artifact:version``.
 
     Raises:
         SetupError: Delta Lake has no release for it.
     """
-    spark = spark_minor() or SPARK
-    if spark not in DELTA_SPARK:
+    if not has_delta_release():
         raise SetupError(
             f"Delta Lake {DELTA} has no release for Spark {_spark_version()}: its releases are for Spark "
-            f"{', '.join(DELTA_SPARK)}. Use one of them for DeltaSink"
+            f"{', '.join(DELTA_SPARK)}. Use one of them, or DeltaSink without Delta Lake in the session"
         )
-    return f"io.delta:delta-spark_{spark}_2.13:{DELTA}.0"
+    return f"io.delta:delta-spark_{spark_minor() or SPARK}_2.13:{DELTA}.0"
 
 
 # --- executors ------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from spark_group_source.local.conf import local_spark_settings
+from spark_group_source.local.conf import DELTA_SETTINGS, local_spark_settings
 from spark_group_source.local.jars import cache_dir, java_path
 
 OPTIONS = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
@@ -87,14 +87,16 @@ def make() -> None:
             "SPARK_SUBMIT_OPTS": f"{OPTIONS} -XX:ArchiveClassesAtExit={unfinished}",
         }
         builder = SparkSession.builder.master("local[2]")
-        for key, value in local_spark_settings(scratch).items():
+        settings = local_spark_settings(scratch)
+        for key, value in settings.items():
             builder = builder.config(key, value)
         spark = builder.getOrCreate()
         table = str(Path(scratch) / "table")
-        stream = spark.readStream.format("rate").load().writeStream.format("delta").trigger(availableNow=True)
+        kind = "delta" if DELTA_SETTINGS.keys() <= settings.keys() else "parquet"
+        stream = spark.readStream.format("rate").load().writeStream.format(kind).trigger(availableNow=True)
         stream.option("checkpointLocation", str(Path(scratch) / "checkpoint")).start(table).awaitTermination()
-        spark.range(10).write.format("delta").mode("append").option("mergeSchema", "true").save(table)
-        spark.read.format("delta").load(table).collect()
+        spark.range(10).write.format(kind).mode("append").option("mergeSchema", "true").save(f"{table}-of-batches")
+        spark.read.format(kind).load(f"{table}-of-batches").collect()
         gateway = spark.sparkContext._gateway.proc  # type: ignore[union-attr]
         spark.stop()
         gateway.stdin.close()  # the JVM ends in order, and writes the archive on its way out

@@ -20,6 +20,8 @@ from typer.testing import CliRunner
 import spark_group_source
 from spark_group_source import KafkaGroupDataSource, SetupError, compatibility, source
 from spark_group_source.cli.app import app
+from spark_group_source.local import conf, jars
+from spark_group_source.local.conf import local_spark_settings
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -73,7 +75,7 @@ def test_a_spark_without_a_required_class_is_refused_at_load_with_one_line(
             pytest.skip("this Spark has no such module")
         monkeypatch.delattr(importlib.import_module(module), name)
     missing = module if name is None else f"{module}.{name}"
-    said = f"Spark 3.5.2 has no {missing}: this release is for Spark 4.0 and newer, Python 3.11 to 3.13, Java"
+    said = f"Spark 3.5.2 has no {missing}: this release is for Spark 4.0 and newer, Python 3.11 to 3.14, Java"
     with pytest.raises(SetupError, match=re.escape(said)) as met:
         KafkaGroupDataSource(OPTIONS)
     assert "\n" not in str(met.value)
@@ -108,7 +110,7 @@ def test_an_untested_spark_with_these_classes_is_accepted_with_one_log_line(
     ] * is_logged
 
 
-@pytest.mark.parametrize("version", [(3, 10), (3, 14)])
+@pytest.mark.parametrize("version", [(3, 10), (3, 15)])
 def test_an_unsupported_python_is_refused(monkeypatch: pytest.MonkeyPatch, version: tuple[int, int]) -> None:
     monkeypatch.setattr(
         compatibility, "sys", SimpleNamespace(version_info=version, executable="/bin/py", modules=sys.modules)
@@ -126,22 +128,25 @@ def session(java: str, delta: str | None) -> Any:
     return SimpleNamespace(_jvm=jvm, _jsparkSession=object())
 
 
+def test_an_unsupported_java_is_refused() -> None:
+    with pytest.raises(SetupError, match=r"Java 25 is not supported: .*JAVA_HOME"):
+        compatibility.check_session(session("25", "4.4.0"))
+
+
 @pytest.mark.parametrize(
-    ("java", "delta", "said"),
-    [
-        ("25", "4.4.0", "Java 25 is not supported: .*JAVA_HOME"),
-        ("21", "4.3.1", "Delta Lake 4.3.1 is not supported: .*4.4.0$"),
-    ],
+    ("java", "delta", "is_logged"),
+    [("17", "4.0.0", False), ("21", "4.4.2", False), ("17", "4.17.0", True), ("17", None, False)],
 )
-def test_an_unsupported_java_or_delta_is_refused(java: str, delta: str, said: str) -> None:
-    with pytest.raises(SetupError, match=said):
+def test_a_supported_java_and_any_delta_are_accepted(
+    java: str, delta: str | None, is_logged: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    compatibility._log_untested_delta.cache_clear()
+    for _ in range(2):
         compatibility.check_session(session(java, delta))
-
-
-@pytest.mark.parametrize(("java", "delta"), [("17", "4.4.0"), ("21", "4.4.2"), ("17", None)])
-def test_a_supported_java_and_delta_are_accepted(java: str, delta: str | None) -> None:
-    compatibility.check_session(session(java, delta))
     compatibility.check_session(SimpleNamespace())  # type: ignore[arg-type]  # Spark Connect has neither
+    assert [record.message.partition(" is not tested")[0] for record in caplog.records] == [
+        f"Delta Lake {delta}"
+    ] * is_logged
 
 
 @pytest.mark.spark
@@ -171,6 +176,24 @@ def test_a_spark_without_a_delta_release_is_reported(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(pyspark, "__version__", "4.3.0")
     with pytest.raises(SetupError, match=r"Delta Lake 4\.4 has no release for Spark 4\.3\.0: .* 4\.0, 4\.1, 4\.2\."):
         compatibility.delta_coordinate()
+
+
+def test_a_session_of_a_spark_without_a_delta_release_has_no_settings_of_delta(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(pyspark, "__version__", "4.3.0")
+    settings = local_spark_settings(tmp_path)
+    assert not [key for key, value in settings.items() if "delta" in value or key == "spark.jars"]
+    assert [record.message.partition(":")[0] for record in caplog.records] == [
+        "Delta Lake has no release for the installed Spark"
+    ]
+
+
+def test_delta_lake_among_sparks_own_jars_is_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "delta-spark_2.13-4.0.0.jar").touch()
+    monkeypatch.setattr(jars, "_spark_jars", lambda: tmp_path)
+    settings = local_spark_settings(tmp_path)
+    assert "spark.jars" not in settings and settings.items() >= conf.DELTA_SETTINGS.items()
 
 
 def test_on_an_older_spark_the_lookup_of_sources_works_and_this_one_is_refused_at_load() -> None:

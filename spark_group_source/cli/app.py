@@ -210,7 +210,7 @@ def jars() -> None:
     from spark_group_source.local.jars import delta_jars, kafka_jars
 
     for name, found in (("Kafka", kafka_jars()), ("Delta Lake", delta_jars())):
-        typer.echo(f"{name}: {len(found)} jars in {found[0].parent}")
+        typer.echo(f"{name}: {len(found)} jars" + (f" in {found[0].parent}" if found else ""))
     prepare()
 
 

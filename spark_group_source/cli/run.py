@@ -35,7 +35,7 @@ from spark_group_source.cli.common import settings_in
 from spark_group_source.delta import table_names
 from spark_group_source.errors import GroupError
 from spark_group_source.host.run_files import drain
-from spark_group_source.local.jars import delta_jars
+from spark_group_source.local.conf import DELTA_SETTINGS, delta_settings
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -61,11 +61,6 @@ _MESSAGE: Final = re.compile(
     r"(?:spark_group_source\.errors|pyspark\.errors\.exceptions\.\w+)\.(\w+): (.+(?:\n(?: {2}| {4})\S.*)*)"
 )
 """The class and the message of an error in a stack trace, with the indented lines of its commands."""
-
-DELTA_SETTINGS: Final = {
-    "spark.sql.extensions": "io.delta.sql.DeltaSparkSessionExtension",
-    "spark.sql.catalog.spark_catalog": "org.apache.spark.sql.delta.catalog.DeltaCatalog",
-}
 
 
 def run(
@@ -281,15 +276,14 @@ def _session(name: str) -> "SparkSession":
     builder = SparkSession.builder.appName(name)
     if "PYSPARK_GATEWAY_PORT" not in os.environ:  # not under spark-submit: this process starts the JVM
         os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
-        builder = builder.config("spark.jars", ",".join(map(str, delta_jars())))
-        for key, value in DELTA_SETTINGS.items():
+        for key, value in delta_settings().items():
             builder = builder.config(key, value)
     return builder.getOrCreate()
 
 
 def _check_delta(spark: "SparkSession") -> None:
-    if "DATABRICKS_RUNTIME_VERSION" in os.environ:
-        return
+    if "DATABRICKS_RUNTIME_VERSION" in os.environ or not compatibility.has_delta_release():
+        return  # without a release, DeltaSink writes natively
     if "DeltaSparkSessionExtension" not in (spark.conf.get("spark.sql.extensions", "") or ""):
         raise typer.BadParameter(
             "this Spark session cannot write Delta tables. Give spark-submit --packages "

@@ -3,10 +3,19 @@
 Runs in: tests, the demo, the command line. Deliberately absent: the source's own options (``options``).
 """
 
+import logging
 import sys
 from pathlib import Path
+from typing import Final
 
-from spark_group_source.local.jars import delta_jars
+from spark_group_source.local.jars import contains_delta, delta_jars
+
+log = logging.getLogger(__name__)
+
+DELTA_SETTINGS: Final = {
+    "spark.sql.extensions": "io.delta.sql.DeltaSparkSessionExtension",
+    "spark.sql.catalog.spark_catalog": "org.apache.spark.sql.delta.catalog.DeltaCatalog",
+}
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 
@@ -56,10 +65,27 @@ def pairs_in(text: str, where: str, separator: str = "=") -> dict[str, str]:
     return found
 
 
+def delta_settings() -> dict[str, str]:
+    """The jars and settings by which a session has Delta Lake; empty if it has no release for the installed Spark.
+
+    Raises:
+        SetupError: Delta's jars cannot be downloaded.
+    """
+    jars = delta_jars()
+    if not jars and not contains_delta():
+        log.warning(
+            'Delta Lake has no release for the installed Spark: the session has no format("delta"), and DeltaSink '
+            "writes natively, to local file systems only"
+        )
+        return {}
+    return DELTA_SETTINGS | ({"spark.jars": ",".join(map(str, jars))} if jars else {})
+
+
 def local_spark_settings(scratch: str | Path) -> dict[str, str]:
     """Settings for a Spark session on this machine with Delta Lake: ``conf/spark-defaults.conf``, jars and directories.
 
-    They take effect only in the first session of a process, which starts the JVM.
+    They take effect only in the first session of a process, which starts the JVM. Where Delta Lake has no release for
+    the installed Spark, the session has none.
 
     Args:
         scratch: an existing directory for the warehouse and temporary files.
@@ -67,13 +93,17 @@ def local_spark_settings(scratch: str | Path) -> dict[str, str]:
     Raises:
         SetupError: Delta's jars cannot be downloaded.
     """
-    return read_conf("spark-defaults.conf") | {
-        "spark.jars": ",".join(map(str, delta_jars())),
-        # Also the temporary directory: a killed JVM would leave files in /tmp.
-        "spark.driver.extraJavaOptions": (
-            f"-Dlog4j2.configurationFile={conf_path('log4j2.properties')} -Djava.io.tmpdir={scratch}"
-        ),
-        "spark.sql.warehouse.dir": str(Path(scratch) / "warehouse"),
-        "spark.pyspark.python": sys.executable,
-        "spark.pyspark.driver.python": sys.executable,
-    }
+    defaults = {key: value for key, value in read_conf("spark-defaults.conf").items() if key not in DELTA_SETTINGS}
+    return (
+        defaults
+        | delta_settings()
+        | {
+            # Also the temporary directory: a killed JVM would leave files in /tmp.
+            "spark.driver.extraJavaOptions": (
+                f"-Dlog4j2.configurationFile={conf_path('log4j2.properties')} -Djava.io.tmpdir={scratch}"
+            ),
+            "spark.sql.warehouse.dir": str(Path(scratch) / "warehouse"),
+            "spark.pyspark.python": sys.executable,
+            "spark.pyspark.driver.python": sys.executable,
+        }
+    )

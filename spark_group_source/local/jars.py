@@ -154,8 +154,18 @@ def resolve(coordinates: Sequence[str], exclude: Sequence[str] = (), *, mb: int)
 
 
 def delta_jars() -> list[Path]:
-    """The jars of Delta Lake, for ``spark.jars``, without those that Spark contains."""
+    """The jars of Delta Lake, for ``spark.jars``, without those that Spark contains.
+
+    There are none if Spark contains Delta Lake, as on many platforms, or if Delta Lake has no release for it.
+    """
+    if contains_delta() or not compatibility.has_delta_release():
+        return []
     return _without_sparks(resolve((compatibility.delta_coordinate(),), exclude=_sparks_modules(), mb=13))
+
+
+def contains_delta() -> bool:
+    """Whether Delta Lake is among Spark's own jars."""
+    return any(_spark_jars().glob("delta-spark*.jar"))
 
 
 def kafka_jars() -> list[Path]:
@@ -168,9 +178,13 @@ def kafka_tools_jars() -> list[Path]:
     return resolve(KAFKA_TOOLS_COORDINATES, exclude=KAFKA_TOOLS_EXCLUDE, mb=33)
 
 
-def spark_kafka_jars() -> list[Path]:
-    """The jars of Spark's own Kafka connector, for comparisons in benchmarks and tests only."""
-    connector = f"org.apache.spark:spark-sql-kafka-0-10_{SCALA}:{metadata.version('pyspark')}"
+def spark_kafka_jars(version: str = "") -> list[Path]:
+    """The jars of Spark's own Kafka connector, for comparisons in benchmarks and tests only.
+
+    Args:
+        version: empty: that of the installed Spark.
+    """
+    connector = f"org.apache.spark:spark-sql-kafka-0-10_{SCALA}:{version or metadata.version('pyspark')}"
     exclude = (*SPARK_KAFKA_EXCLUDE, *_sparks_modules())
     return _without_sparks(resolve((connector, TOKEN_PROVIDER), exclude=exclude, mb=10))
 
