@@ -5,6 +5,7 @@
 #   make prove G=3   the tests of one guarantee, here G3, at each level
 #   make check   style and types      make soak    the long tests
 #   make bench   the benchmarks       make docs    the site of docs/, into build/site
+#   make matrix  the tests on each version of Spark and Kafka that is supported; hours; ARGS="--cell 'Spark 4.0.0'"
 #   make structure   files, import levels, cycles, files with one importer, duplicate class names
 #   make clean   remove everything that the other targets created here
 #   MEMBER_HOST=auto make test   the tests with members beside executors, unless a test sets memberHost
@@ -19,7 +20,7 @@ export PYTHON
 # -s and --pdb work.
 WORKERS ?= $(if $(ARGS),0,4)
 
-.PHONY: demo test test-all prove unit check structure bench soak docs clean tools
+.PHONY: demo test test-all prove unit check structure bench matrix soak docs clean tools
 .DEFAULT_GOAL := test
 
 demo: $(LOCAL)
@@ -41,12 +42,17 @@ check: $(STAMP)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
+	@$(BIN)/mypy --python-version 3.14 spark_group_source pyspark_kafka_group
+	@$(BIN)/vermin --quiet --no-tips --violations --target=3.11- spark_group_source pyspark_kafka_group
 
 structure: $(STAMP)
 	@$(BIN)/python -m tests.structure
 
 bench: $(STAMP)
 	@$(BIN)/python -m tests.bench $(ARGS)
+
+matrix: $(STAMP)
+	@$(BIN)/python -m tests.matrix $(ARGS)
 
 soak: $(STAMP)
 	@$(BIN)/python -m pytest -m soak -o timeout=7200 -o faulthandler_timeout=7190 $(ARGS)

@@ -41,6 +41,7 @@ from rich.console import ConsoleDimensions
 from scenes import WIDTH, Scene
 
 from spark_group_source.cli import common
+from spark_group_source.local import jars
 from spark_group_source.local.conf import local_spark_settings
 from spark_group_source.local.jars import delta_jars, kafka_tools_jars, spark_kafka_jars
 
@@ -94,6 +95,9 @@ NO_JAVA_HOME = "/no/java/here/ask/for/the/fixture/jvm"
 """JAVA_HOME of tests that start no JVM. It appears in the error of a test that does."""
 
 _numbers = itertools.count(1)
+
+if MATRIX_KAFKA := os.environ.get("MATRIX_KAFKA"):  # `make matrix`: the version of all brokers of these tests
+    jars.KAFKA_COORDINATES = (f"org.apache.kafka:kafka_{jars.SCALA}:{MATRIX_KAFKA}", *jars.KAFKA_COORDINATES[1:])
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -22,6 +22,7 @@ from spark_group_source.protocol.states import AgentState, PartitionState, RunSt
 
 sys.path.insert(0, str(Path(__file__).parent))  # `python -m tests.render` does not have it there
 import proofs
+from matrix import results
 
 ROOT = Path(__file__).resolve().parent.parent
 STATES = ROOT / "docs/states.md"
@@ -31,6 +32,7 @@ CLI = ROOT / "docs/cli.md"
 METRICS = ROOT / "docs/metrics.md"
 ERRORS = ROOT / "docs/errors.md"
 GUARANTEES = ROOT / "docs/guarantees.md"
+COMPATIBILITY = ROOT / "docs/compatibility.md"
 
 Table = Mapping[Any, Enum]  # keys: a state of its own kind, and a cause
 DRAWN: tuple[tuple[str, type[Enum], Table], ...] = (
@@ -56,6 +58,11 @@ def blocks() -> dict[Path, dict[str, str]]:
             "group metrics": metrics_table(group_metrics.METRICS),
         },
         GUARANTEES: {"proofs": proofs.table()},
+        COMPATIBILITY: {
+            "matrix of Spark": results.spark_table(results.Results()),
+            "matrix of Kafka": results.broker_table(results.Results()),
+            "installed beside": results.installed_table(results.Results()),
+        },
         ERRORS: {"errors": "\n".join(map(section, kinds(errors.SourceError)))},
         STATES: {f"{name} states": f"{diagram(kind, table)}\n{rows(kind, table)}" for name, kind, table in DRAWN},
     }
