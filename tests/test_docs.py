@@ -92,6 +92,20 @@ def test_make_target_of_a_document_exists(arguments: list[str]) -> None:
     assert arguments[0] in targets
 
 
+PAPERS = [*DOCUMENTS, ROOT / "CHANGELOG.md", *sorted((ROOT / ".github").rglob("*.md"))]
+
+
+@pytest.mark.parametrize("path", PAPERS, ids=lambda path: path.name)
+def test_files_and_make_targets_that_a_document_names_exist(path: Path) -> None:
+    text = path.read_text()
+    named = set(re.findall(r"`((?:docs|conf|jobs|notebooks|tests|spark_group_source|\.github)/[\w./-]*\w)`", text))
+    if path.name != "renames.md":
+        assert {name for name in named if not (ROOT / name).exists()} == set()
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    typed_here = re.findall(r"^make ([a-z-]+)", "\n".join(found[2] for found in BLOCK.findall(text)), re.MULTILINE)
+    assert set(typed_here) <= targets
+
+
 class Understood(Exception):
     """A benchmark accepted its arguments."""
 

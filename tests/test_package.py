@@ -66,6 +66,14 @@ def test_messages_name_the_declared_versions() -> None:
     assert records.PYARROW in PROJECT["dependencies"]
 
 
+def test_the_changelog_has_the_version_and_a_date_for_each_release() -> None:
+    headings = re.findall(r"^## (.+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    newest, *released = headings
+    assert newest.startswith(f"{spark_group_source.__version__} (")
+    assert re.fullmatch(r"[\d.]+ \((?:unreleased|\d{4}-\d{2}-\d{2})\)", newest)
+    assert all(re.fullmatch(r"[\d.]+ \(\d{4}-\d{2}-\d{2}\)", heading) for heading in released)
+
+
 # --- built once, without downloads -----------------------------------------------------------------------------------
 
 

@@ -29,7 +29,7 @@ PAGES = {
     "": ["first", "when-not"],
     "Platforms": ["clusters", "kubernetes", "databricks", "brokers"],
     "How to": ["install", "security", "monitor", "deploy", "restore", "two-applications", "migrate", "offsets"],
-    "Guarantees and limits": ["guarantees", "limits", "compatibility", "performance", "faults"],
+    "Guarantees and limits": ["guarantees", "limits", "compatibility", "support", "performance", "faults"],
     "Reference": [
         "options",
         "sink",
