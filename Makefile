@@ -7,6 +7,7 @@
 #   make bench   the benchmarks       make docs    the site of docs/, into build/site
 #   make matrix  the tests on each version of Spark and Kafka that is supported; hours; ARGS="--cell 'Spark 4.0.0'"
 #   make structure   files, import levels, cycles, files with one importer, duplicate class names
+#   make mutants SEED=1 COUNT=200   random changes of the product's decisions, and which of them no test finds
 #   make clean   remove everything that the other targets created here
 #   MEMBER_HOST=auto make test   the tests with members beside executors, unless a test sets memberHost
 
@@ -20,7 +21,7 @@ export PYTHON
 # -s and --pdb work.
 WORKERS ?= $(if $(ARGS),0,4)
 
-.PHONY: demo test test-all prove unit check structure bench matrix soak docs clean tools
+.PHONY: demo test test-all prove unit check structure bench matrix soak mutants docs clean tools
 .DEFAULT_GOAL := test
 
 demo: $(LOCAL)
@@ -56,6 +57,11 @@ matrix: $(STAMP)
 
 soak: $(STAMP)
 	@$(BIN)/python -m pytest -m soak -o timeout=7200 -o faulthandler_timeout=7190 $(ARGS)
+
+mutants: $(STAMP)
+	@$(BIN)/python -m tests.random_mutants map >/dev/null
+	@$(BIN)/python -m tests.random_mutants run --seed $(or $(SEED),1) --count $(or $(COUNT),200)
+	@$(BIN)/python -m tests.random_mutants show --seed $(or $(SEED),1)
 
 docs: $(STAMP)
 	@$(BIN)/python -m sphinx -q -W --keep-going -E -d build/doctrees -c conf/site docs build/site

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Protocol
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the tests' modules are found as by pytest
 
@@ -61,10 +62,20 @@ class Mutant:
         return text.replace(self.old, self.new)
 
 
+class ChangedModule(Protocol):
+    """A module of the package with another text."""
+
+    @property
+    def file(self) -> str: ...
+    @property
+    def module(self) -> str: ...
+    def source(self) -> str: ...
+
+
 class Finder(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
     """Loads one module from a mutant's source."""
 
-    def __init__(self, mutant: Mutant) -> None:
+    def __init__(self, mutant: ChangedModule) -> None:
         self._mutant = mutant
 
     def find_spec(

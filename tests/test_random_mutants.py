@@ -1,0 +1,61 @@
+"""The tool that breaks the product at random places: what it changes, and that a result is one."""
+
+import random
+from pathlib import Path
+
+import pytest
+import random_mutants
+from random_mutants import FOUND, SURVIVED, UNTESTED, RandomMutant
+
+MODULE = '''
+"""A text, which is no decision."""
+BOUND = 5
+
+def decide(a: int | None, b: int) -> bool:
+    """Another text."""
+    log.info("skipped: %s", a + b)
+    if a is None or not b < 3:
+        raise ValueError(f"{a + b}")
+    return min(a, b) + 1 == b
+'''
+
+
+def test_mutants_change_decisions_and_neither_texts_nor_bounds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "m.py").write_text(MODULE)
+    monkeypatch.setattr(random_mutants, "PACKAGE", tmp_path)
+    assert [(mutant.old, mutant.new) for mutant in random_mutants.mutants_of("m.py")] == [
+        ("a is None or not b < 3", "((a is None) and (not b < 3))"),
+        ("a is None or not b < 3", "(not b < 3)"),
+        ("a is None or not b < 3", "(a is None)"),
+        ("a is None", "(a is not None)"),
+        ("not b < 3", "(b < 3)"),
+        ("b < 3", "(b <= 3)"),
+        ("3", "4"),
+        ("return min(a, b) + 1 == b", "return None"),
+        ("min(a, b) + 1 == b", "(min(a, b) + 1 != b)"),
+        ("min(a, b) + 1", "(min(a, b) - 1)"),
+        ("min(a, b)", "max(a, b)"),
+        ("1", "2"),
+    ]
+
+
+def test_mutants_of_the_product_are_valid_python_and_the_same_for_the_same_seed() -> None:
+    every = random_mutants.all_mutants()
+    for mutant in (chosen := random.Random(7).sample(every, 40)):
+        compile(mutant.source(), mutant.file, "exec")
+    assert chosen == random.Random(7).sample(random_mutants.all_mutants(), 40)
+
+
+@pytest.mark.parametrize(
+    ("tests", "outcome"),
+    [
+        (["tests/model/test_offset_json.py"], FOUND),
+        (["tests/test_waits.py"], SURVIVED),  # they do not execute the line
+        ([], UNTESTED),
+    ],
+)
+def test_a_mutant_is_found_if_a_test_fails(tests: list[str], outcome: str) -> None:
+    file = "protocol/offsets.py"
+    mutant = next(mutant for mutant in random_mutants.mutants_of(file) if mutant.new == "return None")
+    assert isinstance(mutant, RandomMutant)
+    assert random_mutants._play(mutant, tests)[0] == outcome
