@@ -258,8 +258,11 @@ def _download(java: Path, coordinates: Sequence[str], exclude: Sequence[str], ta
 
 
 def _run_ivy(command: Sequence[str], names: str, cache: Path, mb: int) -> tuple[int, str]:
-    """Run Ivy, report every few seconds how much its cache has grown, and return its exit code and output."""
-    started, before = time.monotonic(), _size_mb(cache)
+    """Run Ivy, report every few seconds how much its cache has grown, and return its exit code and output.
+
+    Ivy first loads the descriptors of all dependencies, one after the other, and then the jars.
+    """
+    started, before, descriptors = time.monotonic(), _size_mb(cache), _descriptors(cache)
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as ivy:
         while True:
             waited_s = time.monotonic() - started
@@ -270,7 +273,14 @@ def _run_ivy(command: Sequence[str], names: str, cache: Path, mb: int) -> tuple[
                 if waited_s > RESOLVE_S:
                     ivy.kill()
                     raise SetupError(f"downloading {names} took longer than {RESOLVE_S} s; try again") from exc
-            _report(f"  {_size_mb(cache) - before:.0f} of {mb} MB after {time.monotonic() - started:.0f} s")
+            loaded, read = _size_mb(cache) - before, _descriptors(cache) - descriptors
+            done = f"{loaded:.0f} of {mb} MB" if loaded else f"resolving dependencies: {read} descriptors"
+            _report(f"  {done} after {time.monotonic() - started:.0f} s")
+
+
+def _descriptors(folder: Path) -> int:
+    """The number of descriptors of dependencies in Ivy's cache."""
+    return sum(1 for _ in folder.rglob("*.xml.original"))
 
 
 def _size_mb(folder: Path) -> float:

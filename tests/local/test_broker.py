@@ -288,19 +288,23 @@ def test_failed_download_is_reported_in_one_line_with_remedy(
     assert f" MB, from the repositories of {nowhere} to {jars.cache_dir() / 'kafka_2.13-'}" in announced
 
 
-def test_a_download_reports_how_much_it_has_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_download_reports_its_descriptors_and_its_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "before.jar").write_bytes(bytes(4_000_000))
     reported: list[str] = []
 
     def report(line: str) -> None:
         reported.append(line)
+        if line.startswith("  resolving dependencies: 1 descriptors after "):
+            (tmp_path / "resolved").touch()
         if line.startswith("  3 of 45 MB after "):
             (tmp_path / "seen").touch()
 
     monkeypatch.setattr(jars, "_report", report)
     monkeypatch.setattr(jars, "PROGRESS_S", 0.05)
     loads = (
-        "import pathlib, time; pathlib.Path('new.jar.part').write_bytes(bytes(3_000_000))\n"
+        "import pathlib, time; pathlib.Path('ivy-4.2.1.xml.original').touch()\n"
+        "while not pathlib.Path('resolved').exists(): time.sleep(0.01)\n"
+        "pathlib.Path('new.jar.part').write_bytes(bytes(3_000_000))\n"
         "while not pathlib.Path('seen').exists(): time.sleep(0.01)\n"
         "print('loaded')"
     )
