@@ -83,7 +83,7 @@ def read_piece(options: Options, piece: Piece, task: PlannedTask, read: ReadOpti
 
     Raises:
         ChannelBroken: the binding is late, and the stream reader cannot be reached.
-        GroupError: see :func:`fetch.read_ranges`.
+        GroupError: see :func:`~spark_group_source.reader.range_reader.read_ranges`.
     """
     counts = ReadCounts()
     executor = find_executor()
