@@ -3,7 +3,9 @@
 Runs in: tests. Deliberately absent: Delta's own readers. The content of a table is read from the files of its log.
 """
 
+import base64
 import json
+import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -90,10 +92,27 @@ def notes(commit: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def next_offsets(table: Path | str, group: str = "etl") -> dict[tuple[str, int], int]:
-    """Return the ledger of a group from the log's files: from the last note that has one."""
-    noted = [doc["ledger"] for commit in commits(table) for doc in notes(commit) if doc.get("group") == group]
-    topics = noted[-1]["topics"] if noted else {}
-    return {(topic, int(p)): n for topic, entry in topics.items() for p, n in entry["offsets"].items()}
+    """Return the ledger of a group from the log's files: the last full one, and all changes since."""
+    found: dict[tuple[str, int], int] = {}
+    for noted in (doc["ledger"] for commit in commits(table) for doc in notes(commit) if doc["group"] == group):
+        if "full" not in noted:
+            found = {(t, p): n for t, entry in noted["topics"].items() for p, n in numbers(entry["offsets"]).items()}
+            continue
+        for topic, text in noted["topics"].items():
+            for p, moved in numbers(text).items():
+                found[topic, p] = found.get((topic, p), 0) + moved
+    return found
+
+
+def numbers(text: str) -> dict[int, int]:
+    """Return the numbers by partition of a text in a note."""
+    if text.startswith("zlib:"):
+        text = zlib.decompress(base64.b64decode(text[5:])).decode()
+    found: dict[int, int] = {}
+    for run in text.split(";") if text else ():
+        first, *each = run.split(",")
+        found |= {int(first) + n: int(number) for n, number in enumerate(each)}
+    return found
 
 
 def parquet_files(table: Path) -> set[str]:

@@ -77,7 +77,7 @@ def _shown(spark: "SparkSession", table: str) -> list[dict[str, Any]]:
     found = ledger_store.read_ledgers(history)
     last: dict[str, Commit] = {}
     for commit in history.commits():
-        last |= {group: commit for group in found.keys() - last.keys() if commit.has_ledger(group)}
+        last |= {group: commit for group in found.keys() - last.keys() if commit.ledger_entry(group)}
         if len(last) == len(found):
             break
     described = spark.sql(f"DESCRIBE HISTORY {table_names.sql_name(history.table)}")
@@ -93,7 +93,9 @@ def _group(group: str, ledger: "Ledger | None", commit: "Commit | None", at: "Ma
         return {"group": group, "number": None, "version": version, "written": written, "by": gone} | {
             "reset": None, "streams": {}, "topics": {}
         }  # fmt: skip
-    batches = [f"batch {offset.seq} of stream {offset.stream}" for offset in commit.batches(group)]
+    entry = commit.ledger_entry(group) or {}
+    newest = list(ledger.streams.items())[-1:]  # the stream that wrote last
+    batches = [] if "reason" in entry else [f"batch {batch.seq} of stream {stream}" for stream, batch in newest]
     return {
         "group": group,
         "number": ledger.number,

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from spark_group_source import command_line
 from spark_group_source.delta import table_names
 from spark_group_source.delta.ledger_decision import format_ranges
-from spark_group_source.delta.ledger_format import Ledger
+from spark_group_source.delta.ledger_format import Ledger, first_offsets
 from spark_group_source.delta.table_history import TableHistory
 from spark_group_source.errors import LedgerConflict
 from spark_group_source.model import OffsetRange, TopicPartition
@@ -84,7 +84,7 @@ def find_restore(history: TableHistory, group: str, *, after: int = -1) -> Resto
             return None
         if commit.restore is not None:
             return Restore(commit.version, history.source.restored_to(commit), batch_version)
-        if batch_version is None and commit.has_ledger(group):
+        if batch_version is None and commit.ledger_entry(group) is not None:
             decided_at, batch_version = commit.read, commit.version
     return None
 
@@ -111,16 +111,16 @@ def ledger_of_rows(history: TableHistory, group: str, restore: Restore | None = 
     if restore.concurrent_batch is not None:
         raise _batch_behind_restore(history.table, group, restore)
     restored = ledger_of_rows(history.at(restore.restored_to), group) or Ledger(group=group)
-    first_offsets: dict[TopicPartition, int] = {}
+    starts: dict[TopicPartition, int] = {}
     for commit in history.at(restore.version - 1).commits(after=restore.restored_to):  # newest first
-        for batch in commit.batches(group):
-            first_offsets |= {tp: start for tp, (start, _) in batch.ranges.items()}
+        if (entry := commit.ledger_entry(group)) is not None:
+            starts |= first_offsets(entry["ledger"])
     same_topics = {
         name: topic.id
         for name, topic in restored.topics.items()
         if name not in newest.topics or newest.topics[name].is_same(topic.id)
     }
-    offsets = {tp: first_offsets.get(tp, 0) for tp in newest.offsets} | {
+    offsets = {tp: starts.get(tp, 0) for tp in newest.offsets} | {
         tp: n for tp, n in restored.offsets.items() if tp.topic in same_topics
     }
     recreated = {topic.id: topic for name, topic in restored.topics.items() if name not in same_topics}

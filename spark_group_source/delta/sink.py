@@ -129,6 +129,8 @@ class DeltaSink:
         """The table's id; empty until the first batch."""
         self._ledgers: dict[str, Ledger] = {}
         """The newest ledger of each group, with the version of the table up to which it is known."""
+        self._log_retention_ms = 0
+        """How long the table keeps its log, in ms; read at the first batch, and with the native writer at each one."""
         self._idle_logs: list[LogFiles] = []
         """Opened logs of the table that no batch uses now; several queries may write at the same time."""
 
@@ -166,16 +168,19 @@ class DeltaSink:
             compatibility.check_session(df.sparkSession)
             if not table.exists():
                 table.create(self._transformed(df))
-            self._refuse_transaction_retention(table)
+            self._read_properties(table)
             self._table_id = table.identity()
             log.info("table %s: written %s", self.table, table.described_writer())
         elif table.log is not None:  # the properties are read already
-            self._refuse_transaction_retention(table)
+            self._read_properties(table)
         return table
 
-    def _refuse_transaction_retention(self, table: TableWriter) -> None:
-        retention = table.transaction_retention()
-        if retention is not None:
+    def _read_properties(self, table: TableWriter) -> None:
+        """Read how long the table keeps its log. Raises OptionError if it does not keep the numbers of commits."""
+        properties = table.properties()
+        log_retention = properties.get(table_names.LOG_RETENTION, table_names.LOG_RETENTION_DEFAULT)
+        self._log_retention_ms = table_names.interval_ms(log_retention)
+        if (retention := properties.get(table_names.RETENTION)) is not None:
             name = table_names.sql_name(table.table)
             unset = f"ALTER TABLE {name} UNSET TBLPROPERTIES ('{table_names.RETENTION}')"
             raise OptionError(
@@ -251,10 +256,10 @@ class _BatchCommit:
         history = self._read_history()
         if not planned.offsets and self._is_recorded_without_ledger(history):
             return ()
-        groups = dict.fromkeys(offset.group for offset in planned.offsets)
+        ledgers = {group: self._read_ledger(history, group) for group in {o.group: None for o in planned.offsets}}
         decision = ledger_decision.decide(
             planned.offsets,
-            {group: self._read_ledger(history, group) for group in groups},
+            ledgers,
             table=self.table.table,
             batch_id=planned.batch_id,
             other_sources=planned.other_sources > 0,
@@ -262,7 +267,7 @@ class _BatchCommit:
         if isinstance(decision, AlreadyWritten):
             log.info("table %s: already has batch %d of query %s", self.sink.table, planned.batch_id, planned.query_id)
         else:
-            self._commit(history, decision)
+            self._commit(history, ledgers, decision)
         return decision.durable
 
     # --- read -------------------------------------------------------------------------------------------------------
@@ -349,15 +354,21 @@ class _BatchCommit:
 
     # --- write ------------------------------------------------------------------------------------------------------
 
-    def _commit(self, history: TableHistory, decision: WriteBatch) -> None:
+    def _commit(self, history: TableHistory, before: Mapping[str, Ledger | None], decision: WriteBatch) -> None:
         sink, planned = self.sink, self.planned
-        ledgers = {group: ledger.with_next_number() for group, ledger in decision.ledgers.items()}
+        ledgers: dict[str, Ledger] = {}
+        texts: dict[str, str] = {}
+        for group, ledger in decision.ledgers.items():
+            starts = {tp: start for o in planned.offsets if o.group == group for tp, (start, _) in o.ranges.items()}
+            ledgers[group], texts[group] = ledger.with_next_number().to_commit(
+                before[group], starts, now_ms=table_writer.now_ms(), log_retention_ms=sink._log_retention_ms
+            )
         numbers = {APP_PREFIX + group: ledger.number for group, ledger in ledgers.items()}
         version = self.table.commit(
             history,
             self._rows_without(decision.drop) if decision.reads_rows else None,
             numbers or {planned.query_id: planned.batch_id},
-            note_of(planned.offsets, ledgers.values(), read=history.version),
+            note_of(texts, read=history.version),
             needed=bool(decision.drop) or decision.changes_ledger or (not ledgers and planned.other_sources > 0),
         )
         if version is None:

@@ -9,28 +9,26 @@ loaded, which is wrong when another writer commits meanwhile. Where the log cann
 the commits, there are no credentials, ``deltalake`` is not installed), ``DESCRIBE HISTORY`` has the same facts, for one
 Spark job per query (:class:`DescribedHistory`).
 
-The *note* is the ``userMetadata`` of a commit: the offsets of the batch, then the ledger of each of its groups as it is
-after that commit. ``read`` is the version of the table by which the writer decided::
+The *note* is the ``userMetadata`` of a commit: the ledger of each of its groups as it is after that commit, in full or
+as changes (:mod:`ledger_format`). ``read`` is the version of the table by which the writer decided::
 
-    [{"group":"etl","seq":17,"stream":"9f2c","topics":{...},"v":1},
-     {"group":"etl","ledger":{...},"read":41,"v":1}]
+    [{"group":"etl","ledger":{...},"read":41,"v":1}]
 
-The note of ``spark-group reset`` is one such ledger with a ``reason``.
+The note of ``spark-group reset`` has a ``reason``, too.
 
 ``RESTORE`` removes rows and leaves ``SetTransaction`` numbers as they are, so the newest ledger still counts the
 removed rows; :mod:`restored_table` compares the two.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from pyspark.errors import PySparkException
 
 from spark_group_source.delta import table_names
-from spark_group_source.delta.ledger_format import APP_PREFIX, VERSION, Ledger
+from spark_group_source.delta.ledger_format import APP_PREFIX, VERSION, Ledger, is_full
 from spark_group_source.errors import LedgerConflict
-from spark_group_source.protocol.offsets import StreamOffset, parse
 
 if TYPE_CHECKING:
     from deltalake import DeltaTable
@@ -49,19 +47,23 @@ NOT_A_TABLE = {
 """The error conditions by which Delta reports that there is no table."""
 
 
-def note_of(offsets: Sequence[StreamOffset], ledgers: Iterable[Ledger], *, read: int, reason: str | None = None) -> str:
-    """Return the note of a commit: the offsets of its batch and the ledgers after it.
+def note_of(ledgers: Mapping[str, str], *, read: int, reason: str | None = None) -> str:
+    """Return the note of a commit: the ledgers after it.
 
     Args:
+        ledgers: the JSON of each group's ledger (:meth:`Ledger.to_commit`).
         read: the version of the table by which the commit was decided.
         reason: of an operator's commit: what set the ledger.
     """
-    texts = [offset.to_json() for offset in offsets]
-    for ledger in ledgers:
-        more = "" if reason is None else f',"reason":{json.dumps(reason)}'
-        group = json.dumps(ledger.group)
-        texts.append(f'{{"group":{group},"ledger":{ledger.to_json()},"read":{read}{more},"v":{VERSION}}}')
-    return texts[0] if len(texts) == 1 else "[" + ",".join(texts) + "]"
+    more = "" if reason is None else f',"reason":{json.dumps(reason)}'
+    return (
+        "["
+        + ",".join(
+            f'{{"group":{json.dumps(group)},"ledger":{text},"read":{read}{more},"v":{VERSION}}}'
+            for group, text in ledgers.items()
+        )
+        + "]"
+    )
 
 
 def _note_entries(note: str | None) -> tuple[dict[str, Any], ...]:
@@ -87,7 +89,7 @@ class Commit(NamedTuple):
     note: str | None = None
     """The commit's ``userMetadata``."""
     entries: tuple[dict[str, Any], ...] = ()
-    """The offsets and ledgers in the note; empty for a commit of another writer."""
+    """The ledgers in the note; empty for a commit of another writer."""
     restore: Mapping[str, Any] | None = None
     """The parameters of a ``RESTORE``; None for every other operation."""
     operation: str = ""
@@ -102,28 +104,13 @@ class Commit(NamedTuple):
         restore = dict(info.get("operationParameters") or {}) if operation == "RESTORE" else None
         return cls(version, min(known), note, entries, restore, operation)
 
-    def has_ledger(self, group: str) -> bool:
-        """Return whether the commit set the ledger of a group."""
-        return any(entry["group"] == group and "ledger" in entry for entry in self.entries)
-
-    def ledger(self, group: str, table: str) -> Ledger | None:
-        """Return the ledger of a group in the note, or None.
-
-        Raises:
-            LedgerConflict: it is damaged, or a newer release wrote it.
-        """
-        for entry in self.entries:
-            if entry["group"] == group and "ledger" in entry:
-                return Ledger.from_json(group, json.dumps(entry["ledger"]), table=table, table_version=self.version)
-        return None
-
-    def batches(self, group: str) -> list[StreamOffset]:
-        """Return the batches of a group that the commit wrote, one for each source."""
-        return [parse(entry) for entry in self.entries if entry["group"] == group and "ledger" not in entry]
+    def ledger_entry(self, group: str) -> dict[str, Any] | None:
+        """Return the entry of a group, whose ``ledger`` is a full one or changes; None if the commit has none."""
+        return next((entry for entry in self.entries if entry["group"] == group and "ledger" in entry), None)
 
 
 class LedgerExpired(Exception):
-    """The group wrote to the table, and the table's log does not reach back to the group's last commit."""
+    """The group wrote to the table, and the table's log does not reach back to the group's last full ledger."""
 
     def __init__(self, group: str, number: int | None) -> None:
         super().__init__(group)
@@ -187,11 +174,13 @@ class TableHistory:
     def ledger(self, group: str, known: Ledger | None = None) -> Ledger | None:
         """Return the newest ledger of a group, also after a ``RESTORE``; None if the group never wrote to the table.
 
+        It is the newest full ledger with all changes since: those of the group's commits in a row, by their numbers.
+
         Args:
             known: the group's ledger at an earlier version: only newer commits are read.
 
         Raises:
-            LedgerExpired: the group wrote, and the log does not reach back to its last commit.
+            LedgerExpired: the group wrote, and the log does not reach back to its last full ledger.
             LedgerConflict: the ledger is damaged, or a newer release wrote it.
         """
         number = self.source.number(APP_PREFIX + group)
@@ -199,15 +188,25 @@ class TableHistory:
             return None
         after = -1 if known is None else known.table_version
         oldest_read = self.version + 1
+        changes: list[tuple[int, dict[str, Any]]] = []  # newest first
+        found = None
         for commit in self.commits(after=after):
             oldest_read = commit.version
-            if (found := commit.ledger(group, self.table)) is not None:
-                return found
-        if known is not None and oldest_read == after + 1:
-            return known
-        if oldest_read == 0:
-            return None
-        raise LedgerExpired(group, number)
+            if (entry := commit.ledger_entry(group)) is None:
+                continue
+            if is_full(entry["ledger"]):
+                found = Ledger.from_json(group, entry["ledger"], table=self.table, table_version=commit.version)
+                break
+            changes.append((commit.version, entry["ledger"]))
+        if found is None and known is not None and oldest_read == after + 1:
+            found = known
+        if found is None:
+            if oldest_read == 0 and not changes:
+                return None
+            raise LedgerExpired(group, number)
+        for version, doc in reversed(changes):
+            found = found.with_changes(doc, table=self.table, table_version=version)
+        return found
 
 
 class LogFiles:

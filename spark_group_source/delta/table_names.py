@@ -20,6 +20,13 @@ if TYPE_CHECKING:
 RETENTION = "delta.setTransactionRetentionDuration"
 """The table property after whose time Delta deletes ``SetTransaction`` numbers."""
 
+LOG_RETENTION = "delta.logRetentionDuration"
+"""The table property after whose time Delta deletes commits from the log."""
+
+LOG_RETENTION_DEFAULT = "interval 30 days"
+
+_UNITS_MS = {"week": 604_800_000, "day": 86_400_000, "hour": 3_600_000, "minute": 60_000, "second": 1000}
+
 RECORD_COLUMNS = {"topic": "string", "partition": "int", "offset": "bigint"}
 """The columns that identify the Kafka record of a row, with their types."""
 
@@ -79,6 +86,14 @@ def location(spark: "SparkSession", table: str) -> str | None:
     path = jvm.org.apache.hadoop.fs.Path(table)
     system = path.getFileSystem(spark._jsparkSession.sessionState().newHadoopConf())
     return str(system.makeQualified(path).toString())
+
+
+def interval_ms(text: str) -> int:
+    """Return the time of an interval as table properties have it, such as ``interval 30 days``, in ms; 0 for a text
+    that is not understood."""
+    parts = re.findall(r"(\d+)\s+([a-z]+?)s?\b", text.lower())
+    rest = re.sub(r"\d+\s+[a-z]+|interval|\s", "", text.lower())
+    return 0 if rest else sum(int(n) * _UNITS_MS.get(unit, 0) for n, unit in parts)
 
 
 def sql_name(table: str) -> str:

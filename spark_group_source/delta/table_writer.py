@@ -141,14 +141,13 @@ class TableWriter:
         source = self._require_source()
         return str(source.opened.metadata().id) if isinstance(source, LogFiles) else self.table
 
-    def transaction_retention(self) -> str | None:
-        """Return the time after which Delta deletes ``SetTransaction`` numbers; None if the table sets none."""
+    def properties(self) -> dict[str, str]:
+        """Return the properties that the table sets."""
         source = self._require_source()
         if isinstance(source, LogFiles):
-            found: str | None = source.opened.metadata().configuration.get(table_names.RETENTION)
-            return found
+            return dict(source.opened.metadata().configuration)
         detail: Any = self.spark.sql(f"DESCRIBE DETAIL {table_names.sql_name(self.table)}").first()
-        return dict(detail["properties"]).get(table_names.RETENTION)
+        return dict(detail["properties"])
 
     def history(self) -> TableHistory:
         """Return the newest version of the table and its commits; version -1 if the table no longer exists."""
@@ -221,8 +220,9 @@ class TableWriter:
         raise CommitRace(f"another commit has the number {dict(numbers)}")
 
     def commit_ledger(self, history: TableHistory, ledger: Ledger, reason: str) -> Ledger:
-        """Commit a ledger without rows, and return it with the version of the table. Raises CommitRace."""
-        note = note_of((), [ledger], read=history.version, reason=reason)
+        """Commit a full ledger without rows, and return it with the version of the table. Raises CommitRace."""
+        ledger, text = ledger.to_commit(None, now_ms=now_ms())
+        note = note_of({ledger.group: text}, read=history.version, reason=reason)
         version = self.commit(history, None, {APP_PREFIX + ledger.group: ledger.number}, note, needed=True)
         assert version is not None
         return ledger.at_version(version)
@@ -270,6 +270,11 @@ class TableWriter:
                 return None
             raise
         return str(detail["location"])
+
+
+def now_ms() -> int:
+    """Return the time in ms since 1970."""
+    return int(time.time() * 1000)
 
 
 def check_writer(writer: str) -> None:

@@ -298,7 +298,7 @@ def test_commands_for_a_batch_behind_a_restore(query: Query, table: Path, admin:
     late = offset(2, one(20, 30))
     after = ledger.with_batch(late, void=False).with_offsets({P0: 30}).with_next_number()
     there = open_existing(query.spark, str(table))
-    note = note_of([late], [after], read=2)
+    note = note_of({"etl": after.to_commit(None)[1]}, read=2)
     there.commit(there.history(), query.rows(late), {"spark-group-source.etl": 3}, note, needed=True)
     admin.commit(30)
     printed = commands(refused(lambda: query.run(query.sink(table), 3, offset(3, one(30, 40)))))

@@ -18,6 +18,7 @@ from sink_words import (
     commits,
     expire_log,
     next_offsets,
+    notes,
     offsets_in,
     one,
     records,
@@ -58,7 +59,7 @@ class Listed:
 
 def batch(version: int, *, read: int | None = None) -> Commit:
     known = version - 1 if read is None else read
-    note = note_of([offset(version, one(version, version + 1))], [Ledger(group="etl")], read=known)
+    note = note_of({"etl": Ledger(group="etl").to_commit(None)[1]}, read=known)
     return Commit.of(version, {"readVersion": version - 1, "operation": "WRITE", "userMetadata": note})
 
 
@@ -70,14 +71,54 @@ def restore(version: int, to: int) -> Commit:
 
 
 def test_a_note_is_read_as_it_was_written() -> None:
-    batches = [offset(3, one(0, 5)), offset(0, one(7, 9, partition=1), stream="s2")]
     ledger = Ledger(group='e"tl', number=3, reset_number=1).with_offsets({P0: 5})
-    text = note_of(batches, [ledger], read=8)
+    text = note_of({'e"tl': ledger.to_commit(None)[1]}, read=8)
     found = Commit.of(12, {"readVersion": 11, "operation": "WRITE", "userMetadata": text})
-    assert (found.batches("etl"), found.read) == (batches, 8)
-    assert found.ledger('e"tl', "t") == ledger.at_version(12)
-    assert not found.has_ledger("etl")
+    assert found.read == 8 and found.ledger_entry("etl") is None
+    history = TableHistory(Listed(found, Commit(13, 12)))
+    assert history.ledger('e"tl') == ledger.at_version(12)
     assert Commit.of(1, {"userMetadata": "somebody's note"}).entries == ()
+
+
+def test_a_ledger_whose_full_one_is_no_longer_in_the_log_is_refused(query: Query, table: Path) -> None:
+    """The log has changes of it, also all changes since the full one: what they change is unknown."""
+    for n in range(4):
+        query.run(query.sink(table), n, offset(n, one(n * 10, n * 10 + 10)))
+    full = table / "_delta_log" / f"{1:020}.json"
+    assert "written" in full.read_text() and "written" not in full.with_name(f"{2:020}.json").read_text()
+    sink = query.sink(table)
+    query.run(sink, 4, offset(4, one(40, 50)))
+    DeltaTable(table).create_checkpoint()
+    for version in range(2):
+        (table / "_delta_log" / f"{version:020}.json").unlink()
+    with pytest.raises(LedgerConflict, match="so its ledger cannot be read"):
+        read_ledger(query.spark, str(table), "etl")
+    with pytest.raises(LedgerConflict, match=r"older than the table's log"):
+        query.run(query.sink(table), 5, offset(5, one(45, 60), followed=[("orders", 0)]))
+    query.run(sink, 5, offset(5, one(45, 60)))
+    set_ledger(query.spark, str(table), "etl", {P0: 60}, reason="reset", reset_number=1)
+    query.run(query.sink(table), 6, offset(6, one(60, 70), reset_number=1))
+    assert (next_offsets(table), offsets_in(table)) == ({("orders", 0): 70}, list(range(70)))
+
+
+def test_the_log_has_a_full_ledger_as_long_as_changes_since(
+    query: Query, table: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    minutes = [0]
+    monkeypatch.setattr(table_writer, "now_ms", lambda: minutes[0] * 60_000)
+
+    def is_full(retention: str, minute: int) -> bool:
+        properties = {"delta.logRetentionDuration": retention}
+        DeltaTable(table).alter.set_table_properties(properties, raise_if_not_exists=False)
+        minutes[0] = minute
+        n = len(commits(table))
+        query.run(query.sink(table), n, offset(n, one(n, n + 1)))
+        return "written" in notes(commits(table)[-1])[0]["ledger"]
+
+    default = "interval 30 days"
+    assert [is_full(default, minute) for minute in (0, 59, 60, 61, 119, 120)] == [True, False, True, False, False, True]
+    assert [is_full("interval 20 minutes", minute) for minute in (121, 130, 131)] == [False, True, False]
+    assert [is_full(text, 132) for text in ("interval 1 minutes", "soon", "interval 1 weeks")] == [True, True, False]
 
 
 def test_a_restore_between_decision_and_commit_is_found_behind_the_batch() -> None:

@@ -1,5 +1,6 @@
 """The ledger: its format, how a batch is compared with it, and how it is read and set in a real table."""
 
+import json
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -388,13 +389,13 @@ topics = st.builds(LedgerTopic, names, ids, st.dictionaries(st.integers(0, 3), n
     )
 )
 def test_a_ledger_is_read_as_it_was_written(before: Ledger) -> None:
-    after = Ledger.from_json("g", before.to_json())
+    after = Ledger.from_json("g", before.to_commit(None)[1])
     assert after == before
     assert (list(after.former), list(after.streams)) == (list(before.former), list(before.streams)), "the oldest first"
 
 
-TOPICS = '{"a":{"id":"x","offsets":{"0":1}}}'
-TEXT = f'{{"former":{{}},"number":1,"reset":0,"streams":{{"s":[1,"d"]}},"topics":{TOPICS},"v":1,"void":[]}}'
+TOPICS = '{"a":{"id":"x","offsets":"0,1"}}'
+TEXT = f'{{"former":{{}},"number":1,"reset":0,"streams":{{"s":[1,"d"]}},"topics":{TOPICS},"v":1,"void":[],"written":5}}'
 
 
 @pytest.mark.parametrize(
@@ -404,11 +405,14 @@ TEXT = f'{{"former":{{}},"number":1,"reset":0,"streams":{{"s":[1,"d"]}},"topics"
         (TEXT, "[]"),
         (TEXT, "7"),
         (TEXT, '{"v":1}'),
-        ('"0":1', '"0":-1'),
-        ('"0":1', '"0":"1"'),
-        ('"0":1', '"0":true'),
-        ('"0":1', '"zero":1'),
-        (',"offsets":{"0":1}', ""),
+        ('"0,1"', '"0,-1"'),
+        ('"0,1"', "1"),
+        ('"0,1"', '"0"'),
+        ('"0,1"', '"0,1;"'),
+        ('"0,1"', '"zero,1"'),
+        ('"0,1"', '"zlib:eJw="'),
+        (',"offsets":"0,1"', ""),
+        (',"written":5', ""),
         ('"reset":0', '"reset":-1'),
         ('"reset":0', '"reset":"1"'),
         ('[1,"d"]', '[-1,"d"]'),
@@ -420,6 +424,47 @@ def test_a_damaged_ledger_is_refused(part: str, damaged: str) -> None:
     assert Ledger.from_json("etl", TEXT).offsets == {TopicPartition("a", 0): 1}
     with pytest.raises(LedgerConflict, match="damaged"):
         Ledger.from_json("etl", TEXT.replace(part, damaged))
+
+
+@pytest.mark.parametrize("runs", [{}, {3: 7}, {0: 1, 1: -2, 5: 10**12, 7: 0, 8: 1}, {p * 3: p - 9 for p in range(900)}])
+def test_numbers_of_partitions_are_read_as_they_were_written(runs: dict[int, int]) -> None:
+    text = ledger_format._runs(runs)
+    assert ledger_format._parse_runs(text) == runs
+    assert text.startswith("zlib:") == (len(runs) > 100)
+
+
+def test_changes_are_those_of_the_next_commit_since_the_same_full_ledger() -> None:
+    before = Ledger.from_json("etl", TEXT, table_version=4)
+    after = before.with_offsets({TopicPartition("a", 0): 3, TopicPartition("a", 7): 9}).with_next_number()
+    doc = json.loads(after.to_commit(before, {TopicPartition("a", 7): 2}, now_ms=6, log_retention_ms=100)[1])
+    assert (doc["full"], doc["topics"], doc["new"]) == ([4, 1, 5], {"a": "0,2;7,9"}, {"a": "7,7"})
+    assert before.with_changes(doc) == after
+    assert ledger_format.first_offsets(doc) == {TopicPartition("a", 7): 2}
+    damaged = ({"full": [3, 1, 5]}, {"number": 3}, {"topics": {"a": "0,-2"}}, {"topics": {"b": "0,1"}}, {"topics": 7})
+    for part in damaged:
+        with pytest.raises(LedgerConflict, match="damaged"):
+            before.with_changes({**doc, **part})
+
+
+@pytest.mark.parametrize(
+    ("number", "now_ms", "retention_ms", "is_full"),
+    [
+        (ledger_format.FULL_EVERY, 1_000, 10**10, False),
+        (ledger_format.FULL_EVERY + 1, 1_000, 10**10, True),
+        (2, 5 + ledger_format.FULL_AGE_MAX_MS, 10**10, True),
+        (2, 4 + ledger_format.FULL_AGE_MAX_MS, 10**10, False),
+        (2, 1_000, 1_000, True),
+        (2, 1_000, 2_000, False),
+        (2, 1_000, 0, True),
+        (2, 4, 10**10, True),
+    ],
+)
+def test_a_full_ledger_is_written_before_the_log_can_lose_the_last_one(
+    number: int, now_ms: int, retention_ms: int, is_full: bool
+) -> None:
+    before = replace(Ledger.from_json("etl", TEXT, table_version=4), number=number - 1)
+    _, text = before.with_next_number().to_commit(before, now_ms=now_ms, log_retention_ms=retention_ms)
+    assert ledger_format.is_full(json.loads(text)) == is_full
 
 
 def test_a_ledger_of_a_newer_release_is_refused() -> None:
