@@ -68,10 +68,10 @@ class DeltaSink:
     The first batch creates the table with its columns, if it does not exist.
 
     A batch without rows is committed only if it moves a position, so an idle group does not make the table's log grow.
-    The ledger knows what was written, not which rows exist: rows removed by ``REPLACE``, an overwrite or ``DELETE`` are
-    not noticed, and are written again only if ``spark-group reset`` with ``--table`` moves Kafka's offsets and the
-    ledger back together. After a ``RESTORE`` that removed rows of the group, the next batch is refused until that is
-    done.
+    The ledger knows what was written, not which rows exist: rows removed by ``REPLACE TABLE`` between two runs, an
+    overwrite or ``DELETE`` are not noticed, and are written again only if ``spark-group reset`` with ``--table``
+    moves Kafka's offsets and the ledger back together. After a ``RESTORE`` that removed rows of the group, the next
+    batch is refused until that is done.
 
     A batch of a query is written to a table once: a second sink, or a second call, in one ``foreachBatch`` is refused.
     Several queries may write one table, and share a sink that has no ``checkpoint``.
