@@ -31,9 +31,9 @@ def main(servers: str, group: str, topic: str, home: str, executors: str, channe
     for key, value in {**local_spark_settings(f"{home}/scratch"), **own}.items():
         builder = builder.config(key, value)
     spark = builder.getOrCreate()
-    source = _through_proxy(int(channel)) if channel else KafkaGroupDataSource
-    spark.dataSource.register(source)
-    stream = spark.readStream.format(source.name()).option("kafka.bootstrap.servers", servers)
+    if channel:  # without it Spark finds the installed source, and Spark 4.0 refuses to register it again
+        spark.dataSource.register(_through_proxy(int(channel)))
+    stream = spark.readStream.format("kafka-group").option("kafka.bootstrap.servers", servers)
     stream = stream.option("kafka.group.id", group).option("subscribe", topic).options(**options)
     sink = DeltaSink(f"{home}/table", transform=lambda df: df.select("partition", "offset"))
     started = stream.load().writeStream.foreachBatch(sink).option("checkpointLocation", f"{home}/checkpoint")

@@ -12,7 +12,7 @@ import traceback
 from pyspark.errors import StreamingQueryException
 from pyspark.sql import DataFrame, SparkSession
 
-from spark_group_source import DeltaSink, KafkaGroupDataSource
+from spark_group_source import DeltaSink
 from spark_group_source.delta.table_writer import Writer
 from spark_group_source.local.conf import local_spark_settings
 
@@ -40,7 +40,6 @@ def main(
     for key, value in (local_spark_settings(scratch) | patient).items():
         builder = builder.config(key, value)
     spark = builder.getOrCreate()
-    spark.dataSource.register(KafkaGroupDataSource)
     stream = spark.readStream.format("kafka-group").option("kafka.bootstrap.servers", servers)
     stream = stream.option("kafka.group.id", group).option("subscribe", topic).options(**options)
     sink = DeltaSink(table, transform=_rows, writer=writer, checkpoint=checkpoint if connect else None)

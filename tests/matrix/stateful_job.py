@@ -17,7 +17,6 @@ from pathlib import Path
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
-from spark_group_source import KafkaGroupDataSource
 from spark_group_source.local.conf import local_spark_settings
 
 LATE = "10 seconds"
@@ -31,7 +30,6 @@ def main(servers: str, group: str, topic: str, other: str, home: str, **options:
     for key, value in local_spark_settings(f"{home}/scratch").items():
         builder = builder.config(key, value)
     spark = builder.getOrCreate()
-    spark.dataSource.register(KafkaGroupDataSource)
 
     def events(name: str, group_id: str) -> DataFrame:
         stream = spark.readStream.format("kafka-group").option("kafka.bootstrap.servers", servers)
