@@ -128,24 +128,19 @@ OF_SPARKS: Final = (
         ("tests/test_demo.py::test_short_demo_proves_each_order_once_and_leaves_nothing",),
     ),
 )
+WITHOUT_SPARK: Final = ("-m", "jvm and not spark and not soak and not full")
 OF_BROKERS: Final = (
-    Scenario("requests", "requests, commits, offset expiry", ("tests/kafka", "-m", "broker or jvm")),
     Scenario(
         "classic",
-        "queries and rebalances, `classic`",
-        (QUERIES, "tests/rebalance/test_hand_over.py", "-k", "not consumer"),
+        "members and rebalances, `classic`",
+        ("tests/rebalance", "tests/cli/test_offsets.py", *WITHOUT_SPARK, "-k", "not consumer"),
     ),
     Scenario(
         "consumer",
-        "queries and rebalances, `consumer`",
-        (
-            QUERIES,
-            "tests/rebalance/test_hand_over.py",
-            "tests/rebalance/test_spark.py::test_G3_a_query_releases_partitions_after_its_batch_and_gets_them_back",
-            "-k",
-            "consumer or G3",
-        ),
+        "members and rebalances, `consumer`",
+        ("tests/rebalance", "tests/kafka/test_expiry.py", *WITHOUT_SPARK, "-k", "consumer or expire"),
     ),
+    Scenario("queries", "queries in Spark", (QUERIES, "-k", "not consumer")),
     Scenario("kills", "kills of driver and Python processes", (f"{CELL_TESTS}test_kills_of_the_driver",), each=True),
 )
 CONSUMER_PROTOCOL_SINCE: Final = (4, 0)

@@ -67,7 +67,7 @@ def test_tables_show_what_was_run_and_what_was_not(stored: Results) -> None:
     assert [texts[0] for texts in table.values()].count(results.NOT_RUN) == len(table) - 5
     without = cells.SPARKS.index(cells.BY_NAME["Spark 4.3.0"])
     assert (table["Delta Lake"][without], table["DeltaSink, both writers"][without]) == ("none", results.LEFT_OUT)
-    assert columns(results.broker_table(stored))["queries and rebalances, `consumer`"][0] == results.LEFT_OUT
+    assert columns(results.broker_table(stored))["members and rebalances, `consumer`"][0] == results.LEFT_OUT
 
 
 def columns(table: str) -> dict[str, list[str]]:
