@@ -21,9 +21,10 @@ from spark_group_source.model import OffsetRange, TopicPartition
 from spark_group_source.protocol.offsets import StreamOffset
 from spark_group_source.protocol.planner import TASK_RANGES_TARGET, TASK_RECORDS_TARGET, pack, split_at_most
 
-PLANS_KEPT: Final = 4
-"""Earlier plans whose tasks may still claim. A batch has one plan for each reference to the stream in its query; the
-previous batch's plans are claimed only by tasks whose results Spark does not need any more."""
+PLANS_MAX: Final = 1_000
+"""Plans that are kept at most. A batch has one plan for each reference to the stream in its query, such as the parts of
+a union, and again for each action of ``foreachBatch``. The plans of the current batch are kept, and those of the batch
+before it, which show whether its tasks claimed."""
 PIECES_PER_TASK: Final = 2
 """A large range is split into this many pieces for each task that can run at the same time, so that tasks that end
 early read another piece. Twice as many tasks as ever ran together also show whether more can."""
@@ -120,7 +121,8 @@ class Claims:
         claims = self._plans.get(plan)
         if claims is None:
             return UnknownTask(
-                f"plan {plan!r} is another run's, or older than the last {PLANS_KEPT} plans of run {self._run!r}"
+                f"plan {plan!r} is another run's, of an earlier batch, or older than the last {PLANS_MAX} plans of run "
+                f"{self._run!r}"
             )
         if not 0 <= task < len(claims.plan.pieces):
             return UnknownTask(f"plan {plan!r} has {len(claims.plan.pieces)} tasks, and none with number {task}")
@@ -148,8 +150,11 @@ class Claims:
 
     def _forget(self, seq: int) -> None:
         """Forget the oldest plans, and tasks of earlier batches whose end was not reported."""
-        while len(self._plans) > PLANS_KEPT:
-            del self._plans[next(iter(self._plans))]
+        batches = [claims.plan.offset.seq for claims in self._plans.values()]
+        kept = {seq, *[other for other in batches if other != seq][-1:]}
+        outdated = [name for name, batch in zip(self._plans, batches, strict=True) if batch not in kept]
+        for name in outdated or list(self._plans)[:-PLANS_MAX]:
+            del self._plans[name]
         current = {name for name, claims in self._plans.items() if claims.plan.offset.seq == seq}
         self._running = {task for task in self._running if task[0] in current}
 

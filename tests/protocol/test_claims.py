@@ -9,7 +9,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, precon
 
 from spark_group_source.model import OffsetRange, TopicPartition
 from spark_group_source.protocol.claims import (
-    PLANS_KEPT,
+    PLANS_MAX,
     SMALL_PIECES_MAX,
     Claims,
     PlannedPiece,
@@ -142,13 +142,30 @@ def test_unknown_claims_are_refused_with_the_reason() -> None:
     for task in (-1, 1):
         refused = claims.claim(first.name, task, "1")
         assert isinstance(refused, UnknownTask) and "has 1 tasks" in refused.reason
-    for seq in range(1, PLANS_KEPT):
-        claims.plan_tasks(batch(seq, 10), {})
-        assert isinstance(claims.claim(first.name, 0, "1"), PlannedPiece)
-    claims.plan_tasks(batch(PLANS_KEPT, 10), {})
+    claims.plan_tasks(batch(1, 10), {})
+    assert isinstance(claims.claim(first.name, 0, "1"), PlannedPiece)
+    claims.plan_tasks(batch(2, 10), {})
     refused = claims.claim(first.name, 0, "1")
-    assert isinstance(refused, UnknownTask) and f"last {PLANS_KEPT} plans" in refused.reason
+    assert isinstance(refused, UnknownTask) and "of an earlier batch" in refused.reason
     assert claims.plan(first.name) is None
+
+
+@pytest.mark.parametrize("references", [8, PLANS_MAX])
+def test_each_reference_to_a_stream_has_a_plan_for_the_whole_batch(references: int) -> None:
+    """``df.filter(a).union(df.filter(b))...``: Spark plans all parts before the first task claims."""
+    claims = Claims("r")
+    for seq in range(3):
+        plans = [claims.plan_tasks(batch(seq, 10), {}) for _ in range(references)]
+        assert {plan.binding for plan in plans} == {"late" if seq else "fixed"}
+        for plan in plans:
+            assert claim_all(claims, plan)
+    assert len(claims._plans) <= 2 * references
+
+
+def test_the_oldest_plans_beyond_the_limit_are_forgotten() -> None:
+    claims = Claims("r")
+    plans = [claims.plan_tasks(batch(0, 10), {}) for _ in range(PLANS_MAX + 1)]
+    assert [isinstance(claims.claim(plan.name, 0, "1"), PlannedPiece) for plan in plans] == [False] + [True] * PLANS_MAX
 
 
 # --- cutting --------------------------------------------------------------------------------------------------------
@@ -298,7 +315,9 @@ class Asking(RuleBasedStateMachine):
         return made
 
     def kept(self) -> list[TaskPlan]:
-        return [plan for plan in self.made if plan.pieces][-PLANS_KEPT:]
+        made = [plan for plan in self.made if plan.pieces]
+        batches = list(dict.fromkeys(plan.offset.seq for plan in made))[-2:]
+        return [plan for plan in made if plan.offset.seq in batches]
 
     def expects_late(self, offset: StreamOffset) -> bool:
         before = [plan for plan in self.kept() if plan.offset.seq != offset.seq]
@@ -340,7 +359,7 @@ class Asking(RuleBasedStateMachine):
 
     @invariant()
     def memory_is_bounded(self) -> None:
-        assert len(self.claims._plans) <= PLANS_KEPT
+        assert len(self.claims._plans) == len(self.kept())
         assert self.claims.width >= 1
 
 
