@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from spark_group_source.agents.channel.client import Address
 from spark_group_source.agents.channel.handshake import Secret
 from spark_group_source.agents.channel.server import ChannelPeer, ChannelServer
+from spark_group_source.agents.channel.wire import WireError
 from spark_group_source.agents.connected_agents import ConnectedAgents, PlacedMembers
 from spark_group_source.agents.messages import (
     CODEC,
@@ -118,13 +119,22 @@ class ControlServer:
     def _on_message(self, peer: ChannelPeer, message: Any, request_number: int) -> None:
         match message:
             case Claim():
-                peer.send(self._answer(message), responds_to=request_number)
+                self._respond(peer, self._answer(message), request_number)
             case TaskEnded():
                 self._on_task_ended(message)
             case AgentReport():
                 self._agents.receive(peer, message)
             case _:
                 peer.drop(f"it sent {type(message).__name__}, which only the stream reader sends")
+
+    @staticmethod
+    def _respond(peer: ChannelPeer, response: ClaimGranted | ClaimRefused, request_number: int) -> None:
+        """Respond to a claim. A response that cannot be sent fails the task, not the run."""
+        try:
+            peer.send(response, responds_to=request_number)
+        except WireError as exc:
+            log.warning("the response to a task's claim cannot be sent: %s; the task fails", exc)
+            peer.send(ClaimRefused(reason=str(exc)), responds_to=request_number)
 
     def _on_task_ended(self, task: TaskEnded) -> None:
         with self._lock:

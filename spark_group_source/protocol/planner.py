@@ -25,6 +25,10 @@ which is little compared to reading this many."""
 TASK_RANGES_TARGET: Final = 250
 """Small ranges share a task up to about this many ranges: opening a range costs time even for one record."""
 
+TASK_RANGES_MAX: Final = 1_000
+"""No task gets more ranges than this. The response to its claim then fits into one message of the control channel, even
+if each range is of another topic with the longest name that Kafka permits: 875 bytes a range."""
+
 TASKS_MAX: Final = 1_000_000
 """The most tasks of one batch. More indicates a wrong setting, and would exhaust the driver before the batch starts."""
 
@@ -279,15 +283,18 @@ def _split_largest(ranges: list[OffsetRange], wanted: int) -> list[OffsetRange]:
 
 
 def _balance(descending: list[OffsetRange], tasks: int, max_records: int | None) -> list[list[OffsetRange]]:
-    """Put each range into the emptiest task; open a further task if that one would exceed ``max_records``."""
+    """Put each range into the emptiest task; open a further task if that one would exceed ``max_records`` or
+    :data:`TASK_RANGES_MAX`."""
     bins: list[list[OffsetRange]] = [[] for _ in range(tasks)]
     heap = [(0, i) for i in range(tasks)]
     for r in descending:
-        load, i = heap[0]
-        if max_records is not None and load + r.size > max_records:
+        while heap and len(bins[heap[0][1]]) == TASK_RANGES_MAX:
+            heapq.heappop(heap)
+        if not heap or (max_records is not None and heap[0][0] + r.size > max_records):
             bins.append([r])
             heapq.heappush(heap, (r.size, len(bins) - 1))
         else:
+            load, i = heap[0]
             bins[i].append(r)
             heapq.heapreplace(heap, (load + r.size, i))
     return [sorted(task) for task in bins]

@@ -5,6 +5,8 @@ The channel and both of its ends are real; the reading and the run are replaced.
 
 import logging
 from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,19 +14,22 @@ import pytest
 from kafka_words import await_until
 
 from spark_group_source.agents import task
+from spark_group_source.agents.channel.client import ChannelClient
 from spark_group_source.agents.control_server import ControlServer
-from spark_group_source.agents.messages import CODEC
+from spark_group_source.agents.messages import CODEC, Claim, ClaimGranted, ClaimRefused, PrefetchPositions
 from spark_group_source.agents.task import PlannedTask
 from spark_group_source.model import OffsetRange, Piece, TopicPartition
 from spark_group_source.options.table import Options
 from spark_group_source.protocol import events as ev
 from spark_group_source.protocol.claims import TaskPlan
 from spark_group_source.protocol.offsets import StreamOffset
+from spark_group_source.protocol.planner import TASK_RANGES_MAX
 from spark_group_source.reader.range_reader import ReadCounts
 
 A, B = TopicPartition("orders", 0), TopicPartition("orders", 1)
 GIVEN = {"kafka.bootstrap.servers": "b:1", "kafka.group.id": "g", "subscribe": "orders"}
 SOON_S = 20
+KAFKA_TOPIC_CHARS_MAX = 249
 HERE = "executor-1"
 NO_AGENTS: Any = SimpleNamespace(closed=lambda *_: None)
 """In place of the connected agents."""
@@ -101,3 +106,35 @@ def test_a_report_that_is_too_long_is_sent_without_counts(
     assert "the task's report cannot be sent" in caplog.text
     await_until(lambda: not one_task.server._claims._running, SOON_S, what="the end of the task")
     assert one_task.reports == []
+
+
+def test_a_response_that_cannot_be_sent_fails_the_task_and_not_the_run(
+    one_task: OneTask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CODEC, "bytes_max", 200)  # less than the response has
+    server = one_task.server
+    plan = server.plan_tasks(replace(one_task.plan.offset, topic_ids={"orders": "i" * 200}), ())
+    with closing(ChannelClient(server.addresses, CODEC, server.secret, SOON_S)) as client:
+        for _ in range(2):
+            refused = client.request(Claim(plan=plan.name, task=0, executor=HERE), SOON_S)
+            assert isinstance(refused, ClaimRefused) and "the limit is 200" in refused.reason
+
+
+def test_the_largest_piece_of_a_task_and_the_positions_of_an_agent_fit_into_one_message() -> None:
+    names = [f"{n:0>{KAFKA_TOPIC_CHARS_MAX}}" for n in range(10_000)]
+    first, last = names[:TASK_RANGES_MAX], 2**63 - 1
+    piece = ClaimGranted(
+        ranges=tuple(OffsetRange(TopicPartition(name, 99_999), last - 1, last) for name in first),
+        topic_ids=dict.fromkeys(first, "i" * 22),
+        leader_epochs={TopicPartition(name, 99_999): 2**31 - 1 for name in first},
+    )
+    assert len(CODEC.encode(piece)) < 1 << 20
+    everywhere = {TopicPartition(name, 0): last for name in names}
+    CODEC.encode(
+        PrefetchPositions(
+            positions=everywhere,
+            keep=everywhere,
+            topic_ids=dict.fromkeys(names, "i" * 22),
+            leader_epochs=dict.fromkeys(everywhere, 2**31 - 1),
+        )
+    )

@@ -12,6 +12,7 @@ from spark_group_source.errors import InvariantBroken, OptionError
 from spark_group_source.model import OffsetRange, TopicPartition
 from spark_group_source.protocol.offsets import StreamOffset, parse
 from spark_group_source.protocol.planner import (
+    TASK_RANGES_MAX,
     TASK_RANGES_TARGET,
     TASK_RECORDS_TARGET,
     TASKS_MAX,
@@ -358,6 +359,17 @@ def test_packing_of_ranges_into_tasks(
     given_ranges: list[OffsetRange], min_partitions: int | None, max_records: int | None, tasks: list[list[OffsetRange]]
 ) -> None:
     assert pack(given_ranges, min_partitions=min_partitions, max_records=max_records) == tasks
+
+
+def test_a_task_has_a_bounded_number_of_ranges() -> None:
+    """24 of 25 tasks have a range of many offsets: all tiny ranges would share the 25th."""
+    sizes = [25_000] * 24 + [1] * 6_000
+    ranges = [of(i, 0, size) for i, size in enumerate(sizes)]
+    tasks = pack(ranges, min_partitions=None, max_records=None)
+    assert max(map(len, tasks)) <= TASK_RANGES_MAX
+    assert sorted(r for task in tasks for r in task) == sorted(ranges)
+    (one,) = pack(ranges[24 : 24 + TASK_RANGES_TARGET], min_partitions=None, max_records=None)
+    assert len(one) == TASK_RANGES_TARGET
 
 
 def test_small_ranges_share_a_few_balanced_tasks() -> None:

@@ -57,7 +57,7 @@ class ChannelLimits:
     idle_s: float = 60.0
     """A connection is closed after this long without a complete message. An agent sends one every few seconds; a task
     opens a new connection after half of this."""
-    outbox_bytes: int = 8 * FRAME_BYTES_MAX
+    outbox_bytes: int = 2 * FRAME_BYTES_MAX
     """Bytes sent and not yet read by the peer."""
     connections: int = CONNECTIONS_MAX
     unproven: int = UNPROVEN_MAX
