@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -141,6 +142,22 @@ def test_invalid_arguments_are_refused_before_spark_starts(
 ) -> None:
     code, shown = arguments(*NEEDED, *more)
     assert code == status and says in shown and "hunter2" not in shown
+
+
+def test_the_session_of_databricks_is_used_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither are jars downloaded, nor is the session stopped."""
+    stopped: list[str] = []
+    session: Any = SimpleNamespace(stop=lambda: stopped.append("stopped"))
+    monkeypatch.setattr("pyspark.sql.SparkSession.Builder.getOrCreate", lambda _: session)
+    monkeypatch.setattr(job, "delta_settings", lambda: pytest.fail("downloads jars"))
+    monkeypatch.delenv("PYSPARK_GATEWAY_PORT", raising=False)
+    monkeypatch.setenv("DATABRICKS_RUNTIME_VERSION", "17.3")
+    assert job._session("etl") is session
+    job._end(session)
+    assert stopped == []
+    monkeypatch.delenv("DATABRICKS_RUNTIME_VERSION")
+    job._end(session)
+    assert stopped == ["stopped"]
 
 
 @pytest.mark.parametrize(

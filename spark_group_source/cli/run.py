@@ -270,11 +270,16 @@ def _tell(query: "StreamingQuery", last: int) -> int:
     return last
 
 
+def _on_databricks() -> bool:
+    """Whether the platform's session is used: it has Delta Lake, and is not this job's to stop."""
+    return "DATABRICKS_RUNTIME_VERSION" in os.environ
+
+
 def _session(name: str) -> "SparkSession":
     from pyspark.sql import SparkSession
 
     builder = SparkSession.builder.appName(name)
-    if "PYSPARK_GATEWAY_PORT" not in os.environ:  # not under spark-submit: this process starts the JVM
+    if "PYSPARK_GATEWAY_PORT" not in os.environ and not _on_databricks():  # this process starts the JVM
         os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
         for key, value in delta_settings().items():
             builder = builder.config(key, value)
@@ -282,7 +287,7 @@ def _session(name: str) -> "SparkSession":
 
 
 def _check_delta(spark: "SparkSession") -> None:
-    if "DATABRICKS_RUNTIME_VERSION" in os.environ or not compatibility.has_delta_release():
+    if _on_databricks() or not compatibility.has_delta_release():
         return  # without a release, DeltaSink writes natively
     if "DeltaSparkSessionExtension" not in (spark.conf.get("spark.sql.extensions", "") or ""):
         raise typer.BadParameter(
@@ -299,6 +304,8 @@ def _stop_on_signals() -> None:
 
 
 def _end(spark: "SparkSession") -> None:
+    if _on_databricks():
+        return
     try:
         spark.stop()
     except Exception as exc:  # noqa: BLE001  # the JVM may be gone already
