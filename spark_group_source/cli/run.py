@@ -281,7 +281,8 @@ def _session(name: str) -> "SparkSession":
     builder = SparkSession.builder.appName(name)
     if "PYSPARK_GATEWAY_PORT" not in os.environ and not _on_databricks():  # this process starts the JVM
         os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
-        for key, value in delta_settings().items():
+        quiet = {"spark.ui.showConsoleProgress": "false"}  # its bars are written between the lines of the log
+        for key, value in (quiet | delta_settings()).items():
             builder = builder.config(key, value)
     return builder.getOrCreate()
 
