@@ -166,7 +166,8 @@ def await_prefetched(folder: AgentFolder, positions: Mapping[TopicPartition, int
 
 def main(given: Mapping[str, Any]) -> None:
     kinds: Mapping[str, type[NoConnection]] = {
-        each.__name__: each for each in (NoConnection, NotingConnection, HangingConnection, LoggingConnection)
+        each.__name__: each
+        for each in (NoConnection, FailingConnection, NotingConnection, HangingConnection, LoggingConnection)
     }
     chosen = kinds[given["connection"].get("kind", "NoConnection")]
     agent_main.main(given, partial(agent_main.Agent, connection=chosen, server=TestedServer))
@@ -245,6 +246,20 @@ class NotingConnection(NoConnection):
 
     def stop(self, timeout_s: float) -> None:
         (self.folder / "stopped").touch()
+
+
+class FailingConnection(NoConnection):
+    """Has a thread named ``thread`` that fails when it finds a file in ``folder``."""
+
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        self.thread, self.fail = given["thread"], Path(given["folder"]) / "fail"
+
+    def start(self, prefetch: Callable[[PrefetchPositions], None], prefetched: PrefetchSize) -> None:
+        threading.Thread(target=self._run, name=self.thread).start()
+
+    def _run(self) -> None:
+        await_until(self.fail.exists, STALLED_S, what="the order to fail")
+        raise ValueError("unexpected")
 
 
 class HangingConnection(NoConnection):

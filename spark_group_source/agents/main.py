@@ -22,7 +22,7 @@ from typing import Any
 from spark_group_source.agents.agent_folder import LOG_BYTES_MAX, AgentFolder, ProcessId
 from spark_group_source.agents.hosted_members import ControlConnection
 from spark_group_source.agents.prefetch.prefetcher import Prefetcher, SharedBuffers
-from spark_group_source.agents.prefetch.server import PrefetchServer
+from spark_group_source.agents.prefetch.server import TASK_THREAD, PrefetchServer
 from spark_group_source.reader.native_client import NativeClient
 from spark_group_source.reader.range_reader import open_client
 
@@ -86,6 +86,14 @@ class Agent:
         with contextlib.suppress(BlockingIOError):
             os.write(self._wake_pipe[1], b"x")
 
+    def thread_failed(self, failure: threading.ExceptHookArgs) -> None:
+        """End: without one of its threads the agent would keep tasks waiting. A task's thread concerns that task only;
+        the client of the task reads from the brokers."""
+        name = failure.thread.name if failure.thread else "?"
+        log.error("unexpected error in the thread %s", name, exc_info=failure.exc_value)
+        if name != TASK_THREAD:
+            self.end(f"its thread {name} failed: {type(failure.exc_value).__name__}: {failure.exc_value}")
+
     def run(self) -> None:
         """Run until the agent has to end, then close everything."""
         watch = ProcessWatch(self._executor)
@@ -132,6 +140,7 @@ def main(given: Mapping[str, Any], create: Callable[[Mapping[str, Any]], Agent] 
         signal.signal(number, signal.SIG_IGN)  # meant for the application, whose end the agent detects itself
     agent = create(given)
     signal.signal(signal.SIGTERM, lambda *_: agent.end("SIGTERM"))
+    threading.excepthook = agent.thread_failed
     agent.run()
     logging.shutdown()
     os._exit(0)  # do not wait for the threads of native libraries

@@ -285,6 +285,18 @@ def test_an_agent_ends_when_its_connection_has_ended(agent: Callable[..., AgentF
     assert (tmp_path / "stopped").exists()
 
 
+def test_an_agent_ends_when_one_of_its_threads_has_failed(agent: Callable[..., AgentFolder], tmp_path: Path) -> None:
+    """A thread that serves one task concerns only that task."""
+    connection = {"kind": "FailingConnection", "folder": str(tmp_path)}
+    prefetching = agent(run="1", connection={**connection, "thread": "prefetcher"})
+    serving = agent(run="2", connection={**connection, "thread": "task"})
+    pid = prefetching.pid
+    (tmp_path / "fail").touch()
+    agent_words.await_ended(pid)
+    await_until(lambda: "ValueError" in serving.log.read_text(), STARTED_S, what="the failure of the thread")
+    assert agent_words.state(serving)
+
+
 def test_an_agent_whose_end_hangs_exits(agent: Callable[..., AgentFolder]) -> None:
     folder = agent(connection={"kind": "HangingConnection"})
     pid = folder.pid

@@ -1,11 +1,16 @@
 """The prefetch server with clients that are slow, silent, many, or send garbage. Without Kafka."""
 
 import contextlib
+import errno
 import json
+import os
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import agent_words
 import pytest
@@ -14,8 +19,9 @@ from hypothesis import strategies as st
 
 from spark_group_source.agents.agent_folder import AgentFolder
 from spark_group_source.agents.channel.wire import WireError, frame
-from spark_group_source.agents.messages import ServedRange
+from spark_group_source.agents.messages import ClaimGranted, ServedRange, ServedRanges
 from spark_group_source.agents.prefetch import client, server
+from spark_group_source.agents.prefetch.prefetcher import SharedBuffers
 from spark_group_source.model import OffsetRange, Piece, TopicPartition
 
 ENDED_S = 20.0
@@ -102,3 +108,41 @@ def test_an_impossible_response_is_refused() -> None:
     for index, until in ((0, 4), (0, 10), (1, 7), (-1, 7)):
         with pytest.raises(WireError):
             client._rest([r], [ServedRange(index=index, until=until, rows=1)])
+
+
+@pytest.mark.parametrize("error", [errno.EMFILE, None], ids=["no file descriptor", "no thread"])
+def test_the_server_serves_tasks_again_after_the_process_had_no_room_for_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int | None
+) -> None:
+    monkeypatch.setattr(server, "ACCEPT_PAUSE_S", 0.01)
+    failures = iter([True])
+
+    class Listener(socket.socket):
+        def accept(self) -> tuple[socket.socket, Any]:
+            if error is not None and next(failures, False):
+                raise OSError(error, os.strerror(error))
+            return super().accept()
+
+    class Thread(threading.Thread):
+        def start(self) -> None:
+            if error is None and self.name == server.TASK_THREAD and next(failures, False):
+                raise RuntimeError("can't start new thread")
+            super().start()
+
+    monkeypatch.setattr(threading, "Thread", Thread)
+    monkeypatch.setattr(socket, "socket", Listener)
+    folder = AgentFolder(tmp_path)
+    serving = server.PrefetchServer(folder, SharedBuffers(1 << 20), pytest.fail, include_headers=False)
+    serving.start()
+    try:
+        if error is None:
+            with connect_to(folder) as connection:
+                assert is_closed(connection)
+        wanted = [OffsetRange(TopicPartition("t", 0), 0, 5)]
+        with connect_to(folder) as connection:
+            until_s = time.monotonic() + ENDED_S
+            client.send(connection, ClaimGranted(ranges=tuple(wanted), topic_ids={}), until_s)
+            assert client.receive(connection, ServedRanges, until_s) == ServedRanges(ranges=(), rows=0)
+    finally:
+        serving.stop()
+    assert next(failures, None) is None, "the failure did not happen"

@@ -8,6 +8,7 @@ nothing is left, and the task reads from the brokers.
 """
 
 import contextlib
+import errno
 import logging
 import socket
 import threading
@@ -28,10 +29,16 @@ from spark_group_source.reader.records import BATCH_ROWS_MAX, arrow_schema
 
 log = logging.getLogger(__name__)
 
+TASK_THREAD = "task"
+"""Name of the threads that serve one task each."""
 CONNECTIONS_MAX = 32
 """Concurrent connections; more are closed at once, and their tasks read from the brokers."""
 REQUEST_S = 2.0
 """Limit for receiving a request."""
+ACCEPT_RETRIED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ECONNABORTED)
+"""Errors of accept(2) that pass: the system or the process has too many open files, or the client has gone."""
+ACCEPT_PAUSE_S = 1.0
+"""Pause after one. Meanwhile tasks wait in the backlog, and then read from the brokers."""
 RESPONSE_S = 10.0
 """Limit for sending a response. A task receives all of it before it yields any row."""
 JOINED_BYTES_MAX = 1 << 20
@@ -63,6 +70,7 @@ class PrefetchServer:
         self._buffers, self._checker = buffers, TopicIdChecker(buffers, open_client)
         self._schema = arrow_schema(include_headers)
         self._slots = threading.BoundedSemaphore(CONNECTIONS_MAX)
+        self._stopping = threading.Event()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         with folder.socket_path("socket.new") as path:
             self._listener.bind(path)
@@ -74,20 +82,33 @@ class PrefetchServer:
         self._thread.start()
 
     def stop(self) -> None:
+        self._stopping.set()
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
         self._listener.close()
 
     def _accept(self) -> None:
-        while True:
+        """Accept connections until :meth:`stop`. Any other error is raised: the agent ends with this thread."""
+        while not self._stopping.is_set():
             try:
                 connection, _ = self._listener.accept()
-            except OSError:
-                return  # stopped
+            except OSError as exc:
+                if self._stopping.is_set():
+                    return
+                if exc.errno not in ACCEPT_RETRIED:
+                    raise
+                log.warning("cannot accept a task's connection: %s; trying again in %.0f s", exc, ACCEPT_PAUSE_S)
+                self._stopping.wait(ACCEPT_PAUSE_S)
+                continue
             if not self._slots.acquire(blocking=False):
                 connection.close()
                 continue
-            threading.Thread(target=self._serve, args=(connection,), name="task", daemon=True).start()
+            try:
+                threading.Thread(target=self._serve, args=(connection,), name=TASK_THREAD, daemon=True).start()
+            except RuntimeError as exc:  # a pids limit
+                log.warning("cannot serve a task: %s; it reads from the brokers", exc)
+                connection.close()
+                self._slots.release()
 
     def _serve(self, connection: socket.socket) -> None:
         try:
