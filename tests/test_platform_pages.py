@@ -110,3 +110,11 @@ def test_options_and_jars_of_a_page_exist(name: str) -> None:
     assert words - {option.name for option in OPTIONS} <= OTHERS_OWN
     for spark, version in re.findall(r"delta-spark_([\d.]+)_2\.13:([\d.]+)", text):
         assert spark in compatibility.DELTA_SPARK and version == f"{compatibility.DELTA}.0"
+
+
+@pytest.mark.parametrize("path", [ROOT / "README.md", *sorted(DOCS.glob("*.md"))], ids=lambda path: path.stem)
+def test_options_in_the_code_of_a_document_exist(path: Path) -> None:
+    code = "\n".join(found[0] for found in CODE.finditer(path.read_text()))
+    names = set(re.findall(r"""(?:option\(|--option[= ])["']?([\w.]+)""", code)) - {"checkpointLocation"}
+    known = {option.name for option in OPTIONS}
+    assert {name for name in names if name not in known and not name.startswith("kafka.")} == set()
