@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 from pyspark.errors import PySparkException
 
-from spark_group_source.delta import native_writer, table_names
+from spark_group_source.delta import checkpoint, native_writer, table_names
 from spark_group_source.delta.ledger_format import APP_PREFIX, Ledger
 from spark_group_source.delta.native_writer import NativeWriter
 from spark_group_source.delta.table_history import (
@@ -67,6 +67,8 @@ CREATE_ATTEMPTS_MAX = 10
 
 CREATE_WAIT_MAX_S = 1.0
 """Longest wait between two attempts, in seconds; creating a directory and the first commit in it takes less."""
+
+LOG_FOLDER = "_delta_log"
 
 _FOLDER_EXISTS = {
     "TABLE_OR_VIEW_ALREADY_EXISTS",
@@ -403,6 +405,9 @@ class OptionsWriter:
                 condition = exc.getCondition() if isinstance(exc, PySparkException) else None
                 if condition in _FOLDER_EXISTS and exists():
                     return
+                if condition in _FOLDER_EXISTS and attempt == CREATE_ATTEMPTS_MAX and self._is_unfinished():
+                    self._finish(rows, exists)
+                    return
                 if condition in _FOLDER_EXISTS and attempt == CREATE_ATTEMPTS_MAX:
                     raise OptionError(
                         f"table {self._table} cannot be created: its folder is not empty and has no Delta table. Use "
@@ -412,6 +417,27 @@ class OptionsWriter:
                 if attempt == CREATE_ATTEMPTS_MAX or not (is_race(exc) or condition in _FOLDER_EXISTS):
                     raise
                 threading.Event().wait(random.uniform(0, CREATE_WAIT_MAX_S))
+
+    def _is_unfinished(self) -> bool:
+        """Return whether the folder has a log without a commit, and nothing else: a writer was killed while it created
+        the table. False where the folder cannot be listed."""
+        if not table_names.is_path(self._table):
+            return False
+        local = native_writer.local_path(self._table)
+        if local is None and not hasattr(self._spark, "_jsparkSession"):
+            return False
+        files = checkpoint.spark_files(self._spark) if local is None else checkpoint.local_files()
+        folder = local or self._table
+        names = files.names(folder)
+        return names == [LOG_FOLDER] and all(name[0] in "._" for name in files.names(f"{folder}/{LOG_FOLDER}"))
+
+    def _finish(self, rows: "DataFrame", exists: Callable[[], bool]) -> None:
+        """Create the table in an unfinished folder: an append does so, while Delta's own ``create`` refuses it."""
+        try:
+            self._save(self._spark.createDataFrame([], rows.schema).write.format("delta").mode("append"))
+        except CommitRace:
+            if not exists():
+                raise
 
     def commit(
         self,

@@ -178,15 +178,29 @@ def test_the_sink_waits_for_a_table_that_another_writer_is_creating(
     assert len(commits(new_table)) == 2, "this writer did not create it"
 
 
-def test_a_directory_with_other_files_is_not_made_a_table(
+def test_a_table_whose_creation_was_killed_is_created(
     query: Query, new_table: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    new_table.mkdir()
+    """Delta makes the folders of its log before the first commit, and then refuses to create a table there."""
+    (new_table / "_delta_log" / "_staged_commits").mkdir(parents=True)
+    (new_table / "_delta_log" / ".00000000000000000000.json.0a1b.tmp").write_bytes(b"{}")
+    monkeypatch.setattr(table_writer, "CREATE_WAIT_MAX_S", 0.0)
+    query.run(query.sink(new_table, partition_by=["topic"]), 0, offset(0, one(0, 2)))
+    assert [row[1:] for row in rows(new_table)] == [row[1:] for row in records(0, 2)]  # the topic is in the path
+    (metadata,) = [action for commit in commits(new_table) for action in actions(commit, "metaData")]
+    assert metadata["partitionColumns"] == ["topic"]
+
+
+@pytest.mark.parametrize("has_log", [False, True])
+def test_a_directory_with_other_files_is_not_made_a_table(
+    has_log: bool, query: Query, new_table: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (new_table / "_delta_log" if has_log else new_table).mkdir(parents=True)
     (new_table / "part-0.parquet").write_bytes(b"of another job")
     monkeypatch.setattr(table_writer, "CREATE_WAIT_MAX_S", 0.0)
     with pytest.raises(OptionError, match="its folder is not empty and has no Delta table"):
         query.run(query.sink(new_table), 0, offset(0, one(0, 2)))
-    assert [f.name for f in new_table.iterdir()] == ["part-0.parquet"]
+    assert [f for f in new_table.rglob("*") if f.is_file()] == [new_table / "part-0.parquet"]
 
 
 def test_a_table_by_name_is_created_in_the_catalog_and_written_by_both_writers(query: Query) -> None:
