@@ -17,12 +17,16 @@ def living_rows(table: Path, columns: list[str] | None = None) -> list[dict[str,
 
 def living_files(table: Path) -> list[Path]:
     """Return the files that the log lists and has not removed."""
-    files: dict[str, None] = {}
+    files: dict[tuple[str, str], None] = {}
     for commit in sorted((table / "_delta_log").glob("*.json")):
-        for line in commit.read_text().splitlines():
-            action = json.loads(line)
-            if "add" in action:
-                files[action["add"]["path"]] = None
-            elif "remove" in action:
-                files.pop(action["remove"]["path"], None)
-    return [table / name for name in files]
+        actions = [json.loads(line) for line in commit.read_text().splitlines()]
+        for kind in ("remove", "add"):  # the actions of a commit have no order
+            for action in (action[kind] for action in actions if kind in action):
+                file = action["path"], json.dumps(action.get("deletionVector"), sort_keys=True)
+                if kind == "add":
+                    files[file] = None
+                else:
+                    files.pop(file, None)
+    if deleting := [path for path, vector in files if vector != "null"]:
+        raise ValueError(f"{deleting[0]} has a deletion vector, which this reader does not apply")
+    return [table / path for path, _ in files]

@@ -381,7 +381,7 @@ def reset(
     ledger = None
     if spark is not None and table is not None:
         with contextlib.suppress(LedgerDamaged):  # unreadable: it is replaced
-            ledger = ledger_store.read_ledger(spark, table, group)
+            ledger = ledger_store.read_ledger(spark, table, group, to_reset=True)
     known = [*targets.offsets, *committed, *({} if ledger is None else ledger.offsets)]
     topics = admin.existing_topics(tp.topic for tp in known)
     found = plan_reset(targets.offsets, committed, ledger, topics)
@@ -543,7 +543,7 @@ def _of_checkpoint(
     ledger = None
     if spark is not None and table is not None:
         with contextlib.suppress(LedgerDamaged):  # unreadable: it is replaced
-            ledger = ledger_store.read_ledger(spark, table, group)
+            ledger = ledger_store.read_ledger(spark, table, group, to_reset=True)
     position = ("--to-checkpoint", checkpoint, *(() if batch is None else ("--batch", str(batch))))
     return recorded_offsets(admin, record, position, scope, table=table, ledger=ledger)
 

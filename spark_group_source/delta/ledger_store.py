@@ -6,7 +6,8 @@ Runs in: the command line, the user's driver. Deliberately absent: what a ledger
 - **doubled**: a record is in the table more than once, or the table has more rows than its commits added;
 - **missing**: the table has fewer rows than its commits added, and no commit removed rows on purpose;
 - **behind**: the table has a record that its group's ledger does not count;
-- **ledger**, **restore**: a ledger cannot be read, or a ``RESTORE`` removed rows that it counts.
+- **ledger**, **restore**: a ledger cannot be read, or a ``RESTORE``, ``REPLACE`` or overwrite removed rows that it
+  counts.
 """
 
 import json
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from spark_group_source import command_line
 from spark_group_source.delta import table_names, table_writer
 from spark_group_source.delta.ledger_format import APP_PREFIX, Ledger, LedgerDamaged
-from spark_group_source.delta.restored_table import find_restore, ledger_of_rows
+from spark_group_source.delta.restored_table import find_replacement, ledger_of_rows, ledger_to_reset
 from spark_group_source.delta.table_history import LedgerExpired, LogFiles, TableHistory
 from spark_group_source.errors import LedgerConflict, OptionError
 from spark_group_source.model import TopicPartition
@@ -36,20 +37,23 @@ OPERATIONS_THAT_KEEP_ROWS = {
 """Operations of Delta that remove no row."""
 
 
-def read_ledger(spark: "SparkSession", table: str, group: str) -> Ledger | None:
+def read_ledger(spark: "SparkSession", table: str, group: str, *, to_reset: bool = False) -> Ledger | None:
     """Read the ledger of one group in a table; None if the group never wrote to it.
 
     After a ``RESTORE`` it is the ledger that fits the remaining rows.
 
     Args:
         table: a path or a table name.
+        to_reset: whether a reset will replace it: then it is the newest one where none is known to fit the rows.
 
     Raises:
         OptionError: there is no such Delta table.
-        LedgerConflict: the ledger is damaged, a newer release wrote it, or it expired with the table's log.
+        LedgerConflict: the ledger is damaged, a newer release wrote it, it expired with the table's log, or which
+            ledger fits the rows is unknown.
     """
     try:
-        return ledger_of_rows(table_writer.open_existing(spark, table).history(), group)
+        history = table_writer.open_existing(spark, table).history()
+        return ledger_to_reset(history, group) if to_reset else ledger_of_rows(history, group)
     except LedgerExpired as exc:
         raise LedgerDamaged(
             f"the last commit of group {group!r} in table {table} is older than the table's log "
@@ -79,13 +83,15 @@ def require_ledger(spark: "SparkSession", table: str, group: str) -> Ledger:
 def read_ledgers(history: TableHistory) -> dict[str, Ledger | None]:
     """Read the ledgers of all groups that wrote to a table; None for a ledger that expired with the table's log.
 
+    Where none is known to fit the rows it is the newest one.
+
     Raises:
         LedgerConflict: one is damaged, a newer release wrote it, or a batch was committed behind a ``RESTORE``.
     """
     found: dict[str, Ledger | None] = {}
     for group in history.groups():
         try:
-            found[group] = ledger_of_rows(history, group)
+            found[group] = ledger_to_reset(history, group)
         except LedgerExpired:
             found[group] = None
     return found
@@ -141,7 +147,7 @@ def _replaced_ledger(writer: table_writer.TableWriter, history: TableHistory, gr
     number = history.source.number(APP_PREFIX + group)
     try:
         newest = history.ledger(group)
-        return Ledger(group=group) if newest is None else ledger_of_rows(history, group) or newest
+        return Ledger(group=group) if newest is None else ledger_to_reset(history, group) or newest
     except LedgerDamaged as exc:
         log.warning("group %s: the ledger in table %s is replaced: %s", group, writer.table, exc)
     except LedgerExpired:
@@ -204,16 +210,18 @@ def verify(spark: "SparkSession", table: str) -> Verification:
 
 
 def _check_ledger(history: TableHistory, group: str) -> tuple[list[Finding], Ledger | None]:
-    """Return the newest ledger of a group, with a finding if it cannot be read or a RESTORE removed its rows."""
+    """Return the newest ledger of a group, with a finding if it cannot be read or its rows were replaced."""
     try:
         ledger = history.ledger(group)
-        restore = find_restore(history, group)
+        replacement = find_replacement(history, group)
     except (LedgerExpired, LedgerConflict) as exc:
         return [Finding("ledger", f"the ledger of group {group} cannot be read: {exc}")], None
-    if restore is None:
+    if replacement is None:
         return [], ledger
-    text = f"a RESTORE to version {restore.restored_to} removed rows of group {group}"
-    return [Finding("restore", text, restore.version)], ledger
+    restored_to = replacement.restored_to
+    to = "" if restored_to is None else f" to version {restored_to}"
+    text = f"a {replacement.operation}{to} removed rows of group {group}"
+    return [Finding("restore", text, replacement.version)], ledger
 
 
 def _check_rows(

@@ -1,12 +1,17 @@
-"""A ``RESTORE`` of the table: find it, refuse the next batch, and compute the ledger that fits the remaining rows.
+"""A commit that replaced rows of the table: find it, refuse the next batch, and compute the ledger that fits the rows.
 
 Runs in: the user's driver, the command line. Deliberately absent: reading the table's log (:mod:`table_history`), and
 setting a ledger (:mod:`ledger_store`).
 
-``RESTORE`` removes rows and leaves the group's newest ledger as it is, so a query that continued would leave a gap. A
-batch is refused until an operator moves Kafka's offsets and the ledger to one position with ``spark-group reset``.
+``RESTORE``, ``REPLACE``, an overwrite and a clone into the table remove rows and leave the group's newest ledger as it
+is, so a query that continued would leave a gap. A batch is refused until an operator moves Kafka's offsets and the
+ledger to one position with ``spark-group reset``. After a ``RESTORE`` the ledger of the restored version fits the rows.
+After the others, and where the log lacks that version, no ledger is known to fit them, and none is guessed.
+
+``DELETE``, ``UPDATE`` and ``MERGE`` change single rows on purpose; the ledger counts these rows as written.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -14,36 +19,49 @@ from spark_group_source import command_line
 from spark_group_source.delta import table_names
 from spark_group_source.delta.ledger_decision import format_ranges
 from spark_group_source.delta.ledger_format import Ledger, first_offsets
-from spark_group_source.delta.table_history import TableHistory
+from spark_group_source.delta.table_history import LedgerExpired, TableHistory
 from spark_group_source.errors import LedgerConflict
 from spark_group_source.model import OffsetRange, TopicPartition
 
+AS_IN_KAFKA = ("--to-current",)
+"""The position of ``spark-group reset`` that leaves the group where it is."""
 
-class Restore(NamedTuple):
-    """A ``RESTORE`` after which no reset has set the ledger of the group."""
+
+class RowsReplaced(LedgerConflict):
+    """Rows of the group were removed, and which ledger fits the remaining ones is unknown."""
+
+
+class Replacement(NamedTuple):
+    """A commit that replaced rows, after which no reset has set the ledger of the group."""
 
     version: int
-    """The version of the table that the ``RESTORE`` made."""
-    restored_to: int
-    """The version whose rows the table has since then."""
+    """The version of the table that the commit made."""
+    operation: str
+    """The operation as Delta names it, such as ``RESTORE``."""
+    restored_to: int | None = None
+    """The version whose rows the table has since then; None if it is not known to have those of an earlier version."""
     concurrent_batch: int | None = None
-    """The version of a batch that was decided before the ``RESTORE`` and committed after it; None: there is none."""
+    """The version of a batch that was decided before the commit and is behind it; None: there is none."""
 
 
-def refuse_restored_table(history: TableHistory, ledger: Ledger, *, after: int, checkpoint: str, batch_id: int) -> None:
-    """Refuse a batch if a ``RESTORE`` removed rows that the ledger counts.
+def refuse_replaced_rows(history: TableHistory, ledger: Ledger, *, after: int, checkpoint: str, batch_id: int) -> None:
+    """Refuse a batch if a commit replaced rows that the ledger counts.
 
     Args:
         ledger: the group's newest ledger in the table's log.
-        after: only commits newer than this version are read: up to it no such ``RESTORE`` exists. -1 reads all.
+        after: only commits newer than this version are read: up to it no such commit exists. -1 reads all.
         checkpoint, batch_id: the query's checkpoint and the refused batch, for the command that continues there.
 
     Raises:
         LedgerConflict: rows are missing; the message has the commands that settle it.
+        LedgerExpired: the log does not reach back to the decision behind the group's newest ledger.
     """
-    restore = find_restore(history, ledger.group, after=after)
-    remaining = None if restore is None else ledger_of_rows(history, ledger.group, restore)
-    if restore is None or remaining is None or remaining.offsets == ledger.offsets:
+    replacement = find_replacement(history, ledger.group, after=after)
+    if replacement is None:
+        return
+    here = ("--to-checkpoint", checkpoint, "--batch", str(batch_id))
+    remaining = ledger_of_rows(history, ledger.group, replacement, keep=here)
+    if remaining is None or remaining.offsets == ledger.offsets:
         return
     missing = [
         OffsetRange(tp, offset, ledger.offsets[tp])
@@ -51,12 +69,11 @@ def refuse_restored_table(history: TableHistory, ledger: Ledger, *, after: int, 
         if offset < ledger.offsets[tp]
     ]
     group, table = ledger.group, history.table
-    here = ("--to-checkpoint", checkpoint, "--batch", str(batch_id))
     raise LedgerConflict(
-        f"table {table} was restored to version {restore.restored_to} (by its version {restore.version}), which "
-        f"removed rows of group {group!r}: {format_ranges(missing)}. The next batch would leave a gap, so nothing was "
-        "written. Stop the query, run one of these commands, and start the query with the same checkpoint; the "
-        "refused batch is void after either of them:"
+        f"table {table} was restored to version {replacement.restored_to} (by its version {replacement.version}), "
+        f"which removed rows of group {group!r}: {format_ranges(missing)}. The next batch would leave a gap, so "
+        "nothing was written. Stop the query, run one of these commands, and start the query with the same checkpoint; "
+        "the refused batch is void after either of them:"
         + command_line.alternatives(
             {
                 "write the missing records again": table_names.reset_command(group, table, "--to-ledger"),
@@ -69,58 +86,77 @@ def refuse_restored_table(history: TableHistory, ledger: Ledger, *, after: int, 
     )
 
 
-def find_restore(history: TableHistory, group: str, *, after: int = -1) -> Restore | None:
-    """Find a ``RESTORE`` that came after the decision behind the group's newest ledger.
+def find_replacement(history: TableHistory, group: str, *, after: int = -1) -> Replacement | None:
+    """Find a commit that replaced rows after the decision behind the group's newest ledger.
 
     Args:
         after: only commits newer than this version are read.
 
     Raises:
-        LedgerConflict: the version that the table was restored to cannot be determined.
+        LedgerExpired: the log does not reach back to that decision.
     """
     decided_at, batch_version = -1, None  # of the group's newest commit, once it is found
+    oldest_read = history.version + 1
     for commit in history.commits(after=after):
         if batch_version is not None and commit.version <= decided_at:
             return None
-        if commit.restore is not None:
-            return Restore(commit.version, history.source.restored_to(commit), batch_version)
+        oldest_read = commit.version
+        if commit.replaces_rows:
+            restored_to = None if commit.restore is None else history.source.restored_to(commit)
+            return Replacement(commit.version, commit.operation, restored_to, batch_version)
         if batch_version is None and commit.ledger_entry(group) is not None:
             decided_at, batch_version = commit.read, commit.version
+    if oldest_read > max(after, decided_at) + 1:
+        raise LedgerExpired(group, None)
     return None
 
 
-def ledger_of_rows(history: TableHistory, group: str, restore: Restore | None = None) -> Ledger | None:
-    """Compute the ledger that fits the rows of this version; without a ``RESTORE`` it is the newest one.
+def ledger_of_rows(
+    history: TableHistory, group: str, replacement: Replacement | None = None, *, keep: Sequence[str] = AS_IN_KAFKA
+) -> Ledger | None:
+    """Compute the ledger that fits the rows of this version; if no rows were replaced it is the newest one.
 
-    A partition that has no rows in the restored version gets the offset at which its first removed batch started.
+    A partition that has no rows in a restored version gets the offset at which its first removed batch started.
 
     Args:
-        restore: the newest ``RESTORE`` of the group, where the caller has found it.
+        replacement: the newest commit that replaced rows, where the caller has found it.
+        keep: the position of ``spark-group reset`` at which a group continues whose rows cannot be compared.
 
     Returns:
         None if the group never wrote to the table.
 
     Raises:
         LedgerExpired: the log does not reach back to the group's last commit.
-        LedgerConflict: a batch was committed behind the ``RESTORE``, or the ledger cannot be read.
+        RowsReplaced: the rows do not have to be those of an earlier version, or the log lacks the ledger of that
+            version.
+        LedgerConflict: a batch was committed behind a ``RESTORE``, or the ledger cannot be read.
     """
     newest = history.ledger(group)
-    restore = restore or (find_restore(history, group) if newest is not None else None)
-    if newest is None or restore is None:
+    replacement = replacement or (find_replacement(history, group) if newest is not None else None)
+    if newest is None or replacement is None:
         return newest
-    if restore.concurrent_batch is not None:
-        raise _batch_behind_restore(history.table, group, restore)
-    restored = ledger_of_rows(history.at(restore.restored_to), group) or Ledger(group=group)
+    if replacement.restored_to is None:
+        raise _rows_replaced(history.table, group, replacement, keep)
+    if replacement.concurrent_batch is not None:
+        raise _batch_behind_restore(history.table, group, replacement)
     starts: dict[TopicPartition, int] = {}
-    for commit in history.at(restore.version - 1).commits(after=restore.restored_to):  # newest first
+    oldest_read = replacement.version
+    for commit in history.at(replacement.version - 1).commits(after=replacement.restored_to):  # newest first
+        oldest_read = commit.version
         if (entry := commit.ledger_entry(group)) is not None:
-            starts |= first_offsets(entry["ledger"])
+            starts = first_offsets(entry["ledger"]) | starts  # an older one is of a former topic of that name
+    try:
+        if oldest_read > replacement.restored_to + 1:
+            raise LedgerExpired(group, None)
+        restored = ledger_of_rows(history.at(replacement.restored_to), group, keep=keep) or Ledger(group=group)
+    except LedgerExpired:
+        raise _rows_replaced(history.table, group, replacement, keep) from None
     same_topics = {
         name: topic.id
         for name, topic in restored.topics.items()
         if name not in newest.topics or newest.topics[name].is_same(topic.id)
     }
-    offsets = {tp: starts.get(tp, 0) for tp in newest.offsets} | {
+    offsets = {tp: starts.get(tp, n) for tp, n in newest.offsets.items()} | {
         tp: n for tp, n in restored.offsets.items() if tp.topic in same_topics
     }
     recreated = {topic.id: topic for name, topic in restored.topics.items() if name not in same_topics}
@@ -128,7 +164,41 @@ def ledger_of_rows(history: TableHistory, group: str, restore: Restore | None = 
     return ledger.with_offsets(offsets, same_topics)
 
 
-def _batch_behind_restore(table: str, group: str, restore: Restore) -> LedgerConflict:
+def ledger_to_reset(history: TableHistory, group: str) -> Ledger | None:
+    """Return the ledger from which a reset starts: the one that fits the rows, or the newest where none is known to.
+
+    Raises:
+        LedgerExpired, LedgerConflict: as :func:`ledger_of_rows`, except for RowsReplaced.
+    """
+    try:
+        return ledger_of_rows(history, group)
+    except RowsReplaced:
+        return history.ledger(group)
+
+
+def _rows_replaced(table: str, group: str, replacement: Replacement, keep: Sequence[str]) -> RowsReplaced:
+    undo = (
+        table_names.restore_command(table, replacement.version - 1),
+        table_names.reset_command(group, table, "--to-ledger"),
+    )
+    commands = {
+        "take the table back to the version before, and the group to the end of its rows": "\n    ".join(undo),
+        "keep the rows as they are, and continue behind the removed ones": table_names.reset_command(
+            group, table, *keep
+        ),
+    }
+    return RowsReplaced(
+        f"version {replacement.version} of table {table} ({replacement.operation}) removed rows after the last commit "
+        f"of group {group!r}, and which of its records are left is unknown. The next batch could leave a gap, so "
+        "nothing was written. Stop the query, run the commands of one of these lines, and start the query with the "
+        "same checkpoint:" + command_line.alternatives(commands),
+        table=table,
+        group=group,
+        replaced=replacement.version,
+    )
+
+
+def _batch_behind_restore(table: str, group: str, restore: Replacement) -> LedgerConflict:
     return LedgerConflict(
         f"table {table} was restored to version {restore.restored_to} (by its version {restore.version}) while a batch "
         f"of group {group!r} was being written: the batch is version {restore.concurrent_batch}. Its rows are in the "

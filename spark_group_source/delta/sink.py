@@ -8,7 +8,8 @@ A batch goes through these steps, in this order:
 
 1. read what was planned from the checkpoint, open the table, and refuse a second write of the batch in one run
    (:meth:`DeltaSink.__call__`, :func:`guarded_write`);
-2. read the ledger of each group, and refuse the batch if a ``RESTORE`` removed rows that it counts
+2. read the ledger of each group, and refuse the batch if a ``RESTORE``, a ``REPLACE`` or an overwrite removed rows
+   that it counts
    (:meth:`_BatchCommit._read_ledger`, :mod:`restored_table`);
 3. decide what is written (:func:`ledger_decision.decide`);
 4. commit the rows, the group's next ``SetTransaction`` number and the note with the ledger
@@ -68,10 +69,10 @@ class DeltaSink:
     The first batch creates the table with its columns, if it does not exist.
 
     A batch without rows is committed only if it moves a position, so an idle group does not make the table's log grow.
-    The ledger knows what was written, not which rows exist: rows removed by ``REPLACE TABLE`` between two runs, an
-    overwrite or ``DELETE`` are not noticed, and are written again only if ``spark-group reset`` with ``--table``
-    moves Kafka's offsets and the ledger back together. After a ``RESTORE`` that removed rows of the group, the next
-    batch is refused until that is done.
+    The ledger knows what was written, not which rows exist: rows that ``DELETE``, ``UPDATE`` or ``MERGE`` changed are
+    written again only if ``spark-group reset`` with ``--table`` moves Kafka's offsets and the ledger back together.
+    After a ``RESTORE``, a ``REPLACE`` or an overwrite that removed rows of the group, the next batch is refused until
+    that is done.
 
     A batch of a query is written to a table once: a second sink, or a second call, in one ``foreachBatch`` is refused.
     Several queries may write one table, and share a sink that has no ``checkpoint``.
@@ -276,7 +277,10 @@ class _BatchCommit:
         """Read the newest version of the table. Raises LedgerConflict if the table was deleted or replaced."""
         history = self.table.history()
         newest_known = max((ledger.table_version for ledger in self._known.values()), default=0)
-        if history.version < newest_known or self.table.identity() != self.sink._table_id:
+        is_shorter = history.version < newest_known
+        if is_shorter or self.table.identity() != self.sink._table_id:
+            for ledger in () if is_shorter else self._known.values():
+                self._refuse_replaced_rows(history, ledger)  # REPLACE TABLE is a new table with the same log
             raise LedgerConflict(
                 f"table {self.sink.table} was deleted or replaced while the query runs. Nothing was written. Start the "
                 "query again: with a replaced table it continues at its ledger; a deleted table is created, and the "
@@ -294,23 +298,27 @@ class _BatchCommit:
         """Read the ledger of a group; None if the group never wrote to the table.
 
         Raises:
-            LedgerConflict: a RESTORE removed rows that the ledger counts, or the ledger cannot be determined.
+            LedgerConflict: rows that the ledger counts were replaced, or the ledger cannot be determined.
         """
         known = self._known.get(group)
         try:
             ledger = history.ledger(group, known)
+            if ledger is not None:
+                self._refuse_replaced_rows(history, ledger)
+                self.sink._ledgers[group] = ledger.at_version(history.version)
         except LedgerExpired as expired:
             return self._new_ledger(history, group, expired)
-        if ledger is not None:
-            restored_table.refuse_restored_table(
-                history,
-                ledger,
-                after=-1 if known is None else known.table_version,
-                checkpoint=self.planned.root,
-                batch_id=self.planned.batch_id,
-            )
-            self.sink._ledgers[group] = ledger.at_version(history.version)
         return ledger
+
+    def _refuse_replaced_rows(self, history: TableHistory, ledger: Ledger) -> None:
+        known = self._known.get(ledger.group)
+        restored_table.refuse_replaced_rows(
+            history,
+            ledger,
+            after=-1 if known is None else known.table_version,
+            checkpoint=self.planned.root,
+            batch_id=self.planned.batch_id,
+        )
 
     def _new_ledger(self, history: TableHistory, group: str, expired: LedgerExpired) -> Ledger:
         """Start a ledger in place of one that expired with the table's log.

@@ -16,8 +16,8 @@ as changes (:mod:`ledger_format`). ``read`` is the version of the table by which
 
 The note of ``spark-group reset`` has a ``reason``, too.
 
-``RESTORE`` removes rows and leaves ``SetTransaction`` numbers as they are, so the newest ledger still counts the
-removed rows; :mod:`restored_table` compares the two.
+``RESTORE``, ``REPLACE`` and an overwrite remove rows and leave ``SetTransaction`` numbers as they are, so the newest
+ledger still counts the removed rows; :mod:`restored_table` compares the two.
 """
 
 import json
@@ -28,7 +28,6 @@ from pyspark.errors import PySparkException
 
 from spark_group_source.delta import table_names
 from spark_group_source.delta.ledger_format import APP_PREFIX, VERSION, Ledger, is_full
-from spark_group_source.errors import LedgerConflict
 
 if TYPE_CHECKING:
     from deltalake import DeltaTable
@@ -36,6 +35,9 @@ if TYPE_CHECKING:
 
 HISTORY_LIMITS = (2, 20, 1000)
 """The ``LIMIT`` of one ``DESCRIBE HISTORY`` after the other; after the last one the whole history is read."""
+
+ROW_COMMANDS = frozenset({"DELETE", "UPDATE", "MERGE", "TRUNCATE"})
+"""Operations with which a user changes single rows on purpose: the ledger does not follow them."""
 
 NOT_A_TABLE = {
     "TABLE_OR_VIEW_NOT_FOUND",
@@ -94,15 +96,28 @@ class Commit(NamedTuple):
     """The parameters of a ``RESTORE``; None for every other operation."""
     operation: str = ""
     """The operation as Delta names it, such as ``WRITE``."""
+    replaces_rows: bool = False
+    """Whether the commit removed rows by an operation other than ROW_COMMANDS, such as a ``REPLACE``, an overwrite or a
+    clone into the table, or is a ``RESTORE``."""
 
     @classmethod
-    def of(cls, version: int, info: Mapping[str, Any]) -> "Commit":
-        """Build it from the commit's ``commitInfo`` or a row of ``DESCRIBE HISTORY``."""
+    def of(cls, version: int, info: Mapping[str, Any], removes_rows: bool | None = None) -> "Commit":
+        """Build it from the commit's ``commitInfo`` or a row of ``DESCRIBE HISTORY``.
+
+        Args:
+            removes_rows: whether an action of the commit removes rows; None: the operation decides.
+        """
         operation, note, read = str(info.get("operation") or ""), info.get("userMetadata"), info.get("readVersion")
         entries = _note_entries(note)
         known = [version - 1 if read is None else read, *(e["read"] for e in entries if isinstance(e.get("read"), int))]
-        restore = dict(info.get("operationParameters") or {}) if operation == "RESTORE" else None
-        return cls(version, min(known), note, entries, restore, operation)
+        parameters = dict(info.get("operationParameters") or {})
+        restore = parameters if operation == "RESTORE" else None
+        if removes_rows is None:
+            modes = {str(parameters.get(name)).strip('"') for name in ("mode", "outputMode")}
+            is_new_content = "REPLACE TABLE" in operation or operation == "CLONE"
+            removes_rows = version > 0 and (is_new_content or not modes.isdisjoint({"Overwrite", "Complete"}))
+        replaces_rows = restore is not None or (removes_rows and operation not in ROW_COMMANDS)
+        return cls(version, min(known), note, entries, restore, operation, replaces_rows)
 
     def ledger_entry(self, group: str) -> dict[str, Any] | None:
         """Return the entry of a group, whose ``ledger`` is a full one or changes; None if the commit has none."""
@@ -136,12 +151,8 @@ class CommitSource(Protocol):
     def number(self, app_id: str) -> int | None:
         """Return an application's newest ``SetTransaction``; -1 if there is none, None where it cannot be read."""
 
-    def restored_to(self, restore: Commit) -> int:
-        """Return the version whose rows a ``RESTORE`` brought back.
-
-        Raises:
-            LedgerConflict: it cannot be determined.
-        """
+    def restored_to(self, restore: Commit) -> int | None:
+        """Return the version whose rows a ``RESTORE`` brought back; None if the log does not have it."""
 
 
 class TableHistory:
@@ -237,7 +248,7 @@ class LogFiles:
             text = self.actions(version)
             if text is None:
                 return
-            yield Commit.of(version, _commit_info(text))
+            yield Commit.of(version, _commit_info(text), _removes_rows(text))
 
     def actions(self, version: int) -> bytes | None:
         """Return the commit file of a version, one action per line; None if it was deleted from the log."""
@@ -251,32 +262,23 @@ class LogFiles:
         found = self.opened.transaction_version(app_id)
         return -1 if found is None else int(found)
 
-    def restored_to(self, restore: Commit) -> int:
+    def restored_to(self, restore: Commit) -> int | None:
         if (version := _version_parameter(restore)) is not None:
             return version
         # RESTORE by timestamp: Delta records the local time of the session that ran it, without a time zone. The
-        # version that it chose has the same files as the restored one, and so has every other version with these files.
-        restored_files = self._files_at(restore.version)
-        try:
-            for earlier in range(restore.version - 1, -1, -1):
-                if self._files_at(earlier) == restored_files:
-                    return earlier
-        except Exception as exc:
-            raise _unknown_restore(self.table, restore.version) from exc
-        raise _unknown_restore(self.table, restore.version)
-
-    def _files_at(self, version: int) -> set[tuple[object, ...]]:
-        """Return the data files of a version, with their deletion vectors."""
-        import pyarrow as pa
-        from deltalake import DeltaTable
-
-        table = DeltaTable(self.opened.table_uri, version=version, storage_options=self._storage_options or None)
-
-        actions = pa.table(table.get_add_actions(flatten=True)).to_pylist()
-        return {
-            (action["path"], *(str(value) for key, value in sorted(action.items()) if "deletion" in key.lower()))
-            for action in actions
-        }
+        # version that it chose has the files that the RESTORE left, so its actions and those of the commits before it,
+        # undone one by one, lead there. Commits between two versions with the same files have no rows.
+        added, removed = _file_changes(self.actions(restore.version) or b"")
+        for earlier in range(restore.version - 1, -1, -1):
+            # Now ``removed`` has the files of version ``earlier`` that the RESTORE left out, ``added`` those that only
+            # the restored version has.
+            if not added and not removed:
+                return earlier
+            if (text := self.actions(earlier)) is None:
+                return None
+            came, went = _file_changes(text)
+            added, removed = (added - went) | (came - removed), (removed - came) | (went - added)
+        return None
 
 
 class DescribedHistory:
@@ -312,10 +314,8 @@ class DescribedHistory:
         del app_id
         return None
 
-    def restored_to(self, restore: Commit) -> int:
-        if (version := _version_parameter(restore)) is None:
-            raise _unknown_restore(self.table, restore.version)
-        return version
+    def restored_to(self, restore: Commit) -> int | None:
+        return _version_parameter(restore)
 
     def _load(self, limit: int | None) -> list[Commit]:
         last = "" if limit is None else f" LIMIT {limit}"
@@ -334,19 +334,31 @@ def _commit_info(text: bytes) -> dict[str, Any]:
     return {}
 
 
+def _removes_rows(text: bytes) -> bool:
+    """Return whether an action of a commit removes rows; compaction removes files only."""
+    removed = (json.loads(line)["remove"] for line in text.splitlines() if line.startswith(b'{"remove"'))
+    return any(action.get("dataChange", True) for action in removed)
+
+
+def _file_changes(text: bytes) -> tuple[set[tuple[str, str]], set[tuple[str, str]]]:
+    """Return the files that a commit added and removed, each with its deletion vector.
+
+    A commit that adds files, removes none and does not change data lists files again, with other statistics.
+    """
+    added: set[tuple[str, str]] = set()
+    removed: set[tuple[str, str]] = set()
+    changes_data = False
+    for line in text.splitlines():
+        kind, changed = (b'{"add"', added) if line.startswith(b'{"add"') else (b'{"remove"', removed)
+        if line.startswith(kind):
+            (action,) = json.loads(line).values()
+            vector = json.dumps(action.get("deletionVector"), sort_keys=True)
+            changed.add((str(action["path"]), vector))
+            changes_data |= bool(action.get("dataChange", True))
+    return (added, removed) if changes_data or removed else (set(), set())
+
+
 def _version_parameter(restore: Commit) -> int | None:
     """Return the version that a ``RESTORE ... TO VERSION AS OF`` names; None for a ``RESTORE`` by timestamp."""
     text = str((restore.restore or {}).get("version")).strip('"')
     return int(text) if text.isdecimal() else None
-
-
-def _unknown_restore(table: str, version: int) -> LedgerConflict:
-    name = table_names.sql_name(table)
-    return LedgerConflict(
-        f"version {version} of table {table} is a RESTORE to a timestamp, and the version that it chose cannot be "
-        "determined, so the rows of the table cannot be compared with the ledger. Nothing was written. Find the "
-        "version, then restore the table to it by number, in place of VERSION:"
-        f"\n    DESCRIBE HISTORY {name}\n    RESTORE TABLE {name} TO VERSION AS OF VERSION",
-        table=table,
-        restored=version,
-    )

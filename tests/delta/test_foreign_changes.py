@@ -1,8 +1,12 @@
 """Foreign changes of a table while a query writes to it: each batch is in it once, or is refused."""
 
 import os
+import time
+from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
+from zoneinfo import ZoneInfo
 
 import pytest
 from printed_commands import commands
@@ -10,7 +14,8 @@ from sink_source import offset
 from sink_words import BeforeNextCommit, Query, commits, next_offsets, one, parquet_files, records, rows
 
 from spark_group_source.delta.ledger_store import read_ledger
-from spark_group_source.delta.table_history import DescribedHistory
+from spark_group_source.delta.restored_table import ledger_of_rows
+from spark_group_source.delta.table_history import DescribedHistory, TableHistory
 from spark_group_source.errors import LedgerConflict, OptionError
 from spark_group_source.model import TopicPartition
 
@@ -30,27 +35,48 @@ def found(spark: "SparkSession", table: Path) -> list[tuple[object, ...]]:
     )
 
 
-def moment(spark: "SparkSession", table: Path, version: int) -> str:
-    """Return the time of a version, for Spark's SQL."""
-    history = spark.sql(f"DESCRIBE HISTORY delta.`{table}`").where(f"version = {version}")
-    return str(history.selectExpr("string(timestamp)").collect()[0][0])
+def moment(table: Path, version: int, zone: str) -> str:
+    """Return the time of a version, for Spark's SQL in a session with that time zone."""
+    ms = (table / "_delta_log" / f"{version:020}.json").stat().st_mtime_ns // 1_000_000
+    at = datetime.fromtimestamp(ms / 1000, ZoneInfo(zone))
+    return at.strftime("%Y-%m-%d %H:%M:%S.%f")[:-3]
 
 
 # RESTORE
 
 
 @pytest.mark.slow
-def test_a_restore_by_timestamp_is_refused_and_the_ledger_fits_the_remaining_rows(query: Query, table: Path) -> None:
+@pytest.mark.parametrize("zones", [("Asia/Kolkata", "UTC"), ("America/New_York", "Asia/Kolkata"), ("UTC", "UTC")])
+def test_a_restore_by_timestamp_does_not_depend_on_the_time_zones_of_session_and_reader(
+    query: Query, table: Path, zones: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """``decisions/test_history.py`` shows how the query continues."""
     sink, spark = query.sink(table), query.spark
-    for n in range(2):
+    for n in range(4):
         query.run(sink, n, offset(n, one(n * 10, n * 10 + 10)))
-    spark.sql(f"RESTORE TABLE delta.`{table}` TO TIMESTAMP AS OF '{moment(spark, table, 1)}'")
-    with pytest.raises(LedgerConflict, match=r"(?s)restored to version 1 .* orders-0\[10,20\).*--to-ledger"):
-        query.run(sink, 2, offset(2, one(20, 30)))
-    there = read_ledger(spark, str(table), "etl")
-    assert there is not None and there.offsets == {P0: 10}
-    assert rows(table) == records(0, 10)
+    spark.sql(f"ALTER TABLE delta.`{table}` SET TBLPROPERTIES ('delta.enableDeletionVectors' = 'true')")
+    spark.sql(f"DELETE FROM delta.`{table}` WHERE offset IN (3, 13, 33)")
+    # A driver in that zone: Delta formats the time in the zone of the JVM and parses it in the zone of the session.
+    key, jvm_zones = "spark.sql.session.timeZone", spark._jvm.java.util.TimeZone  # type: ignore[union-attr]
+    before, jvm_zone = str(spark.conf.get(key)), jvm_zones.getDefault()
+    spark.conf.set(key, zones[0])
+    jvm_zones.setDefault(jvm_zones.getTimeZone(zones[0]))
+    monkeypatch.setenv("TZ", zones[1])
+    time.tzset()
+    try:
+        spark.sql(f"RESTORE TABLE delta.`{table}` TO TIMESTAMP AS OF '{moment(table, 2, zones[0])}'")
+        with pytest.raises(LedgerConflict, match=r"(?s)restored to version 2 .* orders-0\[20,40\).*--to-ledger"):
+            query.run(sink, 4, offset(4, one(40, 50)))
+        there = read_ledger(spark, str(table), "etl")
+        with pytest.raises(LedgerConflict, match=r"version 7 .* \(RESTORE\) removed rows .* is unknown"):
+            ledger_of_rows(TableHistory(DescribedHistory(spark, str(table))), "etl")
+    finally:
+        spark.conf.set(key, before)
+        jvm_zones.setDefault(jvm_zone)
+        monkeypatch.undo()
+        time.tzset()
+    assert there is not None and there.offsets == {P0: 20}
+    assert rows(table) == found(spark, table) == records(0, 20)
 
 
 @pytest.mark.slow
@@ -85,35 +111,49 @@ def test_the_statements_of_messages_run_on_spark(query: Query, table: Path) -> N
     query.run(query.sink(table), 2, offset(2, one(20, 30)))
     assert rows(table) == records(0, 30)
 
-    spark.sql(f"RESTORE TABLE delta.`{table}` TO TIMESTAMP AS OF '{moment(spark, table, 2)}'")
-    history = DescribedHistory(spark, str(table))
-    newest = history.newest()
-    with pytest.raises(LedgerConflict) as unknown:
-        history.restored_to(next(history.commits(newest, newest - 1)))
-    describe, restore = commands(unknown.value)
-    listed = spark.sql(describe).where(f"version < {newest} AND operation IN ('WRITE', 'STREAMING UPDATE')").collect()
-    spark.sql(restore.replace("OF VERSION", f"OF {sorted(row['version'] for row in listed)[1]}"))
-    assert found(spark, table) == records(0, 20)
-    with pytest.raises(LedgerConflict, match=r"(?s)restored to version 2 .*--to-ledger"):
-        query.run(query.sink(table), 3, offset(3, one(30, 40)))
-
 
 # REPLACE
 
 
-@pytest.mark.slow
-def test_a_replaced_table_stops_the_query_which_then_continues_at_the_ledger(query: Query, table: Path) -> None:
-    """``decisions/test_history.py`` has DELETE and overwrite, which are not noticed."""
-    sink = query.sink(table)
-    query.run(sink, 0, offset(0, one(0, 10)))
+def replace_by_an_old_version(spark: "SparkSession", table: Path) -> None:
     name = f"delta.`{table}`"
-    query.spark.sql(f"CREATE OR REPLACE TABLE {name} USING delta AS SELECT * FROM {name} WHERE offset >= 5")
-    with pytest.raises(LedgerConflict, match="was deleted or replaced while the query runs"):
-        query.run(sink, 1, offset(1, one(10, 20)))
-    for n in (1, 2):
-        query.run(query.sink(table), n, offset(n, one(n * 10, n * 10 + 10)))
-    assert found(query.spark, table) == records(5, 30)
-    assert next_offsets(table) == {("orders", 0): 30}
+    spark.sql(f"CREATE OR REPLACE TABLE {name} USING delta AS SELECT * FROM {name} VERSION AS OF 1")
+
+
+def overwrite_by_an_old_version(spark: "SparkSession", table: Path) -> None:
+    old = spark.read.format("delta").option("versionAsOf", 1).load(str(table))
+    old.write.format("delta").mode("overwrite").save(str(table))
+
+
+def overwrite_dynamic_partitions(spark: "SparkSession", table: Path) -> None:
+    old = spark.read.format("delta").option("versionAsOf", 1).load(str(table))
+    overwriting = old.write.format("delta").mode("overwrite").option("partitionOverwriteMode", "dynamic")
+    overwriting.save(str(table))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "replace", [replace_by_an_old_version, overwrite_by_an_old_version, overwrite_dynamic_partitions]
+)
+def test_a_replaced_or_overwritten_table_refuses_the_query_until_it_is_taken_back(
+    query: Query, new_table: Path, replace: Callable[["SparkSession", Path], None]
+) -> None:
+    """``decisions/test_commands.py`` runs both commands. Without the log's files the operation decides."""
+    sink, spark = query.sink(new_table, partition_by="topic"), query.spark
+    for n in range(2):
+        query.run(sink, n, offset(n, one(n * 10, n * 10 + 10)))
+    replace(spark, new_table)
+    for refused in (sink, query.sink(new_table), query.sink(new_table, writer="options")):
+        with pytest.raises(
+            LedgerConflict, match=r"(?s)version 3 of .* removed rows after .* VERSION AS OF 2\n"
+        ) as error:
+            query.run(refused, 2, offset(2, one(20, 30)))
+    (by_operation,) = DescribedHistory(spark, str(new_table)).commits(3, 2)
+    assert by_operation.replaces_rows
+    assert found(spark, new_table) == records(0, 10)
+    spark.sql(commands(error.value)[0])
+    query.run(query.sink(new_table), 2, offset(2, one(20, 30)))
+    assert found(spark, new_table) == records(0, 30)
 
 
 # Maintenance

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from deltalake import DeltaTable
+from deltalake import DeltaTable, write_deltalake
 from kit.frames import Session
 from printed_commands import commands
 from sink_source import offset
@@ -25,6 +25,7 @@ from spark_group_source.cli import common
 from spark_group_source.cli.app import app
 from spark_group_source.delta import checkpoint
 from spark_group_source.delta.checkpoint import QUERY_ID, RUN_ID
+from spark_group_source.delta.ledger_format import Ledger
 from spark_group_source.delta.ledger_store import read_ledger, set_ledger
 from spark_group_source.delta.table_history import note_of
 from spark_group_source.delta.table_writer import open_existing
@@ -34,6 +35,7 @@ from spark_group_source.kafka import CommittedOffset, Topic
 from spark_group_source.model import TopicPartition
 from spark_group_source.options.table import Options
 from spark_group_source.protocol.identifiers import note_text, parse_note
+from spark_group_source.protocol.offsets import StreamOffset
 from spark_group_source.protocol.statistics import Statistics
 
 P0 = TopicPartition("orders", 0)
@@ -148,6 +150,15 @@ def continue_query(query: Query, table: Path, admin: Admin, batch_id: int, end: 
     query.run(query.sink(table), batch_id, batch)
 
 
+def commit_late(query: Query, table: Path, ledger: Ledger, late: StreamOffset) -> None:
+    """Commit a batch that was decided at version 2."""
+    ends = {tp: end for tp, (_, end) in late.ranges.items()}
+    after = ledger.with_batch(late, void=False).with_offsets(ends).with_next_number()
+    there = open_existing(query.spark, str(table))
+    note = note_of({"etl": after.to_commit(None)[1]}, read=2)
+    there.commit(there.history(), query.rows(late), {"spark-group-source.etl": 3}, note, needed=True)
+
+
 @pytest.mark.parametrize(("number", "missing"), [(0, False), (1, True)], ids=["written again", "left out"])
 def test_commands_after_a_restore(query: Query, table: Path, admin: Admin, number: int, missing: bool) -> None:
     for n in range(3):
@@ -161,6 +172,29 @@ def test_commands_after_a_restore(query: Query, table: Path, admin: Admin, numbe
     query.run(query.sink(table), 3, refused_batch)
     continue_query(query, table, admin, 4, 50)
     assert rows(table) == (records(0, 10) + records(30, 50) if missing else records(0, 50))
+
+
+@pytest.mark.parametrize("behind", [False, True], ids=["before", "during a batch"])
+@pytest.mark.parametrize("kept", [False, True], ids=["taken back", "kept"])
+def test_commands_after_rows_were_replaced(query: Query, table: Path, admin: Admin, kept: bool, behind: bool) -> None:
+    for n in range(2):
+        query.run(query.sink(table), n, offset(n, one(n * 10, n * 10 + 10)))
+    ledger = read_ledger(query.spark, str(table), "etl")
+    write_deltalake(table, DeltaTable(table).to_pyarrow_table().slice(5), mode="overwrite")
+    left = offsets_in(table)
+    if behind:  # decided at version 2 and committed after the overwrite, as Delta allows with writer options
+        assert ledger is not None
+        commit_late(query, table, ledger, offset(2, one(20, 30)))
+    start = 30 if behind else 20
+    admin.commit(start)
+    refused_batch = offset(3, one(start, 40))
+    back, to_ledger, keep = commands(refused(lambda: query.run(query.sink(table), 3, refused_batch)))
+    assert back.startswith("RESTORE") and f"--to-checkpoint {query.root} --batch 3" in keep
+    for command in [keep] if kept else [back, to_ledger]:
+        run_command(command)
+    query.run(query.sink(table), 3, refused_batch)
+    continue_query(query, table, admin, 4, 50)
+    assert offsets_in(table) == (sorted([*left, *range(20, 50)]) if kept else list(range(50)))
 
 
 @pytest.mark.parametrize(("number", "twice"), [(0, False), (1, True)], ids=["table", "kafka"])
@@ -294,12 +328,8 @@ def test_commands_for_a_batch_behind_a_restore(query: Query, table: Path, admin:
     DeltaTable(table).restore(1)
     ledger = read_ledger(query.spark, str(table), "etl")
     assert ledger is not None
-    # A batch that was decided at version 2 and committed after the RESTORE, as Delta allows with writer options.
-    late = offset(2, one(20, 30))
-    after = ledger.with_batch(late, void=False).with_offsets({P0: 30}).with_next_number()
-    there = open_existing(query.spark, str(table))
-    note = note_of({"etl": after.to_commit(None)[1]}, read=2)
-    there.commit(there.history(), query.rows(late), {"spark-group-source.etl": 3}, note, needed=True)
+    # Decided at version 2 and committed after the RESTORE, as Delta allows with writer options.
+    commit_late(query, table, ledger, offset(2, one(20, 30)))
     admin.commit(30)
     printed = commands(refused(lambda: query.run(query.sink(table), 3, offset(3, one(30, 40)))))
     assert [command.split()[0] for command in printed] == ["RESTORE", "spark-group"]

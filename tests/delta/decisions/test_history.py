@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from shutil import rmtree
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -25,11 +26,18 @@ from sink_words import (
     rows,
 )
 
-from spark_group_source.delta import table_writer
+from spark_group_source.delta import ledger_format, table_writer
 from spark_group_source.delta.ledger_format import Ledger
 from spark_group_source.delta.ledger_store import read_ledger, set_ledger
-from spark_group_source.delta.restored_table import Restore, find_restore
-from spark_group_source.delta.table_history import Commit, TableHistory, note_of
+from spark_group_source.delta.restored_table import Replacement, find_replacement, ledger_of_rows
+from spark_group_source.delta.table_history import (
+    Commit,
+    DescribedHistory,
+    LedgerExpired,
+    LogFiles,
+    TableHistory,
+    note_of,
+)
 from spark_group_source.errors import LedgerConflict
 from spark_group_source.model import TopicPartition
 
@@ -122,9 +130,45 @@ def test_the_log_has_a_full_ledger_as_long_as_changes_since(
 
 
 def test_a_restore_between_decision_and_commit_is_found_behind_the_batch() -> None:
-    assert find_restore(TableHistory(Listed(batch(1), restore(2, 0), batch(3))), "etl") is None
-    assert find_restore(TableHistory(Listed(batch(1), restore(2, 0), batch(3, read=1))), "etl") == Restore(2, 0, 3)
-    assert find_restore(TableHistory(Listed(batch(1), restore(2, 0))), "etl") == Restore(2, 0)
+    def found(*commits: Commit) -> Replacement | None:
+        return find_replacement(TableHistory(Listed(Commit.of(0, {}), *commits)), "etl")
+
+    assert found(batch(1), restore(2, 0), batch(3)) is None
+    assert found(batch(1), restore(2, 0), batch(3, read=1)) == Replacement(2, "RESTORE", 0, 3)
+    assert found(batch(1), restore(2, 0)) == Replacement(2, "RESTORE", 0)
+
+
+@pytest.mark.parametrize(
+    ("operation", "parameters", "replaces"),
+    [
+        ("WRITE", {"mode": "Append"}, False),
+        ("WRITE", {"mode": "Overwrite"}, True),
+        ("STREAMING UPDATE", {"outputMode": "Complete"}, True),
+        ("CREATE OR REPLACE TABLE AS SELECT", {}, True),
+        ("CLONE", {}, True),
+        ("RESTORE", {"version": 1}, True),
+        ("DELETE", {}, False),
+        ("OPTIMIZE", {}, False),
+    ],
+)
+def test_without_the_logs_files_the_operation_says_whether_rows_were_replaced(
+    operation: str, parameters: dict[str, object], replaces: bool
+) -> None:
+    info = {"operation": operation, "operationParameters": parameters}
+    assert Commit.of(2, info).replaces_rows is replaces
+    assert not Commit.of(0, {"operation": "CLONE"}).replaces_rows, "the table's first commit removes nothing"
+
+
+@pytest.mark.parametrize(("operation", "replaces"), [("DELETE", False), ("MERGE", False), ("REPLACE X", True)])
+def test_a_commit_that_removes_rows_by_an_unknown_operation_replaces_them(operation: str, replaces: bool) -> None:
+    assert Commit.of(2, {"operation": operation}, removes_rows=True).replaces_rows is replaces
+    assert not Commit.of(2, {"operation": operation}, removes_rows=False).replaces_rows
+
+
+def test_a_log_that_ends_before_the_decision_of_the_newest_batch_shows_nothing() -> None:
+    with pytest.raises(LedgerExpired):
+        find_replacement(TableHistory(Listed(batch(8, read=5))), "etl")
+    assert find_replacement(TableHistory(Listed(batch(8))), "etl") is None
 
 
 # RESTORE
@@ -189,28 +233,135 @@ def test_a_second_restore_to_an_older_version_is_followed(query: Query, table: P
     assert rows(table) == records(100, 130)
 
 
-def test_the_version_of_a_restore_by_timestamp_is_found_by_its_files(query: Query, table: Path) -> None:
-    """Delta records the local time of the session that ran it, without the time zone."""
+def rewrite(table: Path, version: int, kind: str, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change the actions of one kind in a commit."""
+    path = table / "_delta_log" / f"{version:020}.json"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line in lines:
+        if kind in line:
+            change(line[kind])
+    path.write_text("\n".join(map(json.dumps, lines)) + "\n")
+
+
+def by_timestamp(info: dict[str, Any]) -> None:
+    """Delta records the local time of the session that ran a RESTORE, without the time zone."""
+    info["operationParameters"] = {"version": None, "timestamp": "1999-12-31 23:59:59.000"}
+
+
+@pytest.mark.parametrize("compacted", [False, True])
+def test_the_version_of_a_restore_by_timestamp_is_found_by_the_actions_of_the_log(
+    query: Query, table: Path, compacted: bool
+) -> None:
     for n in range(3):
         query.run(query.sink(table), n, offset(n, one(n * 10, n * 10 + 10)))
+    if compacted:
+        DeltaTable(table).optimize.compact()
+        DeltaTable(table).delete("offset < 5")
     DeltaTable(table).restore(2)
-    log = table / "_delta_log" / f"{4:020}.json"
-    lines = [json.loads(line) for line in log.read_text().splitlines()]
-    for line in lines:
-        if "commitInfo" in line:
-            line["commitInfo"]["operationParameters"] = {"version": None, "timestamp": "1999-12-31 23:59:59.000"}
-    log.write_text("\n".join(map(json.dumps, lines)) + "\n")
+    newest = DeltaTable(table).version()
+    rewrite(table, newest, "commitInfo", by_timestamp)
     there = read_ledger(query.spark, str(table), "etl")
     assert there is not None and there.offsets == {P0: 20}
     with pytest.raises(LedgerConflict, match=r"restored to version 2 .*orders-0\[20,30\)"):
         query.run(query.sink(table), 3, offset(3, one(30, 40)))
 
 
-# DELETE, MERGE and overwrite
+def test_a_restore_by_timestamp_to_a_version_that_left_the_log_is_refused_and_not_guessed(
+    query: Query, table: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ledger_format, "FULL_EVERY", 1)
+    sink = query.sink(table)
+    for n in range(3):
+        query.run(sink, n, offset(n, one(n * 10, n * 10 + 10)))
+    DeltaTable(table).restore(1)
+    rewrite(table, 4, "commitInfo", by_timestamp)
+    for version in (0, 1, 2):
+        (table / "_delta_log" / f"{version:020}.json").unlink()
+    for refused in (sink, query.sink(table)):
+        with pytest.raises(LedgerConflict, match=r"version 4 .*\(RESTORE\) removed rows .* is unknown"):
+            query.run(refused, 3, offset(3, one(30, 40)))
+    with pytest.raises(LedgerConflict, match="is unknown"):
+        read_ledger(query.spark, str(table), "etl")
+
+
+# Bounds of a search: nothing is concluded from a log that ends
+
+
+FAR = 1_005
+"""More commits than any search reads at once."""
+
+
+def foreign_commits(table: Path, count: int) -> None:
+    info = json.dumps({"commitInfo": {"timestamp": 1, "operation": "OPTIMIZE", "operationParameters": {}}})
+    last = DeltaTable(table).version() + 1
+    for version in range(last, last + count):
+        (table / "_delta_log" / f"{version:020}.json").write_text(info + "\n")
+
+
+def test_a_restore_is_found_behind_and_across_a_thousand_foreign_commits(query: Query, table: Path) -> None:
+    stale = query.sink(table)
+    query.run(stale, 0, offset(0, one(0, 10)))
+    foreign_commits(table, FAR)
+    query.run(stale, 1, offset(1, one(10, 20)))
+    DeltaTable(table).restore(1)
+    foreign_commits(table, FAR)
+    for sink in (stale, query.sink(table)):
+        with pytest.raises(LedgerConflict, match=r"restored to version 1 .*orders-0\[10,20\)"):
+            query.run(sink, 2, offset(2, one(20, 30)))
+    for source in (LogFiles(str(table), str(table), DeltaTable(table)), Described(table)):
+        found = ledger_of_rows(TableHistory(source), "etl")
+        assert found is not None and found.offsets == {P0: 10}
+
+
+class Described(DescribedHistory):
+    """The history as ``DESCRIBE HISTORY`` returns it, with its LIMIT."""
+
+    def __init__(self, table: Path) -> None:
+        self.table, self._log, self._loaded = str(table), LogFiles(str(table), str(table), DeltaTable(table)), []
+
+    def _load(self, limit: int | None) -> list[Commit]:
+        newest = self._log.newest()
+        return list(self._log.commits(newest, -1 if limit is None else newest - limit))
+
+
+def test_a_restore_to_a_version_whose_ledger_left_the_log_is_refused_until_a_reset(
+    query: Query, table: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ledger_format, "FULL_EVERY", 1)
+    for n in range(3):
+        query.run(query.sink(table), n, offset(n, one(n * 10, n * 10 + 10)))
+        if n == 1:
+            DeltaTable(table).create_checkpoint()
+    DeltaTable(table).restore(2)
+    for version in (0, 1, 2):
+        (table / "_delta_log" / f"{version:020}.json").unlink()
+    with pytest.raises(LedgerConflict, match=r"\(RESTORE\) removed rows .* is unknown"):
+        query.run(query.sink(table), 3, offset(3, one(30, 40)))
+    set_ledger(query.spark, str(table), "etl", {P0: 20}, reason="reset", reset_number=1)
+    query.run(query.sink(table), 4, offset(4, one(20, 40), followed=[("orders", 0)], reset_number=1))
+    assert offsets_in(table) == list(range(40))
+
+
+def test_a_partition_of_a_recreated_topic_is_not_taken_back_to_where_the_former_topic_began(
+    query: Query, table: Path
+) -> None:
+    query.run(query.sink(table), 0, offset(0, one(100, 110)))
+    query.run(query.sink(table), 1, offset(1, one(3, 10), topic_id="id-2"))
+    DeltaTable(table).restore(0)
+    there = read_ledger(query.spark, str(table), "etl")
+    assert there is not None and there.offsets == {P0: 3}
+
+
+# DELETE, UPDATE and MERGE are the user's; REPLACE and overwrites are refused
 
 
 def delete(table: Path) -> None:
     DeltaTable(table).delete("offset < 5")
+
+
+def update(table: Path) -> None:
+    DeltaTable(table).update(updates={"value": "'changed'"}, predicate="offset < 5")
+    DeltaTable(table).delete("value = 'changed'")
 
 
 def merge(table: Path) -> None:
@@ -219,15 +370,11 @@ def merge(table: Path) -> None:
     merging.when_matched_delete().execute()
 
 
-def overwrite(table: Path) -> None:
-    write_deltalake(table, DeltaTable(table).to_pyarrow_table().slice(5), mode="overwrite")
-
-
-@pytest.mark.parametrize("remove", [delete, merge, overwrite])
-def test_rows_removed_by_delete_merge_or_an_overwrite_are_not_noticed(
+@pytest.mark.parametrize("remove", [delete, update, merge])
+def test_rows_removed_by_delete_update_or_merge_stay_missing(
     query: Query, table: Path, remove: Callable[[Path], None]
 ) -> None:
-    """The ledger knows what was written: the query continues, and the removed rows stay missing."""
+    """The ledger knows what was written: the query continues."""
     sink = query.sink(table)
     query.run(sink, 0, offset(0, one(0, 10)))
     remove(table)
@@ -236,6 +383,73 @@ def test_rows_removed_by_delete_merge_or_an_overwrite_are_not_noticed(
     query.run(query.sink(table), 2, offset(2, one(20, 30)))
     assert rows(table) == records(5, 30)
     assert next_offsets(table) == {("orders", 0): 30}
+
+
+def overwrite(table: Path) -> None:
+    write_deltalake(table, DeltaTable(table).to_pyarrow_table().slice(5), mode="overwrite")
+
+
+def overwrite_some(table: Path) -> None:
+    write_deltalake(table, pa.table(records_table(0, 3)), mode="overwrite", predicate="offset < 5")
+
+
+def replace_table(table: Path) -> None:
+    """``CREATE OR REPLACE TABLE ... AS SELECT ... VERSION AS OF 1``: a new id and the rows of an earlier version."""
+    DeltaTable(table).restore(1)
+    version = DeltaTable(table).version()
+
+    def replaced(info: dict[str, Any]) -> None:
+        info |= {"operation": "CREATE OR REPLACE TABLE AS SELECT", "operationParameters": {"isManaged": "false"}}
+
+    rewrite(table, version, "commitInfo", replaced)
+    rewrite(table, version, "metaData", lambda metadata: metadata.update(id="another"))
+
+
+def records_table(start: int, end: int) -> dict[str, Any]:
+    columns = list(zip(*records(start, end), strict=True))
+    types = (pa.string(), pa.int32(), pa.int64(), pa.string())
+    return {
+        name: pa.array(column, kind)
+        for name, column, kind in zip(("topic", "partition", "offset", "value"), columns, types, strict=True)
+    }
+
+
+@pytest.mark.parametrize("remove", [overwrite, overwrite_some, replace_table])
+def test_the_batch_after_a_replace_or_an_overwrite_is_refused(
+    query: Query, table: Path, remove: Callable[[Path], None]
+) -> None:
+    """``test_commands.py`` runs the commands of the message."""
+    sink = query.sink(table)
+    for n in range(2):
+        query.run(sink, n, offset(n, one(n * 10, n * 10 + 10)))
+    remove(table)
+    there = rows(table)
+    for refused in (sink, query.sink(table)):
+        with pytest.raises(LedgerConflict, match=r"version 3 .* removed rows after the last commit of group 'etl'"):
+            query.run(refused, 2, offset(2, one(20, 30)))
+    assert rows(table) == there
+    with pytest.raises(LedgerConflict, match="removed rows"):
+        read_ledger(query.spark, str(table), "etl")
+
+
+def test_an_overwrite_during_a_batch_refuses_that_batch(
+    query: Query, table: Path, before_next_commit: BeforeNextCommit
+) -> None:
+    sink = query.sink(table)
+    query.run(sink, 0, offset(0, one(0, 10)))
+    before_next_commit(lambda: overwrite(table))
+    with pytest.raises(LedgerConflict, match="removed rows"):
+        query.run(sink, 1, offset(1, one(10, 20)))
+    with pytest.raises(LedgerConflict, match="removed rows"):
+        query.run(query.sink(table), 2, offset(2, one(20, 30)))
+
+
+def test_an_overwrite_before_the_groups_last_commit_is_settled(query: Query, table: Path) -> None:
+    write_deltalake(table, pa.table(records_table(0, 3)), mode="append")
+    overwrite(table)
+    for n in range(2):
+        query.run(query.sink(table), n, offset(n, one(n * 10, n * 10 + 10)))
+    assert rows(table)[-20:] == records(0, 20)
 
 
 # Expired logs
@@ -298,10 +512,7 @@ def test_a_thousand_foreign_commits_between_two_of_the_group_do_not_hide_the_led
     stale = query.sink(table)
     query.run(stale, 0, offset(0, one(0, 10)))
     query.run(query.sink(table), 1, offset(1, one(10, 11)))
-    info = json.dumps({"commitInfo": {"timestamp": 1, "operation": "OPTIMIZE", "operationParameters": {}}})
-    last = len(commits(table))
-    for version in range(last, last + 1_005):
-        (table / "_delta_log" / f"{version:020}.json").write_text(info + "\n")
+    foreign_commits(table, FAR)
     for sink in (stale, query.sink(table)):
         query.run(sink, 1, offset(1, one(10, 11)))
     query.run(stale, 2, offset(2, one(5, 12)))
