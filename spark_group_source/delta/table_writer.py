@@ -108,6 +108,8 @@ class TableWriter:
         self.partition_by, self.merge_schema = partition_by, merge_schema
         self.storage_options = dict(storage_options) if storage_options is not None else None
         self._source: CommitSource | None = log if log is not None and log.newest() >= 0 else None
+        self._described: Any = None
+        """The row of ``DESCRIBE DETAIL``; None until it is read."""
         self._native: NativeWriter | None = None
         self._options = OptionsWriter(spark, self.table, partition_by, merge_schema)
 
@@ -139,17 +141,16 @@ class TableWriter:
         DeltaTable.create(_uri(self.table), columns, "ignore", partition_by=list(self.partition_by) or None)
 
     def identity(self) -> str:
-        """Return what identifies this very table: its id where the log can be read, else its name."""
+        """Return the id of this very table, however its name or path is written."""
         source = self._require_source()
-        return str(source.opened.metadata().id) if isinstance(source, LogFiles) else self.table
+        return str(source.opened.metadata().id if isinstance(source, LogFiles) else self._described["id"])
 
     def properties(self) -> dict[str, str]:
         """Return the properties that the table sets."""
         source = self._require_source()
         if isinstance(source, LogFiles):
             return dict(source.opened.metadata().configuration)
-        detail: Any = self.spark.sql(f"DESCRIBE DETAIL {table_names.sql_name(self.table)}").first()
-        return dict(detail["properties"])
+        return dict(self._described["properties"])
 
     def history(self) -> TableHistory:
         """Return the newest version of the table and its commits; version -1 if the table no longer exists."""
@@ -255,23 +256,22 @@ class TableWriter:
         """Return the table's commits; None if there is no table."""
         if self._source is None:
             location = table_names.location(self.spark, self.table) if table_names.is_path(self.table) else None
-            location = location or self._described_location()
+            if location is None and self._is_described():
+                location = str(self._described["location"])
             self._source = None if location is None else open_log(self.table, location, self.storage_options)
-            if self._source is None and location is not None and self._described_location() is not None:
+            if self._source is None and location is not None and self._is_described():
                 self._source = DescribedHistory(self.spark, self.table)
         return self._source
 
-    def _described_location(self) -> str | None:
-        """Return the table's location as Delta reports it; None if there is no table."""
-        if not has_delta(self.spark):
-            return None
-        try:
-            detail: Any = self.spark.sql(f"DESCRIBE DETAIL {table_names.sql_name(self.table)}").first()
-        except PySparkException as exc:
-            if exc.getCondition() in NOT_A_TABLE:
-                return None
-            raise
-        return str(detail["location"])
+    def _is_described(self) -> bool:
+        """Return whether there is a table, and keep what Delta reports about it."""
+        if self._described is None and has_delta(self.spark):
+            try:
+                self._described = self.spark.sql(f"DESCRIBE DETAIL {table_names.sql_name(self.table)}").first()
+            except PySparkException as exc:
+                if exc.getCondition() not in NOT_A_TABLE:
+                    raise
+        return self._described is not None
 
 
 def now_ms() -> int:

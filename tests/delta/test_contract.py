@@ -306,7 +306,10 @@ def test_writer_options_skip_a_replay_also_after_foreign_commits(query: Query, t
 def test_auto_falls_back_to_writer_options_and_logs_the_reason_once(
     query: Query, new_table: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    query.run(query.sink(new_table), 9, offset(0, one(0, 0), stream="s0"))
+    by_log = table_writer.TableWriter(query.spark, str(new_table)).identity()
     monkeypatch.setattr(table_writer, "open_log", lambda *args: None)
+    assert table_writer.TableWriter(query.spark, f"{new_table}/").identity() == by_log
     sink = query.sink(new_table)
     for n in range(2):
         query.run(sink, n, offset(n, one(n, n + 1)))

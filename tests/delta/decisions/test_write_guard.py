@@ -3,13 +3,14 @@
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from kit.frames import Frame, Session
 from sink_source import offset
 from sink_words import NewQuery, Query, commits, next_offsets, one, records, rows
 
-from spark_group_source.delta import checkpoint
+from spark_group_source.delta import checkpoint, table_names, table_writer
 from spark_group_source.delta.checkpoint import QUERY_ID, RUN_ID
 from spark_group_source.delta.ledger_store import set_ledger
 from spark_group_source.delta.sink import DeltaSink
@@ -49,6 +50,42 @@ def test_a_second_write_of_a_batch_into_the_same_table_is_refused_and_never_skip
             query.run(second, 0, batch)
         assert rows(table) == records(0, 5), run
         assert run_files.durable_seq("s1") == -1, "the batch must not be reported as durable"
+
+
+@pytest.mark.parametrize("spelled", ["{}/", "{}/.", "file:{}", "delta.`{}`"])
+def test_a_second_write_is_refused_however_the_table_is_spelled(
+    query: Query, table: Path, enter: Enter, spelled: str
+) -> None:
+    batch = offset(0, one(0, 10))
+    enter(query, "only")
+    query.run(query.sink(table), 0, batch)
+    with pytest.raises(OptionError, match="a second time in one run"):
+        query.run(query.sink(spelled.format(table)), 0, batch)
+
+
+@pytest.mark.parametrize("first", ["/lake/orders", "s3a://lake/orders"])
+def test_a_table_whose_log_cannot_be_read_is_identified_by_its_id(
+    first: str, spark: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By path, with a slash at its end, with another scheme, or by name."""
+    ids = dict.fromkeys(("delta.`/lake/orders`", "delta.`/lake/orders/`", "sales.orders"), "1") | {"other": "2"}
+    ids |= dict.fromkeys(("delta.`s3a://lake/orders`", "delta.`s3://lake/orders`"), "1")
+
+    def sql(text: str) -> SimpleNamespace:
+        detail = {"id": ids[text.removeprefix("DESCRIBE DETAIL ")], "location": "s3a://lake/orders", "properties": {}}
+        return SimpleNamespace(first=lambda: detail)
+
+    monkeypatch.setattr(spark, "sql", sql, raising=False)
+    monkeypatch.setattr(table_names, "qualified", lambda spark, table: table)
+    monkeypatch.setattr(table_names, "location", lambda spark, table: None)
+    monkeypatch.setattr(table_writer, "has_delta", lambda spark: True)
+    monkeypatch.setattr(table_writer, "open_log", lambda *args: None)
+
+    def identity(table: str) -> str:
+        return TableWriter(spark, table).identity()  # type: ignore[arg-type]
+
+    assert {identity(table) for table in (first, "/lake/orders/", "s3://lake/orders", "sales.orders")} == {"1"}
+    assert identity("other") == "2"
 
 
 def test_a_failed_write_may_be_repeated_in_the_same_batch(query: Query, table: Path, enter: Enter) -> None:
