@@ -100,7 +100,10 @@ TESTED: dict[str, tuple[int, str]] = {
     "delta/restored_table.py: _rows_replaced": (3, f"{SINK}test_commands_after_rows_were_replaced"),
     "delta/restored_table.py: refuse_replaced_rows": (2, f"{SINK}test_commands_after_a_restore"),
     "delta/sink.py: DeltaSink._read_properties": (1, STATEMENTS),
-    "delta/sink.py: _BatchCommit._new_ledger": (1, f"{SINK}test_command_for_an_expired_ledger"),
+    "delta/sink.py: _BatchCommit._new_ledger": (
+        2,
+        f"{SINK}test_commands_for_an_expired_ledger_whose_rows_end_behind_the_batch",
+    ),
     "delta/sink.py: _second_write": (2, f"{SINK}test_commands_for_a_second_write_of_a_batch"),
     # groups and brokers
     "cli/migrate.py: _offsets": (1, BROKER),

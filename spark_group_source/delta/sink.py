@@ -323,33 +323,51 @@ class _BatchCommit:
     def _new_ledger(self, history: TableHistory, group: str, expired: LedgerExpired) -> Ledger:
         """Start a ledger in place of one that expired with the table's log.
 
-        Positions from the query's checkpoint, or committed in Kafka by a stream of the group, match the table; other
-        positions do not have to.
+        Positions from the query's checkpoint, or committed in Kafka by a stream of the group, are those of the table,
+        unless its last batch was not committed, or rows were replaced by a commit that left the log, too. So the rows
+        must end there.
 
         Raises:
-            LedgerConflict: the batch starts at another position, or the table was restored.
+            LedgerConflict: the batch starts at another position, or the rows do not end there.
         """
         number = self.table.commit_first_ledger(history, group) if expired.number is None else expired.number
         if isinstance(number, Ledger):
             return number
         batch_id, table = self.planned.batch_id, self.table.table
         offsets = [offset for offset in self.planned.offsets if offset.group == group]
+        starts = {tp: start for offset in offsets for tp, (start, _) in offset.ranges.items()}
         unknown = sorted({tp for offset in offsets for tp in offset.followed | offset.started})
-        why = (
-            f"batch {batch_id} starts {unknown[0]} at an offset that no query of the group committed" if unknown else ""
-        )
-        if any(commit.restore is not None for commit in history.commits()):
-            why = "the table was restored since then"
+        here = ("--to-checkpoint", self.planned.root, "--batch", str(batch_id))
+        purposes = {f"continue where batch {batch_id} starts": table_names.reset_command(group, table, *here)}
+        why = ""
+        if unknown:
+            why = f"batch {batch_id} starts {unknown[0]} at an offset that no query of the group committed"
+        elif any(commit.replaces_rows for commit in history.commits()):
+            why = "rows of the table were replaced since then"
+        elif (ends := self.table.row_ends(starts)) is None:
+            why = "the table lacks the columns topic, partition and offset, which show where its rows end"
+        elif differing := sorted(tp for tp, start in starts.items() if ends.get(tp, 0) != start):
+            tp = differing[0]
+            behind = {p: end for p, end in ends.items() if end > starts[p]}
+            last = (
+                f"its rows of {tp} end at offset {ends[tp]}"
+                if tp in ends
+                else f"it has no row {starts[tp] - 1} of {tp}"
+            )
+            why = f"batch {batch_id} starts {tp} at {starts[tp]}, where the table does not end: {last}"
+            if behind:
+                moved = {
+                    p.topic: {str(q.partition): n for q, n in behind.items() if q.topic == p.topic} for p in behind
+                }
+                to = ("--to-offsets", json.dumps(moved))
+                continued = {"continue behind the rows in the table": table_names.reset_command(group, table, *to)}
+                purposes = continued | purposes
         if why:
-            here = ("--to-checkpoint", self.planned.root, "--batch", str(batch_id))
             raise LedgerConflict(
                 f"the last commit of group {group!r} in table {table} is older than the table's log "
                 f"(delta.logRetentionDuration), and {why}. Which records the table holds is unknown, so nothing was "
-                "written. Stop the query, run this command (or the same with another position of reset), and start "
-                "the query with the same checkpoint:"
-                + command_line.alternatives(
-                    {f"continue where batch {batch_id} starts": table_names.reset_command(group, table, *here)}
-                ),
+                "written. Stop the query, run one of these commands (or the same with another position of reset), and "
+                "start the query with the same checkpoint:" + command_line.alternatives(purposes),
                 table=table,
                 group=group,
             )

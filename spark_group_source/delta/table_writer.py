@@ -20,7 +20,7 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 from pyspark.errors import PySparkException
@@ -38,6 +38,7 @@ from spark_group_source.delta.table_history import (
     note_of,
 )
 from spark_group_source.errors import LedgerConflict, OptionError
+from spark_group_source.model import TopicPartition
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -161,6 +162,37 @@ class TableWriter:
             TableHistory(source) if source is not None else TableHistory(DescribedHistory(self.spark, self.table), -1)
         )
 
+    def row_ends(self, starts: Mapping[TopicPartition, int]) -> dict[TopicPartition, int] | None:
+        """Return the offset after the last row of each partition that has rows at or just below its start.
+
+        None if the table does not have the columns by which they are found.
+        """
+        if not has_delta(self.spark):
+            return self._row_ends_by_files(starts)
+        from pyspark.sql import functions as F
+
+        rows = table_names.read(self.spark, self.table)
+        if not table_names.RECORD_COLUMNS.items() <= {f.name: f.dataType.simpleString() for f in rows.schema}.items():
+            return None
+        lowest = min(starts.values(), default=0) - 1
+        rows = rows.where(F.col("topic").isin(sorted({tp.topic for tp in starts})) & (F.col("offset") >= lowest))
+        found: Any = rows.groupBy("topic", "partition").agg(F.max("offset")).collect()
+        return _ends(starts, found)
+
+    def _row_ends_by_files(self, starts: Mapping[TopicPartition, int]) -> dict[TopicPartition, int] | None:
+        """Return what :meth:`row_ends` returns, in a session without Delta Lake."""
+        import pyarrow.dataset as ds
+
+        assert self.log is not None
+        rows = self.log.opened.to_pyarrow_dataset()
+        if not table_names.RECORD_COLUMNS.keys() <= set(rows.schema.names):
+            return None
+        wanted = ds.field("topic").isin(sorted({tp.topic for tp in starts}))
+        wanted &= ds.field("offset") >= min(starts.values(), default=0) - 1
+        columns = rows.to_table(columns=list(table_names.RECORD_COLUMNS), filter=wanted)
+        found = columns.group_by(["topic", "partition"]).aggregate([("offset", "max")])
+        return _ends(starts, ((row["topic"], row["partition"], row["offset_max"]) for row in found.to_pylist()))
+
     def reason_not_native(self, rows: "DataFrame | None") -> str | None:
         """Return why a commit of these rows cannot be written natively; None if it can."""
         if self.writer == "options":
@@ -272,6 +304,11 @@ class TableWriter:
                 if exc.getCondition() not in NOT_A_TABLE:
                     raise
         return self._described is not None
+
+
+def _ends(starts: Mapping[TopicPartition, int], last: Iterable[tuple[str, int, int]]) -> dict[TopicPartition, int]:
+    ends = {TopicPartition(topic, partition): offset + 1 for topic, partition, offset in last}
+    return {tp: end for tp, end in ends.items() if tp in starts and end >= starts[tp]}
 
 
 def now_ms() -> int:

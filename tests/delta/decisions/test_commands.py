@@ -307,6 +307,22 @@ def test_command_for_an_expired_ledger(query: Query, table: Path, admin: Admin, 
     assert offsets_in(table) == list(range(30))
 
 
+def test_commands_for_an_expired_ledger_whose_rows_end_behind_the_batch(
+    query: Query, table: Path, admin: Admin
+) -> None:
+    for n in range(2):
+        query.run(query.sink(table), n, offset(n, one(n * 10, n * 10 + 10)))
+    expire_log(table)
+    admin.commit(10)
+    refused_batch = offset(1, one(10, 20))
+    behind, here = commands(refused(lambda: query.run(query.sink(table), 1, refused_batch)))
+    assert f"--to-checkpoint {query.root} --batch 1" in here
+    run_command(behind)
+    query.run(query.sink(table), 1, refused_batch)
+    continue_query(query, table, admin, 2, 30)
+    assert offsets_in(table) == list(range(30))
+
+
 @pytest.mark.parametrize("damaged", [False, True], ids=["expired", "damaged"])
 def test_command_for_a_ledger_that_cannot_be_read(query: Query, table: Path, admin: Admin, damaged: bool) -> None:
     query.run(query.sink(table), 0, offset(0, one(0, 10)))

@@ -26,7 +26,7 @@ from sink_words import (
     rows,
 )
 
-from spark_group_source.delta import ledger_format, table_writer
+from spark_group_source.delta import ledger_format, table_names, table_writer
 from spark_group_source.delta.ledger_format import Ledger
 from spark_group_source.delta.ledger_store import read_ledger, set_ledger
 from spark_group_source.delta.restored_table import Replacement, find_replacement, ledger_of_rows
@@ -471,6 +471,50 @@ def test_with_an_expired_log_the_query_continues_at_its_checkpoint(
     assert numbers == [4, 5], "the numbers continue, so that an older writer loses"
 
 
+def test_with_an_expired_log_a_batch_whose_rows_are_in_the_table_is_not_written_again(
+    query: Query, table: Path
+) -> None:
+    """Its batch was written, and neither Spark's checkpoint nor Kafka have that yet."""
+    for n in range(2):
+        query.run(query.sink(table), n, offset(n, one(n * 10, n * 10 + 10)))
+    expire_log(table)
+    with pytest.raises(LedgerConflict, match=r"starts orders-0 at 10, .*its rows of orders-0 end at offset 20"):
+        query.run(query.sink(table), 1, offset(1, one(10, 20)))
+    with pytest.raises(LedgerConflict, match=r"starts orders-0 at 10, .*its rows of orders-0 end at offset 20"):
+        query.run(query.sink(table), 0, offset(0, one(10, 20), stream="of a new checkpoint"))
+    assert offsets_in(table) == list(range(20))
+
+
+def test_with_an_expired_log_a_restore_that_left_the_log_is_not_forgotten(query: Query, table: Path) -> None:
+    for n in range(3):
+        query.run(query.sink(table), n, offset(n, one(n * 10, n * 10 + 10)))
+    DeltaTable(table).restore(1)
+    expire_log(table)
+    with pytest.raises(LedgerConflict, match=r"starts orders-0 at 30, .*: it has no row 29 of orders-0"):
+        query.run(query.sink(table), 3, offset(3, one(30, 40)))
+    assert offsets_in(table) == list(range(10))
+
+
+def test_with_an_expired_log_the_rows_of_another_group_move_no_position(query: Query, table: Path) -> None:
+    """Both ledgers expired: which rows are whose is unknown, so an operator decides."""
+    query.run(query.sink(table), 0, offset(0, one(0, 10)))
+    query.run(query.sink(table), 1, offset(0, one(0, 20), group="another", stream="s2"))
+    expire_log(table)
+    with pytest.raises(LedgerConflict, match=r"starts orders-0 at 10, .*end at offset 20(?s:.*)--to-checkpoint"):
+        query.run(query.sink(table), 1, offset(1, one(10, 20)))
+    query.run(query.sink(table), 1, offset(1, one(20, 30), group="another", stream="s2"))
+    assert offsets_in(table) == sorted([*range(10), *range(30)])
+
+
+def test_with_an_expired_log_a_table_without_the_columns_of_a_record_is_refused(query: Query, table: Path) -> None:
+    query.run(query.sink(table), 0, offset(0, one(0, 10)))
+    expire_log(table)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(table_names.RECORD_COLUMNS, "another", "string")
+        with pytest.raises(LedgerConflict, match="lacks the columns topic, partition and offset"):
+            query.run(query.sink(table), 1, offset(1, one(10, 20)))
+
+
 def test_with_an_expired_log_a_position_that_no_query_committed_is_refused(query: Query, table: Path) -> None:
     query.run(query.sink(table), 0, offset(0, one(0, 10)))
     expire_log(table)
@@ -490,7 +534,7 @@ def test_a_restore_of_a_table_with_an_expired_log_is_refused(query: Query, table
     expire_log(table)
     DeltaTable(table).alter.set_table_properties({"their.own": "2"}, raise_if_not_exists=False)
     DeltaTable(table).restore(DeltaTable(table).version() - 1)
-    with pytest.raises(LedgerConflict, match=r"(?s)the table was restored since.*--group etl --to-checkpoint"):
+    with pytest.raises(LedgerConflict, match=r"(?s)rows of the table were replaced since.*--group etl --to-checkpoint"):
         query.run(query.sink(table), 2, offset(2, one(20, 30)))
     set_ledger(query.spark, str(table), "etl", {P0: 20}, reason="reset", reset_number=1)
     query.run(query.sink(table), 2, offset(2, one(20, 30)))  # planned before the reset
