@@ -38,6 +38,9 @@ log = logging.getLogger(__name__)
 
 LARGE_PLAN_RANGES = 10_000
 """From this many ranges on, plans let Python's garbage collector stop the channel for long."""
+PREFETCHED_MAX = 10_000
+"""Partitions that one agent prefetches, those with records in the last batch first. Their positions fit into one
+message even if each is of another topic with the longest name that Kafka permits."""
 UNFREEZE_S = 3_600.0
 """Interval in which cyclic garbage among the frozen objects is collected."""
 RUN_DIGITS = 12
@@ -160,7 +163,9 @@ class ControlServer:
 
 
 def _positions_after(offset: StreamOffset, tps: Iterable[TopicPartition]) -> PrefetchPositions:
-    planned = [tp for tp in tps if tp in offset.ranges]
+    ranges = offset.ranges
+    planned = sorted((tp for tp in tps if tp in ranges), key=lambda tp: (ranges[tp][0] == ranges[tp][1], tp))
+    planned = sorted(planned[:PREFETCHED_MAX])  # a topic's name is written once for each run of its partitions
     topics = {tp.topic for tp in planned}
     return PrefetchPositions(
         positions={tp: offset.ranges[tp][1] for tp in planned},

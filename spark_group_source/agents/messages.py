@@ -117,6 +117,9 @@ class MemberIdentity:
     member: str
     metadata: str
 
+    def __post_init__(self) -> None:
+        bytes.fromhex(self.metadata)  # a message that does not decode closes its own connection only
+
 
 MemberChange = ev.Assigned | ev.Revoking | ev.Lost | ev.MemberFailed | ev.MemberFenced | ev.MemberEnded | MemberIdentity
 """A change of one member."""

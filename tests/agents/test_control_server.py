@@ -4,24 +4,40 @@ The channel and both of its ends are real; the reading and the run are replaced.
 """
 
 import logging
+from collections import deque
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from kafka_words import await_until
 
-from spark_group_source.agents import task
+from spark_group_source.agents import messages, task
 from spark_group_source.agents.channel.client import ChannelClient
-from spark_group_source.agents.control_server import ControlServer
-from spark_group_source.agents.messages import CODEC, Claim, ClaimGranted, ClaimRefused, PrefetchPositions
+from spark_group_source.agents.channel.wire import WireError
+from spark_group_source.agents.connected_agents import ConnectedAgents, PlacedMembers
+from spark_group_source.agents.control_server import PREFETCHED_MAX, ControlServer
+from spark_group_source.agents.messages import (
+    CODEC,
+    AgentReport,
+    Claim,
+    ClaimGranted,
+    ClaimRefused,
+    MemberIdentity,
+    PrefetchPositions,
+)
 from spark_group_source.agents.task import PlannedTask
+from spark_group_source.kafka import Environment
 from spark_group_source.model import OffsetRange, Piece, TopicPartition
 from spark_group_source.options.table import Options
 from spark_group_source.protocol import events as ev
 from spark_group_source.protocol.claims import TaskPlan
+from spark_group_source.protocol.events import Join
 from spark_group_source.protocol.offsets import StreamOffset
 from spark_group_source.protocol.planner import TASK_RANGES_MAX
 from spark_group_source.reader.range_reader import ReadCounts
@@ -138,3 +154,75 @@ def test_the_largest_piece_of_a_task_and_the_positions_of_an_agent_fit_into_one_
             leader_epochs=dict.fromkeys(everywhere, 2**31 - 1),
         )
     )
+
+
+def test_an_agent_prefetches_a_bounded_number_of_partitions_the_busy_ones_first(one_task: OneTask) -> None:
+    """Each partition is of another topic with a long name."""
+    tps = [TopicPartition(f"{number:05}" + "x" * 244, 0) for number in range(PREFETCHED_MAX + 20)]
+    ranges = {tp: (10**12, 10**12 + (at >= PREFETCHED_MAX)) for at, tp in enumerate(tps)}
+    offset = StreamOffset(
+        group="g",
+        stream="s",
+        seq=5,
+        ranges=ranges,
+        topic_ids={tp.topic: "i" * 22 for tp in tps},
+        leader_epochs=dict.fromkeys(tps, 2**31 - 1),
+    )
+    sent: list[PrefetchPositions] = []
+    agents: Any = SimpleNamespace(prefetch=lambda _, positions: sent.append(positions))
+    one_task.server._agents = agents
+    one_task.server.prefetch_after(offset, [PlacedMembers("a", HERE, tuple(tps))])
+    (positions,) = sent
+    assert set(tps[-20:]) < positions.positions.keys()
+    assert len(positions.positions) == PREFETCHED_MAX
+    assert CODEC.decode(CODEC.encode(positions)).message == positions
+
+
+st.register_type_strategy(MemberIdentity, st.builds(MemberIdentity, metadata=st.binary(max_size=9).map(bytes.hex)))
+ANY_MESSAGE = st.one_of(*(st.from_type(getattr(messages, name)) for name in CODEC._messages))
+
+
+def accepts(message: Any) -> bool:
+    try:
+        CODEC.decode(CODEC.encode(message))
+    except ValueError:
+        return False
+    return True
+
+
+IDENTITY = MemberIdentity(slot=0, client=0, generation=1, member="m", metadata="c0ffee")
+
+
+@settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
+@given(sent=st.lists(ANY_MESSAGE, max_size=5))
+def test_no_message_of_a_peer_with_the_secret_raises_an_error(sent: list[Any]) -> None:
+    """An error on the channel's thread would end the server, and with it the run."""
+    agents = ConnectedAgents(
+        environment=Environment(),
+        lease_ms=1_000,
+        incremental=True,
+        own_member_ids=deque(),
+        handle=lambda _: None,
+    )
+    server = ControlServer(
+        Options.parse(GIVEN), agents=agents, died=lambda exc: pytest.fail(repr(exc)), on_task_report=lambda _: None
+    )
+    peer: Any = Mock()
+    agents.receive(peer, AgentReport(agent="a", executor=HERE, name="", fresh=True, received=0))
+    agents.admit("a")
+    agents.create_member(Join(slot=0, client=0, topics=(), agent="a"))
+    for number, message in enumerate(filter(accepts, sent), 1):
+        if isinstance(message, AgentReport):
+            change = message.change and replace(message.change, slot=0, client=0)
+            server._on_message(peer, replace(message, agent="a", number=number, change=change), 0)
+        else:
+            server._on_message(peer, message, number)
+
+
+def test_an_identity_that_is_not_hexadecimal_closes_its_own_connection() -> None:
+    data = CODEC.encode(
+        AgentReport(agent="a", executor=HERE, name="", fresh=True, received=0, number=1, change=IDENTITY)
+    )
+    assert CODEC.decode(data).message.change == IDENTITY
+    with pytest.raises(WireError, match="hexadecimal"):
+        CODEC.decode(data.replace(b"c0ffee", b"coffee"))
