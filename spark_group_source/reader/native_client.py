@@ -10,9 +10,9 @@ values once, directly from the fetch buffers, and one call destroys all messages
 
 It relies on the public struct ``rd_kafka_message_t`` and on public functions, which are librdkafka's ABI, and on two
 private details, each with a slower public function as a fallback. First, the list that ``rd_kafka_messages_destroy``
-takes is a count followed by pointers: checked through its accessors when the library is loaded, otherwise messages are
-destroyed one by one. Second, a message has its timestamp after the public struct: compared with the public function in
-every batch, otherwise timestamps are read with that function.
+takes is a count followed by pointers: assumed of tested releases only, and checked through its accessors when the
+library is loaded; otherwise messages are destroyed one by one. Second, a message has its timestamp after the public
+struct: compared with the public function in every batch, otherwise timestamps are read with that function.
 
 librdkafka sends an admin request to the broker that it knows as the controller or the leader, and may not notice for
 minutes that this broker is dead. So an overdue request is resent, after a metadata request to any broker. The earlier
@@ -111,6 +111,7 @@ _CALLS: Signatures = {
     "position": (INT, POINTER, PARTITIONS),
     "consume_batch_queue": (c.c_ssize_t, POINTER, INT, POINTER, SIZE),
     "topic_name": (TEXT, POINTER),
+    "version_str": (TEXT,),
     "message_destroy": (None, POINTER),
     "message_timestamp": (INT64, POINTER, c.POINTER(INT)),
     "message_leader_epoch": (c.c_int32, POINTER),
@@ -138,7 +139,9 @@ _LISTS: Signatures = {
     "messages_get": (POINTER, POINTER, SIZE),
     "messages_destroy": (None, POINTER),
 }
-"""Experimental in librdkafka 2.16; a later release may remove them."""
+"""Experimental in librdkafka 2.16; a later release may change or remove them."""
+LISTS_TESTED = ("2.16",)
+"""The releases of librdkafka whose lists of messages are tested: ``tests/reader/test_native_client.py``."""
 
 
 @functools.cache
@@ -160,18 +163,32 @@ _libc.free.restype, _libc.free.argtypes = None, [POINTER]
 
 @functools.cache
 def list_calls() -> Library | None:
-    """The functions for whole lists of messages; None if they are missing or a list has another layout."""
-    try:
-        lists = Library(_LISTS)
-    except SetupError as exc:
-        log.warning("librdkafka lacks a function; destroying messages one by one, which is slower: %s", exc)
-        return None
-    block = np.array([3, 0x1110, 0x2220, 0x3330], dtype=np.uint64)
-    address = block.ctypes.data
-    if [lists.messages_count(address), *(lists.messages_get(address, at) for at in range(3))] == block.tolist():
-        return lists
-    log.warning("librdkafka has another layout of message lists; destroying messages one by one, which is slower")
+    """The functions for whole lists of messages; None if they are missing, not tested, or a list has another layout."""
+    version = text(library().version_str())
+    if version.startswith(tuple(f"{tested}." for tested in LISTS_TESTED)):
+        try:
+            lists = Library(_LISTS)
+        except SetupError as exc:
+            reason = f"it lacks a function: {exc}"
+        else:
+            if _is_known_layout(lists):
+                return lists
+            reason = "its lists of messages have another layout"
+    else:
+        reason = f"its lists of messages are tested in {', '.join(LISTS_TESTED)} only"
+    log.warning("librdkafka %s: %s; destroying messages one by one, which is slower", version, reason)
     return None
+
+
+def _is_known_layout(lists: Library) -> bool:
+    """Whether a list is a count followed by pointers. Each word of the list that is passed, the count included, is an
+    address in its own memory: functions that expect another layout read there too, and nothing else."""
+    block = np.empty(64, dtype=np.uint64)
+    address = block.ctypes.data
+    block[:] = address + 8 * ((np.arange(len(block), dtype=np.uint64) + 3) % 16)
+    return lists.messages_count(address) == block[0] and all(
+        lists.messages_get(address, at) == block[1 + at] for at in range(3)
+    )
 
 
 class NativeChunk:

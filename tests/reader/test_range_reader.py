@@ -247,7 +247,7 @@ def lists(
         yield
         return
     if request.param == "another layout":
-        monkeypatch.setattr(np, "array", lambda *_, **__: np.zeros(4, dtype=np.uint64))
+        monkeypatch.setattr(np, "arange", lambda *_, **__: np.zeros(64, dtype=np.uint64))
     else:
         monkeypatch.setitem(native_client._LISTS, "no_such_call", (None,))
     native_client.list_calls.cache_clear()

@@ -1,0 +1,63 @@
+"""Details of librdkafka that the reading client does not take for granted."""
+
+import subprocess
+import sys
+
+import pytest
+
+from spark_group_source.reader import native_client
+from spark_group_source.reader.native_client import list_calls
+
+OTHER_LAYOUT = """
+import ctypes, logging, sys
+from types import SimpleNamespace
+from spark_group_source.reader import native_client
+
+logging.basicConfig()
+known = native_client.Library
+
+def word(address):
+    return ctypes.c_uint64.from_address(address).value
+
+layouts = {
+    "a pointer to the messages, then the count": (
+        lambda given: word(given + 8), lambda given, at: word(word(given) + 8 * at)
+    ),
+    "a handle": (lambda given: word(word(given)), lambda given, at: word(word(given) + 8 + 8 * at)),
+    "a linked list": (word, lambda given, at: word(given + 8) if at == 0 else word(word(given + 8))),
+    "pointers without a count": (lambda given: word(word(word(given))), lambda given, at: word(given + 8 * at)),
+}
+count, get = layouts[sys.argv[1]]
+other = SimpleNamespace(messages_count=count, messages_get=get, messages_destroy=None)
+native_client.Library = lambda calls: other if calls is native_client._LISTS else known(calls)
+assert native_client.list_calls() is None
+"""
+
+
+@pytest.mark.parametrize(
+    "layout",
+    ["a pointer to the messages, then the count", "a handle", "a linked list", "pointers without a count"],
+)
+def test_another_layout_of_message_lists_falls_back_and_crashes_no_worker(layout: str) -> None:
+    ran = subprocess.run([sys.executable, "-c", OTHER_LAYOUT, layout], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stderr.count("destroying messages one by one") == 1
+
+
+@pytest.fixture
+def fresh() -> None:
+    list_calls.cache_clear()
+
+
+@pytest.mark.usefixtures("fresh")
+def test_a_release_that_is_not_tested_falls_back(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tested = ".".join(native_client.library().version_str().decode().split(".")[:2])
+    assert tested in native_client.LISTS_TESTED, "add it after the memory tests passed with it"
+    assert list_calls() is not None
+    list_calls.cache_clear()
+    monkeypatch.setattr(native_client, "LISTS_TESTED", ("2.1",))
+    assert list_calls() is list_calls() is None
+    assert caplog.text.count("tested in 2.1 only; destroying messages one by one") == 1
+    list_calls.cache_clear()
