@@ -44,8 +44,11 @@ READ_BYTES: Final = 1 << 16
 """Bytes of one peer that are buffered until its turn, or until its frame is complete."""
 CONNECTIONS_MAX: Final = 10_000
 """Connections of agents and tasks."""
-UNPROVEN_MAX: Final = 256
+UNPROVEN_MAX: Final = 1_024
 """Connections whose handshake is not complete. A legitimate client needs two round trips for it."""
+UNPROVEN_S: Final = 1.0
+"""How long such a connection is kept when there are more. A client that is turned away tries again; if the oldest ones
+were closed at any age, none would complete its handshake while many connect."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,10 +67,16 @@ class ChannelLimits:
 
     @classmethod
     def of_this_process(cls) -> "ChannelLimits":
-        """At most half of the file descriptors that the process may open: the Kafka clients need the others."""
-        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        """At most half of the file descriptors that the process may open: the Kafka clients need the others. Raises the
+        process's limit as far as it may."""
+        files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        wanted = 2 * CONNECTIONS_MAX if most == resource.RLIM_INFINITY else min(2 * CONNECTIONS_MAX, most)
         if files == resource.RLIM_INFINITY:
             return cls()
+        if files < wanted:
+            with suppress(OSError, ValueError):  # a sandbox
+                resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
+                files = wanted
         connections = max(2, min(CONNECTIONS_MAX, files // 2))
         return cls(connections=connections, unproven=min(UNPROVEN_MAX, connections // 2))
 
@@ -231,7 +240,8 @@ class ChannelServer:
         self._servers: list[asyncio.Server] = []
         self._stopping = False
         self._peers: dict[ChannelPeer, None] = {}
-        self._unproven: dict[ChannelPeer, None] = {}  # the oldest first
+        self._unproven: dict[ChannelPeer, float] = {}
+        """When each one connected, the oldest first; on the loop's clock."""
         self.refused = 0
         """Connections refused so far."""
         self._refusals_logged, self._log_refusals_at_s = 0, 0.0
@@ -307,12 +317,19 @@ class ChannelServer:
             self._refuse(peer, "the stream reader stops" if self._stopping else "too many connections")
             writer.transport.abort()
             return
-        self._peers[peer] = self._unproven[peer] = None
-        if len(self._unproven) > self.limits.unproven:
-            # Close the oldest: a client that knows the secret needs two round trips, and has completed them by now.
-            oldest = next(iter(self._unproven))
+        now_s = asyncio.get_running_loop().time()
+        if len(self._unproven) >= self.limits.unproven:
+            oldest, since_s = next(iter(self._unproven.items()))
+            reason = "too many connections without a proof"
+            if now_s - since_s < UNPROVEN_S:
+                self._refuse(peer, reason)
+                writer.transport.abort()
+                return
+            # A client that knows the secret needs two round trips, and has completed them by now.
             del self._unproven[oldest]
-            oldest.close("too many connections without a proof", at_once=True)
+            self._refuse(oldest, reason)
+            oldest.close(reason, at_once=True)
+        self._peers[peer], self._unproven[peer] = None, now_s
         try:
             await peer.serve(reader)
         except HandshakeRefused as exc:

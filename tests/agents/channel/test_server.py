@@ -6,12 +6,14 @@ import socket
 import struct
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from channel_words import CODEC, SOON_S, Ping, Pong, RecordingServer, until_closed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from spark_group_source.agents.channel import server
 from spark_group_source.agents.channel.handshake import (
     FIELD_BYTES,
     REFUSED,
@@ -222,6 +224,22 @@ def test_unproven_connections_do_not_keep_out_clients_with_the_secret() -> None:
             each.close()
 
 
+def test_clients_that_connect_together_complete_their_handshakes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than may be without a proof: those that are turned away are counted, and try again."""
+    monkeypatch.setattr(server, "UNPROVEN_S", 2 * SOON_S)  # no busy machine delays a handshake for so long
+    clients, together = 150, threading.Barrier(150)
+    with RecordingServer(limits=ChannelLimits(unproven=8)) as there:
+
+        def connect(number: int) -> int:
+            together.wait(SOON_S)
+            with there.client() as client:
+                return int(client.request(Ping(number=number), SOON_S).number)
+
+        with ThreadPoolExecutor(clients) as pool:
+            assert list(pool.map(connect, range(clients))) == list(range(clients))
+        assert there.server.refused > 0
+
+
 def test_connections_are_bounded() -> None:
     with RecordingServer(limits=ChannelLimits(connections=2, unproven=2)) as there:
         with there.client() as first, there.client():
@@ -322,10 +340,22 @@ def test_the_server_listens_at_all_addresses_with_one_port() -> None:
 
 
 def test_connections_take_at_most_half_of_the_file_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit of the process is raised as far as it may."""
+    raised: list[tuple[int, int]] = []
+    monkeypatch.setattr("resource.setrlimit", lambda _, limits: raised.append(limits))
     monkeypatch.setattr("resource.getrlimit", lambda _: (1024, 4096))
-    assert ChannelLimits.of_this_process().connections == 512
+    assert ChannelLimits.of_this_process().connections == 2048
+    assert raised == [(4096, 4096)]
     monkeypatch.setattr("resource.getrlimit", lambda _: (20_000_000, 20_000_000))
     assert ChannelLimits.of_this_process().connections == 10_000
+    assert len(raised) == 1
+
+    def refuse(*_: object) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr("resource.setrlimit", refuse)
+    monkeypatch.setattr("resource.getrlimit", lambda _: (1024, 4096))
+    assert ChannelLimits.of_this_process().connections == 512
 
 
 def test_no_secret_is_sent_or_logged(caplog: pytest.LogCaptureFixture) -> None:
