@@ -45,7 +45,8 @@ RETRY_S = 0.5
 RECEIVE_S = 1.0
 """While connected: how often the thread checks whether the agent ends."""
 REFUSED_S = 5.0
-"""When all addresses refuse connections for this long, the run has ended: the stream reader listens until then."""
+"""When all addresses refuse connections for this long, the run has ended: the stream reader listens until then. With a
+fixed ``coordinatorPort`` the stream reader of the next run refuses the agent's proof."""
 HEARTBEATS_PER_LEASE = 6
 """Heartbeats that the agent sends in a lease; each is answered."""
 RECONNECT_SHARE = 1 / 3

@@ -100,6 +100,19 @@ def test_an_agent_ends_soon_after_all_addresses_refuse_connections(
         assert "the stream reader has ended" in connection.end_reason
 
 
+def test_an_agent_ends_soon_after_its_port_belongs_to_the_stream_reader_of_another_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With a fixed coordinatorPort the next run of a query listens where the last one did."""
+    monkeypatch.setattr(hosted_members, "REFUSED_S", 0.5)
+    with StreamReader() as reader, agent(reader) as (connection, _):
+        await_until(lambda: reader.first, 20, what="the agent")
+        reader.server.stop()
+        with RecordingServer(codec=CODEC, port=reader.port):
+            await_until(lambda: connection.end_reason, 20, what="the end of the agent")
+        assert "belongs to another run" in connection.end_reason
+
+
 def test_an_agent_reports_that_it_ends(reader: StreamReader) -> None:
     with agent(reader) as (connection, _):
         await_until(lambda: reader.first, 20, what="the agent")

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import agent_words
+import pyarrow as pa
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -23,6 +24,7 @@ from spark_group_source.agents.messages import ClaimGranted, ServedRange, Served
 from spark_group_source.agents.prefetch import client, server
 from spark_group_source.agents.prefetch.prefetcher import SharedBuffers
 from spark_group_source.model import OffsetRange, Piece, TopicPartition
+from spark_group_source.reader import records
 
 ENDED_S = 20.0
 
@@ -108,6 +110,37 @@ def test_an_impossible_response_is_refused() -> None:
     for index, until in ((0, 4), (0, 10), (1, 7), (-1, 7)):
         with pytest.raises(WireError):
             client._rest([r], [ServedRange(index=index, until=until, rows=1)])
+
+
+def test_a_long_transfer_is_accepted_while_it_progresses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Longer than the limit for each part of it."""
+    monkeypatch.setattr(client, "RESPONSE_S", 2.0)
+    slow = AgentFolder(tmp_path)
+    schema = records.arrow_schema(include_headers=False)
+    row = dict.fromkeys(schema.names) | {"topic": "t", "partition": 0, "offset": 0}
+    batch = pa.RecordBatch.from_pylist([row], schema)
+    wanted = OffsetRange(TopicPartition("t", 0), 0, 5)
+
+    def serve() -> None:
+        connection, _ = listener.accept()
+        with connection, connection.makefile("wb") as file:
+            until_s = time.monotonic() + ENDED_S
+            client.receive(connection, ClaimGranted, until_s)
+            client.send(connection, ServedRanges(ranges=(ServedRange(index=0, until=5, rows=5),), rows=5), until_s)
+            with pa.ipc.new_stream(file, schema) as stream:
+                for _ in range(5):
+                    threading.Event().wait(0.6)
+                    stream.write_batch(batch)
+                    file.flush()
+
+    with socket.socket(socket.AF_UNIX) as listener, slow.socket_path() as path:
+        listener.bind(path)
+        listener.listen()
+        thread = threading.Thread(target=serve)
+        thread.start()
+        batches, rest = client.request_buffered(slow, Piece((wanted,)), include_headers=False)
+        thread.join(ENDED_S)
+    assert (sum(each.num_rows for each in batches), rest) == (5, [])
 
 
 @pytest.mark.parametrize("error", [errno.EMFILE, None], ids=["no file descriptor", "no thread"])

@@ -5,8 +5,7 @@ caller decides whether to open another :class:`ChannelClient`, and for how long 
 """
 
 import contextlib
-import errno
-import os
+import random
 import select
 import socket
 import threading
@@ -40,7 +39,7 @@ CONNECT_S: Final = 1.0
 HANDSHAKE_S: Final = 5.0
 """Limit for the two round trips of the handshake. The server may be busy, and another server may never answer."""
 RETRY_S: Final = 0.5
-"""Pause between two rounds over all addresses."""
+"""Longest pause between two rounds over all addresses; the shortest one is half of it."""
 SEND_S: Final = 10.0
 """Limit for sending or receiving one message. The server reads at once and completes the messages that it starts."""
 USER_TIMEOUT_MS: Final = 30_000
@@ -59,7 +58,7 @@ class ChannelClient:
 
     Raises:
         ChannelBroken: no address answered; the text names each address and its error. The field ``refused`` is true if
-            nothing listens at any of them.
+            nothing listens at any of them, or the stream reader of another run.
     """
 
     def __init__(self, addresses: Sequence[Address], codec: Codec, secret: Secret, within_s: float) -> None:
@@ -78,22 +77,27 @@ class ChannelClient:
     def _connect(self, addresses: Sequence[Address], within_s: float) -> tuple[Address, socket.socket]:
         until_s = monotonic() + within_s
         errors: dict[Address, str] = {}
+        refused: set[Address] = set()
         while True:
             for address in addresses:
                 try:
                     return address, self._connect_to(address, until_s)
                 except TimeoutError:  # the error of an earlier round says more
                     errors.setdefault(address, "no answer in time")
+                    refused.discard(address)
                 except (OSError, HandshakeRefused, WireError) as exc:
                     errors[address] = _text(exc)
-            if monotonic() + RETRY_S >= until_s:
+                    is_refusal = isinstance(exc, ConnectionRefusedError | HandshakeRefused)
+                    (refused.add if is_refusal else refused.discard)(address)
+            pause_s = random.uniform(RETRY_S / 2, RETRY_S)  # many clients that were turned away do not return together
+            if monotonic() + pause_s >= until_s:
                 break
-            threading.Event().wait(RETRY_S)
+            threading.Event().wait(pause_s)
         named = "; ".join(f"{host}:{port}: {errors[host, port]}" for host, port in addresses)
         raise ChannelBroken(
             f"the stream reader could not be reached within {within_s:.1f} s: {named or 'no address is known'}",
             waited_ms=int(within_s * 1000),
-            refused=bool(errors) and set(errors.values()) == {os.strerror(errno.ECONNREFUSED)},
+            refused=bool(errors) and refused == errors.keys(),
         )
 
     def _connect_to(self, address: Address, until_s: float) -> socket.socket:

@@ -29,7 +29,10 @@ log = logging.getLogger(__name__)
 CODEC = Codec((ClaimGranted, ServedRanges), bytes_max=16 << 20)
 """A task sends the ranges that it reads, and the agent responds with those that it serves. 100,000 ranges take 3 MB."""
 RESPONSE_S = 5.0
-"""Limit for the agent's whole response; then the task reads from the brokers."""
+"""Limit for the start of the agent's response, and for each further part of it; then the task reads all from the
+brokers."""
+TRANSFER_S = 60.0
+"""Limit for the whole response."""
 READ_BYTES = 64 << 10
 """Larger columns are read into their own memory; a larger buffer would hold a copy of each."""
 
@@ -64,6 +67,7 @@ def request_buffered(
             send(connection, request, until_s)
             served = receive(connection, ServedRanges, until_s)
             rest = _rest(ranges, served.ranges)
+            until_s += TRANSFER_S - RESPONSE_S
             batches = _receive_batches(connection, served.rows, include_headers, until_s)
     except FileNotFoundError:
         return [], list(ranges)  # the agent is still starting, or has ended
@@ -127,13 +131,13 @@ def _receive_batches(
     batches: list[pa.RecordBatch] = []
     if not rows:
         return batches
-    set_deadline(connection, until_s)
+    set_deadline(connection, min(until_s, time.monotonic() + RESPONSE_S))
     with connection.makefile("rb", buffering=READ_BYTES) as file, pa.ipc.open_stream(file) as stream:
         if not stream.schema.equals(arrow_schema(include_headers)):
             raise WireError("the agent's rows have other columns")
         for batch in stream:
             batches.append(batch)
-            set_deadline(connection, until_s)
+            set_deadline(connection, min(until_s, time.monotonic() + RESPONSE_S))
     # Reading a truncated Arrow stream raises no error.
     if sum(batch.num_rows for batch in batches) != rows:
         raise WireError("the agent's rows are incomplete")

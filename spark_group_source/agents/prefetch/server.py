@@ -31,15 +31,16 @@ log = logging.getLogger(__name__)
 
 TASK_THREAD = "task"
 """Name of the threads that serve one task each."""
-CONNECTIONS_MAX = 32
-"""Concurrent connections; more are closed at once, and their tasks read from the brokers."""
+CONNECTIONS_MAX = 128
+"""Concurrent connections, each with a thread: one for each core of a large executor. More are closed at once, and their
+tasks read from the brokers."""
 REQUEST_S = 2.0
 """Limit for receiving a request."""
 ACCEPT_RETRIED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ECONNABORTED)
 """Errors of accept(2) that pass: the system or the process has too many open files, or the client has gone."""
 ACCEPT_PAUSE_S = 1.0
 """Pause after one. Meanwhile tasks wait in the backlog, and then read from the brokers."""
-RESPONSE_S = 10.0
+RESPONSE_S = client.TRANSFER_S
 """Limit for sending a response. A task receives all of it before it yields any row."""
 JOINED_BYTES_MAX = 1 << 20
 """Rows of small buffered ranges are sent as one batch of up to this size."""
