@@ -143,6 +143,12 @@ def read_planned(spark: "SparkSession", batch_id: int, checkpoint: str | None) -
     return replace(batch, run_id=_local_run_id(spark, local), root=root)
 
 
+def is_finished(spark: "SparkSession", root: str, batch_id: int) -> bool:
+    """Return whether Spark's commit log has a batch: its ``foreachBatch`` has returned. Not on Spark Connect."""
+    fs, path = _file_system(spark, f"{root}/commits/{batch_id}")
+    return bool(fs.exists(path))
+
+
 class CheckpointFiles(NamedTuple):
     """Access to the small files of a checkpoint."""
 

@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 from spark_group_source import command_line
 from spark_group_source.delta import table_names
-from spark_group_source.delta.ledger_format import Ledger, LedgerTopic, RecordedBatch
+from spark_group_source.delta.ledger_format import Ledger, LedgerTopic
 from spark_group_source.errors import LedgerConflict
 from spark_group_source.model import OffsetRange, TopicPartition
-from spark_group_source.protocol.offsets import StreamOffset
+from spark_group_source.protocol.offsets import BatchKey, StreamOffset
 
 SHOWN_MAX = 5
 """How many partitions an error or a log line lists; the ``fields`` of an error have all of them."""
@@ -217,7 +217,7 @@ def missing_from_ledger(batch: StreamOffset, ledger: Ledger) -> list[OffsetRange
     None are missing if the batch is the stream's newest one in the table, wherever the ledger was moved since, or if
     it is void, because its positions are not comparable.
     """
-    if batch.reset_number < ledger.reset_number or ledger.streams.get(batch.stream) == RecordedBatch.of(batch):
+    if batch.reset_number < ledger.reset_number or ledger.streams.get(batch.stream) == BatchKey.of(batch):
         return []
     missing = []
     for r in batch.batch():

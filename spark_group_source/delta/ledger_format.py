@@ -43,7 +43,6 @@ offsets under the id by which it was planned.
 
 import base64
 import contextlib
-import hashlib
 import json
 import re
 import zlib
@@ -56,7 +55,7 @@ from spark_group_source import command_line
 from spark_group_source.delta import table_names
 from spark_group_source.errors import LedgerConflict
 from spark_group_source.model import TopicPartition
-from spark_group_source.protocol.offsets import StreamOffset
+from spark_group_source.protocol.offsets import BatchKey, StreamOffset
 
 VERSION = 1
 
@@ -69,8 +68,6 @@ batch is then compared by its offsets, like a new batch."""
 
 FORMER_MAX = 1000
 """How many former topics are kept; the one that became former first is removed first."""
-
-DIGEST_CHARS = 16
 
 SHOWN_CHARS_MAX = 200
 """How much of a damaged ledger an error shows."""
@@ -109,19 +106,6 @@ class LedgerTopic(NamedTuple):
         return not self.id or not id_ or self.id == id_
 
 
-class RecordedBatch(NamedTuple):
-    """The newest batch of a stream in the table."""
-
-    seq: int
-    """Its number in the stream."""
-    digest: str
-    """A digest of its offset, which distinguishes two batches of one number."""
-
-    @classmethod
-    def of(cls, offset: StreamOffset) -> "RecordedBatch":
-        return cls(offset.seq, hashlib.sha256(offset.to_json().encode()).hexdigest()[:DIGEST_CHARS])
-
-
 class FullLedger(NamedTuple):
     """The newest commit with the full ledger of a group."""
 
@@ -142,7 +126,7 @@ class Ledger:
     """The present topics by name, in the order in which they were first read."""
     former: Mapping[str, LedgerTopic] = field(default_factory=dict)
     """The former topics by id, in the order in which they became former."""
-    streams: Mapping[str, RecordedBatch] = field(default_factory=dict)
+    streams: Mapping[str, BatchKey] = field(default_factory=dict)
     """The newest batch of each stream, in the order in which the streams wrote last."""
     void: frozenset[str] = frozenset()
     """The streams that had a void batch since the newest reset."""
@@ -293,7 +277,7 @@ class Ledger:
             void: whether the batch was planned before the newest reset.
         """
         streams = {stream: batch for stream, batch in self.streams.items() if stream != offset.stream}
-        streams[offset.stream] = RecordedBatch.of(offset)
+        streams[offset.stream] = BatchKey.of(offset)
         known_void = self.void | {offset.stream} if void else self.void
         # A void stream is kept: its next batch is refused, and only the last one distinguishes that from a replay.
         evicted = [stream for stream in streams if stream not in known_void][:-STREAMS_MAX]
@@ -427,7 +411,7 @@ def _head(doc: Mapping[str, Any]) -> dict[str, Any]:
         "number": _number(doc["number"]),
         "reset_number": _number(doc["reset"]),
         "streams": {
-            stream: RecordedBatch(_number(seq), str(digest)) for stream, (seq, digest) in doc["streams"].items()
+            stream: BatchKey(_number(seq), str(digest)) for stream, (seq, digest) in doc["streams"].items()
         },
         "void": frozenset(map(str, doc["void"])),
     }

@@ -22,8 +22,11 @@ record in the table once.
 
 The write guard (:func:`guarded_write`) is for what the ledger cannot see: a table identifies a batch by its stream and
 its number, so a second write of one batch in one run cannot be told from a replay of the first. It would be skipped,
-and its rows lost. A batch that is written to several tables is durable when all of them have it: the slowest table
-decides when the offsets are committed.
+and its rows lost.
+
+A batch is durable when ``foreachBatch`` is done with it. Where Spark calls the sink itself, that is when the sink
+returns. A function that calls sinks may write to further tables after that; so the batch is durable when Spark has
+noted it in the commit log of the checkpoint (:mod:`finished_batches`).
 """
 
 import json
@@ -45,7 +48,8 @@ from spark_group_source.delta import (
     table_names,
     table_writer,
 )
-from spark_group_source.delta.checkpoint import ONLY_RUN, PlannedBatch, read_planned
+from spark_group_source.delta.checkpoint import ONLY_RUN, PlannedBatch, is_finished, read_planned
+from spark_group_source.delta.finished_batches import FinishedBatches
 from spark_group_source.delta.ledger_decision import AlreadyWritten, WriteBatch, format_ranges
 from spark_group_source.delta.ledger_format import APP_PREFIX, Ledger
 from spark_group_source.delta.table_history import LedgerExpired, LogFiles, TableHistory, note_of
@@ -61,6 +65,8 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 log = logging.getLogger(__name__)
+
+_finished = FinishedBatches()
 
 
 class DeltaSink:
@@ -199,15 +205,14 @@ class DeltaSink:
     ) -> None:
         """Mark the batch as durable, or as void, for the run on this host, and keep the run's statistics in its
         checkpoint."""
-        in_all_tables = all_tables_written(planned)
         for offset in planned.offsets:
             if offset not in durable and (ledger := self._ledgers.get(offset.group)) is not None:
                 run_files.mark_void(offset.stream, offset.seq, ledger.reset_number)
+        if not is_whole_sink and planned.run_id not in (None, ONLY_RUN):
+            _finished.watch(planned.query_id, durable, lambda: is_finished(spark, planned.root, planned.batch_id))
         for offset in durable:
-            if in_all_tables and not run_files.void_by(offset.stream, offset.seq):  # void in another table of the query
-                run_files.mark_durable(offset.stream, offset.seq)
-                if is_whole_sink:
-                    run_files.await_commit(offset.group, offset.stream, offset.seq)
+            if is_whole_sink:
+                run_files.mark_whole_batch(offset)
             if planned.run_id not in (None, ONLY_RUN):
                 checkpoint_status.start_reporting(
                     checkpoint_status.run_name(str(planned.run_id)),
@@ -483,8 +488,6 @@ class TableWrite:
     batch_id: int
     version: int | None = None
     """The version of the table that its commit made; None before that, and if nothing had to be committed."""
-    is_done: bool = False
-    """Whether the table has the batch."""
 
 
 _lock = threading.Lock()
@@ -503,29 +506,15 @@ def guarded_write(table_id: str, table: str, planned: PlannedBatch) -> Iterator[
     with _lock:
         writes = _writes_of_run(planned)
         former = writes.get(table_id)
-        is_second = former is not None and former.batch_id == write.batch_id
-        is_new_table = former is None and any(other.batch_id == write.batch_id for other in writes.values())
-        if is_second or is_new_table:
-            _withdraw_durable_marks(planned)
-        if former is not None and is_second:
+        if former is not None and former.batch_id == write.batch_id:
             raise _second_write(table, planned, former)
         writes[table_id] = write
     try:
         yield write
-        write.is_done = True
     except BaseException:
         with _lock:
             del writes[table_id]
         raise
-
-
-def all_tables_written(planned: PlannedBatch) -> bool:
-    """Return whether every table that this run of the query writes has the batch.
-
-    In the first batch of a run, tables that are written later are not known yet.
-    """
-    with _lock:
-        return all(write.is_done and write.batch_id == planned.batch_id for write in _writes_of_run(planned).values())
 
 
 def _writes_of_run(planned: PlannedBatch) -> dict[str, TableWrite]:
@@ -537,12 +526,6 @@ def _writes_of_run(planned: PlannedBatch) -> dict[str, TableWrite]:
         writes = {}
         _runs[planned.query_id] = planned.run_id, writes
     return writes
-
-
-def _withdraw_durable_marks(planned: PlannedBatch) -> None:
-    """Withdraw the mark that the first write may have left, because the batch is not in all tables yet."""
-    for offset in planned.offsets:
-        run_files.mark_durable(offset.stream, offset.seq - 1)
 
 
 def _second_write(table: str, planned: PlannedBatch, former: TableWrite) -> OptionError:

@@ -7,10 +7,9 @@ creates:
 - ``<pid>.json``: the run in that process: its :class:`~spark_group_source.protocol.statistics.Statistics`, its
   bootstrap servers, and whether it is drained;
 - ``<pid>.drain``: a request that this run drains;
-- ``<pid>.commit``: the stream and number of the batch whose sink waits until its offsets are committed;
 - ``<load>.load``: locked by the stream of that ``load()``;
-- ``<stream>.durable``: the durable mark: the number of the newest batch that the sink has. Spark reports a batch as
-  durable only when it requests the next one, so without this mark the last batch of a run would stay uncommitted;
+- ``<stream>.durable``: the durable mark: the number of the newest batch that the sink has, and a digest of its offset.
+  Spark reports a batch as durable only when it requests the next one, a trigger later or never;
 - ``<stream>.void``: the void mark: the numbers of the newest batch of which the sink wrote nothing, and of the reset
   that made it void. Kafka may show nothing of that reset.
 
@@ -36,6 +35,7 @@ from typing import IO, Any, NamedTuple
 
 from spark_group_source import command_line
 from spark_group_source.errors import GroupError, OptionError
+from spark_group_source.protocol.offsets import BatchKey, StreamOffset
 from spark_group_source.protocol.statistics import Statistics
 
 log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 DRAIN = ".drain"
 DURABLE = ".durable"
 VOID = ".void"
-COMMIT = ".commit"
+NO_MARK = BatchKey(-1, "")
 READ_FILES_MAX = 1_000
 """How many runs of one host :func:`read` reads."""
 DRAIN_S = 60.0
@@ -61,16 +61,15 @@ PID_DIGITS_MAX = 20
 """How much is read of the process id in a lock file."""
 
 
-def mark_durable(stream: str, seq: int) -> None:
-    """Write the durable mark of a stream: the sink has its batch ``seq``.
+def mark_durable(offset: StreamOffset) -> None:
+    """Write the durable mark of a stream: the sink has the batch that ends at ``offset``, in all of its tables.
 
     Does nothing where no run of this user publishes, and never raises: the batch is in the table either way.
     """
-    if not stream.isalnum():  # it becomes a file's name
-        return
     with contextlib.suppress(OSError):
-        if _is_usable():
-            write_atomically(directory() / f"{stream}{DURABLE}", str(seq))
+        if offset.stream.isalnum() and _is_usable():  # it becomes a file's name
+            seq, digest = BatchKey.of(offset)
+            write_atomically(directory() / f"{offset.stream}{DURABLE}", f"{seq} {digest}")
 
 
 def mark_void(stream: str, seq: int, reset_number: int) -> None:
@@ -92,15 +91,13 @@ def void_by(stream: str, seq: int) -> int:
     return 0
 
 
-def durable_seq(stream: str) -> int:
-    """Return the number in a stream's durable mark; -1 if there is none.
-
-    An earlier run may have left it: compare it with the batch that is in flight.
-    """
+def durable_mark(stream: str) -> BatchKey:
+    """Return the batch in a stream's durable mark, which an earlier run may have left; NO_MARK if there is none."""
     with contextlib.suppress(OSError, ValueError):
         if stream.isalnum() and _is_usable():
-            return int((directory() / f"{stream}{DURABLE}").read_text())
-    return -1
+            seq, digest = (directory() / f"{stream}{DURABLE}").read_text().split()
+            return BatchKey(int(seq), digest)
+    return NO_MARK
 
 
 class LoadLock:
@@ -182,7 +179,6 @@ class Publisher:
         """The port on which the run serves Prometheus metrics; 0: none."""
         self._path = directory() / f"{os.getpid()}.json"
         self._drain_request = self._path.with_suffix(DRAIN)
-        self._commit_request = self._path.with_suffix(COMMIT)
         self._written: tuple[Statistics, bool, int, bool] | None = None
         """What was written last."""
         self._is_closed = self._is_failing = False
@@ -192,14 +188,6 @@ class Publisher:
     def is_drain_requested(self) -> bool:
         """Whether a command has requested that this run plans no further batch."""
         return _is_usable() and self._drain_request.exists()
-
-    def commit_requested(self, stream: str) -> int:
-        """Return the number of the batch whose sink waits until its offsets are committed; -1 if none does."""
-        with contextlib.suppress(OSError, ValueError):
-            if _is_usable():
-                of_stream, seq = self._commit_request.read_text().split()
-                return int(seq) if of_stream == stream else -1
-        return -1
 
     def publish(
         self, statistics: Statistics, *, drained: bool = False, last_batch: int = -1, committed: bool = False
@@ -243,9 +231,9 @@ class Publisher:
             log.warning("group %s: statistics are written to %s again", self._group, self._path)
         self._is_failing, self._written = False, state
 
-    def durable_seq(self, stream: str) -> int:
-        """Return the number in a stream's durable mark; -1 if there is none."""
-        return durable_seq(stream)
+    def durable_mark(self, stream: str) -> BatchKey:
+        """Return the batch in a stream's durable mark; NO_MARK if there is none."""
+        return durable_mark(stream)
 
     def void_by(self, stream: str, seq: int) -> int:
         """Return the number of the reset that made batch ``seq`` void for the sink; 0 if it reported none."""
@@ -263,7 +251,6 @@ class Publisher:
         for path in (
             self._path,
             self._drain_request,
-            self._commit_request,
             *([directory() / f"{stream}{DURABLE}"] if stream.isalnum() else []),
         ):
             with contextlib.suppress(OSError):
@@ -301,21 +288,21 @@ def request_drain(pid: int) -> None:
     (directory() / f"{pid}{DRAIN}").touch()
 
 
-def await_commit(group: str, stream: str, seq: int) -> None:
-    """If batch ``seq`` may be the last one of its run, let the run commit its offsets and wait until it has.
+def mark_whole_batch(offset: StreamOffset) -> None:
+    """Write the durable mark. If no batch may follow in this run, wait until the run has committed its offsets.
 
     Without this Spark 4.0 and 4.1 would end an AvailableNow query before the offsets of its only batch are committed.
     Returns at once if the run is not on this host; after :data:`COMMIT_S` the run commits the offsets when it stops.
     """
+    group, seq = offset.group, offset.seq
 
     def state() -> dict[str, Any]:
-        return next((doc for doc in read(group) if doc.get("stream") == stream), {})
+        return next((doc for doc in read(group) if doc.get("stream") == offset.stream), {})
 
-    run = state()
-    if run.get("last_batch", -1) != seq:
+    is_last = state().get("last_batch", -1) == seq
+    mark_durable(offset)
+    if not is_last:
         return
-    with contextlib.suppress(OSError):
-        write_atomically(directory() / f"{run['pid']}{COMMIT}", f"{stream} {seq}")
     deadline_s, pause = time.monotonic() + COMMIT_S, threading.Event()
     while (run := state()) and not (run["seq"] >= seq and run["committed"]):
         if time.monotonic() > deadline_s:

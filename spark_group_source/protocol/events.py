@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from spark_group_source.errors import BrokerUnavailable, SourceError
 from spark_group_source.model import OffsetRange, StartAt, TopicPartition
-from spark_group_source.protocol.offsets import StreamOffset
+from spark_group_source.protocol.offsets import BatchKey, StreamOffset
 
 # --- events: members --------------------------------------------------------------------------------------------------
 
@@ -182,14 +182,13 @@ class MembersClosing:
 class NextBatchRequested:
     """Spark calls ``latestOffset`` with ``start``, which is durable.
 
-    ``unlimited``: the trigger is Once, which reads everything available. ``drain``: a drain of this run was requested:
-    it plans no more batches. ``new_stream``: the stream id if there is none yet. ``void_by``: the number of the reset
-    because of which the sink wrote nothing of the batch that ends at ``start``; 0 if the sink reported none.
+    ``unlimited``: the trigger is Once, which reads everything available. ``new_stream``: the stream id if there is none
+    yet. ``void_by``: the number of the reset because of which the sink wrote nothing of the batch that ends at
+    ``start``; 0 if the sink reported none.
     """
 
     start: StreamOffset
     unlimited: bool = False
-    drain: bool = False
     new_stream: str
     void_by: int = 0
 
@@ -215,9 +214,19 @@ class TargetRead:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopRequested:
-    """Spark stops the run. ``durable``: number of the last batch that the sink reports as durable; -1 if unknown."""
+    """Spark stops the run."""
 
-    durable: int = -1
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchMarked:
+    """The sink has marked this batch of the stream as durable, maybe in an earlier run."""
+
+    batch: BatchKey
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrainRequested:
+    """A drain of this run was requested: it plans no more batches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -440,6 +449,8 @@ CallEvent = (
     | LogEndsRead
     | RequestFailed
     | StopRequested
+    | BatchMarked
+    | DrainRequested
     | MembersClosing
     | InternalFailure
     | PrefetchReported
@@ -627,10 +638,6 @@ class NothingToRead:
 
 class TargetReached:
     """A bounded run has read up to its target."""
-
-
-class DrainRequested:
-    """A drain of this run was requested: it plans no more batches."""
 
 
 class AllCommitted:

@@ -5,10 +5,11 @@ and I/O. ``docs/formats.md`` describes each member. Spark compares offsets as te
 sorted, numbers are integers, and optional members are absent when empty.
 """
 
+import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from spark_group_source.errors import CheckpointMismatch
 from spark_group_source.model import OffsetRange, TopicPartition
@@ -18,6 +19,8 @@ UNKNOWN_EPOCH = -1
 """In ``leaders``: the leader epoch of this partition is unknown."""
 SHOWN_CHARS_MAX = 200
 """How much of a damaged offset an error shows."""
+DIGEST_CHARS = 16
+"""Characters of a digest of an offset."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +114,19 @@ class StreamOffset:
 
     def to_json(self) -> str:
         return json.dumps(self.to_json_dict(), separators=(",", ":"))
+
+
+class BatchKey(NamedTuple):
+    """Identifies a batch of a stream."""
+
+    seq: int
+    """Its number in the stream."""
+    digest: str
+    """A digest of its offset, which distinguishes two batches of one number."""
+
+    @classmethod
+    def of(cls, offset: StreamOffset) -> "BatchKey":
+        return cls(offset.seq, hashlib.sha256(offset.to_json().encode()).hexdigest()[:DIGEST_CHARS])
 
 
 def parse(document: str | Mapping[str, Any]) -> StreamOffset:

@@ -22,7 +22,7 @@ from spark_group_source.protocol import events as ev
 from spark_group_source.protocol import identifiers
 from spark_group_source.protocol.data_loss import DataLossDetector
 from spark_group_source.protocol.lookups import PositionLookups
-from spark_group_source.protocol.offsets import StreamOffset
+from spark_group_source.protocol.offsets import BatchKey, StreamOffset
 from spark_group_source.protocol.outbox import Outbox
 from spark_group_source.protocol.partition_states import Known, Origin, Position, uncommitted_offset
 from spark_group_source.protocol.partitions import RENEW_CHECK_MS, Partitions
@@ -67,6 +67,8 @@ class Run:
         """The batch in flight: planned and not durable. Its partitions are not released. None between batches."""
         self.closed = False
         """Whether the members were ordered to close: from then on their events and Kafka's responses are ignored."""
+        self.is_draining = False
+        """Whether a drain was requested: no further batch is planned."""
         self.static = True
         """Whether the members are static ones; False only for KIP-848 members of a run that ends by itself."""
         self.counts = Statistics(group=rules.group)
@@ -103,8 +105,6 @@ class Run:
         """Whether the trigger is Once, which reads everything available, or runs like Once."""
         self._may_end = rules.single_batch != "no"
         """Whether Spark may end the run without another call; False after the second call."""
-        self._is_draining = False
-        """Whether Spark's last call came with a drain request."""
         self._is_resumed = False
         """Whether the run continues a checkpoint, until its first call has passed GATHERING."""
         self._since_ms = 0
@@ -178,7 +178,8 @@ class Run:
     @property
     def is_drained(self) -> bool:
         """Whether all offsets are committed and no batch will follow."""
-        return self.state is RunState.DRAINED
+        idle = self.is_draining and self.state is RunState.OPEN  # Spark's next trigger may be far away
+        return self.state is RunState.DRAINED or (idle and self.all_committed)
 
     @property
     def last_batch(self) -> int:
@@ -326,7 +327,12 @@ class Run:
             case ev.BatchStarted():
                 self._batch_started(event)
             case ev.StopRequested():
-                self._stop_requested(event)
+                self._stop_requested()
+            # between Spark's calls
+            case ev.BatchMarked():
+                self._batch_marked(event.batch)
+            case ev.DrainRequested():
+                self.is_draining = True
             # responses to the steps of a call
             case ev.TargetRead():
                 self._broker_answered(Requester.CALL)
@@ -373,7 +379,6 @@ class Run:
     def _next_batch_requested(self, event: ev.NextBatchRequested) -> None:
         self._is_unlimited |= event.unlimited
         self._may_end &= self.state is RunState.NEW
-        self._is_draining = event.drain
         self._start = event.start
         if self.state is RunState.NEW:
             self._choose_membership()
@@ -491,6 +496,16 @@ class Run:
         self.lookups.started -= self.partitions.complete_batch(offset.seq)
         if self.state in (RunState.PLANNED, RunState.READING):
             self._move(ev.Durable)
+
+    def _batch_marked(self, batch: BatchKey) -> None:
+        """The batch in flight is durable before Spark requests the next one, which may take as long as the trigger.
+
+        An earlier run may have left the mark, of another batch with that number; and Spark may have discarded a batch
+        that it did not start to read: then a batch of another run has its number.
+        """
+        plan = self.plan
+        if plan is not None and self.state is RunState.READING and batch.seq == plan.seq and batch == BatchKey.of(plan):
+            self._apply(ev.Durable(offset=plan))
 
     # --- offset commits ---------------------------------------------------------------------------------------------
 
@@ -647,7 +662,7 @@ class Run:
 
     def _gathering(self) -> ev.Step | None:
         """Wait until the slots have their partitions, and each partition has its position."""
-        if self._is_draining:
+        if self.is_draining:
             self._move(ev.DrainRequested)
             return None
         if self.placement.has_agents and (wait := self._move_slots()) is not None:
@@ -811,14 +826,10 @@ class Run:
             return None
         return ev.CloseMembers(leave=True)
 
-    def _stop_requested(self, event: ev.StopRequested) -> None:
+    def _stop_requested(self) -> None:
         if self.state is RunState.STOPPING:
             return
-        plan = self.plan
-        # Spark may have discarded a batch that it did not start to read: then a batch of another run has that number.
-        if plan is not None and plan.seq == event.durable and self.state is RunState.READING:
-            self._apply(ev.Durable(offset=plan))
-        elif plan is not None and self._is_single_batch:
+        if self.plan is not None and self._is_single_batch:
             self._out.log(
                 "Spark stops the query after its only batch, and the sink does not report it as durable; its offsets "
                 "are committed at the next start"

@@ -5,7 +5,8 @@ Delta. Every thread passes its events to :meth:`Coordinator._handle`, which feed
 the resulting commands without blocking. Requests that block run on the request thread and return as further events.
 
 Threads: Spark's thread (executes the run's steps), one thread per slot (``members.member``), the request thread
-(lookups and offset commits), the clock (raises time-based events and publishes statistics). The life of a batch::
+(lookups and offset commits), the clock (raises time-based events, reads marks and requests of other processes, and
+publishes statistics). The life of a batch::
 
     latest(start)   start is durable -> commit offsets, release revocations, apply assignments -> plan the next ranges
     ...             Spark writes the offset log, tasks read the ranges, the sink commits
@@ -44,8 +45,8 @@ partitions."""
 CLOSE_S_MAX = 8.0
 """The longest wait for a run's members to close."""
 TICK_S = 0.25
-"""The interval at which the clock thread checks the run's deadlines and publishes statistics. The request thread and
-Spark's thread may be blocked on brokers meanwhile."""
+"""The interval at which the clock thread checks the run's deadlines and run files, and publishes statistics. The
+request thread and Spark's thread may be blocked on brokers meanwhile."""
 WAIT_S = 0.5
 """While a step waits for the group: the interval at which it checks that Spark's JVM is alive."""
 
@@ -123,11 +124,11 @@ class Coordinator:
         Raises:
             SourceError: the run cannot continue.
         """
+        self._read_run_files()
         end = self._call(
             ev.NextBatchRequested(
                 start=start,
                 unlimited=unlimited,
-                drain=self._publisher.is_drain_requested,
                 new_stream=self._environment.new_id(),
                 void_by=self._publisher.void_by(start.stream, start.seq),
             )
@@ -163,8 +164,8 @@ class Coordinator:
 
     def close(self) -> None:
         """Stop the run: commit the last offsets and close the members, in bounded time."""
-        stream = self._run.stream
-        self._call(ev.StopRequested(durable=self._publisher.durable_seq(stream) if stream else -1))
+        self._read_run_files()
+        self._call(ev.StopRequested())
         self._shut_down(leave=False)
 
     # --- the steps of one call --------------------------------------------------------------------------------------
@@ -328,14 +329,17 @@ class Coordinator:
                 due_ms = self._run.next_deadline_ms()
             if due_ms is not None and self._environment.now_ms() >= due_ms:
                 self._handle(ev.Tick())
-            self._commit_last_batch()
+            self._read_run_files()
             self._publish()
 
-    def _commit_last_batch(self) -> None:
-        """Commit the offsets of a batch that may be the run's last one, if its sink waits for that."""
+    def _read_run_files(self) -> None:
+        """Report a drain request, and the durable mark of the batch in flight. Spark's next call may be as far away as
+        the trigger, so the clock reads them too."""
+        if not self._run.is_draining and self._publisher.is_drain_requested:
+            self._handle(ev.DrainRequested())
         plan = self._run.plan
-        if plan is not None and plan.seq == self._run.last_batch == self._publisher.commit_requested(plan.stream):
-            self._handle(ev.Durable(offset=plan))
+        if plan is not None and (batch := self._publisher.durable_mark(plan.stream)).seq == plan.seq:
+            self._handle(ev.BatchMarked(batch=batch))
 
     def _publish(self) -> None:
         with self._publishing:

@@ -16,6 +16,7 @@ from kafka_words import await_until
 
 from spark_group_source.errors import GroupError, OptionError
 from spark_group_source.host import run_files
+from spark_group_source.protocol.offsets import BatchKey, StreamOffset
 from spark_group_source.protocol.statistics import Statistics
 
 STREAM = "9f2c0d1e2a3b"
@@ -26,6 +27,10 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The directory of this test's run files; it does not exist yet."""
     monkeypatch.setattr(run_files, "directory", lambda: tmp_path / "runs")
     return tmp_path / "runs"
+
+
+def batch(seq: int, *, stream: str = STREAM) -> StreamOffset:
+    return StreamOffset(group="etl", stream=stream, seq=seq)
 
 
 def statistics(*, stream: str = STREAM, seq: int = 3, state: str = "planned") -> Statistics:
@@ -58,12 +63,12 @@ def other_run(directory: Path, *, driver: int, state: str = "planned", group: st
 def test_a_run_reads_the_durable_mark_and_removes_it_when_it_stops(directory: Path) -> None:
     run = run_files.Publisher("etl")
     run.publish(statistics())
-    assert run_files.durable_seq(STREAM) == -1
-    run_files.mark_durable(STREAM, 7)
-    run_files.mark_durable(STREAM, 8)
-    assert (run_files.durable_seq(STREAM), run_files.durable_seq("other")) == (8, -1)
+    assert run_files.durable_mark(STREAM).seq == -1
+    run_files.mark_durable(batch(7))
+    run_files.mark_durable(batch(8))
+    assert (run.durable_mark(STREAM), run.durable_mark("other")) == (BatchKey.of(batch(8)), run_files.NO_MARK)
     run.close()
-    assert run_files.durable_seq(STREAM) == -1
+    assert run_files.durable_mark(STREAM).seq == -1
     assert list(directory.iterdir()) == []
 
 
@@ -93,15 +98,15 @@ def test_the_metrics_port_is_published_with_the_statistics(directory: Path) -> N
 
 
 def test_a_sink_on_a_host_without_a_run_writes_no_file(directory: Path) -> None:
-    run_files.mark_durable(STREAM, 7)
+    run_files.mark_durable(batch(7))
     assert not directory.exists()
 
 
 @pytest.mark.parametrize("stream", ["", "../9f2c", "a/b", ".", "a.json"])
 def test_a_stream_id_that_is_not_a_file_name_has_no_mark(directory: Path, stream: str) -> None:
     directory.mkdir(mode=0o700)
-    run_files.mark_durable(stream, 7)
-    assert run_files.durable_seq(stream) == -1
+    run_files.mark_durable(batch(7, stream=stream))
+    assert run_files.durable_mark(stream).seq == -1
     assert list(directory.iterdir()) == []
 
 
@@ -126,7 +131,7 @@ def test_a_directory_of_another_user_is_neither_read_nor_written(
     run_files._warn_once.cache_clear()
     real = foreign_directory(directory, tmp_path, monkeypatch, kind)
     (real / f"{os.getpid()}.json").write_text("not ours to remove")
-    (real / f"{STREAM}.durable").write_text("7")
+    (real / f"{STREAM}.durable").write_text("7 ab")
     run = run_files.Publisher("etl")
     (real / f"{os.getpid()}.drain").touch()
     with other_run(real, driver=os.getppid()):
@@ -137,8 +142,8 @@ def test_a_directory_of_another_user_is_neither_read_nor_written(
             run_files.drain("etl")
     run.publish(statistics())
     run.close()
-    run_files.mark_durable(STREAM, 9)
-    assert run_files.durable_seq(STREAM) == -1 and (real / f"{STREAM}.durable").read_text() == "7"
+    run_files.mark_durable(batch(9))
+    assert run_files.durable_mark(STREAM).seq == -1 and (real / f"{STREAM}.durable").read_text() == "7 ab"
     assert (real / f"{os.getpid()}.json").read_text() == "not ours to remove"
     assert (real / f"{os.getpid()}.drain").exists()
     logged = [record.getMessage() for record in caplog.records if str(directory) in record.getMessage()]
@@ -156,19 +161,19 @@ def test_the_directory_is_private_and_links_in_it_are_replaced_and_not_followed(
     assert directory.stat().st_mode & 0o777 == 0o700
     (tmp_path / "precious").write_text("keep")
     (directory / f"{STREAM}.durable").symlink_to(tmp_path / "precious")
-    run_files.mark_durable(STREAM, 7)
+    run_files.mark_durable(batch(7))
     assert (tmp_path / "precious").read_text() == "keep"
-    assert run_files.durable_seq(STREAM) == 7
+    assert run_files.durable_mark(STREAM).seq == 7
 
 
 def test_a_mark_that_cannot_be_written_or_read_raises_no_error(directory: Path) -> None:
     directory.mkdir(mode=0o700)
     (directory / f"{STREAM}.durable").mkdir()
-    run_files.mark_durable(STREAM, 7)
-    assert run_files.durable_seq(STREAM) == -1
+    run_files.mark_durable(batch(7))
+    assert run_files.durable_mark(STREAM).seq == -1
     (directory / f"{STREAM}.durable").rmdir()
     (directory / f"{STREAM}.durable").write_text("seven")
-    assert run_files.durable_seq(STREAM) == -1
+    assert run_files.durable_mark(STREAM).seq == -1
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EDQUOT])
@@ -177,7 +182,7 @@ def test_a_disk_that_cannot_be_written_affects_statistics_and_marks_only(
 ) -> None:
     run = run_files.Publisher("etl")
     run.publish(statistics(seq=3))
-    run_files.mark_durable(STREAM, 3)
+    run_files.mark_durable(batch(3))
 
     def full(path: Path, text: str) -> None:
         path.touch()
@@ -187,13 +192,13 @@ def test_a_disk_that_cannot_be_written_affects_statistics_and_marks_only(
         patch.setattr(Path, "write_text", full)
         for seq in (4, 5):
             run.publish(statistics(seq=seq))
-            run_files.mark_durable(STREAM, seq)
+            run_files.mark_durable(batch(seq))
     assert caplog.text.count("cannot be written") == 1
     assert list(directory.glob("*.part")) == [], "no partial file is left"
-    assert run_files.durable_seq(STREAM) == 3, "the mark is unchanged"
+    assert run_files.durable_mark(STREAM).seq == 3, "the mark is unchanged"
     assert [doc["seq"] for doc in run_files.read("etl")] == [3]
     run.publish(statistics(seq=5), drained=True)
-    run_files.mark_durable(STREAM, 5)
+    run_files.mark_durable(batch(5))
     assert caplog.text.count("written to") == 2 and "again" in caplog.text
     assert [(doc["seq"], doc["drained"]) for doc in run_files.read("etl")] == [(5, True)]
 
@@ -206,7 +211,7 @@ run_files.LoadLock("load").acquire(wait_s=0)
 run = run_files.Publisher("etl")
 for seq in (3, 4):
     run.publish(words.statistics(seq=seq))
-    run_files.mark_durable(words.STREAM, seq)
+    run_files.mark_durable(words.batch(seq))
     assert not run.is_drain_requested
 json.dump([doc["seq"] for doc in run_files.read("etl")], sys.stdout)
 run.close()
@@ -243,21 +248,20 @@ def test_a_read_only_root_is_logged_once_unless_spark_has_a_writable_folder(
 
 @pytest.mark.parametrize("last_batch", [-1, 2, 4])
 def test_a_sink_does_not_wait_for_a_batch_that_is_not_the_last_one(directory: Path, last_batch: int) -> None:
-    run_files.await_commit("etl", STREAM, 3)  # no run publishes
+    run_files.mark_whole_batch(batch(3))  # no run publishes
     run = run_files.Publisher("etl")
     run.publish(statistics(seq=2), last_batch=last_batch)
-    run_files.await_commit("etl", STREAM, 3)
-    assert run.commit_requested(STREAM) == -1
+    run_files.mark_whole_batch(batch(3))
+    assert run.durable_mark(STREAM).seq == 3
     run.close()
 
 
 def test_a_sink_waits_until_the_offsets_of_the_last_batch_are_committed(directory: Path) -> None:
     run = run_files.Publisher("etl")
     run.publish(statistics(seq=2), last_batch=3, committed=True)
-    sink = threading.Thread(target=run_files.await_commit, args=("etl", STREAM, 3))
+    sink = threading.Thread(target=run_files.mark_whole_batch, args=(batch(3),))
     sink.start()
-    await_until(lambda: run.commit_requested(STREAM) == 3, what="the request")
-    assert run.commit_requested("0" * 12) == -1, "of another stream"
+    await_until(lambda: run.durable_mark(STREAM) == BatchKey.of(batch(3)), what="the mark")
     for seq, committed in ((2, True), (3, False)):
         run.publish(statistics(seq=seq), last_batch=-1, committed=committed)
         sink.join(3 * run_files.POLL_S)
@@ -266,7 +270,6 @@ def test_a_sink_waits_until_the_offsets_of_the_last_batch_are_committed(director
     sink.join(run_files.COMMIT_S)
     assert not sink.is_alive()
     run.close()
-    assert not list(directory.glob("*.commit"))
 
 
 # --- one load() ------------------------------------------------------------------------------------------------------

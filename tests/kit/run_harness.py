@@ -12,7 +12,7 @@ from spark_group_source.errors import BrokerUnavailable
 from spark_group_source.model import StartAt, TopicPartition
 from spark_group_source.protocol import events as ev
 from spark_group_source.protocol import identifiers
-from spark_group_source.protocol.offsets import StreamOffset
+from spark_group_source.protocol.offsets import BatchKey, StreamOffset
 from spark_group_source.protocol.run import Run
 from spark_group_source.protocol.states import RunState
 
@@ -76,7 +76,9 @@ class RunHarness:
 
     def latest(self, *, unlimited: bool = False, drain: bool = False) -> StreamOffset:
         """Call ``latestOffset`` with ``start``, which is durable."""
-        return self.call(ev.NextBatchRequested(start=self.start, unlimited=unlimited, drain=drain, new_stream=STREAM))
+        if drain:
+            self.feed(ev.DrainRequested())
+        return self.call(ev.NextBatchRequested(start=self.start, unlimited=unlimited, new_stream=STREAM))
 
     def batch(self, *, unlimited: bool = False) -> StreamOffset:
         """Plan the next batch and read it; it is durable when the next one is requested."""
@@ -87,7 +89,10 @@ class RunHarness:
         return end
 
     def stop(self, *, durable: int = -1) -> None:
-        self.call(ev.StopRequested(durable=durable))
+        """Stop the run. ``durable``: the number in the sink's mark, which is of the batch in flight if that has it."""
+        plan = self.run.plan
+        self.feed(ev.BatchMarked(batch=BatchKey.of(plan) if plan and plan.seq == durable else BatchKey(durable, "")))
+        self.call(ev.StopRequested())
 
     def call(self, event: ev.Event) -> StreamOffset:
         """Execute the steps of a call until it returns."""

@@ -29,6 +29,8 @@ from spark_group_source.model import TopicPartition
 from spark_group_source.runtime.offset_commits import MEMBER_COMMIT_S_MAX
 
 PRODUCE_EVERY_MS = 400
+INTERVALS_MS = (0, 0, 0, 1_000, 10_000, 60_000, 600_000)
+"""The triggers of queries: mostly at once, and up to longer than a session, a hold and a history."""
 SHARES = (0.0, 0.002, 0.02)
 """Fractions of the requests to the brokers that one kind of fault affects."""
 TRIGGERS: tuple[Trigger, ...] = ("default", "default", "default", "default", "available now", "once")
@@ -145,6 +147,7 @@ class Scene:
             sink_ms_max=random.choice([50, 800, 3_000]),
             crash=random.choice([0.0, 0.0, 0.01, 0.04]),
         )
+        habits = replace(habits, interval_ms=self.world.draws(f"triggers/{name}").choice(INTERVALS_MS))
         return Query(name, habits, self._sink(name), Checkpoint(f"query-{name}"))
 
     def _sink(self, name: str) -> Sink:
@@ -274,6 +277,8 @@ class Scene:
                 calm = run.executors is not None and now - trouble_ms > HOLD_SLACK_MS
                 if calm and run.executors is not None and (wrong := run.executors.wrong(run)) is not None:
                     raise self._violation(f"{run.process.name}: {wrong}")
+                if now - trouble_ms > HOLD_SLACK_MS and (late := run.unserved()) is not None:
+                    raise self._violation(f"{run.process.name} does not notice {late} between two triggers")
         self.world.at(WATCH_EVERY_MS, self._watch)
 
     def _violation(self, rule: str) -> Violation:
@@ -318,7 +323,7 @@ class Scene:
         self.group.on_topics_changed()
         world.at(UNOWNED_EVERY_MS, self._own_all)
         for query in self.queries:
-            query.habits = replace(query.habits, sink_ms_max=100, crash=0.0, trigger="default")
+            query.habits = replace(query.habits, sink_ms_max=100, crash=0.0, trigger="default", interval_ms=0)
             for run in query.runs:
                 if run.publisher.drain:
                     run.stop()

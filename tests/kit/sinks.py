@@ -15,7 +15,7 @@ from spark_group_source.delta.ledger_decision import WriteBatch
 from spark_group_source.delta.ledger_format import Ledger
 from spark_group_source.errors import LedgerConflict
 from spark_group_source.model import OffsetRange, TopicPartition
-from spark_group_source.protocol.offsets import StreamOffset
+from spark_group_source.protocol.offsets import BatchKey, StreamOffset
 
 WRITE_MS = (5, 60)
 """The time between reading the table and the commit, in which another writer may commit."""
@@ -77,7 +77,8 @@ class Table:
             if not isinstance(decision, WriteBatch) or self._commit(run, offset, read, seen, decision):
                 break
         for done in decision.durable:
-            run.query.durable[done.stream] = done.seq
+            run.query.durable[done.stream] = BatchKey.of(done)
+            run.marked = None if run.watched is None else run.watched.plan
         if offset not in decision.durable and self.ledger is not None:
             run.query.void[offset.stream, offset.seq] = self.ledger.reset_number
 

@@ -25,21 +25,26 @@ from spark_group_source.host import run_files
 from spark_group_source.model import OffsetRange, TopicPartition
 from spark_group_source.options.table import Options
 from spark_group_source.protocol import events as ev
-from spark_group_source.protocol.offsets import StreamOffset, parse
+from spark_group_source.protocol.offsets import BatchKey, StreamOffset, parse
 from spark_group_source.protocol.outbox import brief
 from spark_group_source.protocol.rules import Rules
 from spark_group_source.protocol.run import Run
+from spark_group_source.protocol.states import RunState
 from spark_group_source.protocol.statistics import Statistics
 from spark_group_source.runtime.coordinator import Coordinator, rules_of
 
 GROUP = "etl"
 POLLING_DELAY_MS = 10
 """Spark's pause between two calls when there was nothing to read."""
+TRIGGER_CHECK_MS = 1_000
+"""Interval of a check whether the trigger has become shorter."""
 UNREACHED_MS = 250
 """Interval of a task's check whether the brokers are reachable."""
 ON_ITS_WAY_MS_MAX = 5_000
 """Time after its sender's end in which a request may reach a broker (``Misfortune.late_ms_max``)."""
 
+SERVED_MS_MAX = 1_000
+"""Time in which a run notices a durable batch or a drain request between two calls of Spark."""
 SHRINK_MS = 20_000
 """Time for which agents must be absent before their slots leave."""
 
@@ -70,6 +75,7 @@ class Habits:
 
     options: dict[str, str]
     trigger: Trigger = "default"
+    interval_ms: int = 0  # between two starts of batches, of the default trigger
     sink_ms_max: int = 800
     crash: float = 0.0  # chance to end at each step of a batch
     member_host: MemberHost = "auto"
@@ -96,7 +102,7 @@ class Query:
     sink: Sink
     checkpoint: Checkpoint
     runs: list["SparkRun"] = field(default_factory=list)
-    durable: dict[str, int] = field(default_factory=dict)  # the sink's durable batch, by stream id
+    durable: dict[str, BatchKey] = field(default_factory=dict)  # the sink's durable mark, by stream id
     void: dict[tuple[str, int], int] = field(default_factory=dict)  # by stream and batch: the reset that made it void
     threads_left: int | None = None  # how many threads its next run can start
     executors: Executors | None = None  # where its members may be placed
@@ -123,11 +129,8 @@ class Publisher(run_files.Publisher):
         del statistics
         self.drained = drained
 
-    def durable_seq(self, stream: str) -> int:
-        return self._query.durable.get(stream, -1)
-
-    def commit_requested(self, stream: str) -> int:
-        return -1
+    def durable_mark(self, stream: str) -> BatchKey:
+        return self._query.durable.get(stream, run_files.NO_MARK)
 
     def void_by(self, stream: str, seq: int) -> int:
         return self._query.void.get((stream, seq), 0)
@@ -240,6 +243,9 @@ class SparkRun:
         self.reader = Reader(self.process.name, self.process.name, self.number, self._counted)
         self.calling_since_ms: int | None = None  # inside a call from Spark
         self.calling = ""
+        self.marked: StreamOffset | None = None  # the batch that its sink marked as durable last
+        self._lasting_since_ms: dict[tuple[str, int], int] = {}  # with the last durable batch
+        self._triggered_ms = 0
         self.ended_ms: int | None = None
         self._world, self._truth, self._on_end = world, truth, on_end
         self._draws = self.process.draws("spark")
@@ -361,6 +367,7 @@ class SparkRun:
             self._batch(number, start)
             if self.trigger == "once":
                 return
+            self._await_trigger()
 
     def _trigger(self, start: StreamOffset) -> int | None:
         """Poll until there is another batch, and write it to the offset log: its number. None: the query is
@@ -374,6 +381,7 @@ class SparkRun:
             if self.trigger != "default":
                 return None
             self.pause(POLLING_DELAY_MS, POLLING_DELAY_MS)
+            self._await_trigger()
         number = 1 + max(log.offsets, default=-1)
         self._step(5, 60)
         if number != start.seq + 1 or number in log.offsets:
@@ -382,6 +390,36 @@ class SparkRun:
         log.offsets[number] = end.to_json()
         self._truth.planned(self.reader, end)
         return number
+
+    def _await_trigger(self) -> None:
+        """Pause until the trigger's interval since the last start of a batch is over."""
+        while self.trigger == "default":
+            left_ms = self._triggered_ms + self.query.habits.interval_ms - self._world.now_ms
+            if left_ms <= 0:
+                break
+            self.pause(min(left_ms, TRIGGER_CHECK_MS), min(left_ms, TRIGGER_CHECK_MS))
+        self._triggered_ms = self._world.now_ms
+
+    def unserved(self) -> str | None:
+        """Return what this run should have noticed by now, although Spark does not call it."""
+        run, now_ms = self.watched, self._world.now_ms
+        if run is None or self.calling_since_ms is not None:
+            self._lasting_since_ms.clear()
+            return None
+        lasting = {
+            "the durable batch in flight": run.plan is not None and run.plan is self.marked,
+            "the drain request": self.publisher.drain
+            and run.plan is None
+            and run.all_committed
+            and not self.publisher.drained
+            and run.state in (RunState.OPEN, RunState.DRAINED),
+        }
+        since_ms = self._lasting_since_ms
+        self._lasting_since_ms = {
+            (what, run.seq): since_ms.get((what, run.seq), now_ms) for what, lasts in lasting.items() if lasts
+        }
+        late = [what for (what, _), since in self._lasting_since_ms.items() if now_ms - since > SERVED_MS_MAX]
+        return late[0] if late else None
 
     def _only_what_is_stable(self, planned: StreamOffset) -> None:
         for tp, start, end in planned.batch():

@@ -62,7 +62,7 @@ def test_uncommitted_positions_are_planned_and_survive_two_crashes(durable: bool
 def test_claimed_rewind_survives_a_crash_before_the_next_plan() -> None:
     run = RunHarness.resumed(PAST)
     run.committed[A] = ev.Committed(offset=20)  # kafka-consumer-groups --reset-offsets
-    run.call(ev.NextBatchRequested(start=run.start, drain=True, new_stream=STREAM))  # joins, but plans nothing
+    run.latest(drain=True)  # joins, but plans nothing
     assert run.committed[A] == ev.Committed(offset=20, stream=STREAM, seq=7, followed=True)
     again = after_a_crash(run, run.start, durable=True)
     planned = again.batch()
@@ -112,7 +112,7 @@ def test_followed_commit_before_lost_records_is_no_rewind(durable: bool) -> None
     """The followed offset is committed under the previous batch's number, before the batch's first record."""
     run = RunHarness.resumed(PAST, fail_on_data_loss=False)
     run.committed[A] = ev.Committed(offset=20)
-    run.call(ev.NextBatchRequested(start=run.start, drain=True, new_stream=STREAM))
+    run.latest(drain=True)
     followed = ev.Committed(offset=20, stream=STREAM, seq=7, followed=True)
     assert run.committed[A] == followed
 

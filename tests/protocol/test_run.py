@@ -1,5 +1,6 @@
 """Spark's calls: what they wait for, when batches are planned, and how a run ends."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from spark_group_source.errors import BrokerUnavailable, Fenced, InvariantBroken
 from spark_group_source.model import LATEST
 from spark_group_source.options.starting import StartingPosition
 from spark_group_source.protocol import events as ev
-from spark_group_source.protocol.offsets import StreamOffset
+from spark_group_source.protocol.offsets import BatchKey, StreamOffset
 from spark_group_source.protocol.run import (
     ASSIGNMENT_WARNING_MS,
     COMMIT_MS_MAX,
@@ -421,6 +422,66 @@ def test_a_run_that_ends_after_the_batch_of_an_earlier_run_reports_that_it_read_
     run.call(ev.BatchStarted(offset=PAST))
     run.stop(durable=PAST.seq)
     assert any("batch 7 of an earlier run" in text and "run it again" in text for text in run.warned())
+
+
+# --- between two triggers --------------------------------------------------------------------------------------------
+
+
+def reading(**rules: Any) -> tuple[RunHarness, StreamOffset]:
+    """A run of which Spark has read a batch, in the middle of a trigger interval."""
+    run = RunHarness(**rules)
+    run.ends = {A: 10, B: 4}
+    return run, run.batch()
+
+
+def test_G2_a_batch_that_the_sink_has_marked_is_committed_before_spark_requests_the_next_one() -> None:
+    run, batch = reading()
+    run.feed(ev.BatchMarked(batch=BatchKey.of(batch)))
+    run.pass_time(1_000)
+    assert {tp: at.offset for tp, at in run.committed.items()} == {A: 10, B: 4}
+    run.ends[A] = 12
+    assert run.latest().ranges == {A: (10, 12), B: (4, 4)}
+
+
+def test_G3_a_revocation_between_two_triggers_is_released_when_the_sink_has_the_batch() -> None:
+    run, batch = reading()
+    revoking = ev.Revoking(slot=0, client=run.clients[0], partitions=(A, B), eager=True)
+    assert run.feed(revoking) == [], "held"
+    run.feed(ev.BatchMarked(batch=BatchKey.of(batch)))
+    run.pass_time(1_000)
+    assert run.committed[A].offset == 10
+    assert len(only(ev.Release, run.history)) == 1
+
+
+def test_a_mark_of_another_batch_with_this_number_changes_nothing() -> None:
+    """A run that was killed left it, and the checkpoint was restored since."""
+    run, batch = reading()
+    run.feed(ev.BatchMarked(batch=BatchKey.of(replace(batch, ranges={A: (0, 9), B: (0, 4)}))))
+    run.pass_time(1_000)
+    assert run.committed[A].offset == 0
+    assert run.state() is RunState.READING
+
+
+def test_without_a_mark_a_batch_is_committed_when_spark_requests_the_next_one() -> None:
+    """Another sink, or a driver that shares no folder with the stream reader."""
+    run, _ = reading()
+    run.feed(ev.DrainRequested())
+    run.pass_time(600_000)
+    assert run.committed[A].offset == 0 and not run.drained()
+    assert run.latest() is run.start
+    assert run.committed[A].offset == 10 and run.drained()
+
+
+def test_a_drain_between_two_triggers_needs_no_call_of_spark() -> None:
+    run, batch = reading()
+    run.feed(ev.BatchMarked(batch=BatchKey.of(batch)))
+    run.feed(ev.DrainRequested())
+    assert not run.drained(), "its offsets are not committed yet"
+    run.pass_time(1_000)
+    assert run.drained()
+    run.ends[A] = 20
+    assert run.latest() is run.start, "nothing is planned after it"
+    assert run.drained()
 
 
 # --- drain -----------------------------------------------------------------------------------------------------------

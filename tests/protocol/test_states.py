@@ -275,8 +275,8 @@ PARTITION_PATHS: dict[Row, Path] = {
 # --- ways to the states of the run ----------------------------------------------------------------------------------
 
 
-def asked_for(run: RunHarness, *, drain: bool = False) -> ev.NextBatchRequested:
-    return ev.NextBatchRequested(start=run.start, new_stream=STREAM, drain=drain)
+def asked_for(run: RunHarness) -> ev.NextBatchRequested:
+    return ev.NextBatchRequested(start=run.start, new_stream=STREAM)
 
 
 def at(state: RunState) -> Callable[[], RunHarness]:
@@ -314,7 +314,8 @@ def draining() -> RunHarness:
     run = RunHarness()
     run.silent = {ev.CommitOffsets}
     run.batch()
-    run.begin(asked_for(run, drain=True), RunState.DRAINING)
+    run.feed(ev.DrainRequested())
+    run.begin(asked_for(run), RunState.DRAINING)
     return run
 
 

@@ -242,6 +242,20 @@ MUTANTS = [
     ),
     # --- run and slots
     Mutant(
+        "commits-at-the-next-trigger-only",
+        M,
+        "if plan is not None and self.state is RunState.READING and batch.seq == plan.seq",
+        "if plan is not None and plan.seq < 0",
+        "a batch that the sink has marked is durable between two triggers",
+    ),
+    Mutant(
+        "drains-at-the-next-trigger-only",
+        M,
+        "idle = self.is_draining and self.state is RunState.OPEN",
+        "idle = False",
+        "a drain request between two triggers is served",
+    ),
+    Mutant(
         "holds-nothing",
         M,
         "if partition.until is not None:\n            return True",
@@ -517,6 +531,8 @@ FOUND_BY: dict[str, tuple[str, int]] = {
     "ignores-a-reset-that-the-sink-reports": ("cooperative", 101_586),
     "hides-a-rewind": ("cooperative", 10),
     "overlaps-ranges": ("cooperative", 0),
+    "commits-at-the-next-trigger-only": ("eager", 1),
+    "drains-at-the-next-trigger-only": ("eager", 1),
     "holds-nothing": ("eager", 0),
     "releases-before-the-commit": ("eager", 0),
     "releases-unresolved-partitions": ("eager", 75),

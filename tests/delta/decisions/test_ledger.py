@@ -22,11 +22,11 @@ from spark_group_source.delta.ledger_decision import (
     decide,
     missing_from_ledger,
 )
-from spark_group_source.delta.ledger_format import Ledger, LedgerTopic, RecordedBatch
+from spark_group_source.delta.ledger_format import Ledger, LedgerTopic
 from spark_group_source.delta.ledger_store import read_ledger, read_ledgers, set_ledger
 from spark_group_source.errors import LedgerConflict, OptionError
 from spark_group_source.model import OffsetRange, TopicPartition
-from spark_group_source.protocol.offsets import StreamOffset
+from spark_group_source.protocol.offsets import BatchKey, StreamOffset
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -100,7 +100,7 @@ def test_a_batch_is_compared_with_the_ledger(case: tuple[str, Case]) -> None:
     assert comparison.skipped == tuple(OffsetRange(*r) for r in of.skipped)
     assert (comparison.refused, comparison.recreated, comparison.void) == ((), (), False)
     assert comparison.ledger.offsets == of.after
-    assert comparison.ledger.streams == {"s1": RecordedBatch.of(of.batch)}
+    assert comparison.ledger.streams == {"s1": BatchKey.of(of.batch)}
 
 
 @pytest.mark.parametrize("end", [30, 10])
@@ -381,7 +381,7 @@ topics = st.builds(LedgerTopic, names, ids, st.dictionaries(st.integers(0, 3), n
         group=st.just("g"),
         topics=st.lists(topics).map(lambda found: {topic.name: topic for topic in found}),
         former=st.lists(topics).map(lambda found: {topic.id: topic for topic in found}),
-        streams=st.dictionaries(ids, st.builds(RecordedBatch, numbers, ids)),
+        streams=st.dictionaries(ids, st.builds(BatchKey, numbers, ids)),
         void=st.frozensets(ids),
         reset_number=numbers,
         number=numbers,

@@ -91,13 +91,13 @@ def test_a_batch_that_cannot_be_written_is_written_once_after_the_repair(
         for _ in range(2):
             with pytest.raises(Exception, match=said):
                 query.run(sink, 1, offset(1, one(10, 20)))
-    assert run_files.durable_seq("s1") == 0, "the batch must not be reported as durable"
+    assert run_files.durable_mark("s1").seq == 0, "the batch must not be reported as durable"
     assert len(commits(table)) == 2 and next_offsets(table) == {("orders", 0): 10}
     disk.mend()
     query.run(sink, 1, offset(1, one(10, 20)))
     query.run(query.sink(table), 2, offset(2, one(20, 30)))
     assert rows(table) == records(0, 30)
-    assert run_files.durable_seq("s1") == 2
+    assert run_files.durable_mark("s1").seq == 2
 
 
 @pytest.mark.parametrize("place", ["table", "log", "checkpoint"])

@@ -28,7 +28,6 @@ from sink_words import (
 
 from spark_group_source.delta import table_names, table_writer
 from spark_group_source.delta.checkpoint import parse_planned
-from spark_group_source.delta.ledger_format import RecordedBatch
 from spark_group_source.delta.ledger_store import set_ledger
 from spark_group_source.delta.native_writer import NativeWriter
 from spark_group_source.delta.sink import DeltaSink, _is_called_by_spark
@@ -37,7 +36,7 @@ from spark_group_source.delta.table_writer import OptionsWriter
 from spark_group_source.errors import CheckpointMismatch, LedgerConflict, OptionError
 from spark_group_source.host import run_files
 from spark_group_source.model import TopicPartition
-from spark_group_source.protocol.offsets import StreamOffset
+from spark_group_source.protocol.offsets import BatchKey, StreamOffset
 
 
 def no_rows(df: Any) -> Any:
@@ -69,7 +68,7 @@ def test_one_commit_holds_the_rows_the_batch_number_and_the_ledger(
         "new": {"orders": "0,5,0"},
         "number": 1,
         "reset": 0,
-        "streams": {"s1": list(RecordedBatch.of(batch))},
+        "streams": {"s1": list(BatchKey.of(batch))},
         "topics": {"orders": {"id": "id-1", "offsets": "0,5,7"}},
         "v": 1,
         "void": [],
@@ -182,16 +181,16 @@ def test_the_durable_mark_is_the_newest_written_batch_and_never_a_void_one(
     (tmp_path / "runs").mkdir(mode=0o700)
     sink = query.sink(table)
     query.run(sink, 0, offset(0, one(0, 5)), offset(4, one(0, 2, topic="other"), stream="s2"))
-    assert (run_files.durable_seq("s1"), run_files.durable_seq("s2")) == (0, 4)
+    assert (run_files.durable_mark("s1").seq, run_files.durable_mark("s2").seq) == (0, 4)
     query.run(sink, 1, offset(1, one(5, 6)))
     query.run(sink, 0, offset(0, one(0, 5)), offset(4, one(0, 2, topic="other"), stream="s2"))
-    assert run_files.durable_seq("s1") == 0, "a replay: the table has that batch"
+    assert run_files.durable_mark("s1").seq == 0, "a replay: the table has that batch"
     with pytest.raises(LedgerConflict):
         query.run(sink, 2, offset(2, one(3, 9), followed=[("orders", 0)]))
     set_ledger(query.spark, str(table), "etl", {}, reason="r", reset_number=1)
     for _ in range(2):  # the second one is recognised as a replay
         query.run(sink, 2, offset(2, one(3, 9), followed=[("orders", 0)]))
-        assert run_files.durable_seq("s1") == 0
+        assert run_files.durable_mark("s1").seq == 0
         assert run_files.void_by("s1", 2) == 1
         (tmp_path / "runs" / "s1.void").unlink()
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from kafka_words import await_until
 from kit.frames import Frame, Session
 from sink_source import offset
 from sink_words import NewQuery, Query, commits, next_offsets, one, records, rows
@@ -13,12 +14,12 @@ from sink_words import NewQuery, Query, commits, next_offsets, one, records, row
 from spark_group_source.delta import checkpoint, table_names, table_writer
 from spark_group_source.delta.checkpoint import QUERY_ID, RUN_ID
 from spark_group_source.delta.ledger_store import set_ledger
-from spark_group_source.delta.sink import DeltaSink
+from spark_group_source.delta.sink import DeltaSink, _finished
 from spark_group_source.delta.table_history import TableHistory
 from spark_group_source.delta.table_writer import TableWriter
 from spark_group_source.errors import OptionError
 from spark_group_source.host import run_files
-from spark_group_source.protocol.offsets import StreamOffset
+from spark_group_source.protocol.offsets import BatchKey, StreamOffset
 
 Enter = Callable[[Query, str], None]
 """``enter(query, run)``: this thread runs the batches of a run from now on."""
@@ -45,11 +46,11 @@ def test_a_second_write_of_a_batch_into_the_same_table_is_refused_and_never_skip
     batch = offset(0, one(0, 10))
     for run in ("the first time", "a replay"):
         enter(query, run)
-        query.run(first, 0, batch)
+        query.run_function([first], 0, batch)
         with pytest.raises(OptionError, match=r"written to table .* a second time in one run"):
-            query.run(second, 0, batch)
+            query.run_function([second], 0, batch)
         assert rows(table) == records(0, 5), run
-        assert run_files.durable_seq("s1") == -1, "the batch must not be reported as durable"
+        assert run_files.durable_mark("s1").seq == -1, "the batch must not be reported as durable"
 
 
 @pytest.mark.parametrize("spelled", ["{}/", "{}/.", "file:{}", "delta.`{}`"])
@@ -104,29 +105,35 @@ def test_a_failed_write_may_be_repeated_in_the_same_batch(query: Query, table: P
     assert rows(table) == records(0, 10)
 
 
-def test_a_batch_for_two_tables_is_durable_when_both_have_it(
+def test_a_batch_that_a_function_writes_is_durable_when_spark_has_finished_it(
     query: Query, table: Path, tmp_path: Path, enter: Enter
 ) -> None:
+    """Whether the function writes to further tables is unknown before, in any batch."""
     a, b = query.sink(table), query.sink(tmp_path / "other")
-    between, after = [], []
-
-    def write(n: int, *, fails: bool = False) -> None:
+    enter(query, "only")
+    for n, sinks in enumerate(([a, b], [a], [a, b])):
         batch = offset(n, one(n * 5, n * 5 + 5))
-        query.run(a, n, batch)
-        between.append(run_files.durable_seq("s1"))
-        if not fails:
-            query.run(b, n, batch)
-            after.append(run_files.durable_seq("s1"))
+        for sink in sinks:
+            query.run_function([sink], n, batch)
+            assert not (query.root / "commits" / str(n)).exists()
+            _finished._mark_finished()
+            assert run_files.durable_mark("s1").seq == n - 1
+        query.finish(n)
+        await_until(lambda: run_files.durable_mark("s1") == BatchKey.of(batch), what="the mark")  # noqa: B023
 
-    enter(query, "first")
-    write(0)
-    write(1)
-    write(2, fails=True)
-    assert (between[1:], after) == ([0, 1], [0, 1]), "the second table is not known before the end of the first batch"
-    enter(query, "second")
-    write(2)
-    assert after[-1] == 2
-    assert rows(table) == rows(tmp_path / "other") == records(0, 15)
+
+def test_a_batch_that_a_function_does_not_finish_is_never_marked(query: Query, table: Path, enter: Enter) -> None:
+    sink = query.sink(table)
+    enter(query, "fails in batch 0")
+    query.run_function([sink], 0, offset(0, one(0, 5)))
+    enter(query, "next")
+    query.run_function([sink], 0, offset(0, one(0, 5)))
+    query.finish(0)
+    await_until(lambda: run_files.durable_mark("s1").seq == 0, what="the mark")
+    query.run_function([sink], 1, offset(1, one(5, 9)))
+    query.run_function([sink], 2, offset(2, one(9, 12)))
+    query.finish(2)
+    await_until(lambda: run_files.durable_mark("s1").seq == 2, what="the mark of the newest batch")
 
 
 def test_a_batch_that_a_reset_made_void_in_one_of_two_tables_is_not_durable(
@@ -135,13 +142,13 @@ def test_a_batch_that_a_reset_made_void_in_one_of_two_tables_is_not_durable(
     a, b = query.sink(table), query.sink(tmp_path / "other")
     enter(query, "only")
     for n in range(2):
-        batch = offset(n, one(n * 5, n * 5 + 5))
         if n == 1:
             set_ledger(query.spark, str(table), "etl", {}, reason="r", reset_number=1)
-        for sink in (a, b):
-            query.run(sink, n, batch)
+        query.run_function([a, b], n, offset(n, one(n * 5, n * 5 + 5)))
+        query.finish(n)
+        await_until(lambda: not _finished._batches, what="the check of the commit log")
     assert (rows(table), rows(tmp_path / "other")) == (records(0, 5), records(0, 10))
-    assert (run_files.durable_seq("s1"), run_files.void_by("s1", 1)) == (0, 1)
+    assert (run_files.durable_mark("s1").seq, run_files.void_by("s1", 1)) == (0, 1)
 
 
 @pytest.fixture
