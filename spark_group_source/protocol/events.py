@@ -184,13 +184,15 @@ class NextBatchRequested:
 
     ``unlimited``: the trigger is Once, which reads everything available. ``new_stream``: the stream id if there is none
     yet. ``void_by``: the number of the reset because of which the sink wrote nothing of the batch that ends at
-    ``start``; 0 if the sink reported none.
+    ``start``; 0 if the sink reported none. ``marked``: the batch in the sink's durable mark; a run that stops normally
+    removes the mark.
     """
 
     start: StreamOffset
     unlimited: bool = False
     new_stream: str
     void_by: int = 0
+    marked: BatchKey | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,7 +30,8 @@ class Position:
     offset: int
     """The next offset to read."""
     first: int
-    """The first position in this assignment. Without a committed offset, the next reader may start there."""
+    """The first position in this assignment, or before a last batch that Kafka may not have. Without a committed
+    offset, the next reader may start there."""
     origin: Origin = Origin.STREAM
     jumped_from: int | None = None
     """TRUNCATED: the position before the truncation, until an offset behind ``first`` is committed. Otherwise: the

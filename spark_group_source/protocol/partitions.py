@@ -83,12 +83,13 @@ class Partitions:
 
     # --- assignment -------------------------------------------------------------------------------------------------
 
-    def restore(self, offset: StreamOffset, *, replay: bool) -> None:
+    def restore(self, offset: StreamOffset, *, replay: bool, uncommitted: bool = False) -> None:
         """Take over what a checkpoint knows.
 
         Args:
             offset: of the last batch.
             replay: that batch runs again, so positions are those before it.
+            uncommitted: that batch is durable, and Kafka may not have it.
         """
         self.reset_number = offset.reset_number
         for tp, at in offset.uncommitted.items():  # the batch itself did not read these
@@ -102,7 +103,8 @@ class Partitions:
             if replay:
                 memory = Memory(Position(start, start, jumped_from=lost), LastBatch(self.seq, replays_next=True))
             else:
-                memory = Memory(Position(until, until), LastBatch(self.seq, start if lost is None else lost))
+                first = start if uncommitted else until
+                memory = Memory(Position(until, first), LastBatch(self.seq, start if lost is None else lost))
             if tp in offset.truncated_from:
                 memory.position.origin, memory.position.jumped_from = Origin.TRUNCATED, offset.truncated_from[tp]
             self._unassigned[tp] = Unassigned(memory)
@@ -268,20 +270,24 @@ class Partitions:
     ) -> tuple[Position, int | None]:
         """The commit of another stream, an operator or an ordinary consumer wins, also inside a batch of this stream.
 
-        The commit may have replaced the last note of a reset, and then the sink skipped the batch. A table with a
-        ledger skips rows that it has, so a commit inside the batch does not count as a move back; another sink gets the
-        rest of the batch twice.
+        The commit may have replaced the last note of a reset, and then the sink skipped the batch. Between this
+        stream's last commit and the end of what is durable, another consumer has read records that the sink has. A
+        table with a ledger skips rows that it has, so a commit there does not count as a move back; another sink gets
+        the rest twice.
         """
-        offset, expected = committed.offset, None
+        offset, expected, is_inside = committed.offset, None, False
         start, end = self._in_flight.get(tp, (0, 0))
         if isinstance(memory, Memory):
             start, end = memory.pending or (start, end)
-            expected = memory.position.offset
-            if memory.last_batch.replays_next:  # a former run's batch: not counted when the partition was lost
+            at, last = memory.position, memory.last_batch
+            expected = at.offset
+            is_inside = at.offset - at.uncommitted <= offset < at.offset and at.origin is Origin.STREAM
+            if last.replays_next:  # a former run's batch: not counted when the partition was lost
                 self._counts.possible_duplicates += end - start
-        is_inside = start < end and start <= offset <= end
-        if is_inside:
-            expected = end
+            elif last.start is not None and last.start <= offset < at.offset:
+                self._counts.possible_duplicates += at.offset - offset
+        if start < end and start <= offset <= end:
+            expected, is_inside = end, True
         # A commit of another stream shows whether that stream followed one; if that was a move back, it still is.
         is_followed = (committed.stream is None or committed.followed) and not is_inside
         at = Position(

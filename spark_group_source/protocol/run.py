@@ -462,7 +462,9 @@ class Run:
         self._is_resumed = True
         self.data_loss.restore(offset)
         self.stream, self.lookups.known = offset.stream, offset.known
-        self.partitions.restore(offset, replay=replay)
+        # The run that wrote the mark did not stop normally, so Kafka may not have its last batch.
+        marked = None if isinstance(self._first_call, ev.BatchStarted | None) else self._first_call.marked
+        self.partitions.restore(offset, replay=replay, uncommitted=marked == BatchKey.of(offset))
         self.plan = offset if replay else None
         former = offset.known.keys() | offset.topic_ids.keys() | {tp.topic for tp in offset.ranges}
         before = tuple(topic for topic in topics if topic in former) or tuple(sorted(former))

@@ -131,6 +131,7 @@ class Coordinator:
                 unlimited=unlimited,
                 new_stream=self._environment.new_id(),
                 void_by=self._publisher.void_by(start.stream, start.seq),
+                marked=self._publisher.durable_mark(start.stream),
             )
         )
         if end is not start:  # a listener may read the statistics right after the batch, before the next tick

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 import pytest
 from conftest import await_until
 from delta_files import living_rows
+from kafka_words import set_committed
 from scenes import Scene
 from streams import OtherMember, numbered, planned
 
@@ -72,3 +73,19 @@ def test_between_two_triggers_offsets_are_committed_partitions_released_and_a_dr
         run_files.drain(scene.group, timeout_s=HANG_S)
     finally:
         query.stop()
+
+
+def test_a_query_whose_host_died_before_its_commit_goes_on_after_a_consumer_that_read_a_part_again(
+    scene: Scene,
+) -> None:
+    """Kafka gets the consumer's commit in place of the query's, as if driver and stream reader had died together."""
+    name, table = scene.topic(1), scene.folder / "table"
+    scene.produce(name, numbered(0, 9, 1))
+    scene.job(subscribe=name).run_into(DeltaSink(table))
+    await_until(lambda: scene.committed() == {TopicPartition(name, 0): 10}, HANG_S, what="the offsets in Kafka")
+    set_committed(scene.admin, scene.group, name, {0: 4})
+    run_files.mark_durable(planned(scene.folder / "c")[0])
+    scene.produce(name, numbered(10, 14, 1))
+    scene.job(subscribe=name).run_into(DeltaSink(table))
+    assert sorted(row["offset"] for row in living_rows(table, ["offset"])) == list(range(15))
+    await_until(lambda: scene.committed() == {TopicPartition(name, 0): 15}, HANG_S, what="the offsets in Kafka")

@@ -163,6 +163,19 @@ class Accounts(Books):
             if tp in self.books and table in self.books[tp].rows:
                 self.books[tp].rows[table] = {row for row in self.books[tp].rows[table] if row < at}
 
+    def explains(self, tps: Iterable[TopicPartition]) -> bool:
+        """Return whether a person is rightly needed: an operator, retention, an election or a new topic changed all of
+        these partitions, or any partition if none is named."""
+        named = list(tps)
+        if not named:
+            return any(self._was_changed(tp) for tp in self.books) or bool(self._former)
+        return all(tp not in self.books or self._was_changed(tp) for tp in named)
+
+    def _was_changed(self, tp: TopicPartition) -> bool:
+        book = self.books[tp]
+        causes = {loss.cause for loss in book.losses} & {Cause.OPERATOR, Cause.NEW_LOG}
+        return bool(causes or book.firsts or book.again or book.moved or book.halfway or book.rewound or book.undone)
+
     def require(self, holds: bool, otherwise: str) -> None:
         if not holds:
             self._break(otherwise)

@@ -13,7 +13,7 @@ from spark_group_source.model import TopicPartition
 from spark_group_source.options.starting import StartingPosition
 from spark_group_source.protocol import events as ev
 from spark_group_source.protocol import identifiers
-from spark_group_source.protocol.offsets import StreamOffset
+from spark_group_source.protocol.offsets import BatchKey, StreamOffset
 from spark_group_source.protocol.partition_states import Origin
 from spark_group_source.protocol.rules import Rules
 from spark_group_source.protocol.run import Run
@@ -157,10 +157,13 @@ class GroupHarness:
         first = ev.NextBatchRequested(start=StreamOffset.initial(GROUP), new_stream=STREAM)
         return self.feed(first, ev.TopicsListed(topics=known))
 
-    def resume(self, offset: StreamOffset, topics: Iterable[str] = ("orders",)) -> Commands:
-        """The run starts after this durable batch of an earlier run."""
+    def resume(
+        self, offset: StreamOffset, topics: Iterable[str] = ("orders",), *, marked: StreamOffset | None = None
+    ) -> Commands:
+        """The run starts after this durable batch of an earlier run, which left a mark of the batch ``marked``."""
         listed = ev.TopicsListed(topics=dict.fromkeys(topics, 4))
-        return self.feed(ev.NextBatchRequested(start=offset, new_stream=STREAM), listed)
+        mark = None if marked is None else BatchKey.of(marked)
+        return self.feed(ev.NextBatchRequested(start=offset, new_stream=STREAM, marked=mark), listed)
 
     def replay(self, offset: StreamOffset) -> Commands:
         """The run starts with this batch of an earlier run, which is read again."""

@@ -211,6 +211,8 @@ class Scene:
         if isinstance(error, RebalanceTimeout):
             self._judge_timeout(run, error)
         query = run.query
+        if isinstance(error, (DataLoss, LedgerConflict)) and not self.truth.explains(_partitions_of(error)):
+            raise self._violation(f"{run.process.name} needs a person, although nothing happened: {error}")
         if isinstance(error, (DataLoss, TopicMissing)):
             query.habits = replace(query.habits, options=query.habits.options | {"failOnDataLoss": "false"})
         if isinstance(error, LedgerConflict):
@@ -353,3 +355,12 @@ class Scene:
 
     def partitions(self) -> list[TopicPartition]:
         return self.cluster.partitions()
+
+
+def _partitions_of(error: SourceError) -> list[TopicPartition]:
+    """Return the partitions that an error names; none if it concerns all."""
+    for field in ("refused", "missing", "partitions"):
+        if isinstance(found := error.fields.get(field), list):
+            return [TopicPartition(each[0], each[1]) for each in found]
+    topic, partition = error.fields.get("topic"), error.fields.get("partition")
+    return [TopicPartition(topic, partition)] if isinstance(topic, str) and isinstance(partition, int) else []

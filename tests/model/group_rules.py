@@ -71,6 +71,7 @@ class Model:
         unless the commit is foreign: it may hide a reset that made the batch void, so it is unknown whether the sink
         has it."""
         found = self.group_offsets.get(tp)
+        known = self.committed.get(tp, self.began.get(tp))
         ours, as_of = self.memory.pop(tp, (None, -1))
         pending = self.pending.pop(tp, None)
         if found is None:
@@ -84,6 +85,10 @@ class Model:
                 start, end = batch = pending or self.in_flight.get(tp, (0, 0))
                 inside = at != after(at, batch) or at == end > start
                 self.duplicates += end - start if tp in self.replayed else 0
+                if ours is not None and tp not in self.followed:
+                    inside |= (ours if known is None else known) <= at < ours
+                if ours is not None and tp not in self.replayed and self.start.get(tp, ours) <= at < ours:
+                    self.duplicates += ours - at
             elif ours is not None and found.seq < as_of and not self.followed_back(found, tp, as_of):
                 at = max(at, ours)  # else the commit is as new as the memory, and may have followed a rewind
             own = found.stream == STREAM

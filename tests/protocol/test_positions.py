@@ -293,6 +293,52 @@ def test_foreign_commit_outside_the_batch_is_followed(group: GroupHarness, first
     assert any(f"moved orders-0 from 100 to {offset}" in text for text in group.logged())
 
 
+# --- foreign commits between the last commit of this stream and what is durable ---------------------------------------
+
+HAS_KAFKA, HAS_SINK = 100, 150
+
+
+@pytest.mark.parametrize(
+    ("offset", "followed"), [(99, True), (HAS_KAFKA, False), (120, False), (HAS_SINK, True), (151, True)]
+)
+def test_foreign_commit_after_a_lost_session_counts_as_no_move_where_the_sink_has_the_records(
+    group: GroupHarness, offset: int, followed: bool
+) -> None:
+    group.reads({A: (HAS_KAFKA, HAS_SINK)})
+    group.durable()
+    group.feed(ev.OffsetCommitFailed(reason="timed out"))
+    group.lost(A)
+    group.assigned(A)
+    group.committed({A: by_no_stream(offset)})
+    group.tick(ms=10_000)
+    group.commit_succeeds()
+    assert group.run.plannable() == {A: offset}
+    assert group.followed() == ({A} if followed else frozenset())
+    assert group.run.statistics().possible_duplicates == HAS_SINK - HAS_KAFKA, "counted when the partition was lost"
+
+
+@pytest.mark.parametrize("marked", ["that batch", "another batch", "none"])
+@pytest.mark.parametrize(
+    ("offset", "followed", "duplicates"),
+    [(99, True, 0), (HAS_KAFKA, False, 50), (120, False, 30), (HAS_SINK, True, 0), (151, True, 0)],
+)
+def test_foreign_commit_after_the_whole_host_died_counts_as_no_move_where_the_sink_has_the_records(
+    fresh: GroupHarness, offset: int, followed: bool, duplicates: int, marked: str
+) -> None:
+    """Another consumer has read a part of the last batch again. The mark shows that Kafka may not have the batch; it
+    is missing after a normal stop, and with another sink."""
+    batch = fresh.offset({A: (HAS_KAFKA, HAS_SINK)}, 7)
+    mark = {"that batch": batch, "another batch": fresh.offset({A: (HAS_KAFKA, 140)}, 7), "none": None}[marked]
+    fresh.resume(batch, marked=mark)
+    fresh.assigned(A)
+    fresh.claim({A: by_no_stream(offset)})
+    assert fresh.run.plannable() == {A: offset}
+    assert fresh.followed() == ({A} if followed or marked != "that batch" else frozenset())
+    assert fresh.run.statistics().possible_duplicates == duplicates
+    if offset != HAS_SINK:
+        assert any(f"moved orders-0 from {HAS_SINK} to {offset}" in text for text in fresh.logged())
+
+
 # --- truncated logs --------------------------------------------------------------------------------------------------
 
 

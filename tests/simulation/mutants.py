@@ -205,6 +205,13 @@ MUTANTS = [
         "a foreign commit inside a pending batch counts, as the sink may have skipped that batch",
     ),
     Mutant(
+        "takes-a-commit-below-what-is-durable-for-a-rewind",
+        P,
+        "is_inside = at.offset - at.uncommitted <= offset < at.offset and at.origin is Origin.STREAM",
+        "is_inside = False",
+        "a foreign commit of records that this stream has read and not committed is no move back",
+    ),
+    Mutant(
         "keeps-the-batch-over-a-foreign-commit",
         P,
         "self._update_known(tp, partition, ev.ForeignCommit, is_foreign=True)",
@@ -533,6 +540,7 @@ FOUND_BY: dict[str, tuple[str, int]] = {
     "overlaps-ranges": ("cooperative", 0),
     "commits-at-the-next-trigger-only": ("eager", 1),
     "drains-at-the-next-trigger-only": ("eager", 1),
+    "takes-a-commit-below-what-is-durable-for-a-rewind": ("eager", 0),
     "holds-nothing": ("eager", 0),
     "releases-before-the-commit": ("eager", 0),
     "releases-unresolved-partitions": ("eager", 75),
