@@ -39,6 +39,7 @@ class Accounts(Books):
         self._former: dict[TopicPartition, int] = {}  # deleted partitions, and how far they were read
         self._former_holders: dict[TopicPartition, dict[str, Holding]] = {}  # consumers that still own them
         self._remade: set[str] = set()  # recreated topics
+        self.checkpoints_lost = 0
         self.twice = 0
         self.processed = 0
         self.causes: dict[Cause, int] = defaultdict(int)
@@ -164,9 +165,11 @@ class Accounts(Books):
                 self.books[tp].rows[table] = {row for row in self.books[tp].rows[table] if row < at}
 
     def explains(self, tps: Iterable[TopicPartition]) -> bool:
-        """Return whether a person is rightly needed: an operator, retention, an election or a new topic changed all of
-        these partitions, or any partition if none is named."""
+        """Return whether a person is rightly needed: a checkpoint was lost, or an operator, retention, an election or a
+        new topic changed all of these partitions, or any partition if none is named."""
         named = list(tps)
+        if self.checkpoints_lost:
+            return True
         if not named:
             return any(self._was_changed(tp) for tp in self.books) or bool(self._former)
         return all(tp not in self.books or self._was_changed(tp) for tp in named)

@@ -224,6 +224,7 @@ class Faults:
         if not query.checkpoint.offsets or self.scene.operator.busy:
             return False
         query.checkpoint = Checkpoint(f"{query.checkpoint.query_id}+")
+        self.scene.truth.checkpoints_lost += 1
         self.world.note(f"the checkpoint of query {query.name} is lost")
         for run in query.runs:
             run.kill()

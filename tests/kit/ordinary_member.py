@@ -15,9 +15,16 @@ from spark_group_source.model import TopicPartition
 
 
 class OrdinaryMember:
-    """An ordinary consumer: it processes, commits, and releases partitions at once."""
+    """An ordinary consumer: it processes, commits, and releases partitions at once.
 
-    def __init__(self, world: World, cluster: Cluster, group: Group, truth: Invariants, *, name: str) -> None:
+    Args:
+        brief: whether it leaves after its first commit.
+    """
+
+    def __init__(
+        self, world: World, cluster: Cluster, group: Group, truth: Invariants, *, name: str, brief: bool = False
+    ) -> None:
+        self._brief = brief
         self.process = Process(world, name)
         self.reader = Reader(name, name)
         self._draws = self.process.draws("processing")
@@ -116,6 +123,8 @@ class OrdinaryMember:
             self._at.update({tp: end for tp, (_, end) in ranges.items()})
             self._busy = True
             self._commit({tp: end for tp, (_, end) in ranges.items()}, self._free)
+            if self._brief:
+                self.leave()
 
     def _free(self) -> None:
         self._busy = False

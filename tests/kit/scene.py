@@ -95,6 +95,7 @@ class Scene:
         self.deleted: set[str] = set()  # topics that will be recreated
         self._at_rest_since_ms = 0  # when the group became stable
         self.closed = False  # an operator needs an empty group
+        self._restarts_ms: dict[str, int] = {}  # when a run that ends is started again, if not by START_AGAIN_MS
         self.operator = Operator(world, cluster, truth, GROUP, stop=self._stop_all, start=self._start_all)
         truth.pending = lambda: [at for query in self.queries if (at := query.checkpoint.pending()) is not None]
         truth.last = lambda: [at for query in self.queries if (at := query.checkpoint.last()) is not None]
@@ -192,12 +193,31 @@ class Scene:
         for query in self.queries:
             self.start(query)
 
-    def start_other(self) -> None:
+    def start_other(self, *, brief: bool = False) -> None:
         if self.closed:
             return
-        other = OrdinaryMember(self.world, self.cluster, self.group, self.truth, name=f"other{len(self.others) + 1}")
+        name = f"other{len(self.others) + 1}"
+        other = OrdinaryMember(self.world, self.cluster, self.group, self.truth, name=name, brief=brief)
         self.others.append(other)
         other.start()
+
+    def lose_host(self) -> None:
+        """The host of a query with a table dies right after a batch. Another consumer takes over, reads a part of the
+        batch again and leaves. Then the query starts again."""
+        draws = self.world.draws("lost host")
+        for query in self.queries:
+            run = query.runs[-1]
+            if not isinstance(query.sink, Table) or not run.healthy or self.is_calm:
+                continue
+            query.habits = replace(query.habits, interval_ms=0)
+            self._restarts_ms[run.process.name] = SESSION_MS + draws.between(1_000, 6_000)
+            run.host_dies = self._host_dies
+            break
+
+    def _host_dies(self) -> None:
+        for other in self.others:
+            other.end()
+        self.start_other(brief=True)
 
     def _on_end(self, run: SparkRun, error: BaseException | None) -> None:
         """Restart a query that ended."""
@@ -220,6 +240,7 @@ class Scene:
             assert isinstance(table, Table)
             self.operator.begin(lambda: self.operator.settle(table, self.tables))
         delay_ms = self.world.draws(f"restarts of {query.name}").choice(START_AGAIN_MS)
+        delay_ms = self._restarts_ms.pop(run.process.name, delay_ms)
         self.world.at(delay_ms, lambda: self.start(query) if query.runs[-1] is run else None)
 
     def _judge_fenced(self, run: SparkRun, error: SourceError) -> None:

@@ -30,6 +30,10 @@ FAULTS_MS = (30_000, 90_000)
 REFUSED_SHARE = 0.3
 """Share of the histories with agents in which an administrator revokes the right to use transactional ids, some time
 after the last fault."""
+HOST_SHARE = 0.4
+"""Share of the histories in which the host of a query is lost."""
+HOST_MS = (2_000, 30_000)
+"""When that happens."""
 CALM_MS_MAX = 120_000
 """Time after which the group must be at rest: sessions have ended, members have rejoined, the backlog is read."""
 PROTOCOLS: dict[str, type[Group]] = {"eager": ClassicGroup, "cooperative": CooperativeGroup, "consumer": ConsumerGroup}
@@ -100,6 +104,8 @@ def _play(world: World, seed: int, protocol: str, *, agents: bool) -> Outcome:
     faults = AgentFaults(scene) if agents else Faults(scene)
     scene.begin()
     faults.begin()
+    if (host := world.draws("host")).chance(HOST_SHARE):
+        world.at(host.between(*HOST_MS), scene.lose_host)
     world.run_until(world.draws("faults").between(*FAULTS_MS))
     scene.calm()
     # Some records after the last fault show that everything works again.

@@ -18,7 +18,7 @@ from kit.books import Reader
 from kit.cluster import Cluster
 from kit.environment import SimulatedEnvironment
 from kit.invariants import Invariants, Violation
-from kit.world import Process, Thread, World
+from kit.world import Do, Process, Thread, World
 from spark_group_source.agents import messages as ms
 from spark_group_source.errors import DataLoss, InvariantBroken, SourceError
 from spark_group_source.host import run_files
@@ -243,6 +243,7 @@ class SparkRun:
         self.reader = Reader(self.process.name, self.process.name, self.number, self._counted)
         self.calling_since_ms: int | None = None  # inside a call from Spark
         self.calling = ""
+        self.host_dies: Do | None = None  # called when the host dies, which is right after the next batch
         self.marked: StreamOffset | None = None  # the batch that its sink marked as durable last
         self._lasting_since_ms: dict[tuple[str, int], int] = {}  # with the last durable batch
         self._triggered_ms = 0
@@ -403,7 +404,7 @@ class SparkRun:
     def unserved(self) -> str | None:
         """Return what this run should have noticed by now, although Spark does not call it."""
         run, now_ms = self.watched, self._world.now_ms
-        if run is None or self.calling_since_ms is not None:
+        if run is None or run.closed or self.calling_since_ms is not None:
             self._lasting_since_ms.clear()
             return None
         lasting = {
@@ -437,6 +438,12 @@ class SparkRun:
         self._step(5, self.query.habits.sink_ms_max)
         self.query.sink.write(self, offset, self._read)
         self._truth.durable(self.reader, offset)
+        # Where Kafka has not the batch before either, the checkpoint does not show where another consumer may start.
+        behind = self.watched is None or not self.watched.all_committed
+        if self.host_dies is not None and number not in self.query.checkpoint.commits and not behind:
+            self.query.checkpoint.commits.add(number)
+            self.host_dies()
+            self.kill("its host dies")
         self._step(5, 150)
         if number in self.query.checkpoint.commits:
             raise ConcurrentUpdate(f"another run finished batch {number}")
