@@ -84,13 +84,9 @@ class StreamOffset:
 
     def to_json_dict(self) -> dict[str, Any]:
         """The canonical form, with sorted keys: plain ``json.dumps`` keeps their order."""
-        by_topic: dict[str, dict[str, tuple[int, int]]] = {}
-        leaders: dict[str, dict[str, int]] = {}
-        for tp, bounds in self.ranges.items():
-            partition = str(tp.partition)
-            by_topic.setdefault(tp.topic, {})[partition] = bounds
-            if (epoch := self.leader_epochs.get(tp)) is not None:
-                leaders.setdefault(tp.topic, {})[partition] = epoch
+        by_topic: dict[str, list[TopicPartition]] = {}
+        for tp in self.ranges:
+            by_topic.setdefault(tp.topic, []).append(tp)
         optional = {
             "followed": _listed(self.followed),
             "last_batches": _nested(self.last_batches),
@@ -104,11 +100,14 @@ class StreamOffset:
         doc = {name: value for name, value in optional.items() if value}
         doc |= {"group": self.group, "seq": self.seq, "stream": self.stream, "topics": topics, "v": VERSION}
         for topic in sorted(by_topic.keys() | self.topic_ids.keys() | self.known.keys()):
-            entry: dict[str, Any] = {"id": self.topic_ids.get(topic, ""), "known": self.known.get(topic, 0)}
-            ranges = dict(sorted(by_topic.get(topic, {}).items()))
-            if topic in leaders:
-                entry["leaders"] = [leaders[topic].get(partition, UNKNOWN_EPOCH) for partition in ranges]
-            entry["ranges"] = ranges
+            tps = sorted(by_topic.get(topic, ()))
+            bounds = [self.ranges[tp] for tp in tps]
+            entry: dict[str, Any] = {"from": [start for start, _ in bounds]}
+            entry |= {"id": self.topic_ids.get(topic, ""), "known": self.known.get(topic, 0)}
+            leaders = [self.leader_epochs.get(tp, UNKNOWN_EPOCH) for tp in tps]
+            if any(epoch != UNKNOWN_EPOCH for epoch in leaders):
+                entry["leaders"] = leaders if len(set(leaders)) > 1 else leaders[0]
+            entry |= {"partitions": _runs(tp.partition for tp in tps), "read": [end - start for start, end in bounds]}
             topics[topic] = entry
         return dict(sorted(doc.items()))
 
@@ -170,15 +169,16 @@ def _parse(doc: Mapping[str, Any]) -> StreamOffset:
         if entry["id"]:  # empty for a topic of which no partition was assigned yet
             ids[topic] = str(entry["id"])
         known[topic] = int(entry["known"])
-        if "leaders" in entry:
-            for partition, epoch in zip(sorted(entry["ranges"]), entry["leaders"], strict=True):
-                if epoch != UNKNOWN_EPOCH:
-                    leaders[TopicPartition(topic, int(partition))] = int(epoch)
-        for partition, pair in entry["ranges"].items():
-            a, b = pair
-            if type(a) is not int or type(b) is not int or not 0 <= a <= b:
-                raise ValueError(f"range {pair!r} of {topic}-{partition}")
-            ranges[TopicPartition(topic, int(partition))] = (a, b)
+        tps = [TopicPartition(topic, p) for p in _members(entry["partitions"], len(entry["from"]))]
+        epochs = entry.get("leaders", UNKNOWN_EPOCH)
+        if type(epochs) is int:
+            epochs = [epochs] * len(tps)
+        for tp, start, size, epoch in zip(tps, entry["from"], entry["read"], epochs, strict=True):
+            if not (type(start) is type(size) is type(epoch) is int) or start < 0 or size < 0:
+                raise ValueError(f"range [{start!r}, +{size!r}), leader epoch {epoch!r} of {tp}")
+            ranges[tp] = (start, start + size)
+            if epoch != UNKNOWN_EPOCH:
+                leaders[tp] = epoch
     stream, seq = doc["stream"], doc["seq"]
     if not isinstance(stream, str) or type(seq) is not int or bool(stream) != (seq >= 0):
         raise ValueError(f"stream {stream!r}, seq {seq!r}")
@@ -201,6 +201,24 @@ def _parse(doc: Mapping[str, Any]) -> StreamOffset:
         uncommitted=_numbers(doc.get("uncommitted", {})),
         last_batches={tp: (int(seq), int(start)) for tp, (seq, start) in _flat(doc.get("last_batches", {})).items()},
     )
+
+
+def _runs(partitions: Iterable[int]) -> list[list[int]]:
+    """The first and the last number of each run of consecutive numbers, for sorted numbers."""
+    found: list[list[int]] = []
+    for partition in partitions:
+        if found and found[-1][1] == partition - 1:
+            found[-1][1] = partition
+        else:
+            found.append([partition, partition])
+    return found
+
+
+def _members(runs: list[list[int]], count: int) -> list[int]:
+    """The inverse of :func:`_runs`. Raises ValueError if these are not ``count`` numbers."""
+    if sum(last - first + 1 for first, last in runs) != count or any(first > last for first, last in runs):
+        raise ValueError(f"partitions {runs!r} of {count} ranges")
+    return [partition for first, last in runs for partition in range(first, last + 1)]
 
 
 def _listed(tps: Iterable[TopicPartition]) -> dict[str, list[int]]:

@@ -38,6 +38,7 @@ from bench.throughput import BROKER_JAVA, OURS, QUERY_S, SPARKS, fill, session
 from spark_group_source.agents.agent_folder import AgentFolder, agents_directory
 from spark_group_source.host.run_files import directory
 from spark_group_source.local.broker import Broker, free_ports
+from spark_group_source.protocol.offsets import parse
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -218,8 +219,10 @@ def _done(query: "StreamingQuery") -> list[Any]:
 
 def _ends(source: Any) -> dict[int, int]:
     end = source["endOffset"]
-    topics = (json.loads(end) if isinstance(end, str) else end).get("topics", {})  # Spark's own have none
-    return {int(p): int(r[1]) for topic in topics.values() for p, r in topic["ranges"].items()}
+    doc = json.loads(end) if isinstance(end, str) else end
+    if "topics" not in doc:  # Spark's own
+        return {}
+    return {tp.partition: until for tp, until in parse(doc).positions().items()}
 
 
 class Bench:

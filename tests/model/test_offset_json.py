@@ -2,10 +2,12 @@
 
 import json
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spark_group_source.delta.checkpoint import is_kafka_group
+from spark_group_source.errors import CheckpointMismatch
 from spark_group_source.model import TopicPartition
 from spark_group_source.protocol.offsets import StreamOffset, parse
 
@@ -69,3 +71,48 @@ def test_sink_recognizes_every_offset_of_this_source(offset: StreamOffset) -> No
 def test_offset_of_sparks_connector_is_not_recognized_whatever_its_topics() -> None:
     for topics in (["group"], ["followed", "group"], ["followed", "group", "reset"], ["orders"]):
         assert not is_kafka_group(json.dumps({topic: {"0": 5} for topic in topics}, separators=(",", ":")))
+
+
+BYTES_EACH_MAX = 23
+"""``docs/formats.md`` states it, for offsets of 10 digits, batches of 1,000 offsets and two leader epochs."""
+
+
+def test_size_of_an_offset_is_bounded_for_ten_thousand_partitions() -> None:
+    tps = [TopicPartition("orders", p) for p in range(10_000)]
+    offset = StreamOffset(
+        group="etl",
+        stream="9f2c0d1e2a3b",
+        seq=1_000_000,
+        topic_ids={"orders": "x" * 22},
+        known={"orders": len(tps)},
+        ranges={tp: (9_000_000_000 + tp.partition, 9_000_000_999 + tp.partition) for tp in tps},
+        leader_epochs={tp: 7 + tp.partition % 2 for tp in tps},
+    )
+    as_spark_writes_it = json.dumps(offset.to_json_dict())
+    assert len(as_spark_writes_it) <= BYTES_EACH_MAX * len(tps)
+    assert parse(as_spark_writes_it) == offset
+    connector = json.dumps({"orders": {str(tp.partition): end for tp, (_, end) in offset.ranges.items()}})
+    assert len(as_spark_writes_it) <= 1.2 * len(connector)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"partitions": [[0, 2_000_000_000]]},
+        {"partitions": [[1, 0], [0, 1]]},
+        {"partitions": [[0, 0]]},
+        {"from": [1, "2"]},
+        {"from": [1, -2]},
+        {"read": [1]},
+        {"leaders": [1]},
+        {"leaders": "1"},
+        {"from": None},
+    ],
+    ids=str,
+)
+def test_damaged_ranges_are_refused(damage: dict[str, object]) -> None:
+    entry = {"from": [1, 2], "id": "", "known": 2, "leaders": 1, "partitions": [[0, 1]], "read": [0, 0]}
+    doc = {"group": "etl", "seq": 0, "stream": "ab", "topics": {"orders": entry}, "v": 1}
+    assert len(parse(doc).ranges) == 2
+    with pytest.raises(CheckpointMismatch, match="damaged"):
+        parse({**doc, "topics": {"orders": {**entry, **damage}}})

@@ -313,7 +313,10 @@ def test_a_query_without_a_kafka_group_source_is_refused(query: Query, new_table
     ("line", "said"),
     [
         ('{"group": "etl", "seq": 0, "str', "not JSON"),
-        ('{"group": "etl", "seq": 0, "stream": "s", "topics": {"a": {"ranges": {"0": [5, 1]}}}, "v": 1}', "damaged"),
+        (
+            '{"group": "etl", "seq": 0, "stream": "s", "topics": {"a": {"from": [5], "read": [-4]}}, "v": 1}',
+            "damaged",
+        ),
         ('{"group": "etl", "v": 2}', "version 2"),
     ],
 )
