@@ -410,9 +410,7 @@ def _head(doc: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "number": _number(doc["number"]),
         "reset_number": _number(doc["reset"]),
-        "streams": {
-            stream: BatchKey(_number(seq), str(digest)) for stream, (seq, digest) in doc["streams"].items()
-        },
+        "streams": {stream: BatchKey(_number(seq), str(digest)) for stream, (seq, digest) in doc["streams"].items()},
         "void": frozenset(map(str, doc["void"])),
     }
 
