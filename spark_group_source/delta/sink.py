@@ -37,6 +37,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -67,6 +68,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _finished = FinishedBatches()
+
+RECENT_COMMITS_MAX = 20
+"""In how many commits a starting query looks for other groups, for a log line; one ``DESCRIBE HISTORY`` reads them."""
 
 
 class DeltaSink:
@@ -308,6 +312,8 @@ class _BatchCommit:
         known = self._known.get(group)
         try:
             ledger = history.ledger(group, known)
+            if known is None:
+                self._log_ledger(history, group, ledger)
             if ledger is not None:
                 self._refuse_replaced_rows(history, ledger)
                 self.sink._ledgers[group] = ledger.at_version(history.version)
@@ -323,6 +329,24 @@ class _BatchCommit:
             after=-1 if known is None else known.table_version,
             checkpoint=self.planned.root,
             batch_id=self.planned.batch_id,
+        )
+
+    def _log_ledger(self, history: TableHistory, group: str, ledger: Ledger | None) -> None:
+        """Log at the start of a query which ledger was found, and which groups share the table."""
+        recent = islice(history.commits(), RECENT_COMMITS_MAX)
+        others = {str(entry["group"]) for commit in recent for entry in commit.entries if "ledger" in entry} - {group}
+        if ledger is None:
+            found = "has no ledger of the group, which starts at its positions"
+        else:
+            found = f"continues at its ledger #{ledger.number} of version {ledger.table_version}"
+        log.info(
+            "group %s: table %s (version %d) %s; other groups in its last %d commits: %s",
+            group,
+            self.sink.table,
+            history.version,
+            found,
+            RECENT_COMMITS_MAX,
+            ", ".join(sorted(others)) or "none",
         )
 
     def _new_ledger(self, history: TableHistory, group: str, expired: LedgerExpired) -> Ledger:

@@ -171,6 +171,30 @@ def test_a_log_that_ends_before_the_decision_of_the_newest_batch_shows_nothing()
     assert find_replacement(TableHistory(Listed(batch(8))), "etl") is None
 
 
+def test_the_start_of_a_query_logs_its_ledger_and_the_groups_that_share_the_table(
+    query: Query, new_query: NewQuery, table: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def lines() -> list[str]:
+        found = [record.message for record in caplog.records if "other groups" in record.message]
+        caplog.clear()
+        return found
+
+    caplog.set_level("INFO")
+    sink = query.sink(table)
+    query.run(sink, 0, offset(0, one(0, 10)))
+    first = f"group etl: table {table} (version 0) has no ledger of the group, which starts at its positions"
+    assert lines() == [f"{first}; other groups in its last 20 commits: none"]
+    audit = new_query("audit")
+    audit.run(audit.sink(table), 0, offset(0, one(0, 3), group="audit", stream="s2"))
+    query.run(sink, 1, offset(1, one(10, 20)))
+    caplog.clear()
+    query.run(sink, 2, offset(2, one(20, 30)))
+    assert lines() == [], "once"
+    query.run(query.sink(table), 3, offset(3, one(30, 40)))
+    found = f"group etl: table {table} (version 4) continues at its ledger #3 of version 4"
+    assert lines() == [f"{found}; other groups in its last 20 commits: audit"]
+
+
 # RESTORE
 
 
