@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from typer.testing import CliRunner
 from spark_group_source import command_line
 from spark_group_source.cli import run as job
 from spark_group_source.cli.app import app
+from spark_group_source.local import conf
 from spark_group_source.local.broker import Broker
 from spark_group_source.local.jars import delta_jars
 
@@ -207,6 +209,30 @@ def test_columns_are_ordered_fields_malformed_kafka(spark: "SparkSession") -> No
 
 
 @pytest.mark.spark
+class Conf(dict[str, str]):
+    """The settings of a session."""
+
+
+@pytest.mark.parametrize(
+    ("table", "settings", "refused"),
+    [
+        ("orders", {"spark.sql.catalogImplementation": "in-memory"}, True),
+        ("db.orders", {"spark.sql.catalogImplementation": "in-memory", **conf.DELTA_SETTINGS}, True),
+        ("/lake/orders", {"spark.sql.catalogImplementation": "in-memory"}, False),
+        ("orders", {"spark.sql.catalogImplementation": "hive"}, False),
+        ("orders", {}, False),
+        ("unity.db.orders", {"spark.sql.catalogImplementation": "in-memory", "spark.sql.catalog.unity": "x"}, False),
+        ("orders", {"spark.sql.catalogImplementation": "in-memory", "spark.sql.catalog.spark_catalog": "x"}, False),
+    ],
+)
+def test_a_name_that_the_next_run_would_not_find_is_refused(
+    table: str, settings: dict[str, str], refused: bool
+) -> None:
+    spark: Any = SimpleNamespace(conf=Conf(settings))
+    with pytest.raises(typer.BadParameter, match="keeps its catalog in memory") if refused else nullcontext():
+        job._refuse_lost_name(spark, table)
+
+
 def test_source_error_is_one_line_without_stack_trace(
     arguments: Any, spark: "SparkSession", tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:

@@ -12,10 +12,11 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import unquote, urlsplit
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
     from spark_group_source.delta.checkpoint import CheckpointFiles
+    from spark_group_source.delta.table_history import TableHistory
 
 console = Console()
 
@@ -82,6 +84,14 @@ def options_of(
     return Options.parse({**given, **(options or {}), **own})
 
 
+def text_of(path: Path) -> str:
+    """The text of a file. Raises OptionError if it cannot be read, or is not UTF-8."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as exc:
+        raise OptionError(f"{path} cannot be read: {exc}") from None
+
+
 def settings_in(path: Path) -> dict[str, str]:
     """The ``name=value`` lines of a file; ``#`` starts a comment line, ``${NAME}`` is read from the environment.
 
@@ -89,11 +99,7 @@ def settings_in(path: Path) -> dict[str, str]:
         OptionError: the file cannot be read or a line is invalid. The message contains no value.
     """
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeError) as exc:
-        raise OptionError(f"{path} cannot be read: {exc}") from None
-    try:
-        found = pairs_in(text, str(path))
+        found = pairs_in(text_of(path), str(path))
     except ValueError as exc:
         raise OptionError(str(exc)) from None
     for name, value in found.items():
@@ -101,6 +107,19 @@ def settings_in(path: Path) -> dict[str, str]:
             raise OptionError(f"{path}: {name} uses the variable {absent[0]}, which is not set in the environment")
         found[name] = VARIABLE.sub(lambda match: os.environ[match[1]], value)
     return found
+
+
+def spark_error(exc: Exception) -> str:
+    """The first line of an error of Spark; of one that py4j raises, that of its first cause in the JVM."""
+    text = ""
+    java: Any = getattr(exc, "java_exception", None)
+    try:
+        while java is not None:
+            text, java = str(java.toString()), java.getCause()
+    except Exception:  # noqa: BLE001  # the JVM may be gone; its stack trace is in the message
+        causes = re.findall(r"^(?:Caused by)?: (.+)$", str(exc), re.MULTILINE)
+        text = causes[-1] if causes else ""
+    return next(iter((text or str(exc)).strip().splitlines()), type(exc).__name__)
 
 
 def stop_on_signals() -> threading.Event:
@@ -111,9 +130,13 @@ def stop_on_signals() -> threading.Event:
     return stop
 
 
-def table_of(*columns: str, rows: Iterable[Sequence[object]] = ()) -> Table:
-    """A table whose long cells are wrapped, not truncated. Values are not interpreted as markup."""
-    table = Table(*columns)
+def table_of(*columns: str, rows: Iterable[Sequence[object]] = (), narrow: bool = False) -> Table:
+    """A table whose long cells are wrapped, not truncated. Values are not interpreted as markup.
+
+    Args:
+        narrow: without lines between the columns.
+    """
+    table = Table(*columns, box=SIMPLE_HEAD, padding=(0, 1, 0, 0)) if narrow else Table(*columns)
     for column in table.columns:
         column.overflow = "fold"
     for row in rows:
@@ -146,6 +169,23 @@ def session(wanted: bool) -> "Iterator[SparkSession | None]":
             yield spark
         finally:
             spark.stop()
+
+
+@contextmanager
+def table_history(table: str) -> "Iterator[TableHistory]":
+    """The history of a Delta table that must exist. Spark is started only if the table's log cannot be opened directly:
+    for a table by name, in a remote file system, or whose catalog manages the commits."""
+    from spark_group_source.delta import table_names, table_writer
+    from spark_group_source.delta.table_history import TableHistory
+
+    name = table_names.canonical(table)
+    log = table_writer.open_log(name, name, None) if table_names.is_path(name) else None
+    if log is not None:
+        yield TableHistory(log)
+        return
+    with session(True) as spark:
+        assert spark is not None
+        yield table_writer.open_existing(spark, name).history()
 
 
 def local_path(place: str) -> Path | None:

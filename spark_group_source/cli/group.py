@@ -12,8 +12,9 @@ from datetime import datetime
 from typing import Annotated
 
 import typer
+from rich.console import RenderableType
 from rich.live import Live
-from rich.table import Table
+from rich.text import Text
 
 from spark_group_source.cli import common, report
 from spark_group_source.cli.common import (
@@ -181,8 +182,9 @@ def _show_runs(described: GroupReport) -> None:
             console.print(f"query in {at}: no broker has answered it for {now_s - since_ms / 1000:.0f} s")
 
 
-def _slots(run: Statistics, now_s: float) -> Table:
+def _slots(run: Statistics, now_s: float) -> RenderableType:
     """Where each slot of a query is placed, and what is read there. Tasks report only where agents can run."""
+    lines = []
     columns = ("slot", "state", "partitions", "placed on", "for", "prefetched", "rows from memory", "rows from brokers")
     table = table_of(*columns, "recalls")
     for slot, (state, partitions) in enumerate(zip(run.slots, run.assigned, strict=True)):
@@ -191,8 +193,11 @@ def _slots(run: Statistics, now_s: float) -> Table:
         held = f"{run.buffered_rows[slot]:,} rows, {run.buffered_bytes[slot] / 1024:,.0f} KiB"
         at = (agent, f"{placed_s:.0f} s", held) if agent else ("the stream reader", None, None)
         read = rows if any(rows) else (None, None)
-        table.add_row(*cells((slot, state, partitions, *at, *read, run.slot_recalls[slot])))
-    return table
+        values = slot, state, partitions, *at, *read, run.slot_recalls[slot]
+        table.add_row(*cells(values))
+        named = zip((*columns, "recalls"), cells(values), strict=True)
+        lines.append(", ".join(f"{name} {value}" for name, value in named if value.plain != "-"))
+    return report.ByWidth(Text("\n".join(lines)), table)
 
 
 # --- spark-group watch -----------------------------------------------------------------------------------------------
@@ -209,11 +214,13 @@ def watch(
 ) -> None:
     """Show a group continuously: members, partitions, lag and rebalances. Ctrl-C stops it.
 
-    Without a terminal it prints one snapshot, then one line for each event.
+    Without a terminal it prints one snapshot, then one line for each event. It waits for a group that does not exist.
     """
     admin = admin_of(bootstrap_servers, group, command_config)
-    before = report.describe(admin, group)
-    if once or not console.is_terminal:
+    before = report.describe(admin, group) if once else report.read_group(admin, group) or report.no_group(group)
+    if before.state == report.DEAD and not console.is_terminal:
+        typer.echo(f"group {group} does not exist; waiting for it")
+    elif once or not console.is_terminal:
         console.print(before)
     if once:
         return
@@ -230,7 +237,7 @@ def watch(
             if stop.wait(interval_s):
                 return
             try:
-                after, silent = report.describe(admin, group), ""
+                after, silent = report.read_group(admin, group) or report.no_group(group), ""
             except BrokerUnavailable as exc:
                 if live is None and not silent:
                     typer.echo(f"no answer: {exc}")

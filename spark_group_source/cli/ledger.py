@@ -4,21 +4,17 @@ Runs in: a terminal. Deliberately absent: Kafka, and changing a ledger (``spark-
 """
 
 import json
+from datetime import datetime
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
 from spark_group_source.cli import common
-from spark_group_source.cli.common import JsonOption, console
+from spark_group_source.cli.common import JsonOption, cells, console, table_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from pyspark.sql import SparkSession
-
     from spark_group_source.delta.ledger_format import Ledger
-    from spark_group_source.delta.table_history import Commit
+    from spark_group_source.delta.table_history import Commit, TableHistory
 
 TableArgument = Annotated[str, typer.Argument(help="A Delta table, by path or name.")]
 
@@ -27,25 +23,27 @@ ledger_app = typer.Typer(no_args_is_help=True, help="The ledgers in a Delta tabl
 
 @ledger_app.command("show")
 def show(table: TableArgument, as_json: JsonOption = False) -> None:
-    """Show the ledger of each group in a table: next offsets, last writer and time."""
-    with common.session(True) as spark:
-        assert spark is not None
-        found = _shown(spark, table)
+    """Show the ledger of each group in a table: next offsets, last writer and time.
+
+    Spark is started only for a table by name, or whose log cannot be read directly.
+    """
+    with common.table_history(table) as history:
+        found = _shown(history)
     if as_json:
         typer.echo(json.dumps(found, indent=2))
         return
-    columns = ("group", "commits", "written", "by", "reset", "topic", "partition", "next offset")
-    shown = Table(*columns)
     for one in found:
-        number, reset_number = ("" if one[key] is None else str(one[key]) for key in ("number", "reset"))
-        head = (one["group"], number, one["written"] or "before the history", one["by"], reset_number)
+        commits = "" if one["number"] is None else f", commit #{one['number']}, reset #{one['reset']}"
+        written = one["written"] or "before the history"
+        console.print(f"group {one['group']}{commits}: written {written} by {one['by']}", highlight=False)
+        shown = table_of("topic", "partition", "next offset")
         for topic, offsets in one["topics"].items():
             for partition, offset in offsets.items():
-                shown.add_row(*head, topic, partition, str(offset))
-                head = ("", "", "", "", "")
-        if not one["topics"]:
-            shown.add_row(*head, "", "", "")
-    console.print(shown if found else f"no group has written to {table}")
+                shown.add_row(*cells((topic, partition, offset)))
+        if one["topics"]:
+            console.print(shown)
+    if not found:
+        console.print(f"no group has written to {table}")
 
 
 @ledger_app.command("verify")
@@ -70,24 +68,24 @@ def verify(table: TableArgument, as_json: JsonOption = False) -> None:
         raise typer.Exit(1)
 
 
-def _shown(spark: "SparkSession", table: str) -> list[dict[str, Any]]:
-    from spark_group_source.delta import ledger_store, table_names, table_writer
+def _shown(history: "TableHistory") -> list[dict[str, Any]]:
+    from spark_group_source.delta import ledger_store
 
-    history = table_writer.open_existing(spark, table).history()
     found = ledger_store.read_ledgers(history)
     last: dict[str, Commit] = {}
     for commit in history.commits():
         last |= {group: commit for group in found.keys() - last.keys() if commit.ledger_entry(group)}
         if len(last) == len(found):
             break
-    described = spark.sql(f"DESCRIBE HISTORY {table_names.sql_name(history.table)}")
-    at = {row["version"]: str(row["timestamp"]) for row in described.select("version", "timestamp").collect()}
-    return [_group(group, ledger, last.get(group), at) for group, ledger in found.items()]
+    return [_group(group, ledger, last.get(group)) for group, ledger in found.items()]
 
 
-def _group(group: str, ledger: "Ledger | None", commit: "Commit | None", at: "Mapping[int, str]") -> dict[str, Any]:
+def _group(group: str, ledger: "Ledger | None", commit: "Commit | None") -> dict[str, Any]:
     version = None if commit is None else commit.version
-    written = None if version is None else at.get(version)
+    written_ms = None if commit is None else commit.written_ms
+    written = (
+        None if written_ms is None else f"{datetime.fromtimestamp(written_ms / 1000).astimezone():%Y-%m-%d %H:%M:%S%z}"
+    )
     if ledger is None or commit is None:
         gone = "older than the table's log"
         return {"group": group, "number": None, "version": version, "written": written, "by": gone} | {

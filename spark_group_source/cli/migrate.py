@@ -160,10 +160,8 @@ def progress(
                 )
             found.source.setdefault(tp, source)
     if not found.offsets:
-        raise OptionError(
-            f"{root} has no source of Spark's Kafka connector with a partition, and {others} other sources",
-            checkpoint=root,
-        )
+        why = f"it has {others} other sources" if others else "the query has read no partition yet"
+        raise OptionError(f"{root} has no position of Spark's Kafka connector: {why}", checkpoint=root)
     return found._replace(others=others)
 
 

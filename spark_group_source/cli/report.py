@@ -12,7 +12,7 @@ from datetime import datetime
 from enum import Enum
 from typing import Any
 
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.jupyter import JupyterMixin
 from rich.panel import Panel
 from rich.table import Table
@@ -31,6 +31,10 @@ DEAD = "dead"
 UNASSIGNED = "unassigned"
 EXPIRING_SHARE = 0.75
 """An offset expires soon when this share of its retention is over."""
+NARROW = 100
+"""Terminals with fewer columns get narrower tables."""
+SHORT_CHARS = 11
+"""Length of a shortened id."""
 BAR = 20
 """Length in characters of the longest lag bar."""
 
@@ -98,6 +102,11 @@ def missing_group(admin: GroupAdmin, group: str, then: str = "") -> GroupError:
         f"deleted, or its offsets expired; {then}",
         group=group,
     )
+
+
+def no_group(group: str) -> GroupReport:
+    """The snapshot of a group that does not exist."""
+    return GroupReport(group=group, state=DEAD, protocol="", assignor="", members=(), partitions=(), runs=())
 
 
 def describe(
@@ -303,19 +312,50 @@ def members_table(report: GroupReport, *, assignment: bool = True) -> Table:
     return table
 
 
+@dataclass(frozen=True)
+class ByWidth:
+    """One of two renderables: the narrow one in terminals with less than NARROW columns."""
+
+    narrow: RenderableType
+    wide: RenderableType
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield self.narrow if options.max_width < NARROW else self.wide
+
+
+def _shortened(id_: str) -> str:
+    """An id without its middle: its end has the number of the slot."""
+    return id_ if len(id_) <= SHORT_CHARS else f"{id_[:3]}…{id_[4 - SHORT_CHARS :]}"
+
+
 def partitions_table(report: GroupReport, *, rows_max: int | None = None, bars: bool = False) -> RenderableType:
-    """The partitions by name; if there are more than ``rows_max``, those with the largest lag."""
+    """The partitions by name; if there are more than ``rows_max``, those with the largest lag.
+
+    In a narrow terminal ids are shortened, and streams and bars are left out.
+    """
+    return ByWidth(
+        _partitions_table(report, rows_max=rows_max, narrow=True),
+        _partitions_table(report, rows_max=rows_max, bars=bars),
+    )
+
+
+def _partitions_table(
+    report: GroupReport, *, rows_max: int | None, bars: bool = False, narrow: bool = False
+) -> RenderableType:
     chosen = sorted(report.partitions, key=lambda row: -(row.lag or 0))[:rows_max]
     longest = max((row.lag or 0 for row in chosen), default=0)
     with_ledger = ["ledger"] if any(row.ledger is not None for row in report.partitions) else []
     numbers = ["committed", "end", "lag", *with_ledger]
-    table = table_of("topic", "partition", *numbers, *([""] if bars else []), "member", "stream")
-    for column in table.columns[2 : 2 + len(numbers)]:
-        column.justify = "right"
+    ids = ["member"] if narrow else ["member", "stream"]
+    table = table_of("topic", "partition", *numbers, *([""] if bars else []), *ids, narrow=narrow)
+    for column in table.columns[1 : 2 + len(numbers)]:
+        column.justify, column.no_wrap = "right", True  # a wrapped number cannot be read
     for row in sorted(chosen, key=lambda row: (row.topic, row.partition)):
         values = [row.topic, str(row.partition), *(getattr(row, name) for name in numbers)]
+        if narrow:
+            values = [value if value is None else str(value) for value in values]
         bar = [Text("█" * -(-BAR * (row.lag or 0) // longest) if longest else "")] if bars else []
-        table.add_row(*cells(values), *bar, *cells((row.member, row.stream)))
+        table.add_row(*cells(values), *bar, *cells((_shortened(row.member),) if narrow else (row.member, row.stream)))
     left = len(report.partitions) - len(chosen)
     return Group(table, Text(f"and {left} partitions with less lag")) if left else table
 

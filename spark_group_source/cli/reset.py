@@ -655,7 +655,7 @@ def read_plan(path: Path, group: str) -> dict[TopicPartition, int]:
         OptionError: a line is invalid or appears twice, or no line is of this group.
     """
     found: dict[TopicPartition, int] = {}
-    for number, row in enumerate(csv.reader(path.read_text(encoding="utf-8").splitlines()), 1):
+    for number, row in enumerate(csv.reader(common.text_of(path).splitlines()), 1):
         if not row:
             continue
         whose, *rest = row if len(row) == 4 else (group, *row)

@@ -123,6 +123,7 @@ def run(
     try:
         _check_delta(spark)
         compatibility.check_session(spark)
+        _refuse_lost_name(spark, table_names.canonical(table))
         transform = None if schema is None else parsed(_ddl(spark, schema), prefix=kafka_prefix)
         columns = tuple(partition_by or ())
         sink = DeltaSink(table, transform=transform, partition_by=columns, merge_schema=merge_schema)
@@ -298,10 +299,31 @@ def _check_delta(spark: "SparkSession") -> None:
         )
 
 
+def _refuse_lost_name(spark: "SparkSession", table: str) -> None:
+    """Refuse a table name that the next run would not find: Spark's own catalog in memory ends with the session."""
+    if table_names.is_path(table) or spark.conf.get("spark.sql.catalogImplementation", "") != "in-memory":
+        return
+    first, has_catalog, _ = table.partition(".")
+    catalog = first if has_catalog and spark.conf.get(f"spark.sql.catalog.{first}", "") else "spark_catalog"
+    known = spark.conf.get(f"spark.sql.catalog.{catalog}", "")
+    if catalog == "spark_catalog" and known in ("", DELTA_SETTINGS["spark.sql.catalog.spark_catalog"]):
+        raise typer.BadParameter(
+            f"--table {table} is a name, and this Spark session keeps its catalog in memory: the next run would not "
+            "find the table. Give a path (it contains a slash), or a catalog that lasts "
+            "(spark.sql.catalogImplementation=hive)"
+        )
+
+
 def _stop_on_signals() -> None:
     """Install handlers after the session exists: pyspark installs its own handler for SIGINT."""
+
+    def stop(*_: object) -> None:
+        ASKED_TO_STOP.set()
+        # A signal to the process group ends the JVM, too: each call to it then logs a stack trace.
+        logging.getLogger("py4j").setLevel(logging.CRITICAL)
+
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, lambda *_: ASKED_TO_STOP.set())
+        signal.signal(number, stop)
 
 
 def _end(spark: "SparkSession") -> None:

@@ -174,7 +174,7 @@ def local_files() -> CheckpointFiles:
     """Access files on this machine. A file is replaced atomically."""
 
     def read_text(path: str) -> str | None:
-        return Path(path).read_text(encoding="utf-8") if Path(path).is_file() else None
+        return _decoded(Path(path).read_bytes(), path) if Path(path).is_file() else None
 
     def write_text(path: str, text: str) -> None:
         part = Path(f"{path}.{os.getpid()}.part")
@@ -317,9 +317,18 @@ def read(spark: "SparkSession", path: str) -> str | None:
         return None
     stream = fs.open(hadoop_path)
     try:
-        return bytes(stream.readAllBytes()).decode()
+        return _decoded(bytes(stream.readAllBytes()), path)
     finally:
         stream.close()
+
+
+def _decoded(content: bytes, path: str) -> str:
+    try:
+        return content.decode()
+    except UnicodeDecodeError as exc:
+        raise CheckpointMismatch(
+            f"{path} is not UTF-8 text, so it is damaged or not a file of a checkpoint: {exc}"
+        ) from None
 
 
 def write(spark: "SparkSession", path: str, text: str) -> None:

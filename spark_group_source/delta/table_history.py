@@ -22,6 +22,7 @@ ledger still counts the removed rows; :mod:`restored_table` compares the two.
 
 import json
 from collections.abc import Iterator, Mapping
+from datetime import datetime
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from pyspark.errors import PySparkException
@@ -99,6 +100,8 @@ class Commit(NamedTuple):
     replaces_rows: bool = False
     """Whether the commit removed rows by an operation other than ROW_COMMANDS, such as a ``REPLACE``, an overwrite or a
     clone into the table, or is a ``RESTORE``."""
+    written_ms: int | None = None
+    """When it was committed, in ms since 1970 by the writer's clock; None where that is not known."""
 
     @classmethod
     def of(cls, version: int, info: Mapping[str, Any], removes_rows: bool | None = None) -> "Commit":
@@ -117,7 +120,9 @@ class Commit(NamedTuple):
             is_new_content = "REPLACE TABLE" in operation or operation == "CLONE"
             removes_rows = version > 0 and (is_new_content or not modes.isdisjoint({"Overwrite", "Complete"}))
         replaces_rows = restore is not None or (removes_rows and operation not in ROW_COMMANDS)
-        return cls(version, min(known), note, entries, restore, operation, replaces_rows)
+        written: Any = info.get("timestamp")
+        written_ms = int(written.timestamp() * 1000) if isinstance(written, datetime) else written
+        return cls(version, min(known), note, entries, restore, operation, replaces_rows, written_ms)
 
     def ledger_entry(self, group: str) -> dict[str, Any] | None:
         """Return the entry of a group, whose ``ledger`` is a full one or changes; None if the commit has none."""
@@ -320,7 +325,7 @@ class DescribedHistory:
     def _load(self, limit: int | None) -> list[Commit]:
         last = "" if limit is None else f" LIMIT {limit}"
         history: DataFrame = self._spark.sql(f"DESCRIBE HISTORY {table_names.sql_name(self.table)}{last}")
-        columns = ("version", "operation", "operationParameters", "readVersion")
+        columns = ("version", "operation", "operationParameters", "readVersion", "timestamp")
         note = "CASE WHEN contains(userMetadata, '\"group\"') THEN userMetadata END AS userMetadata"
         rows = [row.asDict() for row in history.selectExpr(*columns, note).collect()]
         return [Commit.of(row["version"], row) for row in sorted(rows, key=lambda row: -row["version"])]

@@ -20,7 +20,7 @@ from confluent_kafka import admin as kafka_admin
 from spark_group_source import command_line
 from spark_group_source.error_codes import Meaning, Request, is_token_missing, meaning
 from spark_group_source.errors import TopicMissing
-from spark_group_source.kafka.environment import NEVER_JOINS, Environment
+from spark_group_source.kafka.environment import NEVER_JOINS, Environment, refused_option
 from spark_group_source.kafka.retry import RefusalWatch, Retry
 from spark_group_source.kafka.translation import (
     ClientInfo,
@@ -119,7 +119,11 @@ class Admin:
         self._slow = 0  # requests in a row that took longer than FIRST_TIMEOUT_S
         self._old_clients: deque[Any] = deque(maxlen=OLD_CLIENTS_MAX)
         # Old clients are kept because a garbage-collected AdminClient fails its pending futures.
-        self._client = self._new_client()
+        try:
+            self._client = self._new_client()
+        except KafkaException as exc:
+            # "from None": the cause may contain a secret.
+            raise refused_option(exc, settings) from None
 
     def matching_topics(self, is_wanted: Callable[[str], bool]) -> dict[str, Topic]:
         """Return all topics whose name ``is_wanted`` accepts."""

@@ -209,9 +209,14 @@ def check_settings(options: Options) -> None:
         environment.consumer(_checkable(options.consumer_settings())).close()
         environment.producer(_checkable(options.producer_settings()))
     except KafkaException as exc:
-        text = mask_secrets(exc.args[0].str(), dict(options.settings)).strip()
         # "from None": the cause may contain a secret.
-        raise OptionError(f"the Kafka client (librdkafka) refuses an option: {text}{_hint(text)}") from None
+        raise refused_option(exc, dict(options.settings)) from None
+
+
+def refused_option(exc: KafkaException, settings: Mapping[str, Any]) -> OptionError:
+    """Return the error for a setting that the library refuses when a client is created, in one line without secrets."""
+    text = " ".join(mask_secrets(exc.args[0].str(), settings).split())
+    return OptionError(f"the Kafka client (librdkafka) refuses an option: {text}{_hint(text)}")
 
 
 def _hint(text: str) -> str:

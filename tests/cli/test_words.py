@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
@@ -93,6 +94,39 @@ def test_settings_file_expands_environment_without_showing_values(
         assert "hunter2" not in str(caught.value) and str(path) in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("setting", "why"),
+    [
+        ("security.protocol=SASL_SSL\nsasl.mechanism=NO-SUCH\nsasl.username=a", "Unsupported SASL mechanism: NO-SUCH"),
+        ("security.protocol=SSL\nssl.ca.location=/no/such.pem", "ssl.ca.location failed"),
+        ("socket.timeout.ms=soon", "Invalid value for configuration property"),
+    ],
+)
+def test_wrong_value_in_a_settings_file_is_one_line(tmp_path: Path, setting: str, why: str) -> None:
+    path = tmp_path / "client.properties"
+    path.write_text(f"{setting}\nsasl.password=hunter2\n")
+    words = ["list", "--bootstrap-servers", NOBODY, "--command-config", str(path)]
+    shown = CliRunner().invoke(app, words)
+    (line,) = shown.output.splitlines()
+    assert line.startswith("error: OptionError: ") and why in line and "hunter2" not in line
+    assert shown.exit_code == FINAL
+
+
+def test_files_that_are_not_text_are_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"orders,0,\xff\n")
+    (tmp_path / "offsets").mkdir()
+    (tmp_path / "offsets" / "0").write_bytes(b"v1\n\xff")
+    (tmp_path / "commits").mkdir()
+    (tmp_path / "commits" / "0").write_bytes(b"v1")
+    to = ["reset", "--bootstrap-servers", NOBODY, "--group", "g"]
+    for words in (["--from-file", str(path)], ["--command-config", str(path), "--to-latest"]):
+        (line,) = CliRunner().invoke(app, [*to, *words]).output.splitlines()
+        assert f"{path} cannot be read: 'utf-8' codec can't decode byte 0xff" in line
+    (line,) = CliRunner().invoke(app, [*to, "--to-checkpoint", str(tmp_path)]).output.splitlines()
+    assert f"{tmp_path}/offsets/0 is not UTF-8 text" in line
+
+
 # --- CSV ------------------------------------------------------------------------------------------------------------
 
 P0, P1 = TopicPartition("orders", 0), TopicPartition("orders", 1)
@@ -144,6 +178,32 @@ def test_exit_code_shows_whether_a_retry_can_help(error: Exception, code: int, m
     shown = CliRunner().invoke(app, ["list", "--bootstrap-server", NOBODY])
     assert (shown.exit_code, shown.output) == (code, f"error: {type(error).__name__}: {error}\n")
     assert issubclass(type(error), SourceError | OSError)
+
+
+class JavaError(Exception):
+    """An exception of the JVM as py4j raises it."""
+
+    def __init__(self, *causes: str) -> None:
+        super().__init__(f"An error occurred while calling o7.load.\n: {causes[0]}\n\tat a.B.c(B.java:7)")
+        self.java_exception = None
+        for text in reversed(causes):
+            self.java_exception = SimpleNamespace(toString=lambda t=text: t, getCause=lambda c=self.java_exception: c)
+
+
+def test_error_of_the_jvm_shows_its_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    JavaError.__module__ = "py4j.protocol"
+    error: Exception = JavaError(
+        "o.a.s.SparkException: job aborted", "java.nio.AccessDeniedException: /lake/orders\nat"
+    )
+    monkeypatch.setattr(common, "admin_of", lambda *_: (_ for _ in ()).throw(error))
+    shown = CliRunner().invoke(app, ["list", "--bootstrap-server", NOBODY])
+    assert (shown.exit_code, shown.output) == (
+        FINAL,
+        "error: Spark: java.nio.AccessDeniedException: /lake/orders\n",
+    )
+    gone = JavaError("a.A: x")
+    gone.java_exception = SimpleNamespace()  # the JVM has ended
+    assert common.spark_error(gone) == "a.A: x"
 
 
 def test_help_lists_exit_codes() -> None:

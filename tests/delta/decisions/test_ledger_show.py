@@ -1,0 +1,59 @@
+"""``spark-group ledger show`` of a table by path: without Spark, in 80 columns."""
+
+import json
+import re
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sink_source import offset
+from sink_words import Query, expire_log
+from typer.testing import CliRunner
+
+from spark_group_source.cli import common
+from spark_group_source.cli.app import app
+from spark_group_source.delta.ledger_store import set_ledger
+from spark_group_source.model import TopicPartition
+
+
+@pytest.fixture(autouse=True)
+def without_spark(monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextmanager
+    def session(wanted: bool) -> Any:
+        raise AssertionError("it starts Spark")
+
+    monkeypatch.setattr(common, "session", session)
+
+
+def test_ledgers_of_a_table_by_path_are_shown_without_spark(
+    query: Query, table: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream, topic = "9f2c41d8aa0b47d29f2c41d8aa0b47d2", "shop.orders.created.by.customers"
+    for n in range(3):
+        ranges = {(topic, 0): (10**10 + n, 10**10 + n + 1), (topic, 1): (n, n + 1)}
+        query.run(query.sink(table), n, offset(n, ranges, stream=stream))
+    set_ledger(query.spark, str(table), "second", {TopicPartition("other", 7): 9}, reason="r", reset_number=1)
+    monkeypatch.setattr(common.console, "width", 80)
+    shown = CliRunner().invoke(app, ["ledger", "show", str(table)])
+    assert shown.exit_code == 0, shown.output
+    assert max(map(len, shown.output.splitlines())) <= 80, shown.output
+    text = " ".join(re.sub(r"[│┃]", " ", shown.output).split())
+    assert re.search(
+        rf"group etl, commit #3, reset #0: written 20\d\d-[-\d]+ [:\d]+[+-]\d+ by batch 2 of stream {stream}", text
+    )
+    assert f"{topic} 0 10,000,000,003 {topic} 1 3" in text
+    assert "group second, commit #1, reset #1" in text and "by an operator" in text and "other 7 9" in text
+    first, second = json.loads(CliRunner().invoke(app, ["ledger", "show", str(table), "--json"]).output)
+    assert (first["by"], first["version"], first["number"]) == (f"batch 2 of stream {stream}", 3, 3)
+    assert first["topics"] == {topic: {"0": 10**10 + 3, "1": 3}} and second["reset"] == 1
+
+
+def test_a_table_without_a_ledger_says_so(table: Path) -> None:
+    assert CliRunner().invoke(app, ["ledger", "show", str(table)]).output.startswith("no group has written to ")
+
+
+def test_an_expired_ledger_is_not_shown(query: Query, table: Path) -> None:
+    query.run(query.sink(table), 0, offset(0, {("orders", 0): (0, 5)}))
+    expire_log(table)
+    assert "no group has written" in CliRunner().invoke(app, ["ledger", "show", str(table)]).output
