@@ -9,6 +9,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,7 +59,7 @@ def commands() -> Iterator[tuple[str, str]]:
 def typed(program: str) -> list[Any]:
     """The arguments of each command of a program, without comments and the brackets of optional parts."""
     found = {
-        (document, re.sub(r"\s+#.*$", "", line).replace("[", "").replace("]", ""))
+        (document, re.sub(r"\s+[#>] .*$", "", line).replace("[", "").replace("]", ""))
         for document, line in commands()
         if line.startswith(program + " ") and not any(mark in line for mark in ELLIPSES)
     }
@@ -72,7 +73,13 @@ def test_documents_contain_commands_to_check() -> None:
 
 
 @pytest.mark.parametrize("arguments", typed("spark-group"))
-def test_spark_group_command_of_a_document_is_valid(arguments: list[str]) -> None:
+def test_spark_group_command_of_a_document_is_valid(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for option, name in pairwise(arguments):
+        if option == "--from-file":  # another command has written it
+            (tmp_path / name).touch()
     command: Any = typer.main.get_command(app)
     while hasattr(command, "commands") and arguments and not arguments[0].startswith("-"):
         name, *arguments = arguments

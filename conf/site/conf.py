@@ -28,7 +28,17 @@ autodoc_preserve_defaults = True
 PAGES = {
     "": ["first", "when-not"],
     "Platforms": ["clusters", "kubernetes", "databricks", "brokers"],
-    "How to": ["install", "security", "monitor", "deploy", "restore", "two-applications", "migrate", "offsets"],
+    "How to": [
+        "install",
+        "security",
+        "monitor",
+        "deploy",
+        "restore",
+        "recovery",
+        "two-applications",
+        "migrate",
+        "offsets",
+    ],
     "Guarantees and limits": ["guarantees", "limits", "compatibility", "support", "performance", "faults"],
     "Reference": [
         "options",

@@ -11,6 +11,7 @@ that ``--help`` answers at once.
 import json
 import logging
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -80,7 +81,7 @@ class _Commands(TyperGroup):
         except Exception as exc:
             if not type(exc).__module__.startswith(SPARKS):  # of this package: the traceback is needed
                 raise
-            typer.echo(f"error: Spark: {next(iter(str(exc).strip().splitlines()), type(exc).__name__)}", err=True)
+            typer.echo(f"error: Spark: {common.spark_error(exc)}", err=True)
             raise typer.Exit(FINAL) from exc
 
 
@@ -254,6 +255,10 @@ def exporter(
     all_groups: Annotated[bool, typer.Option("--all-groups", help="Every group that the user may describe.")] = False,
     host: Annotated[str, typer.Option("--host", help="Listen on this address only; default: all.")] = "",
     interval: Annotated[float, typer.Option("--interval", min=1, help="Seconds between two sweeps.")] = 15.0,
+    table: Annotated[
+        list[str] | None,
+        typer.Option("--table", help="A Delta table by local path; its ledgers are compared with Kafka. Repeatable."),
+    ] = None,
     isolation_level: Annotated[
         str,
         typer.Option(
@@ -265,7 +270,7 @@ def exporter(
     """Serve Prometheus metrics of groups: offsets, lag in records and seconds, members, rebalances. It joins no
     group."""
     from spark_group_source.kafka import check_settings
-    from spark_group_source.metrics.groups import Exporter, GroupSweeper
+    from spark_group_source.metrics.groups import Exporter, GroupSweeper, LedgerSnapshot
 
     if bool(group) == all_groups:
         raise common.UsageError("give either --group (repeatable) or --all-groups")
@@ -274,10 +279,15 @@ def exporter(
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
     options = options_of(bootstrap_servers, "-", command_config)
     check_settings(options)
+    read_ledgers: Callable[[], tuple[LedgerSnapshot, ...]] = tuple
+    if table:
+        from spark_group_source.cli.ledger_metrics import LedgerReader
+
+        read_ledgers = LedgerReader(table)
     stop = stop_on_signals()
     names = None if all_groups else sorted(set(group or ()))
     sweeps = GroupSweeper(options.admin_settings(), names, isolation_level=isolation_level, bound_s=interval)
-    serving = Exporter(sweeps, interval_s=interval, host=host, port=port)
+    serving = Exporter(sweeps, interval_s=interval, host=host, port=port, read_ledgers=read_ledgers)
 
     typer.echo(f"metrics of {'all groups' if names is None else ', '.join(names)} at port {serving.port}, /metrics")
     try:

@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from spark_group_source.errors import GroupError
@@ -79,6 +79,20 @@ class GroupSnapshot:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LedgerSnapshot:
+    """The ledger of a group in a table."""
+
+    group: str
+    table: str
+    offsets: Mapping[TopicPartition, int]
+    """The next offset of each partition."""
+    expires_ms: int
+    """When Delta may delete the group's last commit from the table's log, in ms since 1970."""
+    is_unsettled: bool
+    """Whether rows that it counts were removed by a ``RESTORE``, so that the next batch is refused."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SweepResult:
     """The result of a sweep."""
 
@@ -91,6 +105,8 @@ class SweepResult:
     """When it ended, since the epoch."""
     records_read: int
     """Next records that were looked for, since the start of the exporter."""
+    ledgers: tuple[LedgerSnapshot, ...] = ()
+    """The ledgers of the tables that the exporter reads."""
 
 
 # --- sweeps -----------------------------------------------------------------------------------------------------------
@@ -427,15 +443,23 @@ class Exporter:
         sweeps: sweeps over the groups.
         interval_s: between the starts of two sweeps; a sweep that takes longer is followed at once.
         host, port: as of :class:`Endpoint`.
+        read_ledgers: reads the ledgers of tables.
 
     Raises:
         OptionError: it cannot listen on this address.
     """
 
     def __init__(
-        self, sweeps: GroupSweeper, *, interval_s: float, host: str, port: int, environment: Environment | None = None
+        self,
+        sweeps: GroupSweeper,
+        *,
+        interval_s: float,
+        host: str,
+        port: int,
+        read_ledgers: Callable[[], tuple[LedgerSnapshot, ...]] = tuple,
+        environment: Environment | None = None,
     ) -> None:
-        self._sweeps, self._interval_s = sweeps, interval_s
+        self._sweeps, self._interval_s, self._read_ledgers = sweeps, interval_s, read_ledgers
         self._environment = environment or Environment()
         self.last: SweepResult | None = None
         collector = MetricsCollector(METRICS, lambda: self.last, now_ms=self._environment.now_ms)
@@ -444,7 +468,7 @@ class Exporter:
 
     def sweep(self) -> SweepResult:
         """Sweep once, and serve the result from now on."""
-        self.last = seen = self._sweeps.sweep()
+        self.last = seen = replace(self._sweeps.sweep(), ledgers=self._read_ledgers())
         return seen
 
     def run(self, stop: threading.Event) -> None:
@@ -511,6 +535,23 @@ def _members(seen: SweepResult, _now_ms: int) -> Iterator[Sample]:
             yield (group.group, m.instance_id or m.member_id, m.client_id, m.host), len(m.partitions)
 
 
+def _by_ledger(name: str, read: Callable[[LedgerSnapshot, SweepResult], float | None], doc: str) -> _Row:
+    def samples(seen: SweepResult, _now_ms: int) -> Iterator[Sample]:
+        for ledger in seen.ledgers:
+            if (value := read(ledger, seen)) is not None:
+                yield (ledger.group, ledger.table), value
+
+    return Metric(PREFIX + name, ("group", "table"), samples, doc)
+
+
+def _ahead(ledger: LedgerSnapshot, seen: SweepResult) -> int | None:
+    """Offsets by which a ledger is ahead of Kafka; None if the group did not answer."""
+    of = next((group for group in seen.groups if group.group == ledger.group), None)
+    if of is None or of.unreachable_since_ms is not None:
+        return None
+    return sum(max(0, n - of.partitions[tp].committed) for tp, n in ledger.offsets.items() if tp in of.partitions)
+
+
 METRICS: tuple[_Row, ...] = (
     _by_group("up", lambda group, _: float(group.unreachable_since_ms is None),
               "1 if the group answered in the last sweep, else 0: then only the next two have values.",
@@ -537,6 +578,14 @@ METRICS: tuple[_Row, ...] = (
                   "was not read in time or has no timestamp."),
     _by_group("lag_unknown_partitions", lambda group, _: sum(p.age_s is None for p in group.partitions.values()),
               "Partitions without `lag_seconds` in the last sweep."),
+    _by_ledger("ledger_ahead_offsets", _ahead,
+               "With `--table`: offsets by which the table's ledger is ahead of the group's committed offsets."),
+    _by_ledger("ledger_expires_seconds", lambda ledger, _: ledger.expires_ms / 1000 - time.time(),
+               "With `--table`: time until Delta may delete the group's last commit, and its ledger, from the table's "
+               "log (`delta.logRetentionDuration`)."),
+    _by_ledger("ledger_unsettled", lambda ledger, _: float(ledger.is_unsettled),
+               "With `--table`: 1 if a `RESTORE` removed rows of the group and no reset has settled it: the next batch "
+               "is refused."),
     _metric("exporter_unreachable_seconds", lambda seen, now_ms: since_s(seen.unreachable_since_ms, now_ms),
             "How long no broker has answered the exporter; 0 if brokers answer."),
     _metric("exporter_sweep_seconds", lambda seen, _: seen.took_s, "Duration of the last sweep."),

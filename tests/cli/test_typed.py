@@ -1,7 +1,8 @@
 """Every ``spark-group`` command of the documents, run as printed during one query.
 
-Deliberately absent: the commands of the first ten minutes (``test_docs``) and of the guide for changing over
-(``test_migrate``), which are typed there in their order; and names of commands in a sentence, without what they need.
+Deliberately absent: the commands of the first ten minutes (``test_docs``), of the guide for changing over
+(``test_migrate``) and of the page on recovery (``delta/decisions/test_recovery``), which are typed there in their
+order; and names of commands in a sentence, without what they need.
 """
 
 import re
@@ -25,7 +26,7 @@ from spark_group_source.model import TopicPartition
 
 pytestmark = pytest.mark.spark
 
-ELSEWHERE = {"first.md", "migrate.md"}
+ELSEWHERE = {"first.md", "migrate.md", "recovery.md"}
 LIVE = ("list", "describe", "watch", "exporter", "drain")
 """Commands that run while the query runs, in this order; the drain is the last."""
 STOPPED = ("ledger", "reset", "delete-offsets", "delete-group")

@@ -20,7 +20,8 @@ from spark_group_source.errors import OptionError
 from spark_group_source.host import run_files
 from spark_group_source.metrics import groups, run
 from spark_group_source.metrics.endpoint import Endpoint, MetricsCollector
-from spark_group_source.metrics.groups import Exporter, GroupSweeper
+from spark_group_source.metrics.groups import Exporter, GroupSweeper, LedgerSnapshot
+from spark_group_source.model import TopicPartition
 from spark_group_source.options.table import Options
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
@@ -68,7 +69,9 @@ def test_a_query_and_an_exporter_serve_every_metric_of_the_dashboard_and_the_ale
     sweeps = GroupSweeper(
         {"bootstrap.servers": scene.servers}, (scene.group,), isolation_level="read_committed", bound_s=30
     )
-    exporter = Exporter(sweeps, interval_s=15, host="127.0.0.1", port=0)
+    at = {TopicPartition(topic, 0): 10**6}
+    ledger = LedgerSnapshot(group=scene.group, table="t", offsets=at, expires_ms=0, is_unsettled=False)
+    exporter = Exporter(sweeps, interval_s=15, host="127.0.0.1", port=0, read_ledgers=lambda: (ledger,))
     with one.running() as query:
         query.processAllAvailable()
         await_until(lambda: scene.committed() == scene.end_offsets(topic), what="the offset commit")
@@ -96,8 +99,8 @@ def test_a_query_and_an_exporter_serve_every_metric_of_the_dashboard_and_the_ale
     assert value(inside, "kafka_group_source_ledger_gap_offsets") == 0
     assert value(outside, "kafka_group_members", group=scene.group) == 1
     assert values(outside, "kafka_group_lag_seconds", topic=topic) == [0, 0, 0]
-    at = {p: value(outside, "kafka_group_committed_offset", topic=topic, partition=str(p)) for p in range(3)}
-    assert at == {tp.partition: offset for tp, offset in scene.committed().items()}
+    committed = {p: value(outside, "kafka_group_committed_offset", topic=topic, partition=str(p)) for p in range(3)}
+    assert committed == {tp.partition: offset for tp, offset in scene.committed().items()}
     await_until(
         lambda: not run_files.read(scene.group), what="the end of the run's process"
     )  # stop() returns before it

@@ -7,21 +7,17 @@
 import json
 import re
 import shlex
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from deltalake import DeltaTable, write_deltalake
-from kit.frames import Session
+from offset_model import P0, SERVERS, OffsetModel
 from printed_commands import commands
 from sink_source import offset
 from sink_words import Query, expire_log, offsets_in, one, records, rows
 from typer.testing import CliRunner
 
-from spark_group_source.cli import common
 from spark_group_source.cli.app import app
 from spark_group_source.delta import checkpoint
 from spark_group_source.delta.checkpoint import QUERY_ID, RUN_ID
@@ -31,86 +27,11 @@ from spark_group_source.delta.table_history import note_of
 from spark_group_source.delta.table_writer import open_existing
 from spark_group_source.errors import LedgerConflict, OptionError, SourceError
 from spark_group_source.host import run_files
-from spark_group_source.kafka import CommittedOffset, Topic
-from spark_group_source.model import TopicPartition
 from spark_group_source.options.table import Options
-from spark_group_source.protocol.identifiers import note_text, parse_note
 from spark_group_source.protocol.offsets import StreamOffset
 from spark_group_source.protocol.statistics import Statistics
 
-P0 = TopicPartition("orders", 0)
 FOLLOWED = [("orders", 0)]
-SERVERS = "broker-1:9092,broker-2:9092"
-END = 1000
-"""The end of the only partition."""
-
-
-class Admin:
-    """The committed offsets of one stopped group, as ``spark-group reset`` reads and moves them."""
-
-    def __init__(self) -> None:
-        self.connection = ("--bootstrap-servers", SERVERS)
-        self.offsets: dict[TopicPartition, CommittedOffset] = {}
-        self.topic_id = "id-1"
-        self.end = END
-        self.settings: dict[str, str] = {}
-        """The settings with which the last command connects."""
-
-    def commit(self, at: int, *, foreign: bool = False) -> None:
-        self.offsets[P0] = CommittedOffset(at, "" if foreign else note_text("s1", 0))
-
-    @property
-    def position(self) -> int:
-        return self.offsets[P0].offset
-
-    @property
-    def resets(self) -> int:
-        return parse_note(self.offsets[P0].metadata).reset_number
-
-    def committed(self, group: str) -> Mapping[TopicPartition, CommittedOffset]:
-        assert group == "etl"
-        return self.offsets
-
-    def describe_group(self, group: str) -> Any:
-        return SimpleNamespace(state="empty", members=())
-
-    def existing_topics(self, names: Iterable[str]) -> dict[str, Topic]:
-        return {name: Topic(self.topic_id, 1) for name in names if name == "orders"}
-
-    require_topics = existing_topics
-
-    def earliest(self, tps: Collection[TopicPartition]) -> dict[TopicPartition, int]:
-        return dict.fromkeys(tps, 0)
-
-    def latest(self, tps: Collection[TopicPartition]) -> dict[TopicPartition, int]:
-        return dict.fromkeys(tps, self.end)
-
-    def recreate(self, id_: str, end: int) -> None:
-        """Delete the topic, with the group's offsets of it, and create it again."""
-        self.offsets, self.topic_id, self.end = {}, id_, end
-
-    def move_committed(
-        self, group: str, offsets: Mapping[TopicPartition, int], *, notes: Mapping[TopicPartition, str]
-    ) -> None:
-        self.offsets |= {tp: CommittedOffset(at, notes[tp]) for tp, at in offsets.items()}
-
-
-@pytest.fixture
-def admin(query: Query, monkeypatch: pytest.MonkeyPatch) -> Admin:
-    kafka = Admin()
-
-    @contextmanager
-    def session(wanted: bool) -> Iterator[Session | None]:
-        yield query.spark if wanted else None  # type: ignore[misc]
-
-    def admin_of(servers: str, group: str, config: Path | None = None) -> Admin:
-        assert (servers, group) == (SERVERS, "etl")
-        kafka.settings = common.options_of(servers, group, config).admin_settings()
-        return kafka
-
-    monkeypatch.setattr(common, "session", session)
-    monkeypatch.setattr(common, "admin_of", admin_of)
-    return kafka
 
 
 @pytest.fixture(autouse=True)
@@ -144,7 +65,7 @@ def refused(run: Callable[[], object]) -> SourceError:
     return error.value
 
 
-def continue_query(query: Query, table: Path, admin: Admin, batch_id: int, end: int) -> None:
+def continue_query(query: Query, table: Path, admin: OffsetModel, batch_id: int, end: int) -> None:
     """Run the batch after the reset: it starts at the committed offset, and its plan knows the reset."""
     batch = offset(batch_id, one(admin.position, end), followed=FOLLOWED, reset_number=admin.resets)
     query.run(query.sink(table), batch_id, batch)
@@ -160,7 +81,7 @@ def commit_late(query: Query, table: Path, ledger: Ledger, late: StreamOffset) -
 
 
 @pytest.mark.parametrize(("number", "missing"), [(0, False), (1, True)], ids=["written again", "left out"])
-def test_commands_after_a_restore(query: Query, table: Path, admin: Admin, number: int, missing: bool) -> None:
+def test_commands_after_a_restore(query: Query, table: Path, admin: OffsetModel, number: int, missing: bool) -> None:
     for n in range(3):
         query.run(query.sink(table), n, offset(n, one(n * 10, n * 10 + 10)))
     admin.commit(30)
@@ -176,7 +97,9 @@ def test_commands_after_a_restore(query: Query, table: Path, admin: Admin, numbe
 
 @pytest.mark.parametrize("behind", [False, True], ids=["before", "during a batch"])
 @pytest.mark.parametrize("kept", [False, True], ids=["taken back", "kept"])
-def test_commands_after_rows_were_replaced(query: Query, table: Path, admin: Admin, kept: bool, behind: bool) -> None:
+def test_commands_after_rows_were_replaced(
+    query: Query, table: Path, admin: OffsetModel, kept: bool, behind: bool
+) -> None:
     for n in range(2):
         query.run(query.sink(table), n, offset(n, one(n * 10, n * 10 + 10)))
     ledger = read_ledger(query.spark, str(table), "etl")
@@ -199,7 +122,7 @@ def test_commands_after_rows_were_replaced(query: Query, table: Path, admin: Adm
 
 @pytest.mark.parametrize(("number", "twice"), [(0, False), (1, True)], ids=["table", "kafka"])
 def test_commands_after_a_foreign_commit_below_the_ledger(
-    query: Query, table: Path, admin: Admin, number: int, twice: bool
+    query: Query, table: Path, admin: OffsetModel, number: int, twice: bool
 ) -> None:
     query.run(query.sink(table), 0, offset(0, one(0, 10)))
     admin.commit(4, foreign=True)
@@ -214,7 +137,7 @@ def test_commands_after_a_foreign_commit_below_the_ledger(
 
 @pytest.mark.parametrize(("number", "skipped"), [(0, False), (1, True)], ids=["table", "kafka"])
 def test_commands_after_the_committed_offset_was_lost(
-    query: Query, table: Path, admin: Admin, number: int, skipped: bool
+    query: Query, table: Path, admin: OffsetModel, number: int, skipped: bool
 ) -> None:
     query.run(query.sink(table), 0, offset(0, one(0, 10)))
     admin.commit(15)  # where startingOffsets says
@@ -229,7 +152,7 @@ def test_commands_after_the_committed_offset_was_lost(
 
 @pytest.mark.parametrize("position", ["ledger", "checkpoint", "checkpoint and table"])
 def test_a_reset_to_offsets_of_a_topic_that_was_recreated_is_refused_and_its_command_loses_nothing(
-    query: Query, table: Path, admin: Admin, position: str
+    query: Query, table: Path, admin: OffsetModel, position: str
 ) -> None:
     query.run(query.sink(table), 0, offset(0, one(0, 50)))
     (query.root / "commits").mkdir()
@@ -266,7 +189,7 @@ def test_a_reset_to_offsets_of_a_topic_that_was_recreated_is_refused_and_its_com
     assert admin.position == 7, "the records before are in the table"
 
 
-def test_a_reset_says_which_offsets_were_clamped(query: Query, table: Path, admin: Admin, tmp_path: Path) -> None:
+def test_a_reset_says_which_offsets_were_clamped(query: Query, table: Path, admin: OffsetModel, tmp_path: Path) -> None:
     query.run(query.sink(table), 0, offset(0, one(0, 50)))
     admin.end = 40
     words = ["reset", "--bootstrap-servers", SERVERS, "--group", "etl", "--to-ledger", "--table", str(table)]
@@ -279,7 +202,7 @@ def test_a_reset_says_which_offsets_were_clamped(query: Query, table: Path, admi
     assert "clamped" not in within
 
 
-def test_command_for_a_stream_that_does_not_know_a_reset(query: Query, table: Path, admin: Admin) -> None:
+def test_command_for_a_stream_that_does_not_know_a_reset(query: Query, table: Path, admin: OffsetModel) -> None:
     query.run(query.sink(table), 0, offset(0, one(0, 10)))
     set_ledger(query.spark, str(table), "etl", {P0: 10}, reason="of another cluster", reset_number=1)
     query.run(query.sink(table), 1, offset(1, one(10, 20)))  # void
@@ -292,7 +215,7 @@ def test_command_for_a_stream_that_does_not_know_a_reset(query: Query, table: Pa
 
 
 @pytest.mark.parametrize("restored", [False, True])
-def test_command_for_an_expired_ledger(query: Query, table: Path, admin: Admin, restored: bool) -> None:
+def test_command_for_an_expired_ledger(query: Query, table: Path, admin: OffsetModel, restored: bool) -> None:
     query.run(query.sink(table), 0, offset(0, one(0, 10)))
     expire_log(table)
     if restored:
@@ -308,7 +231,7 @@ def test_command_for_an_expired_ledger(query: Query, table: Path, admin: Admin, 
 
 
 def test_commands_for_an_expired_ledger_whose_rows_end_behind_the_batch(
-    query: Query, table: Path, admin: Admin
+    query: Query, table: Path, admin: OffsetModel
 ) -> None:
     for n in range(2):
         query.run(query.sink(table), n, offset(n, one(n * 10, n * 10 + 10)))
@@ -324,7 +247,7 @@ def test_commands_for_an_expired_ledger_whose_rows_end_behind_the_batch(
 
 
 @pytest.mark.parametrize("damaged", [False, True], ids=["expired", "damaged"])
-def test_command_for_a_ledger_that_cannot_be_read(query: Query, table: Path, admin: Admin, damaged: bool) -> None:
+def test_command_for_a_ledger_that_cannot_be_read(query: Query, table: Path, admin: OffsetModel, damaged: bool) -> None:
     query.run(query.sink(table), 0, offset(0, one(0, 10)))
     if damaged:
         there, note = open_existing(query.spark, str(table)), '[{"group":"etl","ledger":{"topics":7,"v":1},"v":1}]'
@@ -338,7 +261,7 @@ def test_command_for_a_ledger_that_cannot_be_read(query: Query, table: Path, adm
     assert found is not None and (found.offsets, found.reset_number) == ({P0: 10}, 1)
 
 
-def test_commands_for_a_batch_behind_a_restore(query: Query, table: Path, admin: Admin) -> None:
+def test_commands_for_a_batch_behind_a_restore(query: Query, table: Path, admin: OffsetModel) -> None:
     for n in range(2):
         query.run(query.sink(table), n, offset(n, one(n * 10, n * 10 + 10)))
     DeltaTable(table).restore(1)
@@ -357,7 +280,7 @@ def test_commands_for_a_batch_behind_a_restore(query: Query, table: Path, admin:
 
 
 def test_commands_for_a_second_write_of_a_batch(
-    query: Query, table: Path, admin: Admin, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    query: Query, table: Path, admin: OffsetModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setitem(query.spark.properties, QUERY_ID, query.id)  # type: ignore[attr-defined]
     monkeypatch.setitem(query.spark.properties, RUN_ID, str(tmp_path))  # type: ignore[attr-defined]
@@ -382,7 +305,7 @@ SECURITY = {
 
 @pytest.mark.parametrize("published", [SECURITY], indirect=True, ids=["SASL_SSL"])
 def test_commands_for_secured_brokers_name_a_file_that_holds_the_querys_kafka_options(
-    query: Query, table: Path, admin: Admin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    query: Query, table: Path, admin: OffsetModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     query.run(query.sink(table), 0, offset(0, one(0, 10)))
     admin.commit(4, foreign=True)

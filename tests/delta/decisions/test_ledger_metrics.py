@@ -1,0 +1,62 @@
+"""Metrics of the ledgers of tables: ahead of Kafka, about to expire, a RESTORE that is not settled."""
+
+from pathlib import Path
+
+import pytest
+from deltalake import DeltaTable
+from metrics.scrapes import Scrape, parsed, value, values
+from prometheus_client import CollectorRegistry, generate_latest
+from sink_source import offset
+from sink_words import Query, one
+
+from spark_group_source.cli.ledger_metrics import LedgerReader
+from spark_group_source.delta.ledger_store import set_ledger
+from spark_group_source.errors import OptionError
+from spark_group_source.metrics.endpoint import MetricsCollector
+from spark_group_source.metrics.groups import METRICS, GroupSnapshot, PartitionSnapshot, SweepResult
+from spark_group_source.model import TopicPartition
+
+P0 = TopicPartition("orders", 0)
+DAY_S = 86_400
+
+
+def scrape_of(read: LedgerReader, committed: int | None) -> Scrape:
+    group = GroupSnapshot(
+        group="etl",
+        unreachable_since_ms=5 if committed is None else None,
+        rebalances=0,
+        state="stable",
+        members=(),
+        partitions={P0: PartitionSnapshot(committed=committed or 0, end=50, age_s=0.0)},
+    )
+    seen = SweepResult(groups=(group,), unreachable_since_ms=None, took_s=0, ended_s=0, records_read=0, ledgers=read())
+    registry = CollectorRegistry()
+    registry.register(MetricsCollector(METRICS, lambda: seen, now_ms=lambda: 0))
+    return parsed(generate_latest(registry).decode())
+
+
+def test_ledgers_of_tables_are_compared_with_kafka(query: Query, table: Path) -> None:
+    query.run(query.sink(table), 0, offset(0, one(0, 10)))
+    read = LedgerReader([str(table)])
+    found = scrape_of(read, 7)
+    labels = {"group": "etl", "table": str(table)}
+    assert value(found, "kafka_group_ledger_ahead_offsets", **labels) == 3
+    assert 29 * DAY_S < value(found, "kafka_group_ledger_expires_seconds", **labels) <= 30 * DAY_S
+    assert value(found, "kafka_group_ledger_unsettled", **labels) == 0
+    query.run(query.sink(table), 1, offset(1, one(10, 20)))
+    assert value(scrape_of(read, 20), "kafka_group_ledger_ahead_offsets") == 0
+    assert values(scrape_of(read, None), "kafka_group_ledger_ahead_offsets") == [], "the group did not answer"
+
+    DeltaTable(table).restore(1)
+    assert value(scrape_of(read, 20), "kafka_group_ledger_unsettled") == 1
+    set_ledger(query.spark, str(table), "etl", {P0: 10}, reason="reset", reset_number=1)
+    found = scrape_of(read, 10)
+    assert (value(found, "kafka_group_ledger_unsettled"), value(found, "kafka_group_ledger_ahead_offsets")) == (0, 0)
+    DeltaTable(table).alter.set_table_properties({"delta.logRetentionDuration": "interval 2 hours"})
+    assert value(scrape_of(read, 10), "kafka_group_ledger_expires_seconds") <= 7200
+
+
+def test_a_table_that_cannot_be_read_without_spark_is_refused(tmp_path: Path) -> None:
+    for table in ("orders", str(tmp_path)):
+        with pytest.raises(OptionError, match=f"--table {table}: there is no Delta table at a local path"):
+            LedgerReader([table])
