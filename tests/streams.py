@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import psutil
+import pytest
 from confluent_kafka import Consumer
 from kafka_words import Record, await_progress
 from reading import read as read_batches
@@ -36,6 +37,11 @@ MEMBER_HOST = os.environ.get("MEMBER_HOST", "driver")
 """``MEMBER_HOST=auto make test``: sets memberHost for every query whose test does not. The default is driver, because
 agents start after seconds, and most queries of tests are finished by then."""
 
+MATRIX_KAFKA = os.environ.get("MATRIX_KAFKA", "")
+"""The brokers' version in `make matrix`; empty: the usual one."""
+HAS_CONSUMER_PROTOCOL = not MATRIX_KAFKA.startswith("3.")
+"""Kafka 3.7 to 3.9 have it as a preview only."""
+
 Sink = Callable[["DataFrame", int], None]
 
 
@@ -50,6 +56,8 @@ class SourceRow(NamedTuple):
 
 def options_of(servers: str, group: str, *, protocol: str = "classic", **more: object) -> dict[str, str]:
     """Options with short timeouts. Names in ``more`` have ``__`` for the dot: ``kafka__isolation__level``."""
+    if protocol == "consumer" and not HAS_CONSUMER_PROTOCOL:
+        pytest.skip(f"Kafka {MATRIX_KAFKA} has no group.protocol=consumer")
     quick = {"kafka.session.timeout.ms": "6000", "kafka.heartbeat.interval.ms": "500"} if protocol == "classic" else {}
     quick["memberHost"] = MEMBER_HOST
     return {

@@ -128,17 +128,20 @@ OF_SPARKS: Final = (
         ("tests/test_demo.py::test_short_demo_proves_each_order_once_and_leaves_nothing",),
     ),
 )
-WITHOUT_SPARK: Final = ("-m", "jvm and not spark and not soak and not full")
+MEMBERS: Final = (
+    *(f"tests/rebalance/test_{name}.py" for name in ("hand_over", "join", "leave", "members")),
+    *("-m", "jvm and not spark and not soak and not full"),
+)
 OF_BROKERS: Final = (
     Scenario(
         "classic",
         "members and rebalances, `classic`",
-        ("tests/rebalance", "tests/cli/test_offsets.py", *WITHOUT_SPARK, "-k", "not consumer"),
+        ("tests/cli/test_offsets.py", *MEMBERS, "-k", "not consumer"),
     ),
     Scenario(
         "consumer",
         "members and rebalances, `consumer`",
-        ("tests/rebalance", "tests/kafka/test_expiry.py", *WITHOUT_SPARK, "-k", "consumer or expire"),
+        ("tests/kafka/test_expiry.py", "tests/rebalance/test_rolling.py", *MEMBERS, "-k", "consumer or expire"),
     ),
     Scenario("queries", "queries in Spark", (QUERIES, "-k", "not consumer")),
     Scenario("kills", "kills of driver and Python processes", (f"{CELL_TESTS}test_kills_of_the_driver",), each=True),
