@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 import spark_group_source
 from spark_group_source import KafkaGroupDataSource, SetupError, compatibility, source
 from spark_group_source.cli.app import app
+from spark_group_source.delta.table_writer import has_delta
 from spark_group_source.local import conf, jars
 from spark_group_source.local.conf import local_spark_settings
 
@@ -194,6 +195,22 @@ def test_delta_lake_among_sparks_own_jars_is_used(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(jars, "_spark_jars", lambda: tmp_path)
     settings = local_spark_settings(tmp_path)
     assert "spark.jars" not in settings and settings.items() >= conf.DELTA_SETTINGS.items()
+
+
+@pytest.mark.parametrize(
+    ("version", "catalog", "has"),
+    [
+        ("4.2.0", "", True),
+        ("4.3.0", "", False),
+        ("4.3.0", conf.DELTA_SETTINGS["spark.sql.catalog.spark_catalog"], True),
+    ],
+)
+def test_a_connect_session_has_delta_lake_if_its_spark_or_its_catalog_has(
+    version: str, catalog: str, has: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pyspark, "__version__", version)
+    session: Any = SimpleNamespace(conf=SimpleNamespace(get=lambda key, default: catalog or default))
+    assert has_delta(session) == has
 
 
 def test_on_an_older_spark_the_lookup_of_sources_works_and_this_one_is_refused_at_load() -> None:

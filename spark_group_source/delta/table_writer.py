@@ -17,6 +17,7 @@ after it, and of two commits with one number one wins. So both writers may be us
 import contextlib
 import json
 import logging
+import os
 import random
 import threading
 import time
@@ -25,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 from pyspark.errors import PySparkException
 
+from spark_group_source import compatibility
 from spark_group_source.delta import checkpoint, native_writer, table_names
 from spark_group_source.delta.ledger_format import APP_PREFIX, Ledger
 from spark_group_source.delta.native_writer import NativeWriter
@@ -323,9 +325,14 @@ def check_writer(writer: str) -> None:
 
 
 def has_delta(spark: "SparkSession") -> bool:
-    """Return whether the session has Delta Lake; on Spark Connect, where it cannot be checked, True."""
+    """Return whether the session has Delta Lake. On Spark Connect, where its classes cannot be checked, it has unless
+    Delta Lake has no release for this Spark and the session's catalog is not Delta's."""
     jvm: Any = getattr(spark, "_jvm", None) if hasattr(spark, "_jsparkSession") else None
-    return jvm is None or type(jvm.io.delta.tables.DeltaTable).__name__ == "JavaClass"
+    if jvm is not None:
+        return type(jvm.io.delta.tables.DeltaTable).__name__ == "JavaClass"
+    if compatibility.has_delta_release() or "DATABRICKS_RUNTIME_VERSION" in os.environ:
+        return True
+    return "delta" in str(spark.conf.get("spark.sql.catalog.spark_catalog", "")).lower()
 
 
 def open_log(table: str, location: str, storage_options: Mapping[str, str] | None) -> LogFiles | None:
