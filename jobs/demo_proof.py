@@ -25,7 +25,7 @@ class DeltaLog:
         self._table = table
         self._next = 0
         self._rows: dict[str, int] = {}
-        self._ledgers: dict[str, dict[str, Any]] = {}
+        self._ledgers: dict[str, dict[str, dict[int, int]]] = {}
 
     @property
     def commits(self) -> int:
@@ -50,12 +50,24 @@ class DeltaLog:
             docs = json.loads(note)
             for doc in docs if isinstance(docs, list) else [docs]:
                 if "ledger" in doc:
-                    self._ledgers[doc["group"]] = doc["ledger"]
+                    self._add(doc["group"], doc["ledger"])
+
+    def _add(self, group: str, ledger: dict[str, Any]) -> None:
+        """Replace the group's ledger by a full one, or add what a commit changed. Texts of the demo's few partitions
+        are not compressed."""
+        is_full = "full" not in ledger
+        found = {} if is_full else self._ledgers.get(group, {})
+        for topic, entry in ledger["topics"].items():
+            offsets = found.setdefault(topic, {})
+            for run in filter(None, (entry["offsets"] if is_full else entry).split(";")):
+                first, *numbers = map(int, run.split(","))
+                for partition, number in enumerate(numbers, first):
+                    offsets[partition] = offsets.get(partition, 0) + number
+        self._ledgers[group] = found
 
     def ledger(self, group: str, topic: str) -> dict[int, int]:
-        """The ledger in the group's last commit."""
-        topics = self._ledgers.get(group, {}).get("topics", {})
-        return {int(p): offset for p, offset in topics.get(topic, {}).get("offsets", {}).items()}
+        """The ledger after the group's last commit."""
+        return self._ledgers.get(group, {}).get(topic, {})
 
     def column(self, name: str) -> list[Any]:
         """All values of a column, from every file of the table."""

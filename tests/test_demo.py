@@ -193,17 +193,17 @@ def test_delta_log_is_read_with_removals_and_ledger(proof: ModuleType, tmp_path:
     add = '{{"add": {{"path": "{}", "stats": "{{\\"numRecords\\": {}}}"}}}}\n'
     note = '{{"commitInfo": {{"userMetadata": {}}}}}\n'
 
-    def ledger(offset: int) -> str:
-        doc = {"group": "g", "ledger": {"topics": {"t": {"offsets": {"0": offset}}}}}
-        return note.format(json.dumps(json.dumps([doc])))
+    def ledger(**noted: Any) -> str:
+        return note.format(json.dumps(json.dumps([{"group": "g", "ledger": noted}])))
 
     table = proof.DeltaLog(tmp_path)
     table.refresh()
     assert (table.commits, table.rows, table.ledger("g", "t")) == (0, 0, {})
-    (log / f"{0:020d}.json").write_text(add.format("a%20b", 5) + ledger(5))
+    (log / f"{0:020d}.json").write_text(add.format("a%20b", 5) + ledger(topics={"t": {"offsets": "0,5"}}))
     table.refresh()
     assert (table.commits, table.rows, table.ledger("g", "t")) == (1, 5, {0: 5})
-    (log / f"{1:020d}.json").write_text(add.format("c", 7) + '{"remove": {"path": "a%20b"}}\n' + ledger(7))
+    changed = ledger(full=[0, 1, 0], topics={"t": "0,2"})
+    (log / f"{1:020d}.json").write_text(add.format("c", 7) + '{"remove": {"path": "a%20b"}}\n' + changed)
     table.refresh()
     assert (table.commits, table.rows, table.ledger("g", "t")) == (2, 7, {0: 7})
     assert table.ledger("other", "t") == {}

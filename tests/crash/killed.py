@@ -27,6 +27,7 @@ from confluent_kafka.admin import AdminClient
 from delta_files import living_rows
 from kafka_words import Offsets, await_progress, committed_of, end_offsets_of, size_of
 from rebalance.accounts import stays
+from sink_words import next_offsets
 
 from spark_group_source.local.broker import Broker
 from spark_group_source.model import TopicPartition
@@ -330,26 +331,8 @@ def _command(process: psutil.Process) -> str:
 
 
 def ledger_of(table: Path, group: str) -> Offsets:
-    """The newest ledger in the table's log, read as plain JSON."""
-    for commit in sorted((table / "_delta_log").glob("*.json"), reverse=True):
-        noted: dict[str, Any] = {}
-        for line in commit.read_text().splitlines():
-            note = json.loads(line).get("commitInfo", {}).get("userMetadata", "")
-            if '"ledger"' in note:
-                docs = json.loads(note)
-                its = [doc for doc in (docs if isinstance(docs, list) else [docs]) if doc.get("group") == group]
-                noted = next((doc["ledger"] for doc in its if "ledger" in doc), {})
-        if noted:
-            return _next(noted)
-    return {}
-
-
-def _next(ledger: dict[str, Any]) -> Offsets:
-    return {
-        TopicPartition(topic, int(p)): offset
-        for topic, entry in ledger["topics"].items()
-        for p, offset in entry["offsets"].items()
-    }
+    """The ledger in the table's log, read as plain JSON."""
+    return {TopicPartition(*tp): offset for tp, offset in next_offsets(table, group).items()}
 
 
 @contextmanager
