@@ -292,6 +292,8 @@ class TableWriter:
             location = table_names.location(self.spark, self.table) if table_names.is_path(self.table) else None
             if location is None and self._is_described():
                 location = str(self._described["location"])
+            if location is None and table_names.is_path(self.table) and not has_delta(self.spark):
+                location = self.table  # Spark Connect without Delta Lake
             self._source = None if location is None else open_log(self.table, location, self.storage_options)
             if self._source is None and location is not None and self._is_described():
                 self._source = DescribedHistory(self.spark, self.table)
