@@ -18,6 +18,7 @@ from spark_group_source.protocol.placement import (
     READY_AFTER_MS,
     RETURN_MS_MAX,
 )
+from spark_group_source.protocol.states import SlotState
 
 A, B, C = tps("orders", 0, 1, 2)
 LEASE_MS = 45_000
@@ -370,6 +371,31 @@ def test_adding_slots_waits_for_new_agents_within_a_bound() -> None:
     g = growing("h1", "h2")
     others_come_and_go(g, ev.Join)
     assert [slot for slot, _ in joins(g)] == [1]
+
+
+@pytest.mark.parametrize("apart_ms", [0, 1_000, 4_000, 6_000, 14_000, 20_000, 40_000])
+def test_each_agent_has_a_member_within_a_bound_however_far_apart_they_connect(apart_ms: int) -> None:
+    """On a busy machine executors start their agents minutes apart. No agent waits for another one beyond the bound."""
+    g = growing()
+    connected_ms: dict[str, int] = {}
+    placed_ms: dict[str, int] = {}
+    hosts, step_ms = ["h1", "h2", "h3"], 1_000
+    for now_ms in range(0, 2 * apart_ms + READY_AFTER_MS + GATHER_MS_MAX + 2 * step_ms, step_ms):
+        if len(connected_ms) < len(hosts) and now_ms >= apart_ms * len(connected_ms):
+            host = hosts[len(connected_ms)]
+            g.agent_connects(host)
+            connected_ms[host] = now_ms
+        g.feed(ev.BatchBoundary())
+        for slot in g.run.slots.all:
+            if slot.state is SlotState.MOVING:
+                g.member_ended(slot.number)
+            if slot.state is SlotState.JOINING:
+                g.settled((A, B, C)[slot.number], slot=slot.number)
+            placed_ms.setdefault(slot.agent, now_ms)
+        g.send_heartbeats(step_ms)
+    late_ms = {host: placed_ms[host] - connected_ms[host] for host in hosts}
+    assert max(late_ms.values()) <= READY_AFTER_MS + GATHER_MS_MAX + step_ms, late_ms
+    assert sorted(hosts_of(g)) == hosts
 
 
 def test_surplus_slot_leaves_when_its_agent_is_gone_for_long() -> None:
