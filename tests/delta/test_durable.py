@@ -81,11 +81,11 @@ def test_a_query_whose_host_died_before_its_commit_goes_on_after_a_consumer_that
     """Kafka gets the consumer's commit in place of the query's, as if driver and stream reader had died together."""
     name, table = scene.topic(1), scene.folder / "table"
     scene.produce(name, numbered(0, 9, 1))
-    scene.job(subscribe=name).run_into(DeltaSink(table))
+    scene.job(subscribe=name).run_into(DeltaSink(table), availableNow=True)
     await_until(lambda: scene.committed() == {TopicPartition(name, 0): 10}, HANG_S, what="the offsets in Kafka")
     set_committed(scene.admin, scene.group, name, {0: 4})
     run_files.mark_durable(planned(scene.folder / "c")[0])
     scene.produce(name, numbered(10, 14, 1))
-    scene.job(subscribe=name).run_into(DeltaSink(table))
+    scene.job(subscribe=name).run_into(DeltaSink(table), availableNow=True)
     assert sorted(row["offset"] for row in living_rows(table, ["offset"])) == list(range(15))
     await_until(lambda: scene.committed() == {TopicPartition(name, 0): 15}, HANG_S, what="the offsets in Kafka")
