@@ -6,6 +6,7 @@ Runs in: tests, as an independent reader of what the product wrote.
 import json
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 
 def living_rows(table: Path, columns: list[str] | None = None) -> list[dict[str, Any]]:
@@ -16,13 +17,22 @@ def living_rows(table: Path, columns: list[str] | None = None) -> list[dict[str,
 
 
 def living_files(table: Path) -> list[Path]:
-    """Return the files that the log lists and has not removed."""
+    """Return the files that the newest checkpoint and the log since then list."""
+    import pyarrow.parquet as pq
+
     files: dict[tuple[str, str], None] = {}
-    for commit in sorted((table / "_delta_log").glob("*.json")):
+    log = table / "_delta_log"
+    newest = max(log.glob("*.checkpoint.parquet"), default=None)
+    if newest is not None:
+        for add in pq.read_table(newest, columns=["add"])["add"].to_pylist():
+            if add is not None:
+                files[unquote(add["path"]), json.dumps(add.get("deletionVector"), sort_keys=True)] = None
+    since = "" if newest is None else newest.name.split(".")[0]
+    for commit in sorted(path for path in log.glob("*.json") if path.name.split(".")[0] > since):
         actions = [json.loads(line) for line in commit.read_text().splitlines()]
         for kind in ("remove", "add"):  # the actions of a commit have no order
             for action in (action[kind] for action in actions if kind in action):
-                file = action["path"], json.dumps(action.get("deletionVector"), sort_keys=True)
+                file = unquote(action["path"]), json.dumps(action.get("deletionVector"), sort_keys=True)
                 if kind == "add":
                     files[file] = None
                 else:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow.parquet
 import pytest
 from delta_files import living_files
-from deltalake import DeltaTable
+from deltalake import DeltaTable, write_deltalake
 from sink_source import SCHEMA, Ranges, rows_of, write_script
 
 from spark_group_source.delta.sink import DeltaSink
@@ -133,6 +133,31 @@ def numbers(text: str) -> dict[int, int]:
 def parquet_files(table: Path) -> set[str]:
     files = (f for f in table.rglob("*.parquet") if "_delta_log" not in f.parts)
     return {str(f.relative_to(table)) for f in files if not f.name.startswith(".")}
+
+
+def rewrite(table: Path, version: int, kind: str, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change the actions of one kind in a commit."""
+    path = table / "_delta_log" / f"{version:020}.json"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line in lines:
+        if kind in line:
+            change(line[kind])
+    path.write_text("\n".join(map(json.dumps, lines)) + "\n")
+
+
+def clone_of(table: Path, version: int, clone: Path) -> Path:
+    """Clone a version of a table, as ``CREATE TABLE ... CLONE`` does: rows and columns, no numbers and no notes."""
+    DeltaTable.create(clone, DeltaTable(table).schema())
+    found = DeltaTable(table, version=version).to_pyarrow_table()
+    write_deltalake(clone, found, mode="append")
+    log = clone / "_delta_log"
+    lines = [line for number in (0, 1) for line in (log / f"{number:020}.json").read_text().splitlines()]
+    kept = [action for action in map(json.loads, lines) if "commitInfo" not in action]
+    parameters = {"source": f"delta.`file:{table}`", "sourceVersion": str(version), "isShallow": "false"}
+    kept.append({"commitInfo": {"timestamp": 1, "operation": "CLONE", "operationParameters": parameters}})
+    (log / f"{0:020}.json").write_text("\n".join(map(json.dumps, kept)) + "\n")
+    (log / f"{1:020}.json").unlink()
+    return clone
 
 
 def expire_log(table: Path) -> None:

@@ -1,6 +1,6 @@
-"""``spark-group ledger``: show the ledgers in a table, and compare them with its rows.
+"""``spark-group ledger``: show the ledgers in a table, compare them with its rows, carry one over.
 
-Runs in: a terminal. Deliberately absent: Kafka, and changing a ledger (``spark-group reset --table``).
+Runs in: a terminal. Deliberately absent: Kafka, and moving a ledger (``spark-group reset --table``).
 """
 
 import json
@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from spark_group_source.cli import common
-from spark_group_source.cli.common import JsonOption, cells, console, table_of
+from spark_group_source.cli.common import GroupOption, JsonOption, cells, console, table_of
+from spark_group_source.errors import OptionError
 
 if TYPE_CHECKING:
     from spark_group_source.delta.ledger_format import Ledger
@@ -66,6 +67,68 @@ def verify(table: TableArgument, as_json: JsonOption = False) -> None:
         typer.echo(f"{len(found.groups)} groups, {found.commits} commits, {found.rows:,} rows: {verdict}")
     if found.findings:
         raise typer.Exit(1)
+
+
+ExecuteOption = Annotated[
+    bool, typer.Option("--execute", help="Write the ledger; without this the command only shows it.")
+]
+
+
+@ledger_app.command("copy")
+def copy(
+    source: Annotated[str, typer.Argument(help="The table that was cloned.")],
+    table: Annotated[str, typer.Argument(help="Its clone.")],
+    group: GroupOption,
+    version: Annotated[
+        int | None, typer.Option("--version", min=0, help="The cloned version, if the clone's log lacks it.")
+    ] = None,
+    execute: ExecuteOption = False,
+) -> None:
+    """Copy a group's ledger into a clone of its table, as it was in the cloned version."""
+    from spark_group_source.delta import ledger_transfer, table_writer
+
+    with common.session(True) as spark:
+        assert spark is not None
+        made = None
+        if version is None:
+            clone = ledger_transfer.find_clone(table_writer.open_existing(spark, table).history())
+            if clone is None:
+                raise OptionError(
+                    f"the log of table {table} has no CLONE; add --version, the cloned version of {source}"
+                )
+            version, made = clone.version, clone.made
+        found = ledger_transfer.transfer_ledger(
+            spark, source, group, table, group, version=version, decided_at=made, execute=execute
+        )
+    _show_transfer(found, table, execute)
+
+
+@ledger_app.command("rename")
+def rename(
+    table: TableArgument,
+    group: GroupOption,
+    to: Annotated[str, typer.Option("--to", help="The group's new name.")],
+    execute: ExecuteOption = False,
+) -> None:
+    """Copy a group's ledger to the group's new name. The ledger of the former name stays in the log."""
+    from spark_group_source.delta import ledger_transfer
+
+    with common.session(True) as spark:
+        assert spark is not None
+        found = ledger_transfer.transfer_ledger(spark, table, group, table, to, execute=execute)
+    _show_transfer(found, table, execute)
+
+
+def _show_transfer(ledger: "Ledger", table: str, execute: bool) -> None:
+    from spark_group_source.delta import table_names
+
+    rows = [(tp.topic, str(tp.partition), offset) for tp, offset in sorted(ledger.offsets.items())]
+    console.print(table_of("topic", "partition", "next offset", rows=rows))
+    if not execute:
+        typer.echo("nothing was changed; add --execute to do it")
+        return
+    typer.echo(f"table {table} has this ledger of group {ledger.group}. Move the group there, before its query starts:")
+    typer.echo(f"    {table_names.reset_command(ledger.group, table, '--to-ledger')}")
 
 
 def _shown(history: "TableHistory") -> list[dict[str, Any]]:

@@ -45,6 +45,7 @@ from spark_group_source import command_line, compatibility
 from spark_group_source.delta import (
     checkpoint_status,
     ledger_decision,
+    ledger_transfer,
     restored_table,
     table_names,
     table_writer,
@@ -317,6 +318,10 @@ class _BatchCommit:
             if ledger is not None:
                 self._refuse_replaced_rows(history, ledger)
                 self.sink._ledgers[group] = ledger.at_version(history.version)
+            else:
+                topics = {tp.topic for o in self.planned.offsets if o.group == group for tp in o.ranges}
+                here = ("--to-checkpoint", self.planned.root, "--batch", str(self.planned.batch_id))
+                ledger_transfer.check_new_group(self.df.sparkSession, history, group, topics, here)
         except LedgerExpired as expired:
             return self._new_ledger(history, group, expired)
         return ledger

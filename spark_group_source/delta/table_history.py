@@ -97,6 +97,8 @@ class Commit(NamedTuple):
     """The parameters of a ``RESTORE``; None for every other operation."""
     operation: str = ""
     """The operation as Delta names it, such as ``WRITE``."""
+    clone: Mapping[str, Any] | None = None
+    """The parameters of a ``CLONE``; None for every other operation."""
     replaces_rows: bool = False
     """Whether the commit removed rows by an operation other than ROW_COMMANDS, such as a ``REPLACE``, an overwrite or a
     clone into the table, or is a ``RESTORE``."""
@@ -122,7 +124,8 @@ class Commit(NamedTuple):
         replaces_rows = restore is not None or (removes_rows and operation not in ROW_COMMANDS)
         written: Any = info.get("timestamp")
         written_ms = int(written.timestamp() * 1000) if isinstance(written, datetime) else written
-        return cls(version, min(known), note, entries, restore, operation, replaces_rows, written_ms)
+        clone = parameters if operation == "CLONE" else None
+        return cls(version, min(known), note, entries, restore, operation, clone, replaces_rows, written_ms)
 
     def ledger_entry(self, group: str) -> dict[str, Any] | None:
         """Return the entry of a group, whose ``ledger`` is a full one or changes; None if the commit has none."""
@@ -273,17 +276,23 @@ class LogFiles:
         # RESTORE by timestamp: Delta records the local time of the session that ran it, without a time zone. The
         # version that it chose has the files that the RESTORE left, so its actions and those of the commits before it,
         # undone one by one, lead there. Commits between two versions with the same files have no rows.
+        # If rows came and were removed again in between, several ledgers fit the files: then none is chosen.
         added, removed = _file_changes(self.actions(restore.version) or b"")
+        found, has_other_files = None, False
         for earlier in range(restore.version - 1, -1, -1):
             # Now ``removed`` has the files of version ``earlier`` that the RESTORE left out, ``added`` those that only
             # the restored version has.
-            if not added and not removed:
-                return earlier
-            if (text := self.actions(earlier)) is None:
+            if added or removed:
+                has_other_files = found is not None
+            elif has_other_files:
                 return None
+            elif found is None:
+                found = earlier
+            if (text := self.actions(earlier)) is None:
+                return found
             came, went = _file_changes(text)
             added, removed = (added - went) | (came - removed), (removed - came) | (went - added)
-        return None
+        return found
 
 
 class DescribedHistory:

@@ -129,6 +129,11 @@ def reset_command(group: str, table: str, *position: str) -> str:
     return command_line.spark_group("reset", there, group, *position, "--table", table, "--execute")
 
 
+def ledger_command(*words: str) -> str:
+    """Return a ``spark-group ledger`` command that changes a ledger."""
+    return command_line.spark_group("ledger", (), None, *words, "--execute")
+
+
 def restore_command(table: str, version: int) -> str:
     """Return the SQL statement that restores a table to a version."""
     return f"RESTORE TABLE {sql_name(table)} TO VERSION AS OF {version}"

@@ -189,8 +189,8 @@ class TableWriter:
         rows = self.log.opened.to_pyarrow_dataset()
         if not table_names.RECORD_COLUMNS.keys() <= set(rows.schema.names):
             return None
-        wanted = ds.field("topic").isin(sorted({tp.topic for tp in starts}))
-        wanted &= ds.field("offset") >= min(starts.values(), default=0) - 1
+        # No filter by topic: pyarrow cannot compare it with the statistics of string views, which deltalake writes.
+        wanted = ds.field("offset") >= min(starts.values(), default=0) - 1
         columns = rows.to_table(columns=list(table_names.RECORD_COLUMNS), filter=wanted)
         found = columns.group_by(["topic", "partition"]).aggregate([("offset", "max")])
         return _ends(starts, ((row["topic"], row["partition"], row["offset_max"]) for row in found.to_pylist()))
@@ -256,10 +256,16 @@ class TableWriter:
                 return commit.version
         raise CommitRace(f"another commit has the number {dict(numbers)}")
 
-    def commit_ledger(self, history: TableHistory, ledger: Ledger, reason: str) -> Ledger:
-        """Commit a full ledger without rows, and return it with the version of the table. Raises CommitRace."""
+    def commit_ledger(
+        self, history: TableHistory, ledger: Ledger, reason: str, decided_at: int | None = None
+    ) -> Ledger:
+        """Commit a full ledger without rows, and return it with the version of the table. Raises CommitRace.
+
+        Args:
+            decided_at: the version whose rows the ledger fits; None: that of ``history``.
+        """
         ledger, text = ledger.to_commit(None, now_ms=now_ms())
-        note = note_of({ledger.group: text}, read=history.version, reason=reason)
+        note = note_of({ledger.group: text}, read=history.version if decided_at is None else decided_at, reason=reason)
         version = self.commit(history, None, {APP_PREFIX + ledger.group: ledger.number}, note, needed=True)
         assert version is not None
         return ledger.at_version(version)

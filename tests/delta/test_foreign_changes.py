@@ -14,6 +14,7 @@ from sink_source import offset
 from sink_words import BeforeNextCommit, Query, commits, next_offsets, one, parquet_files, records, rows
 
 from spark_group_source.delta.ledger_store import read_ledger
+from spark_group_source.delta.ledger_transfer import transfer_ledger
 from spark_group_source.delta.restored_table import ledger_of_rows
 from spark_group_source.delta.table_history import DescribedHistory, TableHistory
 from spark_group_source.errors import LedgerConflict, OptionError
@@ -27,7 +28,7 @@ pytestmark = [pytest.mark.spark, pytest.mark.usefixtures("few_tasks")]
 P0, P1 = TopicPartition("orders", 0), TopicPartition("orders", 1)
 
 
-def found(spark: "SparkSession", table: Path) -> list[tuple[object, ...]]:
+def content(spark: "SparkSession", table: Path) -> list[tuple[object, ...]]:
     """Return the rows by a plain read, for tables whose data files alone do not show them."""
     return sorted(
         tuple(r)
@@ -76,7 +77,7 @@ def test_a_restore_by_timestamp_does_not_depend_on_the_time_zones_of_session_and
         monkeypatch.undo()
         time.tzset()
     assert there is not None and there.offsets == {P0: 20}
-    assert rows(table) == found(spark, table) == records(0, 20)
+    assert rows(table) == content(spark, table) == records(0, 20)
 
 
 @pytest.mark.slow
@@ -150,10 +151,38 @@ def test_a_replaced_or_overwritten_table_refuses_the_query_until_it_is_taken_bac
             query.run(refused, 2, offset(2, one(20, 30)))
     (by_operation,) = DescribedHistory(spark, str(new_table)).commits(3, 2)
     assert by_operation.replaces_rows
-    assert found(spark, new_table) == records(0, 10)
+    assert content(spark, new_table) == records(0, 10)
     spark.sql(commands(error.value)[0])
     query.run(query.sink(new_table), 2, offset(2, one(20, 30)))
-    assert found(spark, new_table) == records(0, 30)
+    assert content(spark, new_table) == records(0, 30)
+
+
+# CLONE
+
+
+@pytest.mark.slow
+def test_a_clone_has_no_ledger_until_it_is_copied(query: Query, table: Path, tmp_path: Path) -> None:
+    """``decisions/test_commands.py`` runs the commands. By writer options, too: the numbers are not cloned either."""
+    spark, clone = query.spark, tmp_path / "clone"
+    for n in range(3):
+        query.run(query.sink(table), n, offset(n, one(n * 10, n * 10 + 10)))
+    spark.sql(f"CREATE TABLE delta.`{clone}` SHALLOW CLONE delta.`{table}` VERSION AS OF 2")
+    for writer in ("native", "options"):
+        with pytest.raises(
+            LedgerConflict, match=r"is a clone of version 2 of table .* which has a ledger of group 'etl'"
+        ):
+            query.run(query.sink(clone, writer=writer), 3, offset(3, one(30, 40)))
+    (described,) = DescribedHistory(spark, str(clone)).commits(0, -1)
+    assert described.clone is not None and described.clone["sourceVersion"] == "2"
+    spark.sql(f"CREATE TABLE moved USING delta LOCATION '{table}'")
+    try:
+        found = transfer_ledger(spark, "moved", "etl", str(clone), "etl", version=2, execute=True)
+    finally:
+        spark.sql("DROP TABLE moved")
+    there = read_ledger(spark, str(clone), "etl")
+    assert there is not None and there.offsets == found.offsets == {P0: 20}
+    query.run(query.sink(clone, writer="options"), 3, offset(3, one(20, 40), reset_number=1))
+    assert content(spark, clone) == records(0, 40)
 
 
 # Maintenance
@@ -185,7 +214,7 @@ def test_optimize_and_vacuum_keep_every_record_once(
     assert not before & parquet_files(table), "the files of the first batches are gone"
     query.run(query.sink(table), 2, offset(2, one(20, 30)))
     query.run(sink, 3, offset(3, one(30, 40)))
-    assert rows(table) == found(spark, table) == records(0, 40)
+    assert rows(table) == content(spark, table) == records(0, 40)
     assert next_offsets(table) == {("orders", 0): 40}
 
 
@@ -202,7 +231,7 @@ def test_the_ledger_and_the_batch_numbers_are_known_after_the_log_was_cleaned_up
     again = query.sink(table)
     query.run(again, 6, offset(6, one(60, 70)))
     query.run(again, 7, offset(7, one(65, 80)))
-    assert found(spark, table) == records(0, 80)
+    assert content(spark, table) == records(0, 80)
     there = read_ledger(spark, str(table), "etl")
     assert there is not None and there.offsets == {P0: 80}
 
@@ -226,7 +255,7 @@ def test_column_mapping_added_during_a_batch_is_followed_and_a_renamed_column_fa
     before_next_commit(alter)
     query.run(sink, 1, offset(1, one(10, 20)))
     query.run(query.sink(table), 2, offset(2, one(20, 30)))
-    assert found(spark, table) == records(0, 30)
+    assert content(spark, table) == records(0, 30)
     spark.sql(f"ALTER TABLE delta.`{table}` RENAME COLUMN value TO payload")
     before = len(commits(table))
     with pytest.raises(AnalysisException, match="schema mismatch"):

@@ -7,6 +7,7 @@
 import json
 import re
 import shlex
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,7 +16,8 @@ from deltalake import DeltaTable, write_deltalake
 from offset_model import P0, SERVERS, OffsetModel
 from printed_commands import commands
 from sink_source import offset
-from sink_words import Query, expire_log, offsets_in, one, records, rows
+from sink_words import Query, clone_of, expire_log, offsets_in, one, records, rows
+from sink_words import commits as commits_of
 from typer.testing import CliRunner
 
 from spark_group_source.cli.app import app
@@ -293,6 +295,73 @@ def test_commands_for_a_second_write_of_a_batch(
         run_command(command)
     continue_query(query, table, admin, 1, 12)
     assert offsets_in(table) == list(range(5, 12))
+
+
+@pytest.mark.parametrize("kept", [False, True], ids=["copied", "kept"])
+def test_commands_for_a_clone_of_a_table_with_a_ledger(
+    query: Query, table: Path, admin: OffsetModel, kept: bool
+) -> None:
+    for n in range(3):
+        query.run(query.sink(table), n, offset(n, one(n * 10, n * 10 + 10)))
+    clone = clone_of(table, 2, table.parent / "clone")
+    assert offsets_in(clone) == list(range(20))
+    admin.commit(30)
+    refused_batch = offset(3, one(30, 40))
+    message = refused(lambda: query.run(query.sink(clone), 3, refused_batch))
+    assert f"is a clone of version 2 of table file:{table}" in str(message)
+    copy, to_ledger, keep = commands(message)
+    for command in [keep] if kept else [copy, to_ledger]:
+        run_command(command)
+    query.run(query.sink(clone), 3, refused_batch)
+    continue_query(query, clone, admin, 4, 40)
+    assert offsets_in(clone) == [*range(20), *range(30 if kept else 20, 40)]
+
+
+def test_a_clone_whose_source_cannot_be_read_is_a_warning(
+    query: Query, table: Path, admin: OffsetModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    query.run(query.sink(table), 0, offset(0, one(0, 10)))
+    clone = clone_of(table, 1, table.parent / "clone")
+    shutil.rmtree(table)
+    query.run(query.sink(clone), 1, offset(1, one(10, 20)))
+    assert f"`spark-group ledger copy file:{table} {clone} --group etl --execute`" in caplog.text
+
+
+def test_a_copied_ledger_alone_leaves_no_gap(query: Query, table: Path, admin: OffsetModel) -> None:
+    """Until the group is moved to it, batches of the query are void, then refused."""
+    for n in range(3):
+        query.run(query.sink(table), n, offset(n, one(n * 10, n * 10 + 10)))
+    clone = clone_of(table, 2, table.parent / "clone")
+    admin.commit(30)
+    run_command(f"spark-group ledger copy {table} {clone} --group etl --execute")
+    query.run(query.sink(clone), 3, offset(3, one(30, 40)))
+    (to_ledger,) = commands(refused(lambda: query.run(query.sink(clone), 4, offset(4, one(40, 50)))))
+    run_command(to_ledger)
+    continue_query(query, clone, admin, 5, 50)
+    assert offsets_in(clone) == list(range(50))
+
+
+def test_commands_for_a_renamed_group(
+    query: Query, table: Path, admin: OffsetModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    query.run(query.sink(table), 0, offset(0, one(0, 10), group="former", stream="s0"))
+    query.run(query.sink(table), 0, offset(0, one(0, 0, topic="another")))
+    assert "has no ledger of it" not in caplog.text, "another topic"
+    query.run(query.sink(table), 1, offset(0, one(10, 10), group="new", stream="s1"))
+    (rename,) = commands(caplog.text)
+    assert rename == f"spark-group ledger rename {table} --group former --to new --execute"
+    words = shlex.split(rename.replace("--to new", "--to newer"))
+    for execute in (False, True):
+        before = len(commits_of(table))
+        shown = CliRunner().invoke(app, words[1:] if execute else words[1:-1])
+        assert shown.exit_code == 0 and "10" in shown.output, shown.output
+        assert len(commits_of(table)) == before + execute
+    (to_ledger,) = commands(shown.output)
+    assert to_ledger.endswith(f"--group newer --to-ledger --table {table} --execute")
+    found = read_ledger(query.spark, str(table), "newer")
+    assert found is not None and (found.offsets, found.reset_number) == ({P0: 10}, 1)
+    again = CliRunner().invoke(app, words[1:])
+    assert again.exit_code == 1 and "has a ledger of group 'newer' already" in again.output
 
 
 SECURITY = {

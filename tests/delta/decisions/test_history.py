@@ -23,6 +23,7 @@ from sink_words import (
     offsets_in,
     one,
     records,
+    rewrite,
     rows,
 )
 
@@ -257,16 +258,6 @@ def test_a_second_restore_to_an_older_version_is_followed(query: Query, table: P
     assert rows(table) == records(100, 130)
 
 
-def rewrite(table: Path, version: int, kind: str, change: Callable[[dict[str, Any]], object]) -> None:
-    """Change the actions of one kind in a commit."""
-    path = table / "_delta_log" / f"{version:020}.json"
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    for line in lines:
-        if kind in line:
-            change(line[kind])
-    path.write_text("\n".join(map(json.dumps, lines)) + "\n")
-
-
 def by_timestamp(info: dict[str, Any]) -> None:
     """Delta records the local time of the session that ran a RESTORE, without the time zone."""
     info["operationParameters"] = {"version": None, "timestamp": "1999-12-31 23:59:59.000"}
@@ -287,6 +278,20 @@ def test_the_version_of_a_restore_by_timestamp_is_found_by_the_actions_of_the_lo
     there = read_ledger(query.spark, str(table), "etl")
     assert there is not None and there.offsets == {P0: 20}
     with pytest.raises(LedgerConflict, match=r"restored to version 2 .*orders-0\[20,30\)"):
+        query.run(query.sink(table), 3, offset(3, one(30, 40)))
+
+
+def test_a_restore_by_timestamp_is_refused_if_two_versions_with_other_rows_in_between_have_its_files(
+    query: Query, table: Path
+) -> None:
+    """Before a batch, and after its rows were deleted on purpose: the first is behind the batch, the second is not."""
+    for n in range(2):
+        query.run(query.sink(table), n, offset(n, one(n * 10, n * 10 + 10)))
+    DeltaTable(table).delete("offset >= 10")
+    query.run(query.sink(table), 2, offset(2, one(20, 30)))
+    DeltaTable(table).restore(1)
+    rewrite(table, 5, "commitInfo", by_timestamp)
+    with pytest.raises(LedgerConflict, match=r"version 5 .*\(RESTORE\) removed rows .* is unknown"):
         query.run(query.sink(table), 3, offset(3, one(30, 40)))
 
 
