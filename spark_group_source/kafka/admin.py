@@ -19,7 +19,7 @@ from confluent_kafka import admin as kafka_admin
 
 from spark_group_source import command_line
 from spark_group_source.error_codes import Meaning, Request, is_token_missing, meaning
-from spark_group_source.errors import TopicMissing
+from spark_group_source.errors import BrokerUnavailable, TopicMissing
 from spark_group_source.kafka.environment import NEVER_JOINS, Environment, refused_option
 from spark_group_source.kafka.retry import RefusalWatch, Retry
 from spark_group_source.kafka.translation import (
@@ -155,6 +155,17 @@ class Admin:
         topic, and a broker that has just started knows none."""
         return self._retry_missing(set(names), self.describe_topics)
 
+    def existing_partitions(self, tps: Iterable[TopicPartition]) -> set[TopicPartition]:
+        """Return the partitions that exist, as :meth:`existing_topics`: a broker may not know yet that a topic has
+        grown."""
+
+        def find(wanted: set[TopicPartition]) -> dict[TopicPartition, None]:
+            topics = self.describe_topics(tp.topic for tp in wanted)
+            counts = {name: topic.partitions for name, topic in topics.items()}
+            return {tp: None for tp in wanted if tp.partition < counts.get(tp.topic, 0)}
+
+        return set(self._retry_missing(set(tps), find))
+
     def require_topics(self, names: Iterable[str]) -> dict[str, Topic]:
         """Return all of the named topics.
 
@@ -182,9 +193,10 @@ class Admin:
         return self._offsets(tps, _OffsetSpec.latest(), committed=committed, require_all=require_all)
 
     def latest_of_existing(self, tps: Iterable[TopicPartition], *, committed: bool) -> Offsets:
-        """:meth:`latest` for partitions that should exist. Retries those reported missing, as
-        :meth:`existing_topics`."""
-        return self._retry_missing(set(tps), partial(self.latest, committed=committed))
+        """:meth:`latest` for partitions that should exist: asks several times for those that are missing or have no
+        leader, and then leaves them out."""
+        wanted = set(tps)
+        return self._retry_missing(wanted, lambda _: self.latest(wanted, committed=committed, require_all=False))
 
     def latest_with_epochs(self, tps: Iterable[TopicPartition], *, committed: bool) -> tuple[Offsets, Offsets]:
         """Return the end offsets of the answered partitions, and the leader epochs where leaders returned them."""
@@ -207,7 +219,8 @@ class Admin:
     def starting_offsets(
         self, starts: Mapping[TopicPartition, StartAt], *, committed: bool
     ) -> dict[TopicPartition, int | None]:
-        """Resolve starting positions to offsets, with one request per kind. Unanswered partitions are left out.
+        """Resolve starting positions to offsets, with one request per kind. Unanswered partitions are left out,
+        and that may be all of them.
 
         Args:
             committed: "latest" is the last stable offset.
@@ -216,11 +229,16 @@ class Admin:
             The offset; None: no record is as recent as the timestamp.
         """
         found: dict[TopicPartition, int | None] = {tp: at.value for tp, at in starts.items() if at.kind == "offset"}
-        found.update(self.earliest((tp for tp, at in starts.items() if at.kind == "earliest"), require_all=False))
-        latest = (tp for tp, at in starts.items() if at.kind == "latest")
-        found.update(self.latest(latest, committed=committed, require_all=False))
+        earliest = [tp for tp, at in starts.items() if at.kind == "earliest"]
+        latest = [tp for tp, at in starts.items() if at.kind == "latest"]
         times = {tp: at.value for tp, at in starts.items() if at.kind == "time"}
-        found.update(self.offsets_at_time(times, require_all=False))
+        for find in (  # the partitions of one kind may all lack a leader
+            lambda: self.earliest(earliest, require_all=False),
+            lambda: self.latest(latest, committed=committed, require_all=False),
+            lambda: self.offsets_at_time(times, require_all=False),
+        ):
+            with contextlib.suppress(BrokerUnavailable):
+                found.update(find())
         return found
 
     def describe_group(self, group: str) -> GroupDescription:
@@ -338,6 +356,8 @@ class Admin:
                 if self._refusal.error is not None:
                     raise
                 failed[partition] = exc
+        if not require_all:  # a new client would not find a leader either
+            failed = {p: exc for p, exc in failed.items() if exc.args[0].code() != KafkaError.LEADER_NOT_AVAILABLE}
         if failed and answers and not require_all:
             if self._environment.now_ms() >= self._renewed_ms + RENEW_EVERY_S * 1000:
                 self._renew()
@@ -345,21 +365,29 @@ class Admin:
         if not failed:
             return answers
         ambiguous = {p: exc for p, exc in failed.items() if exc.args[0].code() in AMBIGUOUS_CODES}
-        errors = [exc for p, exc in failed.items() if p not in ambiguous] or self._of_existing(ambiguous, bound)
+        errors = [exc for p, exc in failed.items() if p not in ambiguous]
+        errors = errors or self._of_existing(ambiguous, bound, leaderless=require_all)
         if errors:
             raise errors[0]
         return answers
 
-    def _of_existing(self, failed: Mapping[Any, KafkaException], bound: Bound) -> list[KafkaException]:
-        """Return the errors of those partitions that exist according to a broker."""
+    def _of_existing(
+        self, failed: Mapping[Any, KafkaException], bound: Bound, *, leaderless: bool
+    ) -> list[KafkaException]:
+        """Return the errors of those partitions that exist according to a broker; ``leaderless``: also of those that
+        have no leader according to it."""
         topics = TopicCollection(sorted({p.topic for p in failed}))
         futures = self._client.describe_topics(topics, **bound)
         answers = self._answers(Request.TOPICS, futures)
-        counts = {  # a topic without any known partition may have any number
-            name: 0 if isinstance(topic, Missing) else len(topic.partitions) or math.inf
-            for name, topic in answers.items()
-        }
-        return [exc for p, exc in failed.items() if p.partition < counts[p.topic]]
+        existing = {name: topic.partitions for name, topic in answers.items() if not isinstance(topic, Missing)}
+        leaders = {(name, each.id): each.leader for name, partitions in existing.items() for each in partitions}
+
+        def is_there(p: Any) -> bool:
+            if not existing.get(p.topic):  # a topic without any known partition may have any number
+                return p.topic in existing
+            return (p.topic, p.partition) in leaders and (leaderless or leaders[p.topic, p.partition] is not None)
+
+        return [exc for p, exc in failed.items() if is_there(p)]
 
     def _collect(
         self, request: Request, op: str, send: Callable[[Bound], Mapping[Any, "Future[Any]"]]

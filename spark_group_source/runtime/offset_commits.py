@@ -9,7 +9,7 @@ still belongs to this run, so the run may take the id back.
 """
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NoReturn, cast
 
@@ -233,7 +233,7 @@ class OffsetCommits:
             self._commit(order.parts, notes, skipped)
         except CommitFailed:
             wanted = {tp for tp in command.offsets if command.slots[tp] not in skipped}
-            existing = self._existing(wanted)
+            existing = self._admin.existing_partitions(wanted)  # Kafka refuses a whole commit that names a deleted one
             if existing == wanted:
                 raise
             log.warning(
@@ -250,12 +250,6 @@ class OffsetCommits:
         if done or not skipped:
             return ev.OffsetsCommitted(offsets=done, left_out=skipped)
         return ev.OffsetCommitFailed(reason="; ".join(sorted(set(skipped.values()))), stale=True)
-
-    def _existing(self, tps: Iterable[TopicPartition]) -> set[TopicPartition]:
-        """Return the partitions that exist: Kafka refuses a whole commit that names a deleted one."""
-        wanted = set(tps)
-        topics = self._admin.existing_topics(tp.topic for tp in wanted)
-        return {tp for tp in wanted if tp.topic in topics and tp.partition < topics[tp.topic].partitions}
 
     def _commit(
         self, parts: Sequence[MemberCommit], notes: Mapping[TopicPartition, str], skipped: dict[int, str]

@@ -234,7 +234,7 @@ def test_G10_a_partition_unknown_to_the_library_is_retried(environment: ManualEn
     """The library reports it at once for each partition whose broker it cannot reach."""
     admin = Admin(SETTINGS, environment=environment, retries=1)
     environment.will("list_offsets", {A0: refusal(KafkaError._UNKNOWN_PARTITION)}, {A0: _info(5)})
-    environment.will("describe_topics", {"a": SimpleNamespace(partitions=[0])})
+    environment.will("describe_topics", {"a": SimpleNamespace(partitions=[SimpleNamespace(id=0, leader=1)])})
     assert admin.latest([A0]) == {A0: 5}
 
 

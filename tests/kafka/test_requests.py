@@ -25,6 +25,11 @@ def at(tp: TopicPartition, offset: int, text: str = "", *, error: int | None = N
     return SimpleNamespace(topic=tp.topic, partition=tp.partition, error=KafkaError(error))
 
 
+def with_leaders(*leaders: int | None) -> Any:
+    """A topic in an answer, with the leader of each partition."""
+    return SimpleNamespace(topic_id="i", partitions=[SimpleNamespace(id=p, leader=at) for p, at in enumerate(leaders)])
+
+
 def info(offset: int) -> Any:
     return SimpleNamespace(offset=offset)
 
@@ -83,13 +88,11 @@ UNKNOWN = refusal(KafkaError._UNKNOWN_PARTITION)
 
 
 def test_partitions_that_a_broker_reports_missing_are_left_out(environment: ManualEnvironment, admin: Admin) -> None:
-    gone, one = refusal(KafkaError.UNKNOWN_TOPIC_OR_PART), SimpleNamespace(partitions=[0])
+    gone, one = refusal(KafkaError.UNKNOWN_TOPIC_OR_PART), with_leaders(1)
     environment.will(
         "list_offsets", {A0: NO_LEADERS, B1: NO_LEADERS}, {A0: info(3), B1: UNKNOWN}, {B0: UNKNOWN, B1: UNKNOWN}
     )
-    environment.will(
-        "describe_topics", {"a": gone, "b": one}, {"b": one}, {"b": one}, {"b": SimpleNamespace(partitions=[])}
-    )
+    environment.will("describe_topics", {"a": gone, "b": one}, {"b": one}, {"b": one}, {"b": with_leaders()})
     assert admin.latest([A0, B1]) == {}
     assert admin.latest([A0, B1]) == {A0: 3}
     with pytest.raises(BrokerUnavailable):
@@ -105,14 +108,12 @@ def test_G10_the_end_of_a_partition_unknown_to_a_broker_is_retried(
 ) -> None:
     """Else an AvailableNow run leaves it to the next one."""
     options = Options.parse({"kafka.bootstrap.servers": "b", "kafka.group.id": "g", "subscribe": "a,b"})
-    there, gone = SimpleNamespace(topic_id="i", partitions=[0]), refusal(KafkaError.UNKNOWN_TOPIC_OR_PART)
-    environment.will("describe_topics", {"a": there, "b": there}, {"b": gone}, {"b": gone})
-    environment.will("list_offsets", {A0: info(3), B0: UNKNOWN}, {B0: NO_LEADERS}, {B0: info(5)})
+    environment.will("describe_topics", dict.fromkeys("ab", with_leaders(1)))
+    environment.will("list_offsets", *[{A0: info(3), B0: UNKNOWN}] * 2, {A0: info(4), B0: info(5)})
     target = BrokerQueries(
         options, admin, EpochEnds(SETTINGS, environment=environment), environment.now_ms
     ).read_target()
-    assert target.ends == {A0: 3, B0: 5}
-    assert [list(asked) for asked in environment.called("list_offsets")] == [[A0, B0], [B0], [B0]]
+    assert target.ends == {A0: 4, B0: 5}
 
 
 def test_G10_a_partition_with_unknown_end_is_left_to_the_next_run_with_a_warning(
@@ -120,8 +121,8 @@ def test_G10_a_partition_with_unknown_end_is_left_to_the_next_run_with_a_warning
 ) -> None:
     options = Options.parse({"kafka.bootstrap.servers": "b", "kafka.group.id": "g", "subscribe": "a"})
     gone = refusal(KafkaError.UNKNOWN_TOPIC_OR_PART)
-    environment.will("describe_topics", {"a": SimpleNamespace(topic_id="i", partitions=[0, 1])}, *[{"a": gone}] * 9)
-    environment.will("list_offsets", {A0: info(3), A1: UNKNOWN}, *[{A1: NO_LEADERS}] * 9)
+    environment.will("describe_topics", {"a": with_leaders(1, 1)}, *[{"a": gone}] * 9)
+    environment.will("list_offsets", *[{A0: info(3), A1: UNKNOWN}] * 9)
     target = BrokerQueries(
         options, admin, EpochEnds(SETTINGS, environment=environment), environment.now_ms
     ).read_target()
@@ -132,9 +133,30 @@ def test_G10_a_partition_with_unknown_end_is_left_to_the_next_run_with_a_warning
 def test_partitions_without_a_leader_are_retried(environment: ManualEnvironment) -> None:
     admin = Admin(SETTINGS, environment=environment, retries=2)
     environment.will("list_offsets", {A0: NO_LEADERS}, {A0: NO_LEADERS}, {A0: info(3)})
-    there = {"a": SimpleNamespace(partitions=[0])}
+    there = {"a": with_leaders(1)}
     environment.will("describe_topics", there, refusal(KafkaError._TRANSPORT))
     assert admin.latest([A0]) == {A0: 3}
+
+
+NO_LEADER = refusal(KafkaError.LEADER_NOT_AVAILABLE)
+"""A broker's answer for a partition whose brokers are all down."""
+
+
+def test_partition_without_a_leader_is_left_out_and_makes_no_new_client(environment: ManualEnvironment) -> None:
+    admin = Admin(SETTINGS, environment=environment, retries=3)
+    for _ in range(20):
+        environment.will("list_offsets", {A0: info(3), A1: NO_LEADER})
+        assert admin.latest([A0, A1], require_all=False) == {A0: 3}
+        environment.clock_ms += 5_000
+    assert len(environment.admins) == 1
+
+
+def test_starts_of_partitions_without_a_leader_are_left_out_without_a_retry(environment: ManualEnvironment) -> None:
+    admin = Admin(SETTINGS, environment=environment, retries=3)
+    environment.will("list_offsets", {A1: NO_LEADERS}, {A0: info(3)})
+    environment.will("describe_topics", {"a": with_leaders(1, None)})
+    assert admin.starting_offsets({A1: EARLIEST, A0: LATEST}, committed=True) == {A0: 3}
+    assert len(environment.admins) == 1
 
 
 def test_one_unanswered_partition_does_not_hide_the_others(
@@ -143,6 +165,24 @@ def test_one_unanswered_partition_does_not_hide_the_others(
     answers = [at(A0, 5, "n"), at(A1, -1001), at(B0, -1001, error=KafkaError.UNKNOWN_TOPIC_OR_PART)]
     environment.will("committed", answers)
     assert offsets.read([A0, A1, B0]) == {A0: CommittedOffset(5, "n"), A1: None}
+
+
+def test_refused_partition_that_is_not_needed_is_no_error(
+    environment: ManualEnvironment, offsets: GroupOffsets
+) -> None:
+    environment.will("committed", [at(A0, 5), at(A1, -1001, error=KafkaError.TOPIC_AUTHORIZATION_FAILED)])
+    assert offsets.read([A0, A1], optional={A1}) == {A0: CommittedOffset(5, ""), A1: None}
+
+
+def test_partition_that_one_broker_does_not_know_yet_is_asked_for_again(
+    environment: ManualEnvironment, admin: Admin
+) -> None:
+    grown = {"a": with_leaders(1, 1)}
+    environment.will("describe_topics", {"a": with_leaders(1)}, grown)
+    assert admin.existing_partitions([A0, A1]) == {A0, A1}
+    gone = [{"b": with_leaders(1)}] * 4
+    environment.will("describe_topics", *gone)
+    assert admin.existing_partitions([B0, B1]) == {B0}
 
 
 def test_an_error_of_the_whole_request_is_raised(environment: ManualEnvironment, offsets: GroupOffsets) -> None:
