@@ -115,10 +115,14 @@ class DataLossDetector:
         """Whether a suspicion is neither confirmed nor contradicted yet."""
         return any(of.is_open(self._now_ms) for of in (self._missing, self._short, self._maybe_truncated))
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether the end of every partition is known, apart from missing topics."""
-        return all(tp in self.ends or tp.topic in self._missing for tp in self._positions)
+    def is_complete(self, wait_ms: int) -> bool:
+        """Whether the end of every partition is known, apart from missing topics and from partitions whose end was in
+        no answer for so long."""
+        until_ms, silent = self._now_ms - wait_ms, self._silent_since_ms
+        return all(
+            tp in self.ends or tp.topic in self._missing or silent.get(tp, self._now_ms) <= until_ms
+            for tp in self._positions
+        )
 
     @property
     def records_missing(self) -> ev.RecordsMissing | None:

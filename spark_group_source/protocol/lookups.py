@@ -17,6 +17,10 @@ from spark_group_source.protocol.request_schedule import pause_ms
 from spark_group_source.protocol.rules import Rules
 from spark_group_source.protocol.statistics import Statistics
 
+POSITION_MS_MAX = 5_000
+"""How long a batch waits for the position of a partition that answers leave out, because it has no leader; then the
+batch reads the others."""
+
 UNANSWERED_MAX = 6
 """How often in a row an answer may lack partitions that are read for the notes of resets alone: about ten seconds. Then
 the lookup continues without them."""
@@ -49,24 +53,50 @@ class PositionLookups:
         self._reads_resets_of: int | None = None  # the period whose first lookup is in flight
         self._failures = self._unanswered = 0
         self._retry_at_ms: int | None = None
+        self._paused: frozenset[TopicPartition] = frozenset()  # those whose lookup is repeated then
+        self._silent_since_ms: dict[TopicPartition, int] = {}  # partitions that answers left out
+        self._has_warned_of_silence = False
 
     def order(self) -> None:
         """Order the lookup of partitions without a position; a period's first lookup is answered before the next."""
         if not self._partitions.ours and (self._knows_resets or self._reads_resets_of == self._period):
             self._knows_resets, self._period = False, self._period + 1
-        waits = self._retry_at_ms is not None or self._reads_resets_of is not None
-        if not waits and (tps := self._partitions.begin_lookups()):
+        paused = self._paused if self._retry_at_ms is not None else frozenset()
+        if self._reads_resets_of is None and (tps := self._partitions.begin_lookups(paused)):
             notes_only = self._partitions_with_notes(tps)
             self._reads_resets_of = self._period if notes_only else None
             self._out.order(ev.FetchCommittedOffsets(partitions=tps, notes_only=notes_only))
 
     def deadlines_ms(self) -> list[int]:
         """When :meth:`tick` has something to do."""
-        return [] if self._retry_at_ms is None else [self._retry_at_ms]
+        due = [] if self._retry_at_ms is None else [self._retry_at_ms]
+        silent = [] if self._has_warned_of_silence else self._silent_since_ms.values()
+        return due + [since_ms + POSITION_MS_MAX for since_ms in silent]
 
     def tick(self) -> None:
         if self._retry_at_ms is not None and self._out.now_ms >= self._retry_at_ms:
             self._retry_at_ms = None
+        self._warn_of_silence()
+
+    def late(self, wait_ms: int) -> set[TopicPartition]:
+        """The partitions that answers have left out for so long; most of them have no leader."""
+        until_ms = self._out.now_ms - wait_ms
+        return {tp for tp, since_ms in self._silent_since_ms.items() if since_ms <= until_ms}
+
+    def _warn_of_silence(self) -> None:
+        """Log when partitions without a position start to wait, and when that is over."""
+        for tp in self._silent_since_ms.keys() - self._partitions.ours:
+            del self._silent_since_ms[tp]
+        if not self._has_warned_of_silence and (late := self.late(POSITION_MS_MAX)):
+            self._has_warned_of_silence = True
+            self._out.log(
+                f"no broker reports the position of {len(late)} partitions, such as {min(late)}; they wait for a "
+                "leader, the others are read",
+                warn=True,
+            )
+        elif self._has_warned_of_silence and not self._silent_since_ms:
+            self._has_warned_of_silence = False
+            self._out.log("the position of every partition is known again", warn=True)
 
     def topics_recreated(self, topics: Iterable[str]) -> None:
         """All partitions of recreated topics are new: the stream first saw the old topics."""
@@ -92,6 +122,7 @@ class PositionLookups:
                 restored.append(tp)
             elif committed.stream != stream:
                 self.started.discard(tp)  # no longer chosen by the starting options
+            self._silent_since_ms.pop(tp, None)
             moved_from = self._partitions.apply_committed(tp, partition, committed, stream=stream)
             if moved_from is not None and committed is not None:
                 self._out.log(f"another consumer or an operator moved {tp} from {moved_from} to {committed.offset}")
@@ -134,6 +165,7 @@ class PositionLookups:
                 continue
             if _is_added(tp, self.known) and at > 0 and self._rules.fail_on_data_loss:
                 return data_loss(tp, f"new partition {tp} starts at {at}, not at 0", expected=0, available=at)
+            self._silent_since_ms.pop(tp, None)
             self._partitions.apply_start(tp, partition, at)
         if too_late:
             if (refused := _no_record(too_late, self._rules)) is not None:
@@ -173,22 +205,31 @@ class PositionLookups:
         """
         unanswered = tuple(tp for tp in requested if tp not in offsets)
         if unanswered:
-            self.retry(unanswered, "they are not in the answer", warn=self._failures > 0)
+            for tp in unanswered:
+                self._silent_since_ms.setdefault(tp, self._out.now_ms)
+            self.retry(unanswered, "they are not in the answer")
         elif not continues:
             self._failures = 0
+        self._warn_of_silence()
 
-    def retry(self, partitions: tuple[TopicPartition, ...], reason: str, *, warn: bool = False) -> None:
+    def failed(self, partitions: tuple[TopicPartition, ...], reason: str) -> None:
+        """A lookup was not answered at all: that is an outage, and shows nothing about single partitions."""
+        self._silent_since_ms = dict.fromkeys(self.late(POSITION_MS_MAX), self._out.now_ms - POSITION_MS_MAX)
+        self.retry(partitions, reason)
+
+    def retry(self, partitions: tuple[TopicPartition, ...], reason: str) -> None:
         """Repeat a lookup after a pause.
 
         Args:
             reason: why it failed.
-            warn: log a warning; not at first, because that is the answer for a topic that was just created.
         """
         self._reads_resets_of = None
+        self._paused = frozenset(partitions)
         self._partitions.fail_lookups(partitions)
         self._retry_at_ms = self._out.now_ms + pause_ms(self._failures)
         self._failures += 1
-        self._out.log(f"could not read the offsets of {len(partitions)} partitions ({reason}); retrying", warn=warn)
+        if not self._has_warned_of_silence:
+            self._out.log(f"could not read the offsets of {len(partitions)} partitions ({reason}); retrying")
 
 
 def _is_added(tp: TopicPartition, known: Mapping[str, int]) -> bool:

@@ -208,14 +208,14 @@ class Partitions:
 
     # --- lookups ----------------------------------------------------------------------------------------------------
 
-    def begin_lookups(self) -> tuple[TopicPartition, ...]:
-        """The partitions whose committed offset has to be read now.
+    def begin_lookups(self, paused: Set[TopicPartition] = frozenset()) -> tuple[TopicPartition, ...]:
+        """The partitions whose committed offset has to be read now, without the ``paused`` ones.
 
         They are in the order of ``ours``, so that a batch finds their positions in neighbouring memory: that saves a
         third of the planning of 10,000 partitions. A partition that was revoked and assigned again during a lookup
         waits for that answer, which is about the past.
         """
-        free = [tp for tp in self._unresolved if not self._lookups[tp]]
+        free = [tp for tp in self._unresolved if not self._lookups[tp] and tp not in paused]
         for tp in free:
             partition = self.ours[tp]
             assert isinstance(partition, Unresolved)
@@ -364,15 +364,14 @@ class Partitions:
 
     # --- queries ----------------------------------------------------------------------------------------------------
 
-    @property
-    def all_known(self) -> bool:
-        """Whether the position of every assigned partition is known."""
-        return not self._unknown_count
+    def all_known(self, but: Set[TopicPartition] = frozenset()) -> bool:
+        """Whether the position of every assigned partition is known, apart from these."""
+        return self._unknown_count <= sum(tp in self.ours and not isinstance(self.ours[tp], Known) for tp in but)
 
     @property
-    def all_ready(self) -> bool:
-        """Whether every assigned partition is ready or in flight."""
-        return not self._unknown_count and not self._claiming_count
+    def has_claims(self) -> bool:
+        """Whether a partition has to be committed under this stream's name before a batch reads it."""
+        return self._claiming_count > 0
 
     def remembered(self) -> Iterator[TopicPartition]:
         """All partitions that the run or its checkpoint has or had."""

@@ -21,7 +21,7 @@ from spark_group_source.model import TopicPartition
 from spark_group_source.protocol import events as ev
 from spark_group_source.protocol import identifiers
 from spark_group_source.protocol.data_loss import DataLossDetector
-from spark_group_source.protocol.lookups import PositionLookups
+from spark_group_source.protocol.lookups import POSITION_MS_MAX, PositionLookups
 from spark_group_source.protocol.offsets import BatchKey, StreamOffset
 from spark_group_source.protocol.outbox import Outbox
 from spark_group_source.protocol.partition_states import Known, Origin, Position, uncommitted_offset
@@ -47,6 +47,9 @@ IDLE_LOAD_MAX = 0.04
 IDLE_PAUSES_MS = (100, 1_000)
 """The shortest and the longest of these pauses: they bound the latency of a new record and the load of many partitions.
 """
+LEADER_MS_MAX = 30_000
+"""How long a run that ends by itself waits for partitions without a leader, while others have one: electing the next
+one takes about ten seconds. Then the next run reads them."""
 START_MS_MAX = 20_000
 """How long brokers may not answer before the members of a run join: a wrong address is reported within 30 s."""
 
@@ -167,8 +170,9 @@ class Run:
 
     @property
     def is_gathered(self) -> bool:
-        """Whether every slot has had an assignment and every partition can be planned: a plan misses no partition."""
-        return self.slots.all_assigned and self.partitions.all_ready
+        """Whether every slot has had an assignment and every partition can be planned: a plan misses no partition, but
+        for those whose brokers do not answer."""
+        return self.slots.all_assigned and self._has_positions() and not self.partitions.has_claims
 
     @property
     def all_committed(self) -> bool:
@@ -305,7 +309,7 @@ class Run:
                 self._fail(self.lookups.starts_resolved(event))
             case ev.LookupFailed():
                 self._broker_silent(Requester.LOOKUP, event.error)
-                self.lookups.retry(event.partitions, str(event.error))
+                self.lookups.failed(event.partitions, str(event.error))
             # offset commits
             case ev.OffsetsCommitted():
                 self._offsets_committed(event)
@@ -669,7 +673,7 @@ class Run:
             return None
         if self.placement.has_agents and (wait := self._move_slots()) is not None:
             return wait
-        has_enough = self.is_gathered if self._is_first or self._must_read_all else self.partitions.all_known
+        has_enough = self.is_gathered if self._is_first or self._must_read_all else self._has_positions()
         if not has_enough:
             return self._wait_for_the_group()
         # A resumed run waits for all partitions at first: "nothing to read" must not mean "nothing assigned".
@@ -794,8 +798,13 @@ class Run:
 
     @property
     def _knows_all(self) -> bool:
-        """Whether the last read has the log end of every partition that the group assigns to this run."""
-        return self._is_group_settled and self.data_loss.is_complete and not self.data_loss.has_suspicions
+        """Whether the last read has the log end of every partition that the group assigns to this run, but for those
+        that have had no leader for long: they are left to the next run, and the log names them."""
+        wait_ms = min(LEADER_MS_MAX, self.rules.joining_budget_ms // 2)
+        if self._unsettled_since_ms is not None and self._now_ms - self._unsettled_since_ms >= wait_ms:
+            wait_ms = POSITION_MS_MAX  # the leaders of several partitions may be lost one after the other
+        is_complete = self._has_positions(wait_ms) and self.data_loss.is_complete(wait_ms)
+        return self._is_group_settled and is_complete and not self.data_loss.has_suspicions
 
     def _read_again(self) -> None:
         """Wait for a stable assignment and read the log ends again; the run fails after the joining budget."""
@@ -887,6 +896,10 @@ class Run:
     def _is_single_batch(self) -> bool:
         """Whether Spark ends the run after the next batch, or the batch in flight, or may do so, without a call."""
         return self._is_unlimited or self._may_end
+
+    def _has_positions(self, wait_ms: int = POSITION_MS_MAX) -> bool:
+        """Whether the position of every partition is known, apart from those that answers have left out for so long."""
+        return self.partitions.all_known(self.lookups.late(wait_ms))
 
     @property
     def _must_read_all(self) -> bool:

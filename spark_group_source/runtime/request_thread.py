@@ -204,9 +204,8 @@ class RequestThread:
             self._handle(ev.Replaced(reason=str(exc)))
         elif isinstance(request, offset_commits.CommitOrder) and not isinstance(exc, AccessDenied):
             self._handle(ev.OffsetCommitFailed(reason=str(exc)))
-        elif isinstance(request, ev.FetchCommittedOffsets | ev.ResolveStarts) and isinstance(exc, BrokerUnavailable):
-            tps = request.partitions if isinstance(request, ev.FetchCommittedOffsets) else tuple(request.starts)
-            self._handle(ev.LookupFailed(partitions=tps, error=exc))
+        elif isinstance(request, ev.FetchCommittedOffsets) and isinstance(exc, BrokerUnavailable):
+            self._handle(ev.LookupFailed(partitions=request.partitions, error=exc))
         else:
             self._handle(ev.InternalFailure(error=exc))
 

@@ -4,7 +4,7 @@ Runs in: tests. Deliberately absent: threads; a run without Kafka's answers (``h
 :meth:`Run.check`, so every test also tests the invariants.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import Any, TypeVar
 
 from kit.harness import GROUP, STREAM, Commands, ManualClock, only, rules_with, tps
@@ -58,6 +58,9 @@ class RunHarness:
         self.group_state = "stable"
         self.ends_took_ms = 0
         self.silent: set[type] = set()
+        self.leaderless: set[TopicPartition] = set()  # no broker reports their offsets
+        self.unanswered_starts: set[TopicPartition] = set()  # no broker resolves where they start
+        self.unanswered_commits: set[TopicPartition] = set()  # reads of committed offsets leave them out
         self.clients: dict[int, int] = {}
         self.start = StreamOffset.initial(GROUP)
         self.steps: list[ev.Step] = []
@@ -209,9 +212,9 @@ class RunHarness:
             case ev.ReadLogEnds():
                 self.clock.advance(ms=self.ends_took_ms)
                 return ev.LogEndsRead(
-                    ends=_some(self.ends, step.ends),
-                    firsts=_some(self.firsts, step.firsts),
-                    log_ends=_some(self.ends, step.log_ends),
+                    ends=_some(self.ends, step.ends, self.leaderless),
+                    firsts=_some(self.firsts, step.firsts, self.leaderless),
+                    log_ends=_some(self.ends, step.log_ends, self.leaderless),
                     topic_ids=_some(self.ids, step.topics),
                     took_ms=self.ends_took_ms,
                 )
@@ -242,7 +245,11 @@ class RunHarness:
             case ev.Leave():
                 return ev.MemberEnded(slot=command.slot, client=self.clients[command.slot])
             case ev.FetchCommittedOffsets():
-                read = {tp: self.committed.get(tp) for tp in command.partitions}
+                if self.clock() < self.down_until_ms:
+                    error = BrokerUnavailable("no coordinator", servers="b:9092", waited_ms=GIVEN_UP_MS)
+                    return ev.LookupFailed(partitions=command.partitions, error=error)
+                asked = [tp for tp in command.partitions if tp not in self.unanswered_commits]
+                read = {tp: self.committed.get(tp) for tp in asked}
                 noted = [
                     self.committed[tp].reset_number
                     for tp in command.partitions + command.notes_only
@@ -251,7 +258,8 @@ class RunHarness:
                 reset_number = max(noted, default=0) if command.notes_only else None
                 return ev.CommittedOffsetsRead(offsets=read, requested=command.partitions, reset_number=reset_number)
             case ev.ResolveStarts():
-                found = {tp: self._start_of(tp, at) for tp, at in command.starts.items()}
+                asked = [tp for tp in command.starts if tp not in self.unanswered_starts]
+                found = {tp: self._start_of(tp, command.starts[tp]) for tp in asked}
                 return ev.StartsResolved(offsets=found, requested=tuple(command.starts))
             case ev.CommitOffsets():
                 for tp, at in command.offsets.items():
@@ -273,6 +281,6 @@ class RunHarness:
         return self.firsts[tp] if at.kind == "earliest" else self.ends[tp] if at.kind == "latest" else at.value
 
 
-def _some(known: Mapping[K, V], asked: Iterable[K]) -> dict[K, V]:
+def _some(known: Mapping[K, V], asked: Iterable[K], silent: Container[K] = ()) -> dict[K, V]:
     """The known values of the requested keys."""
-    return {key: known[key] for key in asked if key in known}
+    return {key: known[key] for key in asked if key in known and key not in silent}

@@ -370,7 +370,7 @@ class GroupRun:
         positions = self.run.partitions
         assert self.run.partitions.ours.keys() == set(self.model.held)
         assert self.run.plannable() == self.model.plannable()
-        assert positions.all_known == (self.model.held.keys() == self.model.position.keys())
+        assert positions.all_known() == (self.model.held.keys() == self.model.position.keys())
         assert positions.uncommitted() == self.model.uncommitted()
         assert self.run.all_committed == (not self.model.due() and not self.commits)
 
@@ -380,7 +380,9 @@ class GroupRun:
             self.finish(False)
             self.rest()
             self.tick(LONGEST_PAUSE_MS)
-        assert self.run.partitions.all_ready and self.run.all_committed and not self.model.leaving
+        positions = self.run.partitions
+        assert positions.all_known() and not positions.has_claims
+        assert self.run.all_committed and not self.model.leaving
 
 
 # --- histories ------------------------------------------------------------------------------------------------------

@@ -173,7 +173,7 @@ def test_missing_topic_is_one_warning_without_failOnDataLoss() -> None:
     said = [text for _ in range(5) for text in brokers.check({A: 100, OTHER: 90}, after_ms=GRACE_MS)]
     assert said == ["topic orders does not exist any more; the query continues without it"]
     assert brokers.error() is None and not brokers.detector.has_suspicions
-    assert brokers.detector.is_complete  # the check does not wait for its partitions
+    assert brokers.detector.is_complete(SILENT_MS_MAX)  # the check does not wait for its partitions
 
 
 # --- recreated topics ------------------------------------------------------------------------------------------------
@@ -223,7 +223,7 @@ def test_recreated_topic_is_not_read_before_all_its_first_records_are_known() ->
     brokers.check({A: 100, B: 4})
     assert moved(brokers.detector) == {}
     assert brokers.detector.ends == {}  # else B would continue in the middle of the new topic
-    assert not brokers.detector.is_complete
+    assert not brokers.detector.is_complete(SILENT_MS_MAX)
     brokers.firsts[B] = 0
     brokers.check({A: 100, B: 4})
     assert moved(brokers.detector) == {A: 0, B: 0}
@@ -340,7 +340,7 @@ def test_suspicion_ends_when_the_log_has_grown_or_the_partition_is_revoked() -> 
 def test_check_without_an_end_is_incomplete_and_nothing_else() -> None:
     brokers = Brokers()
     brokers.check({A: 100, B: 100})
-    assert brokers.detector.is_complete
+    assert brokers.detector.is_complete(SILENT_MS_MAX)
     del brokers.ends[A]
     for _ in range(3):
         brokers.check({A: 100, B: 100}, after_ms=GRACE_MS)
@@ -349,7 +349,7 @@ def test_check_without_an_end_is_incomplete_and_nothing_else() -> None:
             None,
             False,
         )
-        assert not brokers.detector.is_complete
+        assert not brokers.detector.is_complete(SILENT_MS_MAX)
 
 
 def test_missing_answer_neither_confirms_nor_ends_a_suspicion() -> None:
@@ -451,7 +451,7 @@ def test_partition_is_not_read_before_its_new_leader_has_answered() -> None:
     brokers.elect(A, 4, has=None, end=200)
     del brokers.epoch_ends[A]
     brokers.check({A: 100})
-    assert brokers.detector.ends == {} and not brokers.detector.is_complete
+    assert brokers.detector.ends == {} and not brokers.detector.is_complete(SILENT_MS_MAX)
     brokers.epoch_ends[A] = 150
     brokers.check({A: 100})
     assert brokers.detector.ends == {A: 200}

@@ -141,7 +141,7 @@ def test_response_without_a_requested_note_is_retried(group: GroupHarness) -> No
         offsets={A: ev.Committed(offset=100, stream=STREAM)}, requested=(A,), reset_number=0, unanswered=(B,)
     )
     assert group.feed(silent) == []
-    assert not group.run.partitions.all_known
+    assert not group.run.partitions.all_known()
     assert group.tick(ms=RETRY_PAUSES_MS[0]) == asked
     group.committed({A: ev.Committed(offset=100, stream=STREAM)})
     assert group.run.plannable() == {A: 100}

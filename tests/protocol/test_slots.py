@@ -33,7 +33,7 @@ def test_no_slot_joins_before_the_stream_has_an_id(fresh: GroupHarness) -> None:
 def test_group_is_gathered_when_every_assigned_partition_has_a_position(pair: GroupHarness) -> None:
     assert only(ev.FetchCommittedOffsets, pair.assigned(A, B, slot=0)) == [ev.FetchCommittedOffsets(partitions=(A, B))]
     pair.assigned(C, slot=1)
-    assert not pair.gathered() and not pair.run.partitions.all_known
+    assert not pair.gathered() and not pair.run.partitions.all_known()
     pair.committed({A: 5, B: 6})
     assert not pair.gathered()
     pair.committed({C: 7})

@@ -1,0 +1,150 @@
+"""Partitions whose brokers do not answer while those of others do: the others are read."""
+
+from typing import Any
+
+import pytest
+from kit.harness import GROUP, STREAM, ManualClock, tps
+from kit.run_harness import RunHarness
+
+from spark_group_source.model import TopicPartition
+from spark_group_source.protocol.lookups import POSITION_MS_MAX
+from spark_group_source.protocol.offsets import StreamOffset
+from spark_group_source.protocol.run import IDLE_PAUSES_MS, LEADER_MS_MAX
+from spark_group_source.protocol.states import RunState
+
+A, B = tps("orders", 0, 1)
+BEGAN_MS = 1_000
+PLANNED_MS_MAX = 10_000
+"""How long the other partitions wait at most."""
+PAST = StreamOffset(
+    group=GROUP,
+    stream=STREAM,
+    seq=7,
+    topic_ids={"orders": "id-orders"},
+    known={"orders": 1},
+    ranges={A: (100, 150)},
+)
+HOUR_MS = 3_600_000
+
+
+def silent(kind: str, run: RunHarness | None = None, **rules: Any) -> RunHarness:
+    """A run with records in both partitions. Of B, the start or the committed offset is not answered."""
+    run = run or RunHarness(**rules)
+    run.ends |= {A: 160, B: 7}
+    run.firsts[B] = 0
+    (run.unanswered_starts if kind == "start" else run.unanswered_commits).add(B)
+    run.leaderless.add(B)
+    return run
+
+
+def returns(run: RunHarness) -> None:
+    """The leader of B returns."""
+    run.leaderless.clear()
+    run.unanswered_starts.clear()
+    run.unanswered_commits.clear()
+
+
+KINDS = pytest.mark.parametrize("kind", ["start", "committed offset"])
+
+
+@KINDS
+def test_first_batch_reads_the_partitions_with_a_leader_and_a_later_one_the_others(kind: str) -> None:
+    run = silent(kind)
+    assert run.batch().ranges == {A: (0, 160)}
+    assert run.clock() - BEGAN_MS <= PLANNED_MS_MAX
+    returns(run)
+    run.pass_time(6_000)
+    assert run.batch().ranges == {A: (160, 160), B: (0, 7)}
+
+
+@KINDS
+def test_new_partition_without_a_leader_delays_no_batch_of_a_running_query(kind: str) -> None:
+    run = RunHarness(topics={"orders": 1})
+    run.ends[A] = 5
+    assert run.batch().ranges == {A: (0, 5)}
+    silent(kind, run)
+    run.assigned(B)
+    assert run.batch().ranges == {A: (5, 160)}
+    assert run.clock() - BEGAN_MS <= PLANNED_MS_MAX
+    for end in range(161, 171):
+        began_ms, run.ends[A] = run.clock(), end
+        assert run.batch().ranges == {A: (end - 1, end)}
+        assert run.clock() - began_ms <= IDLE_PAUSES_MS[0]
+    returns(run)
+    run.pass_time(6_000)
+    assert run.batch().ranges == {A: (170, 170), B: (0, 7)}
+
+
+@KINDS
+def test_resumed_run_reads_the_partitions_with_a_leader(kind: str) -> None:
+    run = silent(kind, RunHarness.resumed(PAST))
+    assert run.batch().ranges == {A: (150, 160)}
+    assert run.clock() - BEGAN_MS <= PLANNED_MS_MAX
+
+
+@KINDS
+def test_query_waits_forever_and_warns_once_for_a_partition_without_a_leader(kind: str) -> None:
+    run = silent(kind)
+    run.batch()
+    while run.clock() < HOUR_MS:
+        assert run.batch() is run.start
+        run.pass_time(60_000)
+    (warning,) = [text for text in run.warned() if "orders-1" in text]
+    assert "1 partitions, such as orders-1" in warning and "the others are read" in warning
+    assert not [text for text in run.warned() if "brokers do not answer" in text]
+    returns(run)
+    run.pass_time(6_000)
+    run.batch()
+    assert any("position of every partition is known again" in text for text in run.logged())
+
+
+@KINDS
+def test_bounded_run_leaves_a_partition_without_a_leader_to_the_next_run(kind: str) -> None:
+    run = RunHarness()
+    run.set_target({A: 160})
+    silent(kind, run)
+    assert run.batch().ranges == {A: (0, 160)}
+    assert run.latest() is run.start
+    assert run.state() is RunState.CLOSED
+    assert LEADER_MS_MAX <= run.clock() - BEGAN_MS <= LEADER_MS_MAX + PLANNED_MS_MAX
+    assert any("orders-1" in text for text in run.warned())
+
+
+@pytest.mark.parametrize("target", [{A: 160, B: 7}, {A: 160}], ids=["in the target", "not in the target"])
+def test_bounded_run_ends_although_a_partition_lost_its_leader(target: dict[Any, int]) -> None:
+    run = RunHarness()
+    run.set_target(target)
+    run.ends |= {A: 160, B: 7}
+    run.leaderless.add(B)
+    assert run.batch().ranges == {A: (0, 160), B: (0, 0)}
+    assert run.latest() is run.start
+    assert run.state() is RunState.CLOSED
+    assert LEADER_MS_MAX <= run.clock() - BEGAN_MS <= LEADER_MS_MAX + PLANNED_MS_MAX
+    assert any("orders-1" in text for text in run.warned())
+
+
+class Alternating(set[TopicPartition]):
+    """First one partition has no leader, then the other one, and so on."""
+
+    def __init__(self, clock: ManualClock) -> None:
+        self.clock = clock
+
+    def __contains__(self, tp: object) -> bool:
+        return tp == (A, B)[self.clock() // (LEADER_MS_MAX * 2 // 3) % 2]
+
+
+def test_bounded_run_ends_although_partitions_lose_their_leaders_one_after_the_other() -> None:
+    run = RunHarness()
+    run.set_target({A: 160, B: 7})
+    run.ends |= {A: 160, B: 7}
+    run.leaderless = Alternating(run.clock)
+    while run.batch() is not run.start or run.state() is not RunState.CLOSED:
+        assert run.clock() <= 4 * LEADER_MS_MAX
+    assert run.run.closed
+
+
+def test_no_batch_is_planned_while_no_broker_answers() -> None:
+    run = RunHarness()
+    run.down_until_ms = run.clock() + 3 * POSITION_MS_MAX
+    run.ends = {A: 5, B: 7}
+    assert run.batch().ranges == {A: (0, 5), B: (0, 7)}
