@@ -14,7 +14,7 @@ from spark_group_source.error_codes import Meaning, Request, meaning
 from spark_group_source.errors import CommitFailed, GroupError
 from spark_group_source.kafka.consumer import Identity
 from spark_group_source.kafka.environment import COORDINATOR_IDLE, NEVER_JOINS, Environment
-from spark_group_source.kafka.translation import ClientInfo, stale_member, to_kafka, translate
+from spark_group_source.kafka.translation import ClientInfo, CommitSizes, stale_member, to_kafka, translate
 from spark_group_source.model import TopicPartition
 
 TRANSACTION_TIMEOUT_S = 10.0
@@ -95,6 +95,7 @@ class OffsetCommitter:
         self._settings = {**COORDINATOR_IDLE, **defaults, **settings, **own}
         self._client_info = ClientInfo.of(self._settings, group=group)
         self._group = group
+        self._sizes = CommitSizes(group)
         self._state: _Unclaimed | _Owned | _Uncertain | _Fenced = _Unclaimed()
 
     @property
@@ -165,7 +166,7 @@ class OffsetCommitter:
         parts: Sequence[tuple[Identity, Mapping[TopicPartition, int]]],
         notes: Mapping[TopicPartition, str],
     ) -> None:
-        """Commit the *next* offset of each partition in one transaction.
+        """Commit the *next* offset of each partition in one transaction, with as many requests as their size needs.
 
         Args:
             parts: for each member, its identity and the offsets of its partitions.
@@ -177,16 +178,21 @@ class OffsetCommitter:
             MemberStale: a member has changed; nothing was committed.
             CommitFailed: unanswered or refused; try again later.
         """
-        index = 0
-        try:
-            owned = self._begin()
-            for index, (identity, offsets) in enumerate(parts):  # noqa: B007 - for the error
-                entries = [to_kafka(tp, offset, notes[tp]) for tp, offset in offsets.items()]
-                owned.producer.send_offsets_to_transaction(entries, identity.metadata, SEND_TIMEOUT_S)
-            owned.transaction = Transaction.COMMITTING
-            self._end(owned)
-        except KafkaException as exc:
-            raise self._failure(exc.args[0], part=index, offsets=notes) from exc
+        index, sent = 0, list[Any]()
+        while True:
+            try:
+                owned = self._begin()
+                for index, (identity, offsets) in enumerate(parts):  # noqa: B007 - for the error
+                    for sent in self._sizes.split(offsets, notes):
+                        owned.producer.send_offsets_to_transaction(sent, identity.metadata, SEND_TIMEOUT_S)
+                sent, owned.transaction = [], Transaction.COMMITTING
+                self._end(owned)
+                self._sizes.accepted()
+                return
+            except KafkaException as exc:
+                failure = self._failure(exc.args[0], part=index, offsets=notes)
+                if not (isinstance(self._state, _Owned) and self._sizes.shrink(exc.args[0].code(), sent)):
+                    raise failure from exc
 
     def finish_transaction(self) -> None:
         """Finish the transaction of an unanswered commit: while it is open, a stable read of the group's offsets waits.

@@ -18,7 +18,7 @@ from spark_group_source import command_line
 from spark_group_source.error_codes import Meaning, Request, Suspicions, meaning
 from spark_group_source.errors import CommitFailed, Fenced, GroupError, OptionError
 from spark_group_source.kafka.environment import Environment
-from spark_group_source.kafka.translation import ClientInfo, from_kafka, stale_member, to_kafka, translate
+from spark_group_source.kafka.translation import ClientInfo, CommitSizes, from_kafka, stale_member, to_kafka, translate
 from spark_group_source.model import TopicPartition
 from spark_group_source.options.client import SESSION_TIMEOUT_MS
 
@@ -94,6 +94,7 @@ class MemberConsumer:
         self._suspicions = Suspicions()
         self.identity: Identity | None = None
         self._own_member_ids = own_member_ids
+        self._sizes = CommitSizes(settings.get("group.id", ""))
         self._owner_id = ""  # the member id that the current partitions were assigned to
         self._session_timeout_ms = settings.get("session.timeout.ms", str(SESSION_TIMEOUT_MS))
         self._consumer: Any = environment.consumer(settings)
@@ -171,13 +172,18 @@ class MemberConsumer:
             AccessDenied: the user may not commit.
             CommitFailed: nothing, or not everything, was committed.
         """
-        entries = [to_kafka(tp, offset, notes[tp]) for tp, offset in offsets.items()]
+        sent = list[Any]()
         try:
-            for done in self._consumer.commit(offsets=entries, asynchronous=False):
-                if done.error is not None:
-                    raise KafkaException(done.error)
+            for sent in self._sizes.split(offsets, notes):
+                for done in self._consumer.commit(offsets=sent, asynchronous=False):
+                    if done.error is not None:
+                        raise KafkaException(done.error)
+            self._sizes.accepted()
         except KafkaException as exc:
             error = exc.args[0]
+            if self._sizes.shrink(error.code(), sent):
+                self.commit(offsets, notes)
+                return
             refused = meaning(Request.COMMIT, error.code(), error.str()) is Meaning.REFUSED
             if refused and not self._client_info.token_may_have_expired(error):
                 op = "committing offsets as a member"

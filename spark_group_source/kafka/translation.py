@@ -181,6 +181,73 @@ def request_batches(tps: Iterable[TopicPartition]) -> Iterator[list[TopicPartiti
         yield batch
 
 
+COMMIT_BYTES_MAX = 200_000
+"""The largest offset commit that is tried first: a fifth of the brokers' default of ``max.message.bytes``, and some
+1,500 partitions."""
+OFFSET_BYTES = 64
+"""The size of an offset in the coordinator's log, besides its names and its metadata."""
+COMMITS_UNTIL_LARGER = 1_000
+"""After so many commits in a row that the coordinator accepted, larger ones are tried again."""
+TOO_LARGE = frozenset(
+    {
+        KafkaError.UNKNOWN,
+        KafkaError.MSG_SIZE_TOO_LARGE,
+        KafkaError.RECORD_LIST_TOO_LARGE,
+        KafkaError.INVALID_COMMIT_OFFSET_SIZE,
+    }
+)
+"""The answers to a commit that is too large for the coordinator's log; brokers up to 4.2 report an unknown error."""
+
+
+class CommitSizes:
+    """Splits a commit of many offsets into requests that the group's coordinator accepts. One thread uses it.
+
+    The coordinator writes the offsets of a request as one batch, which may have at most the ``max.message.bytes`` of
+    its log. That limit is not known in advance: it is learned from the answers.
+
+    Args:
+        group: the consumer group, whose name is part of every offset.
+    """
+
+    def __init__(self, group: str) -> None:
+        self._group = group
+        self._bytes_max = COMMIT_BYTES_MAX
+        self._accepted = 0  # commits since the limit was changed
+
+    def split(
+        self, offsets: Mapping[TopicPartition, int], notes: Mapping[TopicPartition, str]
+    ) -> Iterator[list[KafkaPartition]]:
+        """Return the offsets with their notes, in requests of at most the limit, but at least one offset each."""
+        batch: list[KafkaPartition] = []
+        left = self._bytes_max
+        for tp, offset in offsets.items():
+            size = self._size(tp.topic, notes[tp])
+            if batch and size > left:
+                yield batch
+                batch, left = [], self._bytes_max
+            batch.append(to_kafka(tp, offset, notes[tp]))
+            left -= size
+        if batch:
+            yield batch
+
+    def shrink(self, code: int, refused: list[KafkaPartition]) -> bool:
+        """Learn from a request that was refused. Returns whether smaller ones are worth another attempt."""
+        if code not in TOO_LARGE or len(refused) < 2:
+            return False
+        self._bytes_max = sum(self._size(p.topic, p.metadata or "") for p in refused) // 2
+        self._accepted = 0
+        return True
+
+    def accepted(self) -> None:
+        """All requests of a commit were accepted."""
+        self._accepted += 1
+        if self._accepted >= COMMITS_UNTIL_LARGER:
+            self._accepted, self._bytes_max = 0, min(2 * self._bytes_max, COMMIT_BYTES_MAX)
+
+    def _size(self, topic: str, note: str) -> int:
+        return OFFSET_BYTES + len(self._group.encode()) + len(topic) + len(note.encode())
+
+
 # --- topics, groups and offsets as the cluster describes them ---------------------------------------------------------
 
 

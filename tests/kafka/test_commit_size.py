@@ -1,0 +1,88 @@
+"""Commits of more offsets than the coordinator accepts at once: split into several requests."""
+
+from collections import deque
+
+import pytest
+from confluent_kafka import KafkaError
+from manual_environment import ManualEnvironment, metadata, refusal
+
+from spark_group_source.errors import CommitFailed
+from spark_group_source.kafka import Identity, MemberConsumer, OffsetCommitter
+from spark_group_source.kafka.translation import COMMIT_BYTES_MAX, COMMITS_UNTIL_LARGER, OFFSET_BYTES, CommitSizes
+from spark_group_source.model import TopicPartition
+
+ME = Identity(1, "me", metadata(1, "me"))
+NOTE = "x" * 60
+TOPIC = "t" * 249
+OFFSET = OFFSET_BYTES + len("g") + len(TOPIC) + len(NOTE)
+TOO_LARGE = refusal(KafkaError.UNKNOWN, abort=True)
+
+
+def many(count: int) -> dict[TopicPartition, int]:
+    return {TopicPartition(TOPIC, p): p + 1 for p in range(count)}
+
+
+def sizes(environment: ManualEnvironment, call: str) -> list[int]:
+    """The number of offsets in each request."""
+    return [len(sent[1] if call == "send_offsets" else sent) for sent in environment.called(call)]
+
+
+@pytest.fixture
+def committer(environment: ManualEnvironment) -> OffsetCommitter:
+    return OffsetCommitter({"bootstrap.servers": "b"}, group="g", transactional_id="g.s", environment=environment)
+
+
+def test_many_offsets_are_sent_in_several_requests_of_one_transaction(
+    environment: ManualEnvironment, committer: OffsetCommitter
+) -> None:
+    offsets = many(3_000)
+    committer.commit([(ME, offsets)], dict.fromkeys(offsets, NOTE))
+    assert sum(sizes(environment, "send_offsets")) == 3_000
+    assert max(sizes(environment, "send_offsets")) * OFFSET <= COMMIT_BYTES_MAX
+    assert len(environment.called("commit_transaction")) == 1
+
+
+def test_limit_is_learned_from_the_error_and_kept(environment: ManualEnvironment, committer: OffsetCommitter) -> None:
+    offsets = many(600)
+    environment.will("send_offsets", TOO_LARGE, TOO_LARGE)
+    committer.commit([(ME, offsets)], dict.fromkeys(offsets, NOTE))
+    assert len(environment.called("abort_transaction")) == 2 and len(environment.called("commit_transaction")) == 1
+    first, second, *rest = sizes(environment, "send_offsets")
+    assert second == first // 2 and max(rest) == second // 2 and sum(rest) == 600
+    committer.commit([(ME, offsets)], dict.fromkeys(offsets, NOTE))
+    assert len(environment.called("abort_transaction")) == 2
+
+
+def test_one_offset_that_is_refused_is_not_split(environment: ManualEnvironment, committer: OffsetCommitter) -> None:
+    environment.will("send_offsets", TOO_LARGE)
+    with pytest.raises(CommitFailed):
+        committer.commit([(ME, many(1))], dict.fromkeys(many(1), NOTE))
+
+
+def test_larger_requests_are_tried_again_after_many_commits() -> None:
+    commits, offsets = CommitSizes("g"), many(64)
+    notes = dict.fromkeys(offsets, NOTE)
+    (whole,) = commits.split(offsets, notes)
+    assert commits.shrink(KafkaError.UNKNOWN, whole)
+    assert [len(batch) for batch in commits.split(offsets, notes)] == [32, 32]
+    for _ in range(COMMITS_UNTIL_LARGER):
+        commits.accepted()
+    assert [len(batch) for batch in commits.split(offsets, notes)] == [64]
+
+
+def test_member_splits_its_commit_as_well(environment: ManualEnvironment) -> None:
+    consumer = MemberConsumer(
+        {"bootstrap.servers": "b", "group.id": "g"},
+        own_member_ids=deque(),
+        environment=environment,
+        on_assigned=lambda partitions, generation: None,
+        on_revoked=lambda partitions: None,
+        on_lost=lambda partitions: None,
+    )
+    offsets = many(600)
+    environment.will("commit", TOO_LARGE, [], TOO_LARGE)
+    consumer.commit(offsets, dict.fromkeys(offsets, NOTE))
+    requests = environment.called("commit")
+    assert {entry for sent in requests for entry in sent} == {(TOPIC, p, at, NOTE) for (_, p), at in offsets.items()}
+    assert len(requests[0]) * OFFSET <= COMMIT_BYTES_MAX
+    assert max(map(len, requests[3:])) <= len(requests[0]) // 4
