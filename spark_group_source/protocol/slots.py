@@ -72,6 +72,8 @@ class Slot:
     """Whether the broker may still see its last member, because that did not report that it closed."""
     missing: set[TopicPartition] = field(default_factory=set)
     """After a move: partitions that it had before, and has not got back."""
+    outdated: set[TopicPartition] = field(default_factory=set)
+    """Partitions that its member reported, and that another slot had got in a later generation."""
     recalls: int = 0
     """How often it was recalled from an agent."""
     buffered_bytes: int = 0
@@ -156,8 +158,10 @@ class Slots:
             case ev.Assigned():
                 self._assigned(slot, event)
             case ev.Revoking():
+                slot.outdated.difference_update(event.partitions)
                 self._revoking(slot, event)
             case ev.Lost():
+                slot.outdated.difference_update(event.partitions)
                 self._lose(slot, event.partitions, "the group revoked them without notice")
                 if not slot.held:
                     self._move(slot, ev.Lost)
@@ -385,6 +389,7 @@ class Slots:
         if not is_moving:  # the broker ignores a new subscription of a member that returns under its instance id
             slot.topics = self._former_topics if self._is_rejoining(slot) else self._topics
         slot.closing_on = IN_READER
+        slot.outdated.clear()
         slot.client += 1
         self._resubscribed_in.pop(slot.number, None)
         self._move(slot, ev.Join)
@@ -415,10 +420,13 @@ class Slots:
             self._drop(slot, tuple(revocation.partitions), ev.Release)
         self._move(slot, ev.Assigned)
         slot.may_be_alive = False
+        has_restarted = event.generation < slot.generation
         slot.failing_since_ms, slot.failures, slot.generation = None, 0, event.generation
         slot.unassigned_since_ms = None
         slot.missing.difference_update(event.partitions)
-        new = [tp for tp in event.partitions if tp not in slot.held and not self._is_outdated(tp, event.generation)]
+        outdated = {tp for tp in event.partitions if self._is_outdated(tp, event.generation)}
+        slot.outdated |= outdated
+        new = [tp for tp in event.partitions if tp not in slot.held and tp not in outdated]
         for tp in new:
             before = self._partitions.ours.get(tp)
             if before is not None:  # its former slot has not reported the revocation yet
@@ -432,8 +440,18 @@ class Slots:
         if slot.topics != self._topics:
             self._subscribe(slot)
             self._resubscribed_in[slot.number] = event.generation
-        elif event.generation > self._resubscribed_in.get(slot.number, -1):
+        elif event.generation != self._resubscribed_in.get(slot.number, -1):
             self._resubscribed_in.pop(slot.number, None)
+        if has_restarted:
+            self._assign_outdated()
+
+    def _assign_outdated(self) -> None:
+        """The group was created again, and its generations start again: the earlier one was the later one."""
+        for slot in self.all:
+            for tp in sorted(slot.outdated - self._partitions.ours.keys()):
+                self._partitions.assign(tp, slot.number)
+                slot.held.add(tp)
+                slot.outdated.discard(tp)
 
     def _is_outdated(self, tp: TopicPartition, generation: int) -> bool:
         """Whether another slot of this run got the partition in a later generation. A member whose thread was busy for

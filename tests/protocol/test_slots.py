@@ -306,3 +306,24 @@ def test_late_assignment_does_not_take_a_partition_from_its_new_slot(
     pair.assigned(A, B, slot=1, generation=4)
     pair.lost(A, slot=1)
     assert pair.run.partitions.ours[A].slot == 0
+
+
+def test_partition_of_a_group_that_was_created_again_stays_with_its_new_member(pair: GroupHarness) -> None:
+    """Its generations start again: an assignment in a lower one is not older."""
+    pair.assigned(A, slot=0, generation=10)
+    pair.assigned(B, slot=1, generation=10)
+    pair.lost(B, slot=1)
+    pair.assigned(A, B, slot=1, generation=1)  # slot 0 has not noticed yet
+    pair.lost(A, slot=0)
+    assert pair.run.partitions.ours.keys() == {B}
+    pair.assigned(slot=0, generation=2)
+    assert {tp: each.slot for tp, each in pair.run.partitions.ours.items()} == {A: 1, B: 1}
+
+
+def test_outdated_assignment_does_not_come_back_when_it_was_revoked(pair: GroupHarness) -> None:
+    pair.assigned(A, slot=0, generation=10)
+    pair.assigned(A, slot=1, generation=7)
+    pair.lost(A, slot=1)
+    pair.lost(A, slot=0)
+    pair.assigned(slot=0, generation=2)
+    assert not pair.run.partitions.ours
