@@ -6,7 +6,7 @@ the admin client's request for committed offsets, which can abort the whole proc
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any
 
 from confluent_kafka import KafkaException
@@ -42,29 +42,38 @@ class GroupOffsets:
         self._consumers: dict[bool, Any] = {}  # by whether its reads are stable
 
     def read(
-        self, tps: Iterable[TopicPartition], *, stable: bool = True
+        self, tps: Iterable[TopicPartition], *, stable: bool = True, optional: Container[TopicPartition] = ()
     ) -> dict[TopicPartition, CommittedOffset | None]:
         """Read the committed offset of each partition; None where there is none. Unanswered partitions are left out.
 
         Args:
             stable: wait for the offsets of open transactions (KIP-447); else the old offset is returned.
+            optional: partitions that are not needed: None where the user may not read their offsets.
 
         Raises:
             BrokerUnavailable: no answer within :data:`READ_TIMEOUT_S`; try again later.
             AccessDenied: the user may not read the group's offsets, refused twice.
         """
         batches = [[to_kafka(tp) for tp in batch] for batch in request_batches(tps)]
-        return self._retry(Request.COMMITTED, "reading committed offsets", lambda: self._read(batches, stable))
+        return self._retry(
+            Request.COMMITTED, "reading committed offsets", lambda: self._read(batches, stable, optional)
+        )
 
-    def _read(self, batches: list[list[Any]], stable: bool) -> dict[TopicPartition, CommittedOffset | None]:
+    def _read(
+        self, batches: list[list[Any]], stable: bool, optional: Container[TopicPartition]
+    ) -> dict[TopicPartition, CommittedOffset | None]:
         """Read once. A transient error of one partition does not affect the others: a broker may not know a new
         partition yet, or its offset is part of an open transaction."""
         answered: dict[TopicPartition, CommittedOffset | None] = {}
         for answer in self._answers(batches, stable):
-            if answer.error is None:
+            tp = TopicPartition(answer.topic, answer.partition)
+            what = Meaning.SUCCESS if answer.error is None else meaning(Request.COMMITTED, answer.error.code())
+            if what is Meaning.SUCCESS:
                 at = CommittedOffset(answer.offset, answer.metadata or "") if answer.offset >= 0 else None
-                answered[TopicPartition(answer.topic, answer.partition)] = at
-            elif meaning(Request.COMMITTED, answer.error.code()) is not Meaning.RETRY:
+                answered[tp] = at
+            elif what is Meaning.REFUSED and tp in optional:
+                answered[tp] = None
+            elif what is not Meaning.RETRY:
                 raise KafkaException(answer.error, answer.topic)
         return answered
 

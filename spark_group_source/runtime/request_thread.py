@@ -189,7 +189,9 @@ class RequestThread:
 
     def _read_committed(self, order: ev.FetchCommittedOffsets) -> ev.CommittedOffsetsRead:
         clock_start_ms = self._environment.wall_ms() - self._environment.now_ms()
-        read = self._offsets.read(order.partitions + order.notes_only)
+        # A topic that is not subscribed any more may be refused: nothing of it is read.
+        optional = {tp for tp in order.notes_only if not self._options.is_subscribed(tp.topic)}
+        read = self._offsets.read(order.partitions + order.notes_only, optional=optional)
         found = {tp: _committed(at, clock_start_ms) for tp, at in read.items()}
         reset_number = max((at.reset_number for at in found.values() if at is not None), default=0)
         offsets = {tp: found[tp] for tp in order.partitions if tp in found}

@@ -626,3 +626,13 @@ def test_a_denied_regain_recalls_placed_members_without_failing_the_run(broken: 
     assert [type(event) for event in scene.handled] == [ev.OffsetCommitFailed] * 3
     assert "they must return first" in scene.handled[-1].reason  # type: ignore[union-attr]
     assert scene.transactions[-1] is False
+
+
+def test_lookup_continues_when_a_topic_that_is_not_subscribed_any_more_is_refused() -> None:
+    """It is read for the notes of resets alone."""
+    scene = Scene(subscribe="a")
+    refused = SimpleNamespace(topic="b", partition=0, error=KafkaError(KafkaError.TOPIC_AUTHORIZATION_FAILED))
+    scene.environment.will("committed", [KafkaPartition("a", 0, 5, ""), refused])
+    scene.run(scene.order(ev.FetchCommittedOffsets(partitions=(A0,), notes_only=(B0,))))
+    (read,) = [event for event in scene.handled if isinstance(event, ev.CommittedOffsetsRead)]
+    assert read.offsets[A0] is not None and read.unanswered == ()
