@@ -54,6 +54,8 @@ class DataLossDetector:
         """Duration of all its requests."""
         self.warnings: list[str] = []
         """Lines for the log."""
+        self.missing_topics: list[str] = []
+        """Topics that do not exist any more."""
         self.error: GroupError | None = None
         """The error that the run fails with; None: there is none, or ``failOnDataLoss`` is false."""
         self._requests: Requests | None = None
@@ -93,7 +95,7 @@ class DataLossDetector:
             self.reset_number, self.topic_ids, self._checked = reset_number, {}, set()
         self._left = (self._left | {tp.topic for tp in self._positions}) - {tp.topic for tp in positions}
         self._positions, self._now_ms, self.took_ms = positions, now_ms, 0
-        self.error, self.warnings = None, []
+        self.error, self.warnings, self.missing_topics = None, [], []
         self._moved, self._truncated, self._recreated, self._reason = {}, set(), set(), ""
         self._checked.intersection_update(positions)  # a partition that is assigned again is checked like a new one
         self._short.keep(positions)
@@ -275,6 +277,7 @@ class DataLossDetector:
     # --- results ----------------------------------------------------------------------------------------------------
 
     def _topic_missing(self, name: str) -> None:
+        self.missing_topics.append(name)
         text = f"topic {name} does not exist any more"
         if self._fail:
             self.error = TopicMissing(

@@ -206,6 +206,11 @@ class Partitions:
             if tp.topic in topics and tp not in offsets and not isinstance(each, Resolving):
                 each.memory = None
 
+    def forget(self, topics: Collection[str]) -> None:
+        """These topics do not exist any more: nothing of their partitions has to be committed."""
+        for tp in [tp for tp in self._unassigned if tp.topic in topics] if topics else ():
+            del self._unassigned[tp]
+
     # --- lookups ----------------------------------------------------------------------------------------------------
 
     def begin_lookups(self, paused: Set[TopicPartition] = frozenset()) -> tuple[TopicPartition, ...]:
@@ -335,6 +340,8 @@ class Partitions:
         for tp, offset in offsets.items():
             partition = ours.get(tp)
             if not isinstance(partition, Known):
+                if isinstance(memory := self._memory(tp), Memory):  # it was lost meanwhile, with its topic maybe
+                    memory.position.committed = offset
                 continue
             at = partition.position
             at.committed, at.committed_ms = offset, now_ms

@@ -396,3 +396,24 @@ def test_commit_after_a_truncation_has_the_old_position(group: GroupHarness) -> 
     group.settled(A)
     commands = group.feed(ev.RecordsMissing(offsets={A: 60}, reason="the log was truncated", truncated=frozenset({A})))
     assert only(ev.CommitOffsets, commands)[-1].truncated_from == {A: 100}
+
+
+def test_commit_of_a_partition_that_was_lost_meanwhile_is_not_repeated_by_later_runs(group: GroupHarness) -> None:
+    """A deleted topic: it is lost before its commit is reported. Its offset must not stay in every later plan."""
+    group.reads({A: (100, 150)})
+    commands = group.durable()
+    group.lost(A)
+    assert group.run.partitions.uncommitted() == {A: 150}
+    group.commit_succeeds(commands)
+    assert group.run.partitions.uncommitted() == {}
+
+
+def test_topic_that_does_not_exist_any_more_has_nothing_to_commit(group: GroupHarness) -> None:
+    group.reads({A: (100, 150)})
+    group.lost(A)
+    group.durable()
+    assert group.run.partitions.uncommitted() == {A: 150}
+    group.run.partitions.forget(["payments"])
+    assert group.run.partitions.uncommitted() == {A: 150}
+    group.run.partitions.forget(["orders"])
+    assert group.run.partitions.uncommitted() == {}
