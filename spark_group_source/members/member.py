@@ -265,8 +265,9 @@ class Member(SlotMember):
                 subscribed = self._topics
             consumer.poll(POLL_S)
             self._execute_all()
-            if not self._assigned and consumer.incremental and consumer.generation > 0:
-                self._on_assigned((), consumer.generation)  # KIP-848: no callback for an empty assignment
+            # No callback: for an empty assignment (KIP-848), or because no topic matches the subscription yet.
+            if not self._assigned and (not self._topics or (consumer.incremental and consumer.generation > 0)):
+                self._on_assigned((), consumer.generation)
 
     def _execute_all(self) -> None:
         while True:

@@ -450,6 +450,8 @@ class Run:
             except OptionError as exc:
                 self._fail(exc)
                 return
+            if not topics:
+                self._out.log("no topic matches the subscription; nothing is read before one is created", warn=True)
             self.stream, self.lookups.known = first.new_stream, topics
             self.slots.join_all(self.stream, tuple(topics), static=self.static)
             self._move(ev.StreamCreated)
@@ -734,6 +736,8 @@ class Run:
 
     def _has_settled(self, described: ev.GroupDescribed) -> bool:
         """Whether the group is stable and assigns to this stream's members exactly the partitions that this run has."""
+        if not self.slots.has_topics:
+            return self.is_gathered
         slots, held = set(range(len(self.slots.all))), self.partitions.ours.keys()
         members = {id_: slot for id_ in described.assigned if (slot := identifiers.slot_of(self.stream, id_)) in slots}
         given = {tp for client_id in members for tp in described.assigned[client_id]}

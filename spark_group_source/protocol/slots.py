@@ -332,6 +332,11 @@ class Slots:
         return self.all[number] if number < len(self.all) else None
 
     @property
+    def has_topics(self) -> bool:
+        """Whether any topic matches the subscription; without one, members are not in the group."""
+        return bool(self._topics)
+
+    @property
     def all_assigned(self) -> bool:
         """Whether every slot has an assignment for its present topics, maybe an empty one, and none is revoking."""
         return self._assigned_count == len(self.all) and not self._resubscribed_in

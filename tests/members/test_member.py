@@ -118,6 +118,13 @@ def test_an_incremental_member_adds_assigned_partitions(scene: Scene) -> None:
     assert scene.kinds() == ["Assigned", "Assigned"]
 
 
+def test_a_member_without_topics_reports_an_empty_assignment_and_does_not_join(scene: Scene) -> None:
+    scene.make(EAGER, replace(JOIN, topics=()))
+    scene.run(lambda: None, scene.leave)
+    assert scene.reported == [ev.Assigned(slot=3, client=2, partitions=(), generation=-1)]
+    assert "subscribe" not in scene.environment.called()
+
+
 def test_a_member_that_lost_a_deleted_topic_keeps_its_other_partitions(scene: Scene) -> None:
     """Only the partitions of the topic are reported lost to an incremental member; the others are committed as
     before."""
