@@ -111,6 +111,8 @@ class GroupStreamReader(compatibility.CheckedPickle, DataSourceStreamReader):
         self._path = tuple(path)
         self._load = load
         self._lock: LoadLock | None = None
+        self._ran_batch = False
+        """Whether the query has run a batch since the last request of an offset."""
         self._coordinator: Coordinator | None = None
         """None before Spark requests the first offset; so are the next two."""
         self._control_server: ControlServer | None = None
@@ -120,7 +122,7 @@ class GroupStreamReader(compatibility.CheckedPickle, DataSourceStreamReader):
 
     def __getstate__(self) -> dict[str, Any]:
         unopened = dict.fromkeys(("_lock", "_coordinator", "_control_server", "_endpoint"))
-        return {"_options": self._options, "_path": self._path, "_load": self._load, **unopened}
+        return {"_options": self._options, "_path": self._path, "_load": self._load, "_ran_batch": False, **unopened}
 
     # --- in the stream reader process -------------------------------------------------------------------------------
 
@@ -131,7 +133,8 @@ class GroupStreamReader(compatibility.CheckedPickle, DataSourceStreamReader):
         """Plan the batch after ``start``, which is durable. Returns ``start`` itself if there is nothing to read."""
         parsed = self._parse(start)
         coordinator = self._running_coordinator()
-        latest = coordinator.latest(parsed, unlimited=unlimited)
+        latest = coordinator.latest(parsed, unlimited=unlimited, after_batch=self._ran_batch)
+        self._ran_batch = False
         if self._control_server is not None and latest is not parsed:
             self._control_server.prefetch_after(latest, coordinator.placed_members())
         return start if latest is parsed else latest.to_json_dict()  # nothing to read: Spark must get its own start
@@ -176,8 +179,12 @@ class GroupStreamReader(compatibility.CheckedPickle, DataSourceStreamReader):
             for number, piece in enumerate(plan.pieces)
         ]
 
-    def commit(self, end: dict[str, Any]) -> None:
-        """Do nothing: Spark calls it one batch late, and latestOffset() already has the batch's offset."""
+    def commit(self, end: dict[str, Any]) -> None:  # noqa: ARG002
+        """Note that the query runs a batch: an idle source must not delay the other sources of the query.
+
+        Nothing is committed: Spark calls it one batch late, and latestOffset() already has the batch's offset.
+        """
+        self._ran_batch = True
 
     def stop(self) -> None:
         if self._coordinator is not None:

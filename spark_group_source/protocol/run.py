@@ -383,6 +383,7 @@ class Run:
     def _next_batch_requested(self, event: ev.NextBatchRequested) -> None:
         self._is_unlimited |= event.unlimited
         self._may_end &= self.state is RunState.NEW
+        self._is_idle &= not event.after_batch
         self._start = event.start
         if self.state is RunState.NEW:
             self._choose_membership()

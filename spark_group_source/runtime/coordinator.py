@@ -111,12 +111,13 @@ class Coordinator:
         """Fix the end offsets of an AvailableNow run: records appended later are left to the next run."""
         self._call(ev.TargetRequested())
 
-    def latest(self, start: StreamOffset, *, unlimited: bool = False) -> StreamOffset:
+    def latest(self, start: StreamOffset, *, unlimited: bool = False, after_batch: bool = False) -> StreamOffset:
         """Pass the boundary between two batches and plan the next one.
 
         Args:
             start: the end offset of the last batch, which is durable.
             unlimited: ignore ``maxOffsetsPerTrigger`` (Trigger.Once).
+            after_batch: the query has run a batch since the last call.
 
         Returns:
             The end offset of the next batch, or the object ``start`` itself when there is nothing to read.
@@ -132,6 +133,7 @@ class Coordinator:
                 new_stream=self._environment.new_id(),
                 void_by=self._publisher.void_by(start.stream, start.seq),
                 marked=self._publisher.durable_mark(start.stream),
+                after_batch=after_batch,
             )
         )
         if end is not start:  # a listener may read the statistics right after the batch, before the next tick

@@ -208,6 +208,15 @@ def test_rebalance_ends_the_idle_pause() -> None:
     assert run.clock() == began_ms + 300 + 2 * run.ends_took_ms  # the ends, and whether it is the same topic
 
 
+def test_batch_of_another_source_of_the_query_ends_the_idle_pause() -> None:
+    run = idle()
+    run.ends_took_ms = 10
+    run.latest()
+    began_ms = run.clock()
+    assert run.call(ev.NextBatchRequested(start=run.start, new_stream=STREAM, after_batch=True)) is run.start
+    assert run.clock() - began_ms <= 2 * run.ends_took_ms
+
+
 def test_partition_revoked_while_log_ends_are_read_is_not_planned() -> None:
     run = idle()
     run.ends = {A: 20, B: 5}
