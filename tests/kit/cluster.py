@@ -27,6 +27,7 @@ class Log:
     end: int = 0
     held: int | None = None
     serves_from_ms: int = 0  # until then metadata has the partition, but no broker serves it
+    leader_from_ms: int = 0  # until then it has no leader, as all brokers with its log are down
 
     @property
     def stable(self) -> int:
@@ -60,6 +61,8 @@ class Cluster:
         self.transactions = Transactions(world)
         self.transactions_allowed = True
         self.misfortune = Misfortune()
+        self.offsets_max: int | None = None  # of one commit request; None: no limit
+        self.commits_refused = 0  # because of their size
         self.producers: Counter[str] = Counter()  # how many each process made
         self.consumers: dict[str, list[Any]] = {}  # that each process made
         self._created = 0
@@ -110,6 +113,14 @@ class Cluster:
     def partitions(self) -> list[TopicPartition]:
         return [TopicPartition(name, p) for name, count in sorted(self.counts().items()) for p in range(count)]
 
+    def led_partitions(self) -> list[TopicPartition]:
+        """The partitions that have a leader."""
+        return [tp for tp in self.partitions() if not self.is_leaderless(tp)]
+
+    def is_leaderless(self, tp: TopicPartition) -> bool:
+        log = self.log(tp)
+        return log is not None and log.leader_from_ms > self.world.now_ms
+
     # --- records ----------------------------------------------------------------------------------------------------
 
     def produce(self, tp: TopicPartition, count: int) -> None:
@@ -130,6 +141,12 @@ class Cluster:
         if log is None:
             raise KeyError(tp)
         return log
+
+    def is_too_large(self, offsets: int) -> bool:
+        """Whether a commit of so many offsets does not fit into the coordinator's log."""
+        refused = self.offsets_max is not None and offsets > self.offsets_max
+        self.commits_refused += refused
+        return refused
 
     # --- groups, and reaching them ----------------------------------------------------------------------------------
 

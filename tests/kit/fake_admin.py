@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from confluent_kafka import ConsumerGroupState, ConsumerGroupType, IsolationLevel, KafkaError, KafkaException
 from confluent_kafka import TopicPartition as KafkaPartition
 
-from kit.cluster import Log
+from kit.cluster import Log, Topic
 from kit.environment import Future
 from kit.fake_library import NO_OFFSET, Answered, Library, from_kafka, refusal, to_kafka
 from kit.kafka_group import Code
@@ -48,7 +48,7 @@ class FakeAdmin:
 
         def serve(reply: Reply) -> None:
             found = {
-                name: SimpleNamespace(topic=name, partitions=dict.fromkeys(topic.partitions))
+                name: SimpleNamespace(topic=name, partitions={p.id: p for p in topic.partitions})
                 for name, topic in self._known().items()
             }
             reply(SimpleNamespace(topics=found))
@@ -85,7 +85,12 @@ class FakeAdmin:
         specs = {p: spec._value for p, spec in partitions.items()}
 
         def serve(reply: Reply) -> None:
-            reply({p: self._offset(p, value, committed) for p, value in specs.items()})
+            found = {p: self._offset(p, value, committed) for p, value in specs.items()}
+            codes = {each.code() if isinstance(each, KafkaError) else 0 for each in found.values()}
+            if codes == {KafkaError.LEADER_NOT_AVAILABLE}:  # the client finds no broker to ask
+                no_leaders = refusal(KafkaError._NOENT, "Failed to query partition leaders: No leaders found")
+                found = dict.fromkeys(found, no_leaders)
+            reply(found)
 
         if self._library.process.cut_off() and self._draws.chance(0.7):
             error = KafkaError(KafkaError._NOENT, "Failed to query partition leaders: No leaders found")
@@ -125,10 +130,17 @@ class FakeAdmin:
     def _known(self) -> dict[str, Any]:
         now = self._world.now_ms
         return {
-            name: SimpleNamespace(name=name, topic_id=topic.id, partitions=list(range(len(topic.logs))))
+            name: SimpleNamespace(name=name, topic_id=topic.id, partitions=self._partitions(topic))
             for name, topic in sorted(self._cluster.topics.items())
             if topic.known_from_ms <= now
         }
+
+    def _partitions(self, topic: Topic) -> list[Any]:
+        now = self._world.now_ms
+        return [
+            SimpleNamespace(id=p, leader=SimpleNamespace(id=1) if log.leader_from_ms <= now else None)
+            for p, log in enumerate(topic.logs)
+        ]
 
     def _offset(self, partition: KafkaPartition, value: int, committed: bool) -> Any:
         topic, log = self._cluster.topics.get(partition.topic), self._cluster.log(from_kafka(partition))
@@ -136,6 +148,8 @@ class FakeAdmin:
             return refusal(KafkaError.UNKNOWN_TOPIC_OR_PART)
         if log is None:
             return refusal(KafkaError._UNKNOWN_PARTITION)
+        if log.leader_from_ms > self._world.now_ms:
+            return refusal(KafkaError.LEADER_NOT_AVAILABLE)
         if log.serves_from_ms > self._world.now_ms:
             codes = (KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError.NOT_LEADER_FOR_PARTITION)
             return refusal(self._draws.choice(codes))

@@ -78,6 +78,9 @@ class FakeConsumer:
         if self._fatal is not None:
             raise KafkaException(self._fatal)
         self._callbacks = {Kind.ASSIGN: on_assign, Kind.REVOKE: on_revoke, Kind.LOST: on_lost or on_revoke}
+        if not topics:
+            self.unsubscribe()
+            return
         if self._client is None:
             group = self._library.cluster.group(self._library.settings["group.id"])
             takes = self._instance is not None and group.protocol == "consumer" and not self._new_protocol
@@ -233,6 +236,9 @@ class FakeConsumer:
         instance = self._instance if self._client is not None else None
 
         def serve(reply: Reply) -> None:
+            if self._library.cluster.is_too_large(len(entries)):
+                reply(refusal(KafkaError.UNKNOWN, "Commit failed"))
+                return
             there = {tp: entry for tp, entry in entries.items() if self._library.cluster.log(tp) is not None}
             code = group.commit(member, generation, there, instance=instance) if there else Code.OK
             reply((code, {tp: KafkaError(Code.UNKNOWN_TOPIC.value) for tp in entries if tp not in there}))

@@ -85,6 +85,9 @@ class FakeProducer:
                 reply(self._coordinator_error(code, "Failed to add offsets to transaction") or code)
 
         def send(reply: Reply) -> None:
+            if cluster.is_too_large(len(entries)):
+                reply(refusal(KafkaError.UNKNOWN, "Failed to commit offsets", txn_requires_abort=True))
+                return
             if any(cluster.log(tp) is None for tp in entries):
                 # The library retries until its timeout, then returns the broker's own answer.
                 self._library.process.later(

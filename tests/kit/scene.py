@@ -31,6 +31,8 @@ from spark_group_source.runtime.offset_commits import MEMBER_COMMIT_S_MAX
 PRODUCE_EVERY_MS = 400
 INTERVALS_MS = (0, 0, 0, 1_000, 10_000, 60_000, 600_000)
 """The triggers of queries: mostly at once, and up to longer than a session, a hold and a history."""
+PATTERN = "orders|payments|new.*"
+"""Of the queries that subscribe to a pattern."""
 SHARES = (0.0, 0.002, 0.02)
 """Fractions of the requests to the brokers that one kind of fault affects."""
 TRIGGERS: tuple[Trigger, ...] = ("default", "default", "default", "default", "available now", "once")
@@ -96,6 +98,7 @@ class Scene:
         self._at_rest_since_ms = 0  # when the group became stable
         self.closed = False  # an operator needs an empty group
         self._restarts_ms: dict[str, int] = {}  # when a run that ends is started again, if not by START_AGAIN_MS
+        self.leaders_return_ms = 0  # how long partitions without a leader have none in the calm time
         self.operator = Operator(world, cluster, truth, GROUP, stop=self._stop_all, start=self._start_all)
         truth.pending = lambda: [at for query in self.queries if (at := query.checkpoint.pending()) is not None]
         truth.last = lambda: [at for query in self.queries if (at := query.checkpoint.last()) is not None]
@@ -133,7 +136,7 @@ class Scene:
         if random.random() < 0.8:
             options["subscribe"] = ",".join(sorted(self.cluster.topics))
         else:
-            options["subscribePattern"] = "orders|payments|new.*"
+            options["subscribePattern"] = PATTERN
         if self.protocol == "consumer":
             options["kafka.group.protocol"] = "consumer"
         else:
@@ -269,7 +272,7 @@ class Scene:
         if not self.producing:
             return
         draws = self.world.draws("producer")
-        if tps := self.cluster.partitions():
+        if tps := self.cluster.led_partitions():
             tp = draws.choice(tps)
             count = draws.randint(1, 6)
             self.cluster.produce(tp, count)
@@ -288,6 +291,8 @@ class Scene:
                 since_ms = run.calling_since_ms
                 trouble_ms = max(run.process.thawed_at_ms, self.world.down_until_ms, run.process.cut_off_until_ms)
                 longest_ms = max(CALL_MS_MAX, run.watched.rules.joining_budget_ms + CALL_SLACK_MS)
+                if run.trigger == "default" and not self._unanswered:  # a stable group, and brokers that answer
+                    longest_ms, trouble_ms = PATIENCE_MS_MAX, max(trouble_ms, self._at_rest_since_ms)
                 if since_ms is not None and now - max(since_ms, trouble_ms) > longest_ms:
                     raise self._violation(f"{run.process.name}: {run.calling} takes longer than {longest_ms} ms")
                 held_ms = run.watched.longest_hold_ms(now)
@@ -333,6 +338,13 @@ class Scene:
         if (log := self.cluster.log(tp)) is not None:
             log.held = None
 
+    def elect_leaders(self) -> None:
+        """Every partition has a leader again."""
+        for tp in self.partitions():
+            log = self.cluster.log(tp)
+            assert log is not None
+            log.leader_from_ms = min(log.leader_from_ms, self.world.now_ms)
+
     # --- the end ----------------------------------------------------------------------------------------------------
 
     def calm(self) -> None:
@@ -355,6 +367,7 @@ class Scene:
             executors.calm()
         for tp in self.partitions():
             self.release(tp)
+        world.at(self.leaders_return_ms, self.elect_leaders)
         for process in [*processes, *(other.process for other in self.others)]:
             if process.alive and process.frozen:
                 process.thaw()

@@ -23,6 +23,7 @@ from kit.faults import Faults
 from kit.invariants import Invariants, Violation
 from kit.kafka_group import Group
 from kit.scene import Scene
+from kit.troubles import Troubles
 from kit.world import World
 
 FAULTS_MS = (30_000, 90_000)
@@ -57,6 +58,7 @@ class Outcome:
     ends: dict[str, int]
     holds: int
     steps: int
+    troubles: dict[str, int]
     moves: int = 0
     recalls: int = 0
 
@@ -102,6 +104,8 @@ def _play(world: World, seed: int, protocol: str, *, agents: bool) -> Outcome:
     cluster = Cluster(world, PROTOCOLS[protocol], truth)
     scene = Scene(world, cluster, truth, protocol, agents=agents)
     faults = AgentFaults(scene) if agents else Faults(scene)
+    troubles = Troubles(scene)
+    troubles.begin()
     scene.begin()
     faults.begin()
     if (host := world.draws("host")).chance(HOST_SHARE):
@@ -126,6 +130,7 @@ def _play(world: World, seed: int, protocol: str, *, agents: bool) -> Outcome:
         causes=dict(truth.causes),
         rebalances=scene.group.rebalances,
         faults=dict(faults.happened),
+        troubles=troubles.outcome(),
         ends=dict(scene.ends),
         holds=sum(run.counts.holds for run in watched),
         steps=world.steps,

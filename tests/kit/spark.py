@@ -452,7 +452,7 @@ class SparkRun:
 
     def _read(self, ranges: list[OffsetRange]) -> dict[TopicPartition, tuple[int, int]]:
         """Return the ranges that tasks read: the remaining part of each."""
-        while self.process.cut_off():
+        while self.process.cut_off() or any(self.cluster.is_leaderless(tp) for tp, _, _ in ranges):
             self._environment.pause(UNREACHED_MS / 1000)
         found = {}
         for tp, start, end in ranges:

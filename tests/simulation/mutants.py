@@ -218,6 +218,13 @@ MUTANTS = [
         "at.offset = end; self._update_known(tp, partition, ev.ForeignCommit, is_foreign=True)",
         "a foreign commit inside the batch in flight counts as well",
     ),
+    Mutant(
+        "waits-for-every-leader",
+        "protocol/lookups.py",
+        "return {tp for tp, since_ms in self._silent_since_ms.items() if since_ms <= until_ms}",
+        "return set()",
+        "a partition without a leader does not hold up the others",
+    ),
     # --- plan
     Mutant(
         "plans-no-uncommitted-offsets",
@@ -574,6 +581,7 @@ FOUND_BY: dict[str, tuple[str, int]] = {
     "undoes-a-rewind-before-its-batch": ("consumer", 155),
     "keeps-a-pending-batch-over-a-foreign-commit": ("cooperative", 20707),
     "keeps-the-batch-over-a-foreign-commit": ("eager", 75),
+    "waits-for-every-leader": ("cooperative", 1),
     "places-where-transactions-are-refused": ("eager", 3),
     "leaves-slots-without-transactions": ("eager", 1),
 }

@@ -1,0 +1,77 @@
+"""Lasting troubles that a share of the histories has, beside the faults: each concern has its own draws, so that the
+other histories do not change.
+
+Runs in: tests. Deliberately absent: faults that come and go in every history (``faults``), failures of single requests
+(``misfortune``).
+"""
+
+from collections import Counter
+from dataclasses import replace
+
+from kit.scene import PATTERN, Scene
+from kit.world import Draws
+
+SMALL_COMMITS_SHARE = 0.1
+SMALL_COMMITS = (1, 2, 3)
+"""How many offsets the coordinator accepts in one request."""
+NO_TOPIC_SHARE = 0.04
+NO_TOPIC_MS = (2_000, 20_000)
+LEADERLESS_SHARE = 0.3
+LEADERLESS_MS = (2_000, 15_000, 60_000, 200_000)
+"""How long a partition has no leader: an election, or until a broker is repaired."""
+CALM_LEADERLESS_MS = 45_000
+"""How long such a partition waits while nothing else happens: no call may wait with it."""
+LEADERLESS_EVERY_MS = (3_000, 20_000)
+
+
+class Troubles:
+    """The troubles of one history. ``happened``: the count of each kind."""
+
+    def __init__(self, scene: Scene) -> None:
+        self.scene, self.world = scene, scene.world
+        self.happened: Counter[str] = Counter()
+
+    @staticmethod
+    def kinds() -> tuple[str, ...]:
+        return ("leaderless partition", "leaderless before it was read", "commit too large", "no topic matches")
+
+    def outcome(self) -> dict[str, int]:
+        """How often each kind happened."""
+        return dict(self.happened + Counter({"commit too large": self.scene.cluster.commits_refused}))
+
+    def begin(self) -> None:
+        draws = self.world.draws("trouble: sizes")
+        if draws.chance(SMALL_COMMITS_SHARE):
+            self.scene.cluster.offsets_max = draws.choice(SMALL_COMMITS)
+        draws = self.world.draws("trouble: topics")
+        if draws.chance(NO_TOPIC_SHARE):
+            self._no_topic(draws.choice(NO_TOPIC_MS))
+        draws = self.world.draws("trouble: leaders")
+        if draws.chance(LEADERLESS_SHARE):
+            self.scene.leaders_return_ms = CALM_LEADERLESS_MS
+            self.world.at(draws.choice([0, *LEADERLESS_EVERY_MS]), lambda: self._lose_leader(draws))
+
+    def _no_topic(self, ms: int) -> None:
+        """The queries subscribe to a pattern, and its topics are created later."""
+        for query in self.scene.queries:
+            options = {name: value for name, value in query.habits.options.items() if name != "subscribe"}
+            query.habits = replace(query.habits, options=options | {"subscribePattern": PATTERN})
+        for topic in sorted(self.scene.cluster.topics):
+            self.scene.delete(topic)
+            self.world.at(ms, lambda topic=topic: self.scene.make_again(topic))  # type: ignore[misc]
+        self.happened["no topic matches"] += 1
+
+    def _lose_leader(self, draws: Draws) -> None:
+        """All brokers with the log of one partition are down, all others answer."""
+        if self.scene.is_calm:
+            return
+        new = [tp for tp in self.scene.partitions() if tp not in self.scene.group.offsets]
+        tps = new if new and draws.chance(0.5) else self.scene.partitions()
+        if tps:
+            tp = draws.choice(tps)
+            log = self.scene.cluster.log(tp)
+            assert log is not None
+            log.leader_from_ms = self.world.now_ms + draws.choice(LEADERLESS_MS)
+            self.world.note(f"{tp} has no leader until {log.leader_from_ms}")
+            self.happened["leaderless before it was read" if tp in new else "leaderless partition"] += 1
+        self.world.at(draws.between(*LEADERLESS_EVERY_MS), lambda: self._lose_leader(draws))
