@@ -1,0 +1,75 @@
+"""Commits of more offsets than the coordinator accepts in one request: 600 partitions, message.max.bytes=20000."""
+
+from collections import deque
+from collections.abc import Iterator
+
+import pytest
+from confluent_kafka.admin import AdminClient
+from conftest import create_topic
+from kafka_words import await_until
+from kit.broker_cluster import BrokerCluster
+
+from rebalance.conftest import make_options
+from rebalance.runs import Run
+from spark_group_source.kafka import Environment, GroupOffsets, MemberConsumer
+from spark_group_source.model import TopicPartition
+
+pytestmark = [pytest.mark.broker, pytest.mark.slow]
+
+PARTITIONS = 600
+SETTINGS = {"message.max.bytes": "20000"}
+
+
+@pytest.fixture(scope="module")
+def small(jvm: None) -> Iterator[BrokerCluster]:
+    with BrokerCluster(settings=SETTINGS) as started:
+        yield started
+
+
+def make_topic(cluster: BrokerCluster, group: str) -> str:
+    admin = AdminClient({"bootstrap.servers": cluster.bootstrap_servers, "log_level": 0})
+    return create_topic(admin, f"t-{group}", PARTITIONS)
+
+
+def committed(cluster: BrokerCluster, group: str, topic: str) -> set[int]:
+    """The committed offsets of all partitions; -1 for none."""
+    settings = {"bootstrap.servers": cluster.bootstrap_servers}
+    reads = GroupOffsets(settings, group=group, environment=Environment())
+    try:
+        found = reads.read([TopicPartition(topic, p) for p in range(PARTITIONS)])
+    finally:
+        reads.close()
+    return {-1 if at is None else at.offset for at in found.values()}
+
+
+@pytest.mark.parametrize("strategy", ["range", "consumer"])
+def test_run_commits_all_offsets_in_one_transaction(small: BrokerCluster, group_id: str, strategy: str) -> None:
+    topic = make_topic(small, group_id)
+    with Run(make_options(small.bootstrap_servers, group_id, topic, strategy, session_ms=45_000)) as run:
+        run.await_partitions(PARTITIONS)
+        run.await_(lambda: committed(small, group_id, topic) == {0}, "the committed start of every partition")
+
+
+def test_member_commits_all_offsets(small: BrokerCluster, group_id: str) -> None:
+    topic = make_topic(small, group_id)
+    assigned: list[TopicPartition] = []
+    consumer = MemberConsumer(
+        {"bootstrap.servers": small.bootstrap_servers, "group.id": group_id, "enable.auto.commit": "false"},
+        own_member_ids=deque(),
+        environment=Environment(),
+        on_assigned=lambda partitions, _: assigned.extend(partitions),
+        on_revoked=lambda _: None,
+        on_lost=lambda _: None,
+    )
+    try:
+        consumer.subscribe([topic])
+
+        def is_member() -> bool:
+            consumer.poll(0.1)
+            return len(assigned) == PARTITIONS
+
+        await_until(is_member, what="a member with all partitions")
+        consumer.commit(dict.fromkeys(assigned, 7), dict.fromkeys(assigned, "x" * 60))
+    finally:
+        consumer.close(leave=True)
+    assert committed(small, group_id, topic) == {7}
