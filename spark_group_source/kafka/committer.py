@@ -185,7 +185,8 @@ class OffsetCommitter:
                 for index, (identity, offsets) in enumerate(parts):  # noqa: B007 - for the error
                     for sent in self._sizes.split(offsets, notes):
                         owned.producer.send_offsets_to_transaction(sent, identity.metadata, SEND_TIMEOUT_S)
-                sent, owned.transaction = [], Transaction.COMMITTING
+                sent = []
+                owned.transaction = Transaction.COMMITTING
                 self._end(owned)
                 self._sizes.accepted()
                 return

@@ -40,9 +40,8 @@ def test_the_same_holds_for_members_placed_at_agents(protocol: str, only_seed: i
     seeds = range(AGENT_SEEDS) if only_seed is None else [only_seed]
     outcomes = [run(seed, protocol=protocol, agents=True) for seed in seeds]
     if only_seed is None:
-        assert {fault for outcome in outcomes for fault in outcome.faults} >= {
-            kind.name for kind in AgentFaults.kinds()
-        }
+        kinds = {kind.name for kind in AgentFaults.kinds()} - {"break_placed_member"}  # in every calm history, below
+        assert {fault for outcome in outcomes for fault in outcome.faults} >= kinds
         assert sum(outcome.moves for outcome in outcomes) > AGENT_SEEDS // 2  # none while transactions are refused
         assert sum(outcome.recalls for outcome in outcomes) > AGENT_SEEDS // 4
 
@@ -54,6 +53,7 @@ def test_G7_placement_and_lost_agents_cause_no_rebalance(protocol: str) -> None:
     assert sum(outcome.moves for outcome in outcomes) > CALM_SEEDS
     assert sum(outcome.recalls for outcome in outcomes) > CALM_SEEDS
     broken = sum(outcome.faults.get("break_placed_member", 0) for outcome in outcomes)
+    assert broken >= CALM_SEEDS
     rebalances = sum(outcome.rebalances for outcome in outcomes)
     assert rebalances <= (2 * broken if protocol == "consumer" else 0)  # a session ended, and a join
 
