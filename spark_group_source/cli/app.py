@@ -54,7 +54,7 @@ EXIT_CODES = {
     0: "success",
     FINAL: "refused or failed; the same command fails again until something changes",
     USAGE: "wrong or contradictory options",
-    3: "`broker status`: no broker is running",
+    3: "`broker status`: no broker is running; `ledger verify`: the table could not be compared",
     RETRIABLE: "timeout, or not possible now; the same command may succeed later",
 }
 
@@ -71,18 +71,18 @@ class _Commands(TyperGroup):
             wrong_options = isinstance(exc, common.UsageError)
             name = OptionError.__name__ if wrong_options else type(exc).__name__
             typer.echo(f"error: {name}: {exc}", err=True)
-            code = USAGE if wrong_options else RETRIABLE if getattr(exc, "retriable", False) else FINAL
-            raise typer.Exit(code) from exc
+            retriable = RETRIABLE if getattr(exc, "retriable", False) else FINAL
+            raise typer.Exit(USAGE if wrong_options else getattr(exc, "exit_code", retriable)) from exc
         except ModuleNotFoundError as exc:  # Spark is no dependency, and most commands do not need it
             if (trouble := compatibility.problem()) is None:
                 raise
             typer.echo(f"error: SetupError: {trouble}", err=True)
-            raise typer.Exit(FINAL) from exc
+            raise typer.Exit(getattr(exc, "exit_code", FINAL)) from exc
         except Exception as exc:
             if not type(exc).__module__.startswith(SPARKS):  # of this package: the traceback is needed
                 raise
             typer.echo(f"error: Spark: {common.spark_error(exc)}", err=True)
-            raise typer.Exit(FINAL) from exc
+            raise typer.Exit(getattr(exc, "exit_code", FINAL)) from exc
 
 
 app = typer.Typer(

@@ -39,6 +39,16 @@ class UsageError(OptionError):
     """Options of a command are wrong or contradict each other; ``spark-group`` exits with code 2."""
 
 
+@contextmanager
+def failures_exit(code: int) -> Iterator[None]:
+    """Let an error exit with this code, for a command whose code 1 has another meaning. Wrong options exit with 2."""
+    try:
+        yield
+    except Exception as exc:
+        exc.exit_code = code  # type: ignore[attr-defined]
+        raise
+
+
 VARIABLE = re.compile(r"\$\{(\w+)\}")
 
 GroupOption = Annotated[str, typer.Option("--group", help="The consumer group.")]

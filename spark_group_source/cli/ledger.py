@@ -1,6 +1,6 @@
 """``spark-group ledger``: show the ledgers in a table, compare them with its rows, carry one over.
 
-Runs in: a terminal. Deliberately absent: Kafka, and moving a ledger (``spark-group reset --table``).
+Runs in: a terminal. Deliberately absent: moving a ledger (``spark-group reset --table``).
 """
 
 import json
@@ -10,12 +10,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from spark_group_source.cli import common
-from spark_group_source.cli.common import GroupOption, JsonOption, cells, console, table_of
-from spark_group_source.errors import OptionError
+from spark_group_source.cli.common import ConfigOption, GroupOption, JsonOption, cells, console, table_of
+from spark_group_source.errors import BrokerUnavailable, OptionError
+from spark_group_source.kafka import GroupAdmin
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
     from spark_group_source.delta.ledger_format import Ledger
     from spark_group_source.delta.table_history import Commit, TableHistory
+    from spark_group_source.delta.verification import Finding
+
+NOT_COMPARED = 3
+"""The exit code of ``verify`` if it could not compare the table."""
 
 TableArgument = Annotated[str, typer.Argument(help="A Delta table, by path or name.")]
 
@@ -48,24 +55,54 @@ def show(table: TableArgument, as_json: JsonOption = False) -> None:
 
 
 @ledger_app.command("verify")
-def verify(table: TableArgument, as_json: JsonOption = False) -> None:
-    """Compare the rows of a table with the ledgers of its groups; exit code 1 if they differ."""
-    from spark_group_source.delta import ledger_store
+def verify(
+    table: TableArgument,
+    rows_per_record: Annotated[
+        int,
+        typer.Option(
+            "--rows-per-record",
+            min=0,
+            help="How many rows the transform of a group writes for a record at most; 0: any number.",
+        ),
+    ] = 1,
+    bootstrap_servers: Annotated[
+        str | None,
+        typer.Option(
+            "--bootstrap-servers", "--bootstrap-server", help="host:port, …; compares topic ids and ends of logs, too."
+        ),
+    ] = None,
+    command_config: ConfigOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Compare the rows of a table with the ledgers of its groups. Exit code 1: they differ; 3: not compared."""
+    if command_config is not None and bootstrap_servers is None:
+        raise common.UsageError("--command-config needs --bootstrap-servers")
+    with common.failures_exit(NOT_COMPARED):
+        from spark_group_source.delta import verification
 
-    with common.session(True) as spark:
-        assert spark is not None
-        found = ledger_store.verify(spark, table)
+        with common.session(True) as spark:
+            assert spark is not None
+            found = verification.verify(spark, table, rows_per_record=rows_per_record)
+        findings, notes = list(found.findings), list(found.notes)
+        if bootstrap_servers is not None:
+            try:
+                admin = common.admin_of(bootstrap_servers, "-", command_config)
+                findings += compare_with_kafka(admin, found.ledgers)
+            except BrokerUnavailable as exc:
+                notes.append(f"topics are not compared with Kafka: {exc}")
     if as_json:
-        typer.echo(json.dumps({**found._asdict(), "findings": [one._asdict() for one in found.findings]}, indent=2))
+        shown = found._asdict() | {"notes": notes, "findings": [one._asdict() for one in findings]}
+        del shown["ledgers"]
+        typer.echo(json.dumps(shown, indent=2))
     else:
-        for one in found.findings:
+        for one in findings:
             where = "" if one.version is None else f" (version {one.version})"
             typer.echo(f"{one.kind}: {one.text}{where}")
-        for note in found.notes:
+        for note in notes:
             typer.echo(f"note: {note}")
-        verdict = f"{len(found.findings)} differences" if found.findings else "no differences"
+        verdict = f"{len(findings)} differences" if findings else "no differences"
         typer.echo(f"{len(found.groups)} groups, {found.commits} commits, {found.rows:,} rows: {verdict}")
-    if found.findings:
+    if findings:
         raise typer.Exit(1)
 
 
@@ -129,6 +166,25 @@ def _show_transfer(ledger: "Ledger", table: str, execute: bool) -> None:
         return
     typer.echo(f"table {table} has this ledger of group {ledger.group}. Move the group there, before its query starts:")
     typer.echo(f"    {table_names.reset_command(ledger.group, table, '--to-ledger')}")
+
+
+def compare_with_kafka(admin: GroupAdmin, ledgers: "Mapping[str, Ledger]") -> "Iterator[Finding]":
+    """Yield a finding for each topic that was deleted and recreated since the ledger, and for each partition whose next
+    offset is behind the end of its log."""
+    from spark_group_source.delta.verification import Finding
+
+    topics = admin.existing_topics({name for ledger in ledgers.values() for name in ledger.topics})
+    ends = admin.latest_of_existing({tp for ledger in ledgers.values() for tp in ledger.offsets}, committed=False)
+    for group, ledger in ledgers.items():
+        for name, topic in ledger.topics.items():
+            if name in topics and not topic.is_same(topics[name].id):
+                text = f"group {group}: topic {name} has id {topics[name].id} in Kafka and id {topic.id} in the ledger"
+                yield Finding("topic", f"{text}; it was deleted and recreated since the last batch")
+        for tp, n in ledger.offsets.items():
+            is_same = tp.topic in topics and ledger.topics[tp.topic].is_same(topics[tp.topic].id)
+            if is_same and n > ends.get(tp, n):
+                text = f"group {group}: the next offset of {tp} is {n} in the ledger, and its log ends at {ends[tp]}"
+                yield Finding("topic", text)
 
 
 def _shown(history: "TableHistory") -> list[dict[str, Any]]:

@@ -1,6 +1,7 @@
 """``spark-group ledger``: a correct table has no findings, and each injected fault is found."""
 
 import json
+from collections.abc import Iterable
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -8,22 +9,25 @@ from typing import Any
 import pytest
 from delta_files import living_files
 from deltalake import DeltaTable
-from sink_source import offset
-from sink_words import NewQuery, Query, actions, commits, one
+from sink_source import SCHEMA, offset
+from sink_words import NewQuery, Query, actions, commits, one, records
 from typer.testing import CliRunner
 
 from spark_group_source.cli import common
 from spark_group_source.cli.app import app
-from spark_group_source.delta import ledger_store
+from spark_group_source.cli.ledger import compare_with_kafka
+from spark_group_source.delta.ledger_format import Ledger
 from spark_group_source.delta.ledger_store import set_ledger
+from spark_group_source.delta.verification import verify
+from spark_group_source.kafka import Topic
 from spark_group_source.model import TopicPartition
 
 P0 = TopicPartition("orders", 0)
 pytestmark = [pytest.mark.spark, pytest.mark.usefixtures("few_tasks")]
 
 
-def kinds(query: Query, table: Path) -> list[str]:
-    return [found.kind for found in ledger_store.verify(query.spark, str(table)).findings]
+def kinds(query: Query, table: Path, **more: int) -> list[str]:
+    return [found.kind for found in verify(query.spark, str(table), **more).findings]
 
 
 def inject(table: Path, *lines: dict[str, Any]) -> None:
@@ -45,11 +49,59 @@ def test_a_doubled_file_and_a_missing_file_are_found(query: Query, written: Path
     (add,) = (a for c in commits(written) for a in actions(c, "add") if a["path"] == str(last.relative_to(written)))
     copy = written / f"copy-{last.name}"
     copy.write_bytes(last.read_bytes())
-    inject(written, {"add": {**add, "path": copy.name}})
+    newest = max((written / "_delta_log").glob("*.json"))
+    newest.write_text(newest.read_text().rstrip() + "\n" + json.dumps({"add": {**add, "path": copy.name}}) + "\n")
     assert kinds(query, written) == ["doubled"] * 2, "in both partitions"
+    assert kinds(query, written, rows_per_record=2) == kinds(query, written, rows_per_record=0) == []
     gone = {"path": copy.name, "deletionTimestamp": 1, "dataChange": True}
     inject(written, {"remove": gone}, {"remove": {**gone, "path": add["path"]}})
-    assert kinds(query, written) == ["missing"]
+    assert kinds(query, written) == ["restore", "missing"], "a commit of no known command has removed the rows"
+
+
+def test_rows_of_several_groups_transforms_and_foreign_writers_are_not_corrupt(
+    query: Query, new_query: NewQuery, written: Path
+) -> None:
+    other = new_query("other")
+    other.run(other.sink(written), 0, offset(0, one(0, 30), group="second", stream="s2"))
+    assert kinds(query, written) == []
+    query.run(query.sink(written, transform=lambda df: df.unionByName(df)), 3, offset(3, one(30, 40)))
+    assert kinds(query, written) == [], "two groups may have written them"
+    third = query.sink(written, transform=lambda df: df.unionByName(df).unionByName(df))
+    query.run(third, 4, offset(4, one(40, 50)))
+    found = verify(query.spark, str(written))
+    assert [one.kind for one in found.findings] == ["doubled"]
+    assert "10 records of orders-0 have up to 3 rows, and may have 1 row for each group. If a" in found.findings[0].text
+    assert kinds(query, written, rows_per_record=3) == []
+    foreign = [*records(0, 5), *records(90, 95), *records(0, 5, topic="theirs")]
+    query.spark.createDataFrame(foreign, SCHEMA).write.format("delta").mode("append").save(str(written))
+    found = verify(query.spark, str(written), rows_per_record=3)
+    assert (found.findings, len(found.notes)) == ([], 1)
+    assert "15 rows in files with rows of other writers are not compared" in found.notes[0]
+    DeltaTable(written).optimize.compact()
+    found = verify(query.spark, str(written), rows_per_record=3)
+    assert found.findings == [] and "OPTIMIZE of files of several writers" in found.notes[-1]
+
+
+def test_records_that_a_reset_or_a_recreated_topic_wrote_again_are_not_corrupt(query: Query, written: Path) -> None:
+    set_ledger(query.spark, str(written), "etl", {P0: 5}, reason="r", reset_number=1)
+    query.run(query.sink(written), 3, offset(3, one(5, 30), reset_number=1))
+    found = verify(query.spark, str(written))
+    assert found.findings == []
+    assert "25 records of orders-0 have up to 2 rows, and may have 1 row; a reset or a truncated log" in found.notes[0]
+
+
+def test_records_of_a_recreated_topic_are_not_doubled(query: Query, written: Path) -> None:
+    query.run(query.sink(written), 3, offset(3, one(0, 10), topic_id="id-2"))
+    assert kinds(query, written) == []
+
+
+def test_a_commit_that_does_not_follow_the_one_before_is_found_in_the_whole_history(
+    query: Query, written: Path
+) -> None:
+    set_ledger(query.spark, str(written), "etl", {P0: 30}, reason="r", reset_number=1)
+    second = written / "_delta_log" / f"{2:020}.json"
+    second.write_text(second.read_text().replace(r"\"number\":2", r"\"number\":7"))
+    assert kinds(query, written) == ["ledger"], "the newest ledger is in order"
 
 
 def test_the_command_shows_a_correct_table_rows_behind_the_ledger_and_a_restore(
@@ -73,10 +125,40 @@ def test_the_command_shows_a_correct_table_rows_behind_the_ledger_and_a_restore(
     clean = run.invoke(app, ["ledger", "verify", table])
     assert (clean.exit_code, clean.output.strip()) == (0, "1 groups, 7 commits, 43 rows: no differences")
     query.rows(offset(9, one(50, 51))).write.format("delta").mode("append").save(table)
-    bad = run.invoke(app, ["ledger", "verify", table])
-    assert bad.exit_code == 1
-    assert "behind: orders-0 has rows up to offset 50, but the next offset in its ledger is 40" in bad.output
+    foreign = run.invoke(app, ["ledger", "verify", table])
+    assert foreign.exit_code == 0 and "note: 1 rows in files with rows of other writers" in foreign.output
     DeltaTable(written).restore(1)
-    found = ledger_store.verify(query.spark, table)
-    assert [one.kind for one in found.findings] == ["restore"]
-    assert found.notes == ["the number of rows is not compared: the log has RESTORE"]
+    bad = run.invoke(app, ["ledger", "verify", table, "--json"])
+    assert (bad.exit_code, [one["kind"] for one in json.loads(bad.stdout)["findings"]]) == (1, ["restore"])
+    assert json.loads(bad.stdout)["notes"] == ["the number of rows is not compared: the log has RESTORE"]
+    for words in (["/no/table"], [table, "--bootstrap-servers", "b:1", "--command-config", str(written / "no")]):
+        done = run.invoke(app, ["ledger", "verify", *words])
+        assert done.exit_code == (3 if len(words) == 1 else 2), done.output
+
+
+class Kafka:
+    """Topics, with their ends."""
+
+    def __init__(self, **topics: tuple[str, int]) -> None:
+        self._topics = topics
+
+    def existing_topics(self, names: Iterable[str]) -> dict[str, Topic]:
+        return {name: Topic(self._topics[name][0], 1) for name in names if name in self._topics}
+
+    def latest_of_existing(self, tps: Iterable[TopicPartition], *, committed: bool) -> dict[TopicPartition, int]:
+        assert not committed
+        return {tp: self._topics[tp.topic][1] for tp in tps if tp.topic in self._topics and tp.partition == 0}
+
+
+def test_a_ledger_is_compared_with_the_topics_of_kafka() -> None:
+    at = {TopicPartition(name, p): 50 for name in ("same", "cut", "recreated", "gone") for p in range(2)}
+    ledger = Ledger(group="etl").with_offsets(at, dict.fromkeys(("same", "cut", "recreated", "gone"), "id-1"))
+    kafka: Any = Kafka(same=("id-1", 50), cut=("id-1", 40), recreated=("id-2", 10))
+    found = [one.text for one in compare_with_kafka(kafka, {"etl": ledger})]
+    assert found == [
+        (
+            "group etl: topic recreated has id id-2 in Kafka and id id-1 in the ledger; it was deleted and recreated "
+            "since the last batch"
+        ),
+        "group etl: the next offset of cut-0 is 50 in the ledger, and its log ends at 40",
+    ]

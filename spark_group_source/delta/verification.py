@@ -1,0 +1,317 @@
+"""Compares the rows of a table with the ledgers of its groups.
+
+Runs in: the command line. Deliberately absent: Kafka (the command compares topic ids), and any repair of the rows.
+:func:`verify` reports these kinds of findings:
+
+- **doubled**: a record has more rows than a record may have, or the table has more rows than the groups' commits added;
+- **missing**: the table has fewer rows than the groups' commits added, and no commit removed rows on purpose;
+- **behind**: the table has a record that its group's ledger does not count;
+- **ledger**: a ledger cannot be read, or a commit of its group does not follow the one before;
+- **restore**: a ``RESTORE``, ``REPLACE`` or overwrite removed rows that a ledger counts.
+
+A record may have several rows for a good reason: a transform writes several (the caller states how many), several
+groups read the topic, the topic was recreated, or a reset moved the group back. Rows in files of other writers, whose
+commits have no ledger, are not compared. ``OPTIMIZE`` and operations that remove rows write files anew; these belong to
+the groups if all files that they replace do.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from spark_group_source.delta import table_names, table_writer
+from spark_group_source.delta.ledger_format import Ledger, is_full
+from spark_group_source.delta.restored_table import find_replacement
+from spark_group_source.delta.table_history import Commit, LedgerExpired, LogFiles, TableHistory
+from spark_group_source.errors import LedgerConflict
+from spark_group_source.model import TopicPartition
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+OPERATIONS_THAT_KEEP_ROWS = {
+    *("WRITE", "STREAMING UPDATE", "CREATE TABLE", "CREATE TABLE AS SELECT", "OPTIMIZE", "VACUUM START", "VACUUM END"),
+    *("SET TBLPROPERTIES", "UNSET TBLPROPERTIES", "ADD CONSTRAINT", "DROP CONSTRAINT", "ADD COLUMNS", "ADD COLUMN"),
+    *("CHANGE COLUMN", "UPGRADE PROTOCOL", "ADD FEATURE", "COMPUTE STATS"),
+}
+"""Operations of Delta that remove no row."""
+
+OPERATIONS_THAT_ADD_ROWS = {"WRITE", "STREAMING UPDATE", "MERGE", "CREATE TABLE AS SELECT", "COPY INTO"}
+"""Operations whose files may have rows that no file before had."""
+
+SHOWN_MAX = 5
+"""How many partitions or topics a note lists."""
+
+
+class Finding(NamedTuple):
+    """One mismatch between the rows of a table and its ledgers."""
+
+    kind: str
+    """One of the kinds in the module's docstring."""
+    text: str
+    version: int | None = None
+    """The version of the table whose commit caused it; None where it is not a single commit."""
+
+
+class Verification(NamedTuple):
+    """The result of :func:`verify`."""
+
+    findings: list[Finding]
+    groups: list[str]
+    """The groups that have a ledger in the table."""
+    commits: int
+    """How many commits the table's log has."""
+    rows: int
+    """How many rows the table has."""
+    notes: list[str]
+    """The comparisons that were not possible, each with its reason."""
+    ledgers: Mapping[str, Ledger]
+    """The newest ledger of each group whose ledger can be read."""
+
+
+@dataclass
+class _Rows:
+    """What the log says about the table's rows."""
+
+    foreign: set[str] = field(default_factory=set)
+    """The names of files with rows of other writers."""
+    added: int = 0
+    """How many rows the groups' commits added."""
+    removing: set[str] = field(default_factory=set)
+    """Operations that removed rows."""
+    foreign_versions: list[int] = field(default_factory=list)
+    """The commits of other writers that added rows."""
+
+
+def verify(spark: "SparkSession", table: str, *, rows_per_record: int = 1) -> Verification:
+    """Compare the rows of a table with the ledgers of all its groups, by the whole history in the table's log.
+
+    Args:
+        rows_per_record: how many rows the transform of a group writes for a record at most; 0: any number.
+
+    Raises:
+        OptionError: there is no such Delta table.
+    """
+    history = table_writer.open_existing(spark, table).history()
+    commits = list(history.commits())[::-1]
+    findings: list[Finding] = []
+    ledgers: dict[str, Ledger] = {}
+    again: set[TopicPartition] = set()
+    groups = history.groups()
+    for group in groups:
+        findings += _check_history(history.table, group, commits, again)
+        group_findings, ledger = _check_ledger(history, group)
+        findings += group_findings
+        if ledger is not None:
+            ledgers[group] = ledger
+    found = _read_log(history, commits)
+    row_findings, notes, row_count, own_count = _check_rows(
+        spark, history.table, ledgers, again, found, rows_per_record
+    )
+    count_findings, count_notes = _check_row_count(history, commits, found, own_count)
+    return Verification(
+        findings + row_findings + count_findings, groups, len(commits), row_count, notes + count_notes, ledgers
+    )
+
+
+def _check_ledger(history: TableHistory, group: str) -> tuple[list[Finding], Ledger | None]:
+    """Return the newest ledger of a group, with a finding if it cannot be read or its rows were replaced."""
+    try:
+        ledger = history.ledger(group)
+        replacement = find_replacement(history, group)
+    except (LedgerExpired, LedgerConflict) as exc:
+        return [Finding("ledger", f"the ledger of group {group} cannot be read: {exc}")], None
+    if replacement is None:
+        return [], ledger
+    to = "" if replacement.restored_to is None else f" to version {replacement.restored_to}"
+    text = f"a {replacement.operation}{to} removed rows of group {group}"
+    return [Finding("restore", text, replacement.version)], ledger
+
+
+def _check_history(table: str, group: str, commits: Iterable[Commit], again: set[TopicPartition]) -> Iterable[Finding]:
+    """Yield a finding for each commit of a group that does not follow the one before.
+
+    Args:
+        commits: of the table, oldest first.
+        again: gets the partitions that moved back, by a reset or because their log was truncated: their records may be
+            in the table again.
+    """
+    before: Ledger | None = None
+    for commit in commits:
+        entry = commit.ledger_entry(group)
+        if entry is None:
+            continue
+        try:
+            if is_full(entry["ledger"]):
+                ledger = Ledger.from_json(group, entry["ledger"], table=table, table_version=commit.version)
+            elif before is None:
+                continue  # the log was cut behind the full one
+            else:
+                ledger = before.with_changes(entry["ledger"], table=table, table_version=commit.version)
+        except LedgerConflict as exc:
+            yield Finding("ledger", f"a ledger of group {group} cannot be read: {exc}", commit.version)
+            before = None
+            continue
+        if before is not None:
+            if ledger.number <= before.number:
+                text = f"commit #{ledger.number} of group {group} follows #{before.number}"
+                yield Finding("ledger", text, commit.version)
+            again |= {tp for tp, n in before.offsets.items() if tp not in ledger.offsets or ledger.offsets[tp] < n}
+        before = ledger
+
+
+def _read_log(history: TableHistory, commits: Iterable[Commit]) -> _Rows:
+    """Read which files have rows of other writers, and how many rows the groups added."""
+    found = _Rows()
+    for commit in commits:
+        own = any("ledger" in entry for entry in commit.entries)
+        if commit.operation not in OPERATIONS_THAT_KEEP_ROWS and not own:
+            found.removing.add(commit.operation or "an unknown operation")
+        adds: list[dict[str, Any]] = []
+        removes: list[str] = []
+        parameters: dict[str, Any] = {}
+        if isinstance(history.source, LogFiles):
+            for line in (history.source.actions(commit.version) or b"").splitlines():
+                action = json.loads(line)
+                adds += [action["add"]] if "add" in action else []
+                removes += [action["remove"]["path"]] if "remove" in action else []
+                parameters = action.get("commitInfo", {}).get("operationParameters") or parameters
+        elif not own and commit.operation in OPERATIONS_THAT_ADD_ROWS:
+            found.foreign_versions.append(commit.version)
+        if own:
+            found.added += sum(int(json.loads(add.get("stats") or "{}").get("numRecords", 0)) for add in adds)
+            continue
+        replaced = {_name(path) in found.foreign for path in removes}
+        adds_rows = commit.operation in OPERATIONS_THAT_ADD_ROWS and bool(adds)
+        if adds_rows:
+            found.foreign_versions.append(commit.version)
+        if parameters.get("mode") == "Overwrite" or (adds_rows and removes):
+            found.removing.add(f"{commit.operation} with overwrite")
+        if commit.restore is None and (adds_rows or True in replaced):
+            found.foreign |= {_name(add["path"]) for add in adds}
+            if len(replaced) > 1:
+                found.removing.add(f"{commit.operation} of files of several writers")
+    return found
+
+
+def _name(path: str) -> str:
+    return path.rpartition("/")[2]
+
+
+def _check_rows(
+    spark: "SparkSession",
+    table: str,
+    ledgers: Mapping[str, Ledger],
+    again: set[TopicPartition],
+    found: _Rows,
+    rows_per_record: int,
+) -> tuple[list[Finding], list[str], int, int]:
+    """Find records with too many rows or that no ledger counts.
+
+    Returns:
+        The findings; notes; the number of rows; the number of rows that groups wrote.
+    """
+    from pyspark.sql import functions as F
+
+    rows = table_names.read(spark, table)
+    own, notes = rows, []
+    row_count = rows.count()
+    own_count = row_count
+    if found.foreign:
+        own = rows.where(~F.col("_metadata.file_name").isin(sorted(found.foreign)))
+        own_count = own.count()
+        if own_count < row_count:
+            notes.append(
+                f"{row_count - own_count:,} rows in files with rows of other writers are not compared (versions "
+                f"{_listed(found.foreign_versions)})"
+            )
+    types = dict(rows.dtypes)
+    if not table_names.RECORD_COLUMNS.items() <= types.items():
+        lacking = ", ".join(sorted(table_names.RECORD_COLUMNS.keys() - types.keys())) or "of the source's types"
+        return (
+            [],
+            [*notes, f"doubled records are not searched: the table has no columns {lacking}"],
+            row_count,
+            own_count,
+        )
+    records = own.groupBy("topic", "partition", "offset").agg(F.count("*").alias("n"))
+    partitions: list[Any] = (
+        records.groupBy("topic", "partition", "n")
+        .agg(F.count("*"), F.max("offset"))
+        .orderBy("topic", "partition", "n")
+        .collect()
+    )
+    findings: list[Finding] = []
+    unknown: Counter[str] = Counter()
+    highest: dict[TopicPartition, int] = {}
+    counts: dict[TopicPartition, dict[int, int]] = {}
+    for topic, partition, n, record_count, last in partitions:
+        tp = TopicPartition(topic, partition)
+        if not (readers := _generations(tp, ledgers)):
+            unknown[str(topic)] += n * record_count
+            continue
+        highest[tp] = max(last, highest.get(tp, -1))
+        if rows_per_record and n > rows_per_record * readers:
+            counts.setdefault(tp, {})[n] = record_count
+    expected = "1 row" if rows_per_record == 1 else f"{rows_per_record} rows"
+    for tp, by_number in counts.items():
+        text = f"{sum(by_number.values()):,} records of {tp} have up to {max(by_number)} rows, and may have {expected}"
+        if tp in again:
+            notes.append(f"{text}; a reset or a truncated log moved it back, so they were read again")
+        elif found.foreign_versions and not found.foreign:
+            notes.append(f"{text}; other writers added rows (versions {_listed(found.foreign_versions)})")
+        else:
+            text += " for each group" if len(ledgers) > 1 else ""
+            findings.append(Finding("doubled", f"{text}. If a transform writes several, state it: --rows-per-record"))
+    for tp, last in highest.items():
+        counted = max((ledger.offsets[tp] for ledger in ledgers.values() if tp in ledger.offsets), default=None)
+        if counted is None or last < counted or tp in again or _generations(tp, ledgers, former=True):
+            continue
+        text = f"{tp} has rows up to offset {last}, but the next offset in its ledger is {counted}"
+        if found.foreign_versions and not found.foreign:
+            notes.append(f"{text}; other writers added rows (versions {_listed(found.foreign_versions)})")
+        else:
+            findings.append(Finding("behind", text))
+    if unknown:
+        notes.append(
+            f"{sum(unknown.values()):,} rows of topics that no ledger has are not compared: {_listed(sorted(unknown))}"
+        )
+    return findings, notes, row_count, own_count
+
+
+def _generations(tp: TopicPartition, ledgers: Mapping[str, Ledger], *, former: bool = False) -> int:
+    """Return how often a partition may have been read: by each group, under each id that its topic had.
+
+    Args:
+        former: count former ids only.
+    """
+    return sum(
+        (not former and tp in ledger.offsets)
+        + sum(topic.name == tp.topic and tp.partition in topic.offsets for topic in ledger.former.values())
+        for ledger in ledgers.values()
+    )
+
+
+def _listed(values: Iterable[object]) -> str:
+    texts = [str(value) for value in values]
+    return ", ".join(texts[:SHOWN_MAX]) + (f" and {len(texts) - SHOWN_MAX} more" if len(texts) > SHOWN_MAX else "")
+
+
+def _check_row_count(
+    history: TableHistory, commits: list[Commit], found: _Rows, own_count: int
+) -> tuple[list[Finding], list[str]]:
+    """Compare the number of rows of the groups with the number that their commits added."""
+    not_compared = "the number of rows is not compared"
+    if not isinstance(history.source, LogFiles):
+        return [], [f"{not_compared}: the files of the table's log cannot be read from here"]
+    if found.removing or commits[0].version > 0:
+        listed = ", ".join(sorted(found.removing))
+        why = f"the log has {listed}" if found.removing else "the log does not reach back to version 0"
+        return [], [f"{not_compared}: {why}"]
+    if own_count == found.added:
+        return [], []
+    kind, what = ("missing", "are missing") if own_count < found.added else ("doubled", "were never written")
+    text = f"{found.added:,} rows were written and the table has {own_count:,}: {abs(found.added - own_count):,} {what}"
+    return [Finding(kind, text)], []
