@@ -11,7 +11,8 @@ history afterwards. Such a commit has one number, so all sources of a query shar
 that lost a race are written again.
 
 With either writer, a commit holds the rows, the group's next ``SetTransaction`` number and the note with the ledger
-after it, and of two commits with one number one wins. So both writers may be used for one table, also in turns.
+after it, and of two commits with one number one wins. So both writers may be used for one table, also in turns; at
+the same time only where their commits exclude each other, which is not so on S3.
 """
 
 import contextlib
