@@ -134,7 +134,7 @@ def test_a_killed_driver_leaves_no_process_and_its_members_expire(scene: Scene) 
 
 @pytest.mark.parametrize(("member_host", "agents"), [("auto", 0), ("executor", 1)])
 def test_in_local_mode_an_agent_starts_only_if_the_option_demands_it(
-    scene: Scene, member_host: str, agents: int
+    scene: Scene, no_reader_left: None, member_host: str, agents: int
 ) -> None:
     """The driver's JVM is the only executor: members beside it gain nothing over members in the stream reader."""
     name = scene.topic()
