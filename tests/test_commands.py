@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 import typer
-from confluent_kafka import KafkaError
-from kafka_words import Record, await_until, set_committed
+from confluent_kafka import KafkaError, TopicCollection
+from kafka_words import ADMIN_S, Record, await_until, set_committed
 from kit.run_harness import RunHarness
 from manual_environment import ManualEnvironment, refusal
 from printed_commands import commands, commands_of
@@ -121,7 +121,8 @@ def export_of_an_active_group(scene: Scene, topic: str) -> str:
 
 def migration_of_a_kafka_group_checkpoint(scene: Scene, topic: str) -> str:
     query = Query(None, scene.folder, "my checkpoint")  # type: ignore[arg-type]  # nothing is read with Spark
-    query.plan(0, offset(0, one(1, 3, topic=topic), group=scene.group))
+    topic_id = scene.admin.describe_topics(TopicCollection([topic]))[topic].result(ADMIN_S).topic_id
+    query.plan(0, offset(0, one(1, 3, topic=topic), group=scene.group, topic_id=str(topic_id)))
     (query.root / "commits").mkdir()
     (query.root / "commits" / "0").write_text("v1\n{}")
     words = ("--bootstrap-servers", scene.servers, "--group", "another", "--from-checkpoint", str(query.root))

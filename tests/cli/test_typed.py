@@ -58,7 +58,8 @@ class Typist:
         self.plan = scene.folder / "plan.csv"
 
     def words(self, line: str) -> list[str]:
-        text = line.replace("broker:9092", self.scene.servers).replace("/lake/", f"{self.scene.folder}/")
+        text = line.replace("hdfs:///", "/").replace("CHECKPOINT_URI", "/lake/_chk/orders")
+        text = text.replace("broker:9092", self.scene.servers).replace("/lake/", f"{self.scene.folder}/")
         text = re.sub(r"--topic orders\b", f"--topic {self.topic}", text).replace("plan.csv", str(self.plan))
         text = text.replace("--topic former", f"--topic {self.former}")
         text = text.replace("HOST:PORT", self.scene.servers).replace("--group GROUP", "--group etl")

@@ -93,7 +93,7 @@ class FakeCoordinator:
     def __init__(self, ends: int) -> None:
         self.ends, self.starts, self.read = ends, list[int](), list[int]()
 
-    def latest(self, start: StreamOffset, *, unlimited: bool) -> StreamOffset:
+    def latest(self, start: StreamOffset, *, unlimited: bool, after_batch: bool = False) -> StreamOffset:
         self.starts.append(start.seq)
         return start if start.seq >= self.ends else batch(start.seq + 1)
 
