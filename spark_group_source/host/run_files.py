@@ -239,24 +239,19 @@ class Publisher:
         """Return the number of the reset that made batch ``seq`` void for the sink; 0 if it reported none."""
         return void_by(stream, seq)
 
-    def close(self, *, all_committed: bool = True) -> None:
-        """Remove the files of this run; later statistics are not written.
-
-        Args:
-            all_committed: whether Kafka has every durable position. If not, the stream's durable mark stays: without it
-                the next run would take a foreign commit below those positions for a rewind.
-        """
+    def close(self) -> None:
+        """Remove the files of this run; later statistics are not written."""
         self._is_closed = True
-        self._remove(with_mark=all_committed)
+        self._remove()
 
-    def _remove(self, *, with_mark: bool = False) -> None:
+    def _remove(self) -> None:
         if not _is_usable():
             return
         stream = self.last.stream if self.last is not None else ""
         for path in (
             self._path,
             self._drain_request,
-            *([directory() / f"{stream}{DURABLE}"] if with_mark and stream.isalnum() else []),
+            *([directory() / f"{stream}{DURABLE}"] if stream.isalnum() else []),
         ):
             with contextlib.suppress(OSError):
                 path.unlink()

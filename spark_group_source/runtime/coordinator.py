@@ -318,9 +318,7 @@ class Coordinator:
                     CLOSE_S_MAX,
                 )
         self.agents.end("the run has ended")
-        with self._changed:
-            committed = self._run.is_gathered and self._run.all_committed
-        self._publisher.close(all_committed=committed)
+        self._publisher.close()
 
     def _run_clock(self) -> None:
         """Run the clock thread, from the first join until the run is shut down."""

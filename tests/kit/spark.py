@@ -135,9 +135,8 @@ class Publisher(run_files.Publisher):
     def void_by(self, stream: str, seq: int) -> int:
         return self._query.void.get((stream, seq), 0)
 
-    def close(self, *, all_committed: bool = True) -> None:
-        if all_committed:
-            self._query.durable.clear()
+    def close(self) -> None:
+        self._query.durable.clear()
 
 
 NO_THREAD = "can't start new thread"
