@@ -13,6 +13,7 @@ for each group of the query:
 - ``<group>.drain.json``: a request that the run of that name drains. A request for another run is stale.
 """
 
+import contextlib
 import json
 import logging
 import os
@@ -41,6 +42,10 @@ WAITING_POLL_S = 1.0
 """How often a command that waits reads the status."""
 FAILED_POLLS_MAX = 5
 """After so many failures in a row a run stops reporting: the file system is unreachable, or not writable."""
+READS_MAX = 20
+"""How often a file is read until it is complete: most file systems replace it in two steps."""
+READ_AGAIN_S = 0.25
+"""The pause between two of these reads."""
 
 
 class StatusFiles(NamedTuple):
@@ -51,12 +56,25 @@ class StatusFiles(NamedTuple):
     """The query's ``checkpointLocation``."""
 
     def read(self, group: str, kind: str) -> dict[str, Any] | None:
-        """Return the file of kind "run" or "drain"; None if it does not exist, or is being written."""
-        try:
-            doc = json.loads(self.files.read(self.path(group, kind)) or "null")
-        except ValueError:
-            return None
-        return doc if isinstance(doc, dict) else None
+        """Return the file of kind "run" or "drain"; None if it does not exist.
+
+        Raises:
+            GroupError: it stayed incomplete for READS_MAX reads.
+        """
+        path, reads = self.path(group, kind), 0
+        while (text := self.files.read(path)) is not None:
+            with contextlib.suppress(ValueError):  # another process is writing the file
+                doc: dict[str, Any] = json.loads(text)
+                return doc
+            reads += 1
+            if reads == READS_MAX:
+                raise GroupError(
+                    f"{path} stays incomplete ({len(text)} characters); the query writes it within {POLL_S:.0f} s, "
+                    "so run the command again, and delete the file if that does not help",
+                    group=group,
+                )
+            threading.Event().wait(READ_AGAIN_S)
+        return None
 
     def write(self, group: str, kind: str, doc: dict[str, Any]) -> None:
         self.files.write(self.path(group, kind), json.dumps(doc))
@@ -178,7 +196,7 @@ def drain(status: StatusFiles, group: str, *, timeout_s: float) -> int:
 
     def runs() -> dict[str, dict[str, Any]]:
         nonlocal doc
-        doc = status.read(group, "run") or doc  # None: it is being written
+        doc = status.read(group, "run") or doc  # None: some file systems replace a file by deleting it first
         return {doc["run"]: doc}
 
     def request(run: str) -> None:

@@ -68,10 +68,22 @@ def test_a_run_that_starts_during_the_drain_is_reported() -> None:
 
 def test_a_checkpoint_without_a_status_is_reported() -> None:
     folder = Folder()
-    for half in ('{"group": "et', ""):
-        folder.files[RUN] = half
-        with pytest.raises(GroupError, match="c has no status of a run in group 'etl'"):
-            checkpoint_status.last_status(folder.place, "etl")
+    del folder.files[RUN]
+    with pytest.raises(GroupError, match="c has no status of a run in group 'etl'"):
+        checkpoint_status.last_status(folder.place, "etl")
+
+
+@pytest.mark.parametrize("part", ['{"group": "et', ""])
+def test_a_status_that_is_being_written_is_read_again(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint_status, "READ_AGAIN_S", 0.0)
+    folder = Folder()
+    complete = folder.files[RUN]
+    texts = [part] * (checkpoint_status.READS_MAX - 1) + [complete]
+    place = folder.place._replace(files=folder.place.files._replace(read=lambda _: texts.pop(0)))
+    assert checkpoint_status.last_status(place, "etl")["run"] == "r1"
+    texts[:] = [part] * checkpoint_status.READS_MAX
+    with pytest.raises(GroupError, match=rf"etl\.run\.json stays incomplete \({len(part)} characters\)"):
+        checkpoint_status.last_status(place, "etl")
 
 
 @pytest.mark.parametrize(("asked", "drained", "then"), [("r1", False, [7]), ("r0", False, []), ("r1", True, [])])
