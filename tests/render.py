@@ -22,6 +22,7 @@ from spark_group_source.protocol.states import AgentState, PartitionState, RunSt
 
 sys.path.insert(0, str(Path(__file__).parent))  # `python -m tests.render` does not have it there
 import proofs
+import waits
 from matrix import results
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -33,6 +34,7 @@ METRICS = ROOT / "docs/metrics.md"
 ERRORS = ROOT / "docs/errors.md"
 GUARANTEES = ROOT / "docs/guarantees.md"
 COMPATIBILITY = ROOT / "docs/compatibility.md"
+WAITS = ROOT / "docs/waits.md"
 
 Table = Mapping[Any, Enum]  # keys: a state of its own kind, and a cause
 DRAWN: tuple[tuple[str, type[Enum], Table], ...] = (
@@ -63,6 +65,7 @@ def blocks() -> dict[Path, dict[str, str]]:
             "matrix of Kafka": results.broker_table(results.Results()),
             "installed beside": results.installed_table(results.Results()),
         },
+        WAITS: {"waits": waits.call_rows(), "times": waits.time_rows()},
         ERRORS: {"errors": "\n".join(map(section, kinds(errors.SourceError)))},
         STATES: {f"{name} states": f"{diagram(kind, table)}\n{rows(kind, table)}" for name, kind, table in DRAWN},
     }

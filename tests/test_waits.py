@@ -1,10 +1,11 @@
-"""The wait functions of the tests: a time limit ends a hang, not a slow progress."""
+"""Waits: each one of the product has a bound; the wait functions of the tests end a hang, not a slow progress."""
 
 from itertools import count
 from types import SimpleNamespace
 
 import kafka_words
 import pytest
+import waits
 from kafka_words import await_progress
 
 
@@ -29,3 +30,13 @@ def test_a_wait_without_progress_fails_with_what_it_waited_for(capsys: pytest.Ca
 
 def test_a_condition_that_becomes_true_at_the_time_limit_succeeds() -> None:
     assert await_progress(lambda: "there", lambda: 0, 0) == "there"
+
+
+def test_every_call_that_waits_has_a_bound() -> None:
+    without = {f"{wait.place} {wait.call}" for wait in waits.waits() if not wait.bound}
+    assert without == set(waits.UNBOUNDED)
+
+
+def test_every_named_time_has_a_meaning() -> None:
+    known = waits.bounds()
+    assert [name for name in waits.times() if not known[name].meaning] == []

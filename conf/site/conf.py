@@ -48,6 +48,7 @@ PAGES = {
         "metrics",
         "errors",
         "answers",
+        "waits",
         "formats",
         "glossary",
     ],

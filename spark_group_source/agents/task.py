@@ -47,8 +47,10 @@ CONNECT_S = 2.0
 try again for a while."""
 CLAIM_S = 60.0
 """Limit for claiming a piece under a late binding."""
-ATTEMPT_S, PAUSE_S = 5.0, 0.5
-"""Limit of one attempt of that, and the pause before the next one on a new connection."""
+ATTEMPT_S = 5.0
+"""Limit of one attempt of that."""
+PAUSE_S = 0.5
+"""The pause before the next attempt, on a new connection."""
 IDLE_S = 30.0
 """A connection on which nothing was sent for so long is not used again: the stream reader closes it after 60 s."""
 

@@ -35,6 +35,7 @@ from spark_group_source.errors import BrokerUnavailable
 from spark_group_source.protocol.statistics import Statistics
 
 INTERVAL_MIN_S = 0.2
+"""The shortest interval of ``watch``: each round is several requests to the brokers."""
 EVENTS_MAX = 8
 """Events that are kept."""
 ROWS_BESIDE = 18

@@ -25,7 +25,7 @@ LOG_RETENTION = "delta.logRetentionDuration"
 
 LOG_RETENTION_DEFAULT = "interval 30 days"
 
-_UNITS_MS = {"week": 604_800_000, "day": 86_400_000, "hour": 3_600_000, "minute": 60_000, "second": 1000}
+_UNITS = {"week": 604_800_000, "day": 86_400_000, "hour": 3_600_000, "minute": 60_000, "second": 1000}
 
 RECORD_COLUMNS = {"topic": "string", "partition": "int", "offset": "bigint"}
 """The columns that identify the Kafka record of a row, with their types."""
@@ -93,7 +93,7 @@ def interval_ms(text: str) -> int:
     that is not understood."""
     parts = re.findall(r"(\d+)\s+([a-z]+?)s?\b", text.lower())
     rest = re.sub(r"\d+\s+[a-z]+|interval|\s", "", text.lower())
-    return 0 if rest else sum(int(n) * _UNITS_MS.get(unit, 0) for n, unit in parts)
+    return 0 if rest else sum(int(n) * _UNITS.get(unit, 0) for n, unit in parts)
 
 
 def sql_name(table: str) -> str:

@@ -48,9 +48,9 @@ READ_FILES_MAX = 1_000
 """How many runs of one host :func:`read` reads."""
 DRAIN_S = 60.0
 """How long :func:`drain` waits by default: enough for a batch and its commit."""
-POLL_S = 0.1
 COMMIT_S = 30.0
 """How long a sink waits until the offsets of a run's last batch are committed."""
+POLL_S = 0.1
 """The interval at which a lock and the state of a drain are checked."""
 _CONSEQUENCE = (
     "No statistics are written or read there, queries cannot be drained, and the last batch of a query that is stopped "

@@ -482,6 +482,7 @@ def _no_answer() -> KafkaException:
 EPOCHS_S_MAX = 6.0
 """The timeout of one read of any number of partitions, including the search for their leaders."""
 POLL_S = 0.1
+"""The longest poll while the errors of a read arrive."""
 BEYOND = 2**60
 """A position beyond every log."""
 _END = re.compile(r"broker end offset is (-?\d+) \(offset leader epoch (-?\d+)\)")

@@ -27,9 +27,11 @@ log = logging.getLogger(__name__)
 LEAVE_S_MAX = 3.0
 """The longest wait for leaving the group; after it the membership ends with its session."""
 LEAVE_POLL_S = 0.05
+"""The longest poll of a consumer that leaves."""
 TAKE_OVER_MS_MAX = 10_000
 """The longest :func:`take_over_membership`; after it the membership is free when its session expires."""
 TAKE_OVER_POLL_S = 0.1
+"""The longest poll of a consumer that takes over a membership."""
 _CONSUMER_PROTOCOL_ONLY = ("group.remote.assignor",)
 """Settings that a consumer of the classic protocol refuses."""
 REFUSED_CODES = frozenset(

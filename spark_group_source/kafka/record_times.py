@@ -31,6 +31,7 @@ SILENT_MS = 3_000
 """After this long without an answer the read ends: a partition without a leader must not extend every sweep to its
 bound."""
 POLL_S = 0.05
+"""The longest poll while records arrive."""
 MESSAGES_MAX = 10_000
 """Messages taken from the library in one call."""
 NO_TIME = -1

@@ -23,8 +23,11 @@ _SECRET_NAMES: Final = frozenset({"sasl.oauthbearer.config", "sasl.kerberos.kini
 
 # Defaults of the client library, for checks of two related settings of which only one is set.
 SESSION_TIMEOUT_MS: Final = 45_000
+"""The default of ``kafka.session.timeout.ms``."""
 HEARTBEAT_INTERVAL_MS: Final = 3_000
+"""The default of ``kafka.heartbeat.interval.ms``."""
 MAX_POLL_INTERVAL_MS: Final = 300_000
+"""The default of ``kafka.max.poll.interval.ms``."""
 
 _OFFSETS = "the source commits offsets itself, after their rows are durable"
 _DESERIALIZER = "key and value are always binary; decode them with DataFrame functions"

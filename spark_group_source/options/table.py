@@ -31,6 +31,7 @@ from spark_group_source.options.starting import (
 GROUP_MEMBERS_MAX: Final = 1_000
 MIN_PARTITIONS_MAX: Final = 100_000
 DAY_MS: Final = 86_400_000
+"""The largest value of an option that is a time-out."""
 TOPIC_REFRESH_S: Final = 30.0
 """How often topics and partitions are refreshed, unless ``kafka.topic.metadata.refresh.interval.ms`` is set."""
 VALUE_SHOWN_CHARS_MAX: Final = 200

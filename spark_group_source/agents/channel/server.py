@@ -31,7 +31,9 @@ from spark_group_source.errors import ChannelBroken
 log = logging.getLogger(__name__)
 
 START_S: Final = 10.0
+"""Limit for the start of the server's thread; after it the query fails."""
 STOP_S: Final = 3.0
+"""Limit for sending the last messages; then the connections are closed."""
 REFUSAL_LOG_INTERVAL_S: Final = 60.0
 """Refused connections are logged at most once per interval, with their number."""
 BACKLOG: Final = 128
