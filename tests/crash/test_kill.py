@@ -7,15 +7,17 @@ from pathlib import Path
 import pytest
 from conftest import TopicFactory
 
-from crash.killed import Hammer
+from crash.killed import Hammer, Way
 from spark_group_source.local.broker import Broker
 
 JOINED_MIN = 0.3
 """Share of the runs that must have joined the group, so that the kills prove something."""
 
 
-def kill_and_prove(kills: int, seed: int, *, broker: Broker, topic: str, group: str, home: Path) -> None:
-    account = Hammer(broker, home, way="native", group=group, topic=topic, seed=seed).run(kills=kills)
+def kill_and_prove(
+    kills: int, seed: int, *, broker: Broker, topic: str, group: str, home: Path, way: Way = "native"
+) -> None:
+    account = Hammer(broker, home, way=way, group=group, topic=topic, seed=seed).run(kills=kills)
     assert not account.wrong, account
     assert account.joined >= kills * JOINED_MIN, account
 
@@ -33,8 +35,9 @@ def test_G4_rows_are_in_the_table_once_after_kills_of_the_driver(
 
 @pytest.mark.soak
 @pytest.mark.crash
+@pytest.mark.parametrize("way", ["native", "options"])
 def test_G4_rows_are_in_the_table_once_after_a_hundred_kills(
-    broker: Broker, topic: TopicFactory, group_id: str, tmp_path: Path
+    broker: Broker, topic: TopicFactory, group_id: str, tmp_path: Path, way: Way
 ) -> None:
     seed = int(os.environ.get("SOAK_SEED", str(int(time.time()))))
-    kill_and_prove(100, seed, broker=broker, topic=topic(4), group=group_id, home=tmp_path)
+    kill_and_prove(100, seed, broker=broker, topic=topic(4), group=group_id, home=tmp_path, way=way)
