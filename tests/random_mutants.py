@@ -128,7 +128,9 @@ def _decisions(tree: ast.AST) -> Iterator[ast.expr | ast.stmt]:
                 yield from _decisions(ast.Expression(node.value))
             continue
         if isinstance(node, ast.FunctionDef):
-            node.returns, node.decorator_list = None, []
+            node.returns = None
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):  # `slots=True` decides nothing
+            node.decorator_list = []
         if isinstance(node, ast.expr | ast.stmt):
             yield node
         yield from _decisions(node)
@@ -222,9 +224,12 @@ def make_map() -> int:
 
 
 def tests_of(mutant: RandomMutant, found: dict[str, Any]) -> list[str]:
-    """The tests that execute the mutant's line, the fastest first."""
-    numbers = found["lines"].get(mutant.file, {}).get(str(mutant.line), [])
-    return [found["tests"][n] for n in sorted(numbers, key=lambda n: found["duration_s"][n])]
+    """The tests that execute the line, the fastest first. A default executes at import: all tests of its module."""
+    lines = found["lines"].get(mutant.file, {})
+    numbers = lines.get(str(mutant.line))
+    if numbers == []:
+        numbers = set().union(*lines.values())
+    return [found["tests"][n] for n in sorted(numbers or (), key=lambda n: found["duration_s"][n])]
 
 
 # --- runs -------------------------------------------------------------------------------------------------------------

@@ -11,6 +11,10 @@ MODULE = '''
 """A text, which is no decision."""
 BOUND = 5
 
+@dataclass(slots=True)
+class Kept:
+    is_empty: bool
+
 def decide(a: int | None, b: int) -> bool:
     """Another text."""
     log.info("skipped: %s", a + b)
@@ -59,3 +63,10 @@ def test_a_mutant_is_found_if_a_test_fails(tests: list[str], outcome: str) -> No
     mutant = next(mutant for mutant in random_mutants.mutants_of(file) if mutant.new == "return None")
     assert isinstance(mutant, RandomMutant)
     assert random_mutants._play(mutant, tests)[0] == outcome
+
+
+def test_a_default_is_tested_by_all_tests_of_its_module_and_a_line_that_none_executes_by_none() -> None:
+    lines = {"1": [], "5": [0, 1], "6": [1]}
+    found = {"tests": ["slow", "fast"], "duration_s": [2.0, 1.0], "lines": {"m.py": lines}}
+    given = {line: random_mutants.tests_of(RandomMutant("m.py", line, 0, 0, "", ""), found) for line in (1, 2, 5, 6)}
+    assert given == {1: ["fast", "slow"], 2: [], 5: ["fast", "slow"], 6: ["fast"]}

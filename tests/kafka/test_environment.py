@@ -1,5 +1,6 @@
 """The real environment: every failure of a thread is reported."""
 
+import logging
 import os
 import threading
 from typing import NoReturn
@@ -9,7 +10,7 @@ from confluent_kafka import KafkaError, KafkaException
 
 from spark_group_source.errors import BrokerUnavailable
 from spark_group_source.kafka import Environment
-from spark_group_source.kafka.environment import create_client
+from spark_group_source.kafka.environment import LibraryLog, create_client
 
 JOIN_S = 10.0
 
@@ -64,3 +65,20 @@ def test_a_token_function_without_a_token_counts_as_unanswered(tripped: bool) ->
         create_client(make, {"oauth_cb": "json:loads"})
     with pytest.raises(KafkaException):
         create_client(make, {})
+
+
+@pytest.mark.parametrize(
+    ("level", "facility", "shown"),
+    [
+        (logging.WARNING, "SESSTMOUT", True),
+        (logging.ERROR, "FAIL", False),
+        (logging.WARNING, "CONFWARN", False),
+        (logging.INFO, "SESSTMOUT", False),
+    ],
+)
+def test_the_log_shows_what_the_library_warns_of_and_the_query_does_not_report(
+    level: int, facility: str, shown: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    LibraryLog().log(level, "%s [%s] %s", facility, "client", "text")
+    assert [record.levelno for record in caplog.records] == [logging.INFO if shown else logging.DEBUG]

@@ -4,12 +4,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from confluent_kafka import KafkaError
+from confluent_kafka import KafkaError, KafkaException
 from confluent_kafka import TopicPartition as KafkaPartition
 from manual_environment import A0, A1, ManualEnvironment, refusal
 
 from spark_group_source.errors import AccessDenied, BrokerUnavailable, CommitFailed
 from spark_group_source.kafka import Admin, CommittedOffset, EpochEnds, GroupAdmin, GroupOffsets, ListedGroup
+from spark_group_source.kafka.retry import RefusalWatch
 from spark_group_source.model import EARLIEST, LATEST, StartAt, TopicPartition
 from spark_group_source.options.table import Options
 from spark_group_source.runtime.coordinator import BrokerQueries
@@ -85,6 +86,16 @@ NO_LEADERS = refusal(KafkaError._NOENT)
 
 UNKNOWN = refusal(KafkaError._UNKNOWN_PARTITION)
 """The library's error for one such partition beside others."""
+
+
+def test_a_refused_connection_is_remembered_although_another_one_is_lost() -> None:
+    watch = RefusalWatch()
+    for code in (KafkaError.SASL_AUTHENTICATION_FAILED, KafkaError._TRANSPORT):
+        watch(KafkaError(code))
+    with pytest.raises(KafkaException, match="SASL_AUTHENTICATION_FAILED"):
+        watch.check()
+    watch.clear()
+    watch.check()
 
 
 def test_partitions_that_a_broker_reports_missing_are_left_out(environment: ManualEnvironment, admin: Admin) -> None:
