@@ -83,7 +83,7 @@ class KafkaGroupDataSource(compatibility.CheckedPickle, DataSource):
         from spark_group_source.kafka import check_settings
 
         check_settings(self._parsed)
-        return spark_ddl(self._parsed.include_headers)
+        return spark_ddl(self._parsed.row_columns)
 
     def reader(self, schema: StructType) -> DataSourceReader:  # noqa: ARG002 - Spark's signature
         raise OptionError(
@@ -242,7 +242,7 @@ class GroupStreamReader(compatibility.CheckedPickle, DataSourceStreamReader):
 
         read = ReadOptions(
             options.consumer_settings(),
-            include_headers=options.include_headers,
+            columns=options.row_columns,
             fail_on_data_loss=options.fail_on_data_loss,
             progress_timeout_s=options.poll_timeout_ms / 1000,
             outage_timeout_s=options.broker_timeout_ms / 1000 or math.inf,

@@ -64,12 +64,10 @@ class Agent:
         self._end_reason = ""
         self._wake_pipe = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._buffers = SharedBuffers(int(given["buffer_bytes"]))
-        headers = bool(given["include_headers"])
-        self._prefetcher = Prefetcher(self._buffers, self._open_prefetching_client, include_headers=headers)
+        columns = tuple(given["columns"])
+        self._prefetcher = Prefetcher(self._buffers, self._open_prefetching_client, columns)
         self._connection = connection(given["connection"])
-        self._server = server(
-            self._folder, self._buffers, lambda: open_client(self._reader_settings), include_headers=headers
-        )
+        self._server = server(self._folder, self._buffers, lambda: open_client(self._reader_settings), columns)
 
     def _open_prefetching_client(self) -> NativeClient:
         return open_client(

@@ -10,11 +10,12 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from spark_group_source.agents.agent_folder import AgentFolder, Attempts, ProcessId, remove_stale_folders, warn_once
+from spark_group_source.options.table import COLUMNS
 
 BUFFER_BYTES = 64 << 20
 """Default size of an agent's prefetch buffer."""
@@ -38,7 +39,8 @@ class AgentSettings:
     """The run's id; each run has agents of its own."""
     reader_settings: Mapping[str, str]
     """librdkafka settings that tasks read with."""
-    include_headers: bool = False
+    columns: Sequence[str] = COLUMNS[:-1]
+    """The columns of the rows that tasks read."""
     buffer_bytes: int = BUFFER_BYTES
     connection: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of ``ControlConnection`` as JSON, the run's secret included: they travel through a pipe."""
@@ -113,7 +115,7 @@ def _spawn(settings: AgentSettings, folder: AgentFolder, executor: ProcessId, lo
         "lock": lock,
         "executor": [executor.pid, executor.started],
         "reader_settings": dict(settings.reader_settings),
-        "include_headers": settings.include_headers,
+        "columns": list(settings.columns),
         "buffer_bytes": settings.buffer_bytes,
         "connection": dict(settings.connection),
     }

@@ -120,7 +120,7 @@ def _agent_settings(options: Options, task: PlannedTask, executor: ProcessId | N
     return AgentSettings(
         run=task.run,
         reader_settings=options.consumer_settings(),
-        include_headers=options.include_headers,
+        columns=options.row_columns,
         buffer_bytes=options.agent_memory_bytes,
         connection={
             "addresses": task.addresses,

@@ -35,6 +35,8 @@ DAY_MS: Final = 86_400_000
 TOPIC_REFRESH_S: Final = 30.0
 """How often topics and partitions are refreshed, unless ``kafka.topic.metadata.refresh.interval.ms`` is set."""
 VALUE_SHOWN_CHARS_MAX: Final = 200
+COLUMNS: Final = ("key", "value", "topic", "partition", "offset", "timestamp", "timestampType", "headers")
+"""The columns of Spark's Kafka source, in its order."""
 INTERNAL_TOPICS: Final = frozenset({"__consumer_offsets", "__transaction_state", "__share_group_state"})
 """Kafka's internal topics: ``subscribePattern`` never matches them."""
 
@@ -128,6 +130,18 @@ def one_of(*words: str) -> Callable[[str], str]:
         return known[word]
 
     return parse
+
+
+def column_names(text: str) -> tuple[str, ...]:
+    """Parse a list of columns, case-insensitive; returns them in the order of :data:`COLUMNS`."""
+    known = {name.lower(): name for name in COLUMNS}
+    words = [word.strip().lower() for word in text.split(",")]
+    for word in words:
+        if word not in known:
+            raise ValueError(
+                f"it must be a comma-separated list of {', '.join(COLUMNS)}{did_you_mean(word, known.values())}"
+            )
+    return tuple(name for word, name in known.items() if word in words)
 
 
 def boolean(text: str) -> bool:
@@ -289,6 +303,10 @@ class Options:
     include_headers: bool = _option(
         "includeHeaders", boolean, "true or false", default=False,
         doc="Whether the rows have the column `headers`.")
+    columns: tuple[str, ...] = _option(
+        "columns", column_names, "comma-separated names", default=(), shown="all, without headers",
+        doc="The columns of the rows. Spark reads every column of a Python source, so a query is faster if it names "
+        "those that it uses. `DeltaSink` needs `topic`, `partition` and `offset` to leave out rows that the table has.")
     group_members: int | Literal["auto"] = _option(
         "groupMembers", member_count(GROUP_MEMBERS_MAX), "members or auto", default="auto",
         doc="The number of group members that this query has, 1 to 1000. auto: one for each executor with an agent if "
@@ -416,6 +434,11 @@ class Options:
         if self.topic_pattern is None:
             return topic in self.topics
         return topic not in INTERNAL_TOPICS and re.fullmatch(self.topic_pattern, topic) is not None
+
+    @property
+    def row_columns(self) -> tuple[str, ...]:
+        """The columns of the rows, in the order of :data:`COLUMNS`."""
+        return self.columns or (COLUMNS if self.include_headers else COLUMNS[:-1])
 
     @property
     def session_timeout_ms(self) -> int:
@@ -549,6 +572,13 @@ def _check_together(values: Mapping[str, Any]) -> None:
     low, high = values.get("min_offsets_per_trigger"), values.get("max_offsets_per_trigger")
     if low is not None and high is not None and low > high:
         raise OptionError(f"minOffsetsPerTrigger ({low}) must not be above maxOffsetsPerTrigger ({high})")
+    columns = values.get("columns")
+    if columns and values.get("include_headers") is not None and values["include_headers"] != ("headers" in columns):
+        raise OptionError(
+            f"includeHeaders is {str(values['include_headers']).lower()}, but columns is {','.join(columns)}; name "
+            "headers in columns to read them, and leave out includeHeaders",
+            option="columns",
+        )
     if "topics" not in values:
         return
     subscribed = set(values["topics"])

@@ -252,8 +252,8 @@ class NativeChunk:
         self._header_rows = self._headers()
         self.sizes = self.sizes + header_bytes(self._header_rows)
 
-    def batch(self, slices: Sequence[RowSlice], include_headers: bool) -> pa.RecordBatch:
-        """Convert the rows of these slices.
+    def batch(self, slices: Sequence[RowSlice], columns: Sequence[str]) -> pa.RecordBatch:
+        """Convert these columns of the rows of these slices.
 
         Raises:
             GroupError: Spark cannot store a record's timestamp.
@@ -267,13 +267,14 @@ class NativeChunk:
         stamps, stamp_types = self._timestamps(rows, addresses)
         headers = [row for one in slices for row in self._header_rows[one.first : one.last]]
         return build_batch(
+            columns,
             slices,
-            binary_column(rows[:, _KEY], rows[:, _KEY_LEN]),
-            binary_column(rows[:, _PAYLOAD], rows[:, _LEN]),
-            np.ascontiguousarray(rows[:, _OFFSET]).view(np.int64),
-            stamps,
-            stamp_types,
-            header_column(headers) if include_headers else None,
+            key=binary_column(rows[:, _KEY], rows[:, _KEY_LEN]) if "key" in columns else None,
+            value=binary_column(rows[:, _PAYLOAD], rows[:, _LEN]) if "value" in columns else None,
+            offset=np.ascontiguousarray(rows[:, _OFFSET]).view(np.int64),
+            timestamp_ms=stamps,
+            timestamp_type=stamp_types,
+            headers=header_column(headers) if "headers" in columns else None,
         )
 
     def _timestamps(self, rows: Words, addresses: Words) -> tuple[Ints, npt.NDArray[np.int32]]:

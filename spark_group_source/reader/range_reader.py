@@ -36,6 +36,7 @@ from spark_group_source.error_codes import CODES, Meaning, Request, Suspicions, 
 from spark_group_source.errors import GroupError
 from spark_group_source.model import OffsetRange, Piece, TopicPartition
 from spark_group_source.options.client import principal
+from spark_group_source.options.table import COLUMNS
 from spark_group_source.reader import broker_checks
 from spark_group_source.reader.broker_checks import (
     RangeCheck,
@@ -112,7 +113,7 @@ class ReadOptions:
     Args:
         settings: librdkafka's, with ``bootstrap.servers``, credentials and ``isolation.level``. Settings of membership,
             commits and offset reset are overridden.
-        include_headers: whether batches have the column ``headers``.
+        columns: the columns of the batches.
         fail_on_data_loss: False logs lost records as a warning and continues with the remaining ones.
         progress_timeout_s: seconds without progress (a record, a position that moves) after which ReadTimeout is
             raised, while brokers respond. Time that the consumer of the batches takes does not count.
@@ -121,7 +122,7 @@ class ReadOptions:
     """
 
     settings: Mapping[str, str]
-    include_headers: bool = False
+    columns: Sequence[str] = COLUMNS[:-1]
     fail_on_data_loss: bool = True
     progress_timeout_s: float = 120.0
     outage_timeout_s: float = 0.0
@@ -449,7 +450,7 @@ class RangeReader:
         slices = self._select(chunk)
         if not self._ranges and (names := self._unconfirmed_topics()):
             self._topics.send(self._client, names)  # the response arrives while the rows are handed over
-        if slices and self._options.include_headers:
+        if slices and "headers" in self._options.columns:
             chunk.count_headers()
         self._record_size.update(chunk.sizes)
         return slices
@@ -480,7 +481,7 @@ class RangeReader:
 
     def _batch(self, chunk: NativeChunk, group: list[RowSlice]) -> pa.RecordBatch:
         try:
-            return chunk.batch(group, self._options.include_headers)
+            return chunk.batch(group, self._options.columns)
         except GroupError as exc:
             there = command_line.connection(self._options.settings)
             raise broker_checks.unreadable_record(exc, there, self._options.group_id) from None

@@ -46,16 +46,26 @@ HEADER_BYTES = 10
 
 HEADERS_TYPE = pa.list_(pa.struct([pa.field("key", pa.string()), pa.field("value", pa.binary())]))
 
-_FIELDS = [
-    pa.field("key", pa.binary()),
-    pa.field("value", pa.binary()),
-    pa.field("topic", pa.string()),
-    pa.field("partition", pa.int32()),
-    pa.field("offset", pa.int64()),
-    pa.field("timestamp", pa.timestamp("us", tz="UTC")),
-    pa.field("timestampType", pa.int32()),
-]
-_DDL = "key BINARY, value BINARY, topic STRING, partition INT, offset BIGINT, timestamp TIMESTAMP, timestampType INT"
+_TYPES = {
+    "key": pa.binary(),
+    "value": pa.binary(),
+    "topic": pa.string(),
+    "partition": pa.int32(),
+    "offset": pa.int64(),
+    "timestamp": pa.timestamp("us", tz="UTC"),
+    "timestampType": pa.int32(),
+    "headers": HEADERS_TYPE,
+}
+_DDL = {
+    "key": "BINARY",
+    "value": "BINARY",
+    "topic": "STRING",
+    "partition": "INT",
+    "offset": "BIGINT",
+    "timestamp": "TIMESTAMP",
+    "timestampType": "INT",
+    "headers": "ARRAY<STRUCT<key: STRING, value: BINARY>>",
+}
 
 _INLINE_MAX = 12
 """An Arrow binary view stores values up to this length inline, longer ones as a reference."""
@@ -89,14 +99,14 @@ def _check_pyarrow() -> None:
 _check_pyarrow()
 
 
-def arrow_schema(include_headers: bool) -> pa.Schema:
-    """The schema of every batch; all columns are nullable. ``headers``, if included, is the last one."""
-    return pa.schema([*_FIELDS, pa.field("headers", HEADERS_TYPE)] if include_headers else _FIELDS)
+def arrow_schema(columns: Sequence[str]) -> pa.Schema:
+    """The schema of every batch with these columns of the source; all are nullable."""
+    return pa.schema([pa.field(name, _TYPES[name]) for name in columns])
 
 
-def spark_ddl(include_headers: bool) -> str:
+def spark_ddl(columns: Sequence[str]) -> str:
     """The same schema in Spark's DDL, for ``DataSource.schema()``."""
-    return _DDL + ", headers ARRAY<STRUCT<key: STRING, value: BINARY>>" if include_headers else _DDL
+    return ", ".join(f"{name} {_DDL[name]}" for name in columns)
 
 
 class ClientEvent(NamedTuple):
@@ -234,9 +244,11 @@ def group_by_batch(slices: Sequence[RowSlice], sizes: Ints) -> Iterator[list[Row
 
 
 def build_batch(
+    columns: Sequence[str],
     slices: Sequence[RowSlice],
-    key: pa.Array,
-    value: pa.Array,
+    *,
+    key: pa.Array | None,
+    value: pa.Array | None,
     offset: Ints,
     timestamp_ms: Ints,
     timestamp_type: npt.NDArray[np.int32],
@@ -246,32 +258,33 @@ def build_batch(
     slices.
 
     Args:
+        columns: the columns of the batch; ``key``, ``value`` and ``headers`` are None if they are not among them.
         timestamp_ms: milliseconds since the epoch, -1 if the record has none.
         timestamp_type: librdkafka's numbers, one more than Spark's.
-        headers: of HEADERS_TYPE, or None if the schema has none.
+        headers: of HEADERS_TYPE.
 
     Raises:
         GroupError: Spark cannot store a record's timestamp.
     """
-    _check_timestamps(slices, offset, timestamp_ms)
+    built = {"key": key, "value": value, "headers": headers}
     rows = np.array([one.last - one.first for one in slices], dtype=np.int64)
-    names = sorted({one.tp.topic for one in slices})
-    index = {name: number for number, name in enumerate(names)}
-    numbers = np.repeat(np.array([index[one.tp.topic] for one in slices], dtype=np.int32), rows)
-    topic = variable_width([name.encode() for name in names], pa.string()).take(fixed_width(numbers, pa.int32()))
-    partition = np.repeat(np.array([one.tp.partition for one in slices], dtype=np.int32), rows)
-    columns = [
-        key,
-        value,
-        topic,
-        fixed_width(partition, pa.int32()),
-        fixed_width(offset, pa.int64()),
-        fixed_width(timestamp_ms * 1000, _FIELDS[5].type),
-        fixed_width(timestamp_type - np.int32(1), pa.int32()),
-    ]
-    if headers is not None:
-        columns.append(headers)
-    return pa.RecordBatch.from_arrays(columns, schema=arrow_schema(headers is not None))
+    if "topic" in columns:
+        names = sorted({one.tp.topic for one in slices})
+        index = {name: number for number, name in enumerate(names)}
+        numbers = np.repeat(np.array([index[one.tp.topic] for one in slices], dtype=np.int32), rows)
+        each = variable_width([name.encode() for name in names], pa.string())
+        built["topic"] = each.take(fixed_width(numbers, pa.int32()))
+    if "partition" in columns:
+        partition = np.repeat(np.array([one.tp.partition for one in slices], dtype=np.int32), rows)
+        built["partition"] = fixed_width(partition, pa.int32())
+    if "offset" in columns:
+        built["offset"] = fixed_width(offset, pa.int64())
+    if "timestamp" in columns:
+        _check_timestamps(slices, offset, timestamp_ms)
+        built["timestamp"] = fixed_width(timestamp_ms * 1000, _TYPES["timestamp"])
+    if "timestampType" in columns:
+        built["timestampType"] = fixed_width(timestamp_type - np.int32(1), pa.int32())
+    return pa.RecordBatch.from_arrays([built[name] for name in columns], schema=arrow_schema(columns))
 
 
 def _check_timestamps(slices: Sequence[RowSlice], offset: Ints, timestamp_ms: Ints) -> None:

@@ -3,7 +3,7 @@
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from spark_group_source.agents.prefetch import client
 from spark_group_source.errors import TopicMissing
 from spark_group_source.local.broker import Broker
 from spark_group_source.model import OffsetRange, Piece, TopicPartition
+from spark_group_source.options.table import COLUMNS
 from spark_group_source.reader.range_reader import ReadCounts
 from spark_group_source.reader.records import arrow_schema
 
@@ -39,10 +40,10 @@ def all_of(ends: Mapping[TopicPartition, int]) -> list[OffsetRange]:
     return [OffsetRange(tp, 0, end) for tp, end in ends.items()]
 
 
-def rows_of(batches: Iterator[Any], *, include_headers: bool = False) -> list[Row]:
+def rows_of(batches: Iterator[Any], columns: Sequence[str] = COLUMNS[:-1]) -> list[Row]:
     found: list[Row] = []
     for batch in batches:
-        assert batch.schema.equals(arrow_schema(include_headers))
+        assert batch.schema.equals(arrow_schema(columns))
         batch.validate(full=True)
         found += batch.to_pylist()
     last: dict[tuple[str, int], int] = {}
@@ -104,7 +105,11 @@ KINDS = {"plain": (3, plain_records), "transactions": (3, transactions), "large"
          "many": (300, few_of_each)}  # fmt: skip
 
 
-@pytest.mark.parametrize(("kind", "headers"), [("plain", True), *((kind, False) for kind in KINDS)], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "columns"),
+    [("plain", COLUMNS), ("plain", ("value", "offset")), *((kind, COLUMNS[:-1]) for kind in KINDS)],
+    ids=str,
+)
 def test_prefetched_rows_are_those_of_a_direct_read(
     topic: TopicFactory,
     produce: Produce,
@@ -113,21 +118,21 @@ def test_prefetched_rows_are_those_of_a_direct_read(
     settings: dict[str, str],
     reader: StartAgent,
     kind: str,
-    headers: bool,
+    columns: tuple[str, ...],
 ) -> None:
     partitions, fill = KINDS[kind]
     name = topic(partitions, config={"retention.ms": "-1"})
     fill(name, produce, settings["bootstrap.servers"])
     await_markers(admin, name)
     ends, ids = end_offsets(name), ids_of(admin, name)
-    folder = reader(include_headers=headers)
+    folder = reader(columns=columns)
     agent_words.prefetch(folder, PrefetchPositions(dict.fromkeys(ends, 0), topic_ids=ids))
     agent_words.await_prefetched(folder, ends)
-    reading = read_batches(settings, all_of(ends), topic_ids=ids, include_headers=headers)
-    direct = rows_of(reading, include_headers=headers)
-    batches, rest = client.request_buffered(folder, Piece(tuple(all_of(ends)), ids, {}), include_headers=headers)
+    reading = read_batches(settings, all_of(ends), topic_ids=ids, columns=columns)
+    direct = rows_of(reading, columns)
+    batches, rest = client.request_buffered(folder, Piece(tuple(all_of(ends)), ids, {}), columns)
     assert rest == [], "also if the log ends without a record"
-    assert rows_of(iter(batches), include_headers=headers) == direct
+    assert rows_of(iter(batches), columns) == direct
     assert direct, "the comparison is not empty"
     # The agent frees the last range a moment after the task has received everything.
     await_until(lambda: agent_words.state_of(folder).used_bytes == 0, agent_words.END_S, what="free memory")
@@ -153,7 +158,7 @@ def test_a_compacted_log_is_covered_up_to_its_end(
     folder = reader()
     agent_words.prefetch(folder, PrefetchPositions({tp: 0}))
     agent_words.await_prefetched(folder, {tp: end})
-    batches, rest = client.request_buffered(folder, Piece((OffsetRange(tp, 0, end),)), include_headers=False)
+    batches, rest = client.request_buffered(folder, Piece((OffsetRange(tp, 0, end),)), COLUMNS[:-1])
     assert rest == []
     assert rows_of(iter(batches)) == rows_of(read_batches(settings, [OffsetRange(tp, 0, end)]))
 
@@ -349,7 +354,7 @@ def test_records_of_a_deleted_topic_are_not_served_for_the_recreated_one(
     new = ids_of(admin, name)
     wanted = [OffsetRange(tp, 0, 50)]
     for planned in (old, new):
-        assert client.request_buffered(folder, Piece(tuple(wanted), planned, {}), include_headers=False) == ([], wanted)
+        assert client.request_buffered(folder, Piece(tuple(wanted), planned, {}), COLUMNS[:-1]) == ([], wanted)
     assert agent_words.state_of(folder).used_bytes == 0, "the buffer of the deleted topic is dropped"
     agent_words.prefetch(folder, PrefetchPositions({tp: 0}, topic_ids=new))
     agent_words.await_prefetched(folder, {tp: 80})

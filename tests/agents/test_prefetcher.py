@@ -6,6 +6,7 @@ from kit.fake_reader import FakeChunk, FakeClient, Message
 from spark_group_source.agents.messages import PrefetchPositions
 from spark_group_source.agents.prefetch.prefetcher import Prefetcher, SharedBuffers
 from spark_group_source.model import OffsetRange, TopicPartition
+from spark_group_source.options.table import COLUMNS
 from spark_group_source.reader.records import DAMAGED, EOF, ClientEvent
 
 TP = TopicPartition("t", 0)
@@ -35,7 +36,7 @@ class Scene:
     def __init__(self, memory_bytes: int = 1 << 20) -> None:
         self.buffers = SharedBuffers(memory_bytes)
         self.client = ScriptedClient()
-        self.prefetcher = Prefetcher(self.buffers, lambda: self.client, include_headers=False)  # type: ignore[arg-type, return-value]  # only what is used
+        self.prefetcher = Prefetcher(self.buffers, lambda: self.client, COLUMNS[:-1])  # type: ignore[arg-type, return-value]  # only what is used
 
     def follow(self, position: int, **more: object) -> None:
         self.buffers.follow(PrefetchPositions({TP: position}, leader_epochs=EPOCH, **more))  # type: ignore[arg-type]  # of any field

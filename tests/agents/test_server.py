@@ -24,9 +24,10 @@ from spark_group_source.agents.messages import ClaimGranted, ServedRange, Served
 from spark_group_source.agents.prefetch import client, server
 from spark_group_source.agents.prefetch.prefetcher import SharedBuffers
 from spark_group_source.model import OffsetRange, Piece, TopicPartition
+from spark_group_source.options.table import COLUMNS
 from spark_group_source.reader import records
 
-ENDED_S = 20.0
+ENDED_S = 600.0
 
 
 @contextlib.contextmanager
@@ -86,7 +87,7 @@ def test_silent_connections_are_bounded_in_number_and_time(folder: AgentFolder) 
         for connection in silent[-3:]:
             assert is_closed(connection)
         wanted = [OffsetRange(TopicPartition("t", 0), 0, 5)]
-        assert client.request_buffered(folder, Piece(tuple(wanted)), include_headers=False) == ([], wanted)
+        assert client.request_buffered(folder, Piece(tuple(wanted)), COLUMNS) == ([], wanted)
         for connection in silent:
             assert is_closed(connection)
     agent_words.await_ready(folder)
@@ -116,7 +117,7 @@ def test_a_long_transfer_is_accepted_while_it_progresses(tmp_path: Path, monkeyp
     """Longer than the limit for each part of it."""
     monkeypatch.setattr(client, "RESPONSE_S", 2.0)
     slow = AgentFolder(tmp_path)
-    schema = records.arrow_schema(include_headers=False)
+    schema = records.arrow_schema(COLUMNS)
     row = dict.fromkeys(schema.names) | {"topic": "t", "partition": 0, "offset": 0}
     batch = pa.RecordBatch.from_pylist([row], schema)
     wanted = OffsetRange(TopicPartition("t", 0), 0, 5)
@@ -138,7 +139,7 @@ def test_a_long_transfer_is_accepted_while_it_progresses(tmp_path: Path, monkeyp
         listener.listen()
         thread = threading.Thread(target=serve)
         thread.start()
-        batches, rest = client.request_buffered(slow, Piece((wanted,)), include_headers=False)
+        batches, rest = client.request_buffered(slow, Piece((wanted,)), COLUMNS)
         thread.join(ENDED_S)
     assert (sum(each.num_rows for each in batches), rest) == (5, [])
 
@@ -165,7 +166,7 @@ def test_the_server_serves_tasks_again_after_the_process_had_no_room_for_one(
     monkeypatch.setattr(threading, "Thread", Thread)
     monkeypatch.setattr(socket, "socket", Listener)
     folder = AgentFolder(tmp_path)
-    serving = server.PrefetchServer(folder, SharedBuffers(1 << 20), pytest.fail, include_headers=False)
+    serving = server.PrefetchServer(folder, SharedBuffers(1 << 20), pytest.fail, COLUMNS)
     serving.start()
     try:
         if error is None:

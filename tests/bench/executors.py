@@ -94,6 +94,7 @@ def floor(rows: int, size: int, partitions: int) -> Any:
     """
     from pyspark.sql.datasource import DataSource, DataSourceStreamReader, InputPartition
 
+    from spark_group_source.options.table import COLUMNS
     from spark_group_source.reader.records import BATCH_ROWS_MAX, spark_ddl
 
     class Reader(DataSourceStreamReader):
@@ -126,7 +127,7 @@ def floor(rows: int, size: int, partitions: int) -> Any:
                     pa.array([datetime.now(UTC)] * count, pa.timestamp("us", tz="UTC")),
                     pa.array([0] * count, pa.int32()),
                 ]
-                return pa.RecordBatch.from_arrays(columns, schema=arrow_schema(False))
+                return pa.RecordBatch.from_arrays(columns, schema=arrow_schema(COLUMNS[:-1]))
 
             left = rows // partitions
             whole = batch(min(left, BATCH_ROWS_MAX))
@@ -141,7 +142,7 @@ def floor(rows: int, size: int, partitions: int) -> Any:
             return FLOOR
 
         def schema(self) -> str:
-            return spark_ddl(False)
+            return spark_ddl(COLUMNS[:-1])
 
         def streamReader(self, schema: Any) -> DataSourceStreamReader:
             return Reader()

@@ -51,16 +51,17 @@ class FakeChunk:
     def count_headers(self) -> None:
         self.sizes = self.sizes + header_bytes([message.headers for message in self.messages])
 
-    def batch(self, cuts: Sequence[RowSlice], include_headers: bool) -> pa.RecordBatch:
+    def batch(self, cuts: Sequence[RowSlice], columns: Sequence[str]) -> pa.RecordBatch:
         rows = [message for cut in cuts for message in self.messages[cut.first : cut.last]]
         return build_batch(
+            columns,
             cuts,
-            pa.nulls(len(rows), pa.binary()),
-            variable_width([message.value for message in rows], pa.binary()),
-            np.array([message.offset for message in rows], dtype=np.int64),
-            np.ones(len(rows), dtype=np.int64),
-            np.ones(len(rows), dtype=np.int32),
-            header_column([message.headers for message in rows]) if include_headers else None,
+            key=pa.nulls(len(rows), pa.binary()),
+            value=variable_width([message.value for message in rows], pa.binary()),
+            offset=np.array([message.offset for message in rows], dtype=np.int64),
+            timestamp_ms=np.ones(len(rows), dtype=np.int64),
+            timestamp_type=np.ones(len(rows), dtype=np.int32),
+            headers=header_column([message.headers for message in rows]) if "headers" in columns else None,
         )
 
     def free(self) -> None: ...

@@ -12,6 +12,7 @@ from spark_group_source.errors import OptionError
 from spark_group_source.model import EARLIEST, LATEST, StartAt, TopicPartition
 from spark_group_source.options.starting import StartingPosition
 from spark_group_source.options.table import (
+    COLUMNS,
     INTERNAL_TOPICS,
     OPTIONS,
     REFUSED,
@@ -217,6 +218,20 @@ def test_a_minimum_above_the_maximum_is_refused() -> None:
     assert parsed(minOffsetsPerTrigger="10", maxOffsetsPerTrigger="10").min_offsets_per_trigger == 10
 
 
+def test_columns_have_the_order_of_sparks_kafka_source() -> None:
+    assert parsed(columns="offset, TIMESTAMP,value,offset").row_columns == ("value", "offset", "timestamp")
+    assert parsed().row_columns == COLUMNS[:-1]
+    assert parsed(includeHeaders="true").row_columns == COLUMNS
+    assert parsed(columns="headers,key").row_columns == ("key", "headers")
+
+
+def test_columns_that_contradict_include_headers_are_refused() -> None:
+    message = refused(ORDERS | {"includeHeaders": "true", "columns": "key"})
+    assert message.startswith("includeHeaders is true, but columns is key; name headers in columns")
+    assert "includeHeaders is false" in refused(ORDERS | {"includeHeaders": "false", "columns": "headers"})
+    assert parsed(includeHeaders="true", columns="headers").row_columns == ("headers",)
+
+
 @pytest.mark.parametrize(
     ("text", "ms"),
     [("15m", 900_000), ("10S", 10_000), ("1h", 3_600_000), ("500ms", 500), ("2min", 120_000), ("1d", 86_400_000),
@@ -264,6 +279,8 @@ WRONG = {
     ("leaveOnStop", "auto or always or never"): ["maybe"],
     ("failOnDataLoss", "it must be true or false"): ["yes"],
     ("includeHeaders", "it must be true or false"): ["1"],
+    ("columns", "a comma-separated list of key, value, topic"): ["", "key,", "values"],
+    ("columns", "did you mean 'timestampType'?"): ["timestamptyp"],
     ("clientRackEnv", "the name of an environment variable"): ["$RACK"],
     ("kafka.group.protocol", "classic or consumer"): ["streams"],
     ("kafka.isolation.level", "read_committed or read_uncommitted"): ["none"],

@@ -16,6 +16,7 @@ from kit.fake_reader import FakeChunk, Message
 
 from spark_group_source.errors import GroupError
 from spark_group_source.model import TopicPartition
+from spark_group_source.options.table import COLUMNS
 from spark_group_source.reader import records
 from spark_group_source.reader.records import RowSlice, group_by_batch
 
@@ -129,7 +130,7 @@ def test_header_bytes_count_towards_the_batch_limit() -> None:
     groups = list(group_by_batch([RowSlice(TP, 0, 5)], chunk.sizes))
     assert [sum(cut.last - cut.first for cut in group) for group in groups] == [2, 2, 1]
     for group in groups:
-        assert chunk.batch(group, include_headers=True).column("headers").nbytes <= records.BATCH_BYTES_MAX + 1000
+        assert chunk.batch(group, ("headers",)).column("headers").nbytes <= records.BATCH_BYTES_MAX + 1000
 
 
 # --- timestamps
@@ -138,13 +139,14 @@ def test_header_bytes_count_towards_the_batch_limit() -> None:
 def batch_of(*stamps_ms: int, kind: int = 1) -> pa.RecordBatch:
     count = len(stamps_ms)
     return records.build_batch(
+        COLUMNS[:-1],
         [RowSlice(TP, 0, 1), RowSlice(TP._replace(partition=1), 1, count)],
-        pa.nulls(count, pa.binary()),
-        pa.nulls(count, pa.binary()),
-        np.arange(100, 100 + count),
-        np.array(stamps_ms, dtype=np.int64),
-        np.full(count, kind, dtype=np.int32),
-        None,
+        key=pa.nulls(count, pa.binary()),
+        value=pa.nulls(count, pa.binary()),
+        offset=np.arange(100, 100 + count),
+        timestamp_ms=np.array(stamps_ms, dtype=np.int64),
+        timestamp_type=np.full(count, kind, dtype=np.int32),
+        headers=None,
     )
 
 

@@ -32,6 +32,7 @@ from reading import read as read_batches
 from spark_group_source.errors import DataLoss, GroupError, OptionError, ReadTimeout, TopicMissing
 from spark_group_source.librdkafka import refused_setting
 from spark_group_source.model import OffsetRange, Piece, TopicPartition
+from spark_group_source.options.table import COLUMNS
 from spark_group_source.reader import native_client, range_reader, records
 from spark_group_source.reader.native_client import NativeClient
 from spark_group_source.reader.records import RowSlice, arrow_schema, spark_ddl
@@ -51,17 +52,17 @@ def read(broker: BrokerCluster) -> Read:
     """``read(range, ..., isolation="read_committed", **options)`` -> the rows as dicts, batches checked for schema."""
 
     def rows(
-        *wanted: OffsetRange, isolation: str = "read_committed", include_headers: bool = False, **options: Any
+        *wanted: OffsetRange, isolation: str = "read_committed", columns: Sequence[str] = COLUMNS[:-1], **options: Any
     ) -> list[Row]:
         options.setdefault("progress_timeout_s", DEADLINE_S)
         found: list[Row] = []
         for batch in read_batches(
             {"bootstrap.servers": broker.bootstrap_servers, "isolation.level": isolation},
             wanted,
-            include_headers=include_headers,
+            columns=columns,
             **options,
         ):
-            assert batch.schema.equals(arrow_schema(include_headers))
+            assert batch.schema.equals(arrow_schema(columns))
             batch.validate(full=True)
             found.extend(batch.to_pylist())
         return found
@@ -106,19 +107,20 @@ def transactions(broker: BrokerCluster) -> Iterator[Callable[..., None]]:
 
 
 def test_the_schema_is_that_of_sparks_kafka_source() -> None:
-    assert arrow_schema(False).names == ["key", "value", "topic", "partition", "offset", "timestamp", "timestampType"]
-    assert arrow_schema(True).field("headers").type == records.HEADERS_TYPE
-    assert all(field.nullable for field in arrow_schema(True))
+    plain = ["key", "value", "topic", "partition", "offset", "timestamp", "timestampType"]
+    assert arrow_schema(COLUMNS).names == [*plain, "headers"]
+    assert arrow_schema(COLUMNS).field("headers").type == records.HEADERS_TYPE
+    assert all(field.nullable for field in arrow_schema(COLUMNS))
     from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
     from pyspark.sql.types import StructType
 
     # Spark 4.0 has no such parameter: its timestamps always have this zone.
     zone: dict[str, Any] = {"timezone": "UTC"} if "timezone" in inspect.signature(to_arrow_schema).parameters else {}
-    for include_headers in (False, True):
-        spark_schema = from_arrow_schema(arrow_schema(include_headers))
-        assert to_arrow_schema(spark_schema, **zone).equals(arrow_schema(include_headers))
+    for columns in (COLUMNS, plain, ["timestamp"]):
+        spark_schema = from_arrow_schema(arrow_schema(columns))
+        assert to_arrow_schema(spark_schema, **zone).equals(arrow_schema(columns))
         assert isinstance(spark_schema, StructType)
-        names = [part.split()[0] for part in spark_ddl(include_headers).replace("key: ", "").split(", ")]
+        names = [part.split()[0] for part in spark_ddl(columns).replace("key: ", "").split(", ")]
         assert [name for name in names if name != "value:"] == spark_schema.names
 
 
@@ -216,10 +218,13 @@ def test_every_value_is_that_of_sparks_kafka_source(
     command = [sys.executable, "-c", _SPARK_READS, broker.bootstrap_servers, ",".join(names), str(tmp_path), version]
     subprocess.run(command, check=True, timeout=120, env={**os.environ, "PYSPARK_PYTHON": sys.executable})
     schema, expected = pickle.loads((tmp_path / "rows").read_bytes())
-    assert [(field.name, field.type) for field in schema] == [(f.name, f.type) for f in arrow_schema(True)]
+    assert [(field.name, field.type) for field in schema] == [(f.name, f.type) for f in arrow_schema(COLUMNS)]
     place = itemgetter("topic", "offset")
-    rows = read(*(of(name, 0, len(written)) for name in names), include_headers=True)
+    rows = read(*(of(name, 0, len(written)) for name in names), columns=COLUMNS)
     assert sorted(rows, key=place) == sorted(expected, key=place)
+    some = ("topic", "offset", "timestamp")
+    rows = read(*(of(name, 0, len(written)) for name in names), columns=some)
+    assert sorted(rows, key=place) == [{name: row[name] for name in some} for row in sorted(expected, key=place)]
 
 
 def test_large_records_are_batches_of_their_own(topic: TopicFactory, broker: BrokerCluster) -> None:
@@ -336,9 +341,7 @@ def test_any_record_is_read_as_it_was_written(
     assert producer.flush(30) == 0
     first = min(placed)
     rows: list[Row] = []
-    for batch in read_batches(
-        {"bootstrap.servers": servers}, [of(name, first, first + len(written))], include_headers=True
-    ):
+    for batch in read_batches({"bootstrap.servers": servers}, [of(name, first, first + len(written))], columns=COLUMNS):
         batch.validate(full=True)
         rows.extend(batch.to_pylist())
     epoch = datetime(1970, 1, 1, tzinfo=UTC)
@@ -872,7 +875,7 @@ def test_a_batch_has_exactly_the_rows_of_its_slices(
     chunk = client.poll(200, 30)
     assert sorted((run.tp.partition, len(run.offsets)) for run in chunk.partition_rows) == [(0, 100), (1, 100)]
     cuts = [RowSlice(run.tp, run.first + 10, run.first + 20) for run in chunk.partition_rows]
-    rows = chunk.batch(cuts, include_headers=False).to_pylist()
+    rows = chunk.batch(cuts, columns=COLUMNS[:-1]).to_pylist()
     assert [row["value"].decode() for row in rows] == [f"{c.tp.partition}:{i}" for c in cuts for i in range(10, 20)]
     assert [row["partition"] for row in rows] == [c.tp.partition for c in cuts for _ in range(10)]
     chunk.free()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from conftest import await_until
 from delta_files import living_rows
+from deltalake import DeltaTable
 from kafka_words import SASL_PASSWORD, await_progress, sasl
 from scenes import Scene
 from streams import (
@@ -77,6 +78,15 @@ def test_latest_is_resolved_once_with_the_old_or_a_new_checkpoint(scene: Scene) 
     assert values_of(scene.job(checkpoint="kept", subscribe=name, startingOffsets="latest").run()) == texts(4, 7)
     scene.produce(name, numbered(8, 9, 2))
     assert values_of(scene.job(checkpoint="new", subscribe=name, startingOffsets="latest").run()) == texts(8, 9)
+
+
+def test_rows_have_the_named_columns_only(scene: Scene) -> None:
+    name, table = scene.topic(2), scene.folder / "table"
+    scene.produce(name, numbered(0, 9, 2))
+    scene.job(subscribe=name, columns="timestamp, VALUE").run_into(DeltaSink(table), availableNow=True)
+    rows = list(living_rows(table, ["value", "timestamp"]))
+    assert sorted(row["value"].decode() for row in rows) == texts(0, 9)
+    assert [field.name for field in DeltaTable(str(table)).schema().fields] == ["value", "timestamp"]
 
 
 # --- triggers -------------------------------------------------------------------------------------------------------

@@ -46,7 +46,7 @@ def read_with_agent(
     Raises:
         GroupError: as ``read_ranges`` does. Failures of the agent raise nothing.
     """
-    batches, rest = request_buffered(folder, piece, include_headers=options.include_headers, counts=counts)
+    batches, rest = request_buffered(folder, piece, options.columns, counts)
     batches.reverse()
     while batches:
         yield batches.pop()  # the batch is freed as soon as Spark has consumed it
@@ -54,7 +54,7 @@ def read_with_agent(
 
 
 def request_buffered(
-    folder: AgentFolder, piece: Piece, *, include_headers: bool, counts: ReadCounts | None = None
+    folder: AgentFolder, piece: Piece, columns: Sequence[str], counts: ReadCounts | None = None
 ) -> tuple[list[pa.RecordBatch], list[OffsetRange]]:
     """The rows that the agent has buffered from the start of a piece's ranges, and the rest of the ranges."""
     ranges = piece.ranges
@@ -68,7 +68,7 @@ def request_buffered(
             served = receive(connection, ServedRanges, until_s)
             rest = _rest(ranges, served.ranges)
             until_s += TRANSFER_S - RESPONSE_S
-            batches = _receive_batches(connection, served.rows, include_headers, until_s)
+            batches = _receive_batches(connection, served.rows, columns, until_s)
     except FileNotFoundError:
         return [], list(ranges)  # the agent is still starting, or has ended
     except (OSError, WireError, pa.ArrowException) as exc:
@@ -126,14 +126,14 @@ def _rest(ranges: Sequence[OffsetRange], served: Sequence[ServedRange]) -> list[
 
 
 def _receive_batches(
-    connection: socket.socket, rows: int, include_headers: bool, until_s: float
+    connection: socket.socket, rows: int, columns: Sequence[str], until_s: float
 ) -> list[pa.RecordBatch]:
     batches: list[pa.RecordBatch] = []
     if not rows:
         return batches
     set_deadline(connection, min(until_s, time.monotonic() + RESPONSE_S))
     with connection.makefile("rb", buffering=READ_BYTES) as file, pa.ipc.open_stream(file) as stream:
-        if not stream.schema.equals(arrow_schema(include_headers)):
+        if not stream.schema.equals(arrow_schema(columns)):
             raise WireError("the agent's rows have other columns")
         for batch in stream:
             batches.append(batch)

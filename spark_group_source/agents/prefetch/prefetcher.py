@@ -10,7 +10,7 @@ records of a partition were in that leader's log, and a plan of another leader e
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -99,12 +99,11 @@ class Prefetcher:
 
     Args:
         open_client: opens the client. A client that failed for good is replaced.
+        columns: the columns of the rows.
     """
 
-    def __init__(
-        self, buffers: SharedBuffers, open_client: Callable[[], NativeClient], *, include_headers: bool
-    ) -> None:
-        self._buffers, self._open_client, self._include_headers = buffers, open_client, include_headers
+    def __init__(self, buffers: SharedBuffers, open_client: Callable[[], NativeClient], columns: Sequence[str]) -> None:
+        self._buffers, self._open_client, self._columns = buffers, open_client, columns
         self._stopping = threading.Event()
         self._assigned: dict[TopicPartition, int] = {}
         """The partitions that the client reads, each with the number of the seek that it reads for; 0: for none."""
@@ -187,7 +186,7 @@ class Prefetcher:
         chunk = client.poll(rows_max, LINGER_S) if self._busy else client.poll(1, IDLE_S)
         try:
             self._busy = bool(chunk.partition_rows)
-            if self._busy and self._include_headers:
+            if self._busy and "headers" in self._columns:
                 chunk.count_headers()
             self._record_size.update(chunk.sizes)
             self._buffer(chunk)
@@ -239,7 +238,7 @@ class Prefetcher:
         if not accepted:
             return
         try:
-            batch = chunk.batch([rows.row_slice for rows in accepted], self._include_headers)
+            batch = chunk.batch([rows.row_slice for rows in accepted], self._columns)
         except SourceError:  # a record that Spark cannot hold: the task that reads it reports it
             with self._buffers.locked() as buffers:
                 buffers.cancel(accepted)

@@ -58,6 +58,7 @@ class PrefetchServer:
 
     Args:
         open_client: opens the client that checks topic ids.
+        columns: the columns of the rows.
     """
 
     def __init__(
@@ -65,11 +66,10 @@ class PrefetchServer:
         folder: AgentFolder,
         buffers: SharedBuffers,
         open_client: Callable[[], NativeClient],
-        *,
-        include_headers: bool,
+        columns: Sequence[str],
     ) -> None:
         self._buffers, self._checker = buffers, TopicIdChecker(buffers, open_client)
-        self._schema = arrow_schema(include_headers)
+        self._schema = arrow_schema(columns)
         self._slots = threading.BoundedSemaphore(CONNECTIONS_MAX)
         self._stopping = threading.Event()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
