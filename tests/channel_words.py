@@ -13,7 +13,7 @@ from spark_group_source.agents.channel.wire import Codec, Envelope
 from spark_group_source.errors import ChannelBroken
 from spark_group_source.model import OffsetRange, TopicPartition
 
-SOON_S = 20.0
+SOON_S = 600.0
 """Bound of a hang: far above what anything takes here, on any machine."""
 
 

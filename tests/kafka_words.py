@@ -33,7 +33,7 @@ from spark_group_source.model import TopicPartition
 
 T = TypeVar("T")
 
-ADMIN_S = 30
+ADMIN_S = 300
 """Limit of one request to Kafka's admin API, and of delivering the records of one ``produce``."""
 SASL_USER, SASL_PASSWORD = "etl", "open-sesame-5b21"
 """The user that the shared test broker accepts at ``broker.sasl_bootstrap_servers``."""
@@ -41,7 +41,7 @@ SASL_USER, SASL_PASSWORD = "etl", "open-sesame-5b21"
 POLL_S = 0.02
 """Pause between two checks of :func:`await_until` and :func:`await_progress`."""
 
-STALLED_S = 120.0
+STALLED_S = 600.0
 """Limit for detecting a hang: even on a busy machine, a log line or a commit happens within it."""
 
 STACK_LINES_MAX = 6

@@ -29,7 +29,7 @@ Row = tuple[str, int, int, str]
 _BY_SPARK: dict[str, Any] = {}
 exec(compile("def call(sink, df, batch_id):\n    sink(df, batch_id)", "/lib/pyspark/sql/utils.py", "exec"), _BY_SPARK)
 
-QUERY_S = 120
+QUERY_S = 600
 """Longest run of one streaming query in a test, in seconds."""
 
 

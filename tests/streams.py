@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from pyspark.sql.streaming.query import StreamingQuery
 
 PROTOCOLS = ("classic", "consumer")
-END_S = 300
+END_S = 600
 """Time limit of a run that should end by itself."""
 LOOK_S = 1
 MEMBER_HOST = os.environ.get("MEMBER_HOST", "driver")

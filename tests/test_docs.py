@@ -23,7 +23,7 @@ from spark_group_source.local.broker import Broker
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^( *)```(\w*)\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
-SITE_S = 120
+SITE_S = 600
 FIRST_S = 400
 PRODUCED = 100
 """Records that the example of the README produces."""

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parent.parent
 JOB = ROOT / "jobs" / "group_to_delta.py"
 COMMAND = [sys.executable, "-m", "spark_group_source", "run"]
-RUN_S = 200
+RUN_S = 600
 NEEDED = ["--bootstrap-servers", "localhost:1", "--group", "g", "--table", "/tmp/none/t", "--checkpoint", "/tmp/none/c"]
 GOOD = b'{"id": 1, "name": "a"}'
 BAD = [b'{"id": 2', b"[1]", b'{"id": "x"}', b'{"id": 3}{"id": 4}', b"", b"null", b"\xff\xfe"]

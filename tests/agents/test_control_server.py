@@ -44,7 +44,7 @@ from spark_group_source.reader.range_reader import ReadCounts
 
 A, B = TopicPartition("orders", 0), TopicPartition("orders", 1)
 GIVEN = {"kafka.bootstrap.servers": "b:1", "kafka.group.id": "g", "subscribe": "orders"}
-SOON_S = 20
+SOON_S = 600
 KAFKA_TOPIC_CHARS_MAX = 249
 HERE = "executor-1"
 NO_AGENTS: Any = SimpleNamespace(closed=lambda *_: None)

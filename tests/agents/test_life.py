@@ -24,7 +24,7 @@ from spark_group_source.agents.prefetch import client
 from spark_group_source.agents.start import AgentSettings
 from spark_group_source.host.run_files import directory
 
-STARTED_S = 20
+STARTED_S = 600
 SECRET = "hush-hush-hush"
 
 WORKER = """

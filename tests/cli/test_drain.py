@@ -20,7 +20,7 @@ from spark_group_source.errors import GroupError
 from spark_group_source.host import run_files
 from spark_group_source.model import TopicPartition
 
-CLI_S = 120
+CLI_S = 600
 
 
 RUN, DRAIN = (f"c/{checkpoint_status.FOLDER}/etl.{what}.json" for what in ("run", "drain"))

@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.spark, pytest.mark.full]
 
 GUIDE = "migrate.md"
 PARTITIONS = 2
-CLI_S = 180
+CLI_S = 600
 
 
 class Guide:

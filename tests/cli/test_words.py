@@ -16,7 +16,7 @@ from spark_group_source.cli.reset import Offsets, Shift, duration_ms, parse_dest
 from spark_group_source.errors import BrokerUnavailable, GroupError, OptionError, SourceError
 from spark_group_source.model import EARLIEST, StartAt, TopicPartition
 
-CLI_S = 60
+CLI_S = 600
 NOBODY = "127.0.0.1:1"
 """An address without a broker."""
 

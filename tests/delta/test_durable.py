@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.spark
 
-HANG_S = 60
+HANG_S = 600
 
 
 def test_the_offsets_of_a_trigger_once_batch_are_committed_when_the_run_has_stopped(scene: Scene) -> None:

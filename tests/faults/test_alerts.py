@@ -25,7 +25,7 @@ RULES = {
     for group in yaml.safe_load((ROOT / "conf/alerts.yml").read_text())["groups"]
     for rule in group["rules"]
 }
-ALERT_S = 60
+ALERT_S = 600
 GROUP = "watched"
 
 

@@ -17,7 +17,7 @@ from spark_group_source.options.table import Options
 pytestmark = [pytest.mark.broker, pytest.mark.soak]
 
 RECORDS, RECORD_BYTES = 5_000, 1_000
-IN_SYNC_S = 30
+IN_SYNC_S = 600
 SMALL = 0.1
 """Bytes that are not records: requests, and responses of the leader before it names the replica."""
 

@@ -26,7 +26,7 @@ from spark_group_source.local.conf import read_conf
 pytestmark = pytest.mark.broker
 
 CLI = [sys.executable, "-m", "spark_group_source"]
-CLI_S = 150
+CLI_S = 600
 """Bound of one command line; ``broker start`` is the longest."""
 
 

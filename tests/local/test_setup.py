@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-RUN_S = 200
+RUN_S = 600
 """Bound of one run; making an empty venv is the longest part."""
 
 UTILITIES = ("bash", "make", "dirname", "mkdir", "rm", "mktemp", "timeout", "grep", "tail", "sed", "touch", "find")

@@ -16,7 +16,7 @@ from spark_group_source.model import OffsetRange, Piece, TopicPartition
 from spark_group_source.source import RangesPartition
 
 ROOT = Path(__file__).resolve().parents[2]
-TASK_S = 120
+TASK_S = 600
 COUNT = 7
 NEEDED = ("spark_group_source", "confluent_kafka", "numpy", "pyarrow", "pyspark", "py4j")
 """docs/install.md names these packages; py4j comes with pyspark."""

@@ -31,9 +31,9 @@ from spark_group_source.protocol.offsets import StreamOffset, parse
 
 log = logging.getLogger(__name__)
 
-GATE_S = 120
+GATE_S = 600
 """The longest time that a test keeps a batch in flight."""
-CLOSE_S = 60
+CLOSE_S = 600
 
 Record = tuple[str, int, int]
 """topic, partition, offset"""

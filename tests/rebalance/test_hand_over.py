@@ -27,7 +27,7 @@ from spark_group_source.cli.app import app
 ROOT = Path(__file__).parents[2]
 JOB = ROOT / "jobs" / "hand_over.py"
 PARTITIONS = 4
-SPARK_S = 120
+SPARK_S = 600
 """The timeout of a Spark job's start and end on a busy machine."""
 
 

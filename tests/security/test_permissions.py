@@ -13,7 +13,7 @@ from spark_group_source.model import TopicPartition
 pytestmark = pytest.mark.broker
 
 CLERK, WORD = "clerk", "of-the-clerk-51c0"
-ENDS_S = 90
+ENDS_S = 600
 """Time limit of a query that lacks a permission."""
 
 ENDING = {

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.spark
 
-CHILD_S = 120
+CHILD_S = 600
 """Time limit of a process that starts its own Spark."""
 
 

@@ -22,7 +22,7 @@ from spark_group_source.options.table import Options
 from spark_group_source.protocol.offsets import StreamOffset
 from spark_group_source.source import KafkaGroupDataSource, PlainReader
 
-LOAD_S = 120
+LOAD_S = 600
 """Time limit of a hanging process."""
 
 

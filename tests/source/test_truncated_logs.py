@@ -18,7 +18,7 @@ from spark_group_source.kafka import Environment, EpochEnds
 from spark_group_source.model import TopicPartition
 
 Write = Callable[[str, int, int], None]
-BACK_S = 120
+BACK_S = 600
 """Until a member rejoins whose session ended while the broker was stopped: two requests of librdkafka of a minute
 each."""
 

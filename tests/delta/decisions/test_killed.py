@@ -11,7 +11,7 @@ import pytest
 from sink_source import offset
 from sink_words import Query, actions, commits, next_offsets, one, parquet_files, records, rows
 
-CHILD_S = 120
+CHILD_S = 600
 """Bound of the child process, in seconds; it needs three."""
 
 CHILD = """
