@@ -22,7 +22,7 @@ import sys
 import time
 import tomllib
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,8 @@ FILES = (
 TESTS = (
     "tests/protocol",
     "tests/model",
+    "tests/options",
+    "tests/cli",
     "tests/delta/decisions",
     "tests/kafka",
     "tests/members",
@@ -54,8 +56,9 @@ TESTS = (
     "tests/simulation/test_simulation.py",
 )
 QUICK = "not jvm and not slow and not soak and not full"
-MUTANT_S = 300
-"""Time limit of a mutant's tests. A mutant that exceeds it counts as found: it hangs."""
+PAUSE_S, TIMES_SLOWER = 60, 5
+"""Time limit of a test with a mutant: how much longer than for the map it may take, with a pause of a busy machine. A
+mutant whose test exceeds it counts as found: it hangs."""
 FOUND, SURVIVED, TIMEOUT, UNTESTED = "found", "survived", "timeout", "no test"
 PYTEST_FAILED, PYTEST_PASSED = 1, 0
 
@@ -189,9 +192,7 @@ class LineMap:
             data_file=None, include=[str(PACKAGE / glob) for glob in FILES], concurrency=["thread", "greenlet"]
         )
         self._duration_s: dict[str, float] = {}
-
-    def pytest_sessionstart(self) -> None:
-        self._coverage.start()
+        self._coverage.start()  # before any module is imported, so that the lines which execute at import are known
 
     def pytest_runtest_setup(self, item: Any) -> None:
         self._coverage.switch_context(item.nodeid)
@@ -223,13 +224,16 @@ def make_map() -> int:
     return int(pytest.main(arguments, plugins=[LineMap()]))
 
 
-def tests_of(mutant: RandomMutant, found: dict[str, Any]) -> list[str]:
-    """The tests that execute the line, the fastest first. A default executes at import: all tests of its module."""
+def tests_of(mutant: RandomMutant, found: dict[str, Any]) -> dict[str, float]:
+    """The tests that execute the line, the fastest first, and the time limit of each in seconds. A default executes at
+    import: all tests of its module."""
     lines = found["lines"].get(mutant.file, {})
     numbers = lines.get(str(mutant.line))
     if numbers == []:
         numbers = set().union(*lines.values())
-    return [found["tests"][n] for n in sorted(numbers or (), key=lambda n: found["duration_s"][n])]
+    took_s = found["duration_s"]
+    ordered = sorted(numbers or (), key=lambda n: took_s[n])
+    return {found["tests"][n]: PAUSE_S + TIMES_SLOWER * took_s[n] for n in ordered}
 
 
 # --- runs -------------------------------------------------------------------------------------------------------------
@@ -254,20 +258,33 @@ def run(seed: int, count: int) -> int:
     return 0
 
 
-def _play(mutant: RandomMutant, tests: Sequence[str]) -> tuple[str, float]:
+def _play(mutant: RandomMutant, tests: Mapping[str, float]) -> tuple[str, float]:
     if not tests:
         return UNTESTED, 0.0
     began_s = time.monotonic()
     given = json.dumps({"mutant": asdict(mutant), "tests": tests})
     command = [sys.executable, "-m", "tests.random_mutants", "play"]
+    limit_s = PAUSE_S + sum(tests.values())
     try:
         played = subprocess.run(
-            command, cwd=ROOT, input=given, capture_output=True, text=True, check=False, timeout=MUTANT_S
+            command, cwd=ROOT, input=given, capture_output=True, text=True, check=False, timeout=limit_s
         )
         outcome = SURVIVED if played.returncode == PYTEST_PASSED else FOUND
     except subprocess.TimeoutExpired:
         outcome = TIMEOUT
     return outcome, time.monotonic() - began_s
+
+
+class Limits:
+    """A plugin of pytest that gives each test its time limit."""
+
+    def __init__(self, limit_s: Mapping[str, float]) -> None:
+        self._limit_s = limit_s
+
+    def pytest_itemcollected(self, item: Any) -> None:
+        import pytest
+
+        item.add_marker(pytest.mark.timeout(self._limit_s[item.nodeid]), append=False)
 
 
 def play() -> int:
@@ -278,23 +295,8 @@ def play() -> int:
     sys.meta_path.insert(0, Finder(RandomMutant(**given["mutant"])))
     import pytest
 
-    return int(
-        pytest.main(
-            [
-                "-q",
-                "-x",
-                "-p",
-                "no:cacheprovider",
-                "-p",
-                "no:xdist",
-                "-m",
-                QUICK,
-                "--rootdir",
-                str(ROOT),
-                *given["tests"],
-            ]
-        )
-    )
+    arguments = ["-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", QUICK, "--rootdir", str(ROOT)]
+    return int(pytest.main([*arguments, *given["tests"]], plugins=[Limits(given["tests"])]))
 
 
 def _results_file(seed: int) -> Path:

@@ -50,23 +50,23 @@ def test_mutants_of_the_product_are_valid_python_and_the_same_for_the_same_seed(
     assert chosen == random.Random(7).sample(random_mutants.all_mutants(), 40)
 
 
+FAILS = "tests/model/test_offset_json.py::test_offset_survives_its_json_and_the_text_is_canonical"
+PASSES = "tests/test_waits.py::test_every_call_that_waits_has_a_bound"  # does not execute the line
+
+
 @pytest.mark.parametrize(
-    ("tests", "outcome"),
-    [
-        (["tests/model/test_offset_json.py"], FOUND),
-        (["tests/test_waits.py"], SURVIVED),  # they do not execute the line
-        ([], UNTESTED),
-    ],
+    ("limit_s", "outcome"),
+    [({FAILS: 60.0}, FOUND), ({PASSES: 60.0}, SURVIVED), ({PASSES: 0.001}, FOUND), ({}, UNTESTED)],
 )
-def test_a_mutant_is_found_if_a_test_fails(tests: list[str], outcome: str) -> None:
+def test_a_mutant_is_found_if_a_test_fails_or_exceeds_its_time_limit(limit_s: dict[str, float], outcome: str) -> None:
     file = "protocol/offsets.py"
     mutant = next(mutant for mutant in random_mutants.mutants_of(file) if mutant.new == "return None")
     assert isinstance(mutant, RandomMutant)
-    assert random_mutants._play(mutant, tests)[0] == outcome
+    assert random_mutants._play(mutant, limit_s)[0] == outcome
 
 
 def test_a_default_is_tested_by_all_tests_of_its_module_and_a_line_that_none_executes_by_none() -> None:
     lines = {"1": [], "5": [0, 1], "6": [1]}
     found = {"tests": ["slow", "fast"], "duration_s": [2.0, 1.0], "lines": {"m.py": lines}}
-    given = {line: random_mutants.tests_of(RandomMutant("m.py", line, 0, 0, "", ""), found) for line in (1, 2, 5, 6)}
+    given = {n: [*random_mutants.tests_of(RandomMutant("m.py", n, 0, 0, "", ""), found)] for n in (1, 2, 5, 6)}
     assert given == {1: ["fast", "slow"], 2: [], 5: ["fast", "slow"], 6: ["fast"]}

@@ -1,15 +1,17 @@
 """Members that join, fail, rejoin or are replaced; changed subscriptions; and the close of a run."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import pytest
 from kit.harness import GROUP, JOINING_BUDGET_MS, STREAM, Commands, GroupHarness, only, tps
 
-from spark_group_source.errors import Fenced, RebalanceTimeout
+from spark_group_source.errors import Fenced, InvariantBroken, RebalanceTimeout
 from spark_group_source.options.starting import StartingPosition
 from spark_group_source.protocol import events as ev
 from spark_group_source.protocol.offsets import StreamOffset
 from spark_group_source.protocol.rules import Rules
+from spark_group_source.protocol.slots import Revocation, Slot, Slots
+from spark_group_source.protocol.states import SlotState
 
 A, B, C, D = tps("orders", 0, 1, 2, 3)
 
@@ -327,3 +329,27 @@ def test_outdated_assignment_does_not_come_back_when_it_was_revoked(pair: GroupH
     pair.lost(A, slot=0)
     pair.assigned(slot=0, generation=2)
     assert not pair.run.partitions.ours
+
+
+@pytest.mark.parametrize(
+    ("spoil", "why"),
+    [
+        (lambda slots, slot: setattr(slot, "revocation", Revocation(0)), "has a revocation and is assigned"),
+        (lambda slots, slot: slots._holding.add(slot.number), "has a revocation and is assigned"),
+        (lambda slots, slot: slot.held.clear(), "a partition has two slots or none"),
+        (lambda slots, slot: slots.all[1].held.add(slot.held.pop()), "names another slot than the one that has it"),
+        (lambda slots, slot: setattr(slot, "state", SlotState.CHECKING), "is checking and has partitions"),
+        (lambda slots, slot: setattr(slots, "_assigned_count", 1), "the assigned slots are miscounted"),
+    ],
+)
+def test_each_contradiction_between_slots_and_partitions_is_reported(
+    spoil: Callable[[Slots, Slot], object], why: str
+) -> None:
+    pair = GroupHarness(slots=2)
+    pair.start_stream()
+    pair.settled(A, slot=0)
+    pair.settled(B, slot=1)
+    pair.run.check()
+    spoil(pair.run.slots, pair.run.slots.all[0])
+    with pytest.raises(InvariantBroken, match=why):
+        pair.run.check()
