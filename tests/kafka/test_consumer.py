@@ -51,8 +51,11 @@ def test_a_membership_still_in_use_is_recognised_by_the_error_text(environment: 
 class _Told:
     """An error of a connection that the library reports."""
 
+    def __init__(self, code: int = KafkaError._AUTHENTICATION) -> None:
+        self._code = code
+
     def error(self) -> KafkaError:
-        return KafkaError(KafkaError._AUTHENTICATION, "SaslAuthenticateRequest failed: invalid_token")
+        return KafkaError(self._code, "SaslAuthenticateRequest failed: invalid_token")
 
     def topic(self) -> None:
         return None
@@ -78,3 +81,11 @@ def test_a_repeatedly_refused_login_fails_a_member_unless_its_token_may_have_exp
         consumer.poll(0)
     with pytest.raises(AccessDenied):
         consumer.commit({A0: 5}, {A0: "note"})
+
+
+def test_a_repeatedly_lost_connection_does_not_fail_a_member(environment: ManualEnvironment) -> None:
+    consumer, _ = joined(environment)
+    environment.will("poll", *[_Told(KafkaError._ALL_BROKERS_DOWN)] * 3)
+    environment.script.extend([lambda: None] * 3)
+    for _ in range(3):
+        consumer.poll(0)
