@@ -19,21 +19,20 @@ from typing import Any
 
 from kafka_words import STALLED_S, await_progress, await_until, size_of
 
+from spark_group_source.agents import agent_folder
 from spark_group_source.agents import main as agent_main
-from spark_group_source.agents import start
-from spark_group_source.agents.agent_folder import LOG_BYTES_MAX, AgentFolder, ProcessId, find_executor
+from spark_group_source.agents.agent_folder import LOG_BYTES_MAX, AgentFolder, AgentSettings, ProcessId, find_executor
 from spark_group_source.agents.channel.wire import Codec, WireError, frame, receive_frame
 from spark_group_source.agents.hosted_members import ControlConnection, PrefetchSize
 from spark_group_source.agents.messages import ClaimGranted, PrefetchPositions, ServedRanges
 from spark_group_source.agents.prefetch import client, server
 from spark_group_source.agents.prefetch.buffers import TakenRanges
-from spark_group_source.agents.start import AgentSettings
 from spark_group_source.model import TopicPartition
 
 READY_S = END_S = STALLED_S
 """Bounds of a hang: of an agent that starts or prefetches, and of one that ends."""
-MAIN = start._MAIN.replace("spark_group_source.agents.main", "agent_words")
-"""The program of an agent of a test, in place of ``start._MAIN``."""
+MAIN = agent_folder._MAIN.replace("spark_group_source.agents.main", "agent_words")
+"""The program of an agent of a test, in place of ``agent_folder._MAIN``."""
 
 
 def living() -> list[int]:
@@ -87,8 +86,8 @@ def start_agent(settings: AgentSettings, executor: ProcessId | None = None) -> A
         executor: if it is not the one of this process.
     """
     executor = executor or find_executor()
-    folder = start.open_folder(settings.run, executor)
-    return folder if folder is not None and start.start_agent(settings, executor, folder) else None
+    folder = agent_folder.open_folder(settings.run, executor)
+    return folder if folder is not None and agent_folder.start_agent(settings, executor, folder) else None
 
 
 def exchange(folder: AgentFolder, message: object) -> object:
@@ -132,7 +131,7 @@ def await_ready(folder: AgentFolder) -> None:
 
 def await_ended(pid: int) -> None:
     def ended() -> bool:
-        start._reap()
+        agent_folder._reap()
         return ProcessId.of(pid) is None  # /proc may lose the command line before the lock is released
 
     await_until(ended, END_S, what="the end of the agent")

@@ -26,7 +26,7 @@ from spark_group_source.agents.messages import (
     Session,
 )
 from spark_group_source.kafka import Environment, Identity
-from spark_group_source.members.member import SlotMember
+from spark_group_source.members import SlotMember
 from spark_group_source.model import TopicPartition
 from spark_group_source.protocol import events as ev
 

@@ -31,7 +31,7 @@ from spark_group_source.agents.messages import (
 )
 from spark_group_source.errors import ChannelBroken
 from spark_group_source.kafka import Environment, Identity
-from spark_group_source.members.member import Member
+from spark_group_source.members import Member
 from spark_group_source.model import TopicPartition
 from spark_group_source.options.client import SESSION_TIMEOUT_MS, setting_ms
 from spark_group_source.protocol import events as ev

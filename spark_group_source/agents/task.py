@@ -23,13 +23,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from spark_group_source.agents.agent_folder import Attempts, ProcessId, find_executor, warn_once
+from spark_group_source.agents.agent_folder import (
+    AgentSettings,
+    Attempts,
+    ProcessId,
+    find_executor,
+    open_folder,
+    start_agent,
+    warn_once,
+)
 from spark_group_source.agents.channel.client import Address, ChannelClient
 from spark_group_source.agents.channel.handshake import Secret
 from spark_group_source.agents.channel.wire import WireError
 from spark_group_source.agents.messages import CODEC, Claim, ClaimGranted, ClaimRefused, TaskEnded
 from spark_group_source.agents.prefetch.client import read_with_agent
-from spark_group_source.agents.start import AgentSettings, open_folder, start_agent
 from spark_group_source.errors import ChannelBroken
 from spark_group_source.model import Piece
 from spark_group_source.options.table import Options

@@ -1,6 +1,6 @@
 """The Kafka consumer of a member: it keeps a membership and reads nothing.
 
-Runs in: the thread of a slot (``members.member``). Deliberately absent: fetching records, and decisions about
+Runs in: the thread of a slot (``members``). Deliberately absent: fetching records, and decisions about
 rebalances.
 """
 

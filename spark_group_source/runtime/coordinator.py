@@ -4,7 +4,7 @@ Runs in: the stream reader, once per query run. Deliberately absent: decisions a
 Delta. Every thread passes its events to :meth:`Coordinator._handle`, which feeds the run under one lock and dispatches
 the resulting commands without blocking. Requests that block run on the request thread and return as further events.
 
-Threads: Spark's thread (executes the run's steps), one thread per slot (``members.member``), the request thread
+Threads: Spark's thread (executes the run's steps), one thread per slot (``members``), the request thread
 (lookups and offset commits), the clock (raises time-based events, reads marks and requests of other processes, and
 publishes statistics). The life of a batch::
 
@@ -22,7 +22,7 @@ from spark_group_source.agents.connected_agents import ConnectedAgents, PlacedMe
 from spark_group_source.errors import BrokerUnavailable, InvariantBroken, SourceError
 from spark_group_source.host import run_files
 from spark_group_source.kafka import Admin, Environment, EpochEnds, is_incremental
-from spark_group_source.members.member import Member, SlotMember
+from spark_group_source.members import Member, SlotMember
 from spark_group_source.model import TopicPartition
 from spark_group_source.options.table import Options
 from spark_group_source.protocol import events as ev

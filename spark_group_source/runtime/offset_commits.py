@@ -15,7 +15,7 @@ from typing import NoReturn, cast
 
 from spark_group_source.errors import AccessDenied, CommitFailed, Fenced, SourceError
 from spark_group_source.kafka import Admin, Environment, GroupMember, GroupOffsets, MemberStale, OffsetCommitter
-from spark_group_source.members.member import Member, MemberCommit, SlotMember
+from spark_group_source.members import Member, MemberCommit, SlotMember
 from spark_group_source.model import TopicPartition
 from spark_group_source.options.table import Options
 from spark_group_source.protocol import events as ev

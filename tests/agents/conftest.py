@@ -10,9 +10,8 @@ from typing import Any
 import agent_words
 import pytest
 
-from spark_group_source.agents import agent_folder, start
-from spark_group_source.agents.agent_folder import AgentFolder, ProcessId
-from spark_group_source.agents.start import AgentSettings
+from spark_group_source.agents import agent_folder
+from spark_group_source.agents.agent_folder import AgentFolder, AgentSettings, ProcessId
 from spark_group_source.local.broker import Broker
 
 StartAgent = Callable[..., AgentFolder]
@@ -24,7 +23,7 @@ def no_agent_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(Path(agent_words.__file__).parent))  # for processes in place of executors
-    monkeypatch.setattr(start, "_MAIN", agent_words.MAIN)
+    monkeypatch.setattr(agent_folder, "_MAIN", agent_words.MAIN)
     monkeypatch.setattr(agent_folder, "_warned", set())
     yield
     for pid in agent_words.living():

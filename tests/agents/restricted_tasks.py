@@ -16,7 +16,7 @@ from typing import Any
 
 import restricted
 
-from spark_group_source.agents import start
+from spark_group_source.agents import agent_folder
 from spark_group_source.agents.channel.handshake import Secret
 from spark_group_source.agents.task import PlannedTask
 from spark_group_source.model import Piece
@@ -39,7 +39,7 @@ def main(
                 started: list[subprocess.Popen[bytes]] = []
                 for _ in range(tasks):
                     assert not list(reader.read(RangesPartition(Piece(), planned)))
-                    started += [agent for agent in start._started if agent not in started]
+                    started += [agent for agent in agent_folder._started if agent not in started]
                     sys.stdout.write(f"{len(started)}\n")
                     sys.stdout.flush()
                     for agent in started if wait else ():

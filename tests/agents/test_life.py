@@ -18,10 +18,15 @@ import pytest
 from conftest import await_until
 
 from spark_group_source.agents import agent_folder
-from spark_group_source.agents.agent_folder import LOG_BYTES_MAX, AgentFolder, ProcessId, agents_directory
+from spark_group_source.agents.agent_folder import (
+    LOG_BYTES_MAX,
+    AgentFolder,
+    AgentSettings,
+    ProcessId,
+    agents_directory,
+)
 from spark_group_source.agents.main import ProcessWatch
 from spark_group_source.agents.prefetch import client
-from spark_group_source.agents.start import AgentSettings
 from spark_group_source.host.run_files import directory
 
 STARTED_S = 600
@@ -30,9 +35,9 @@ SECRET = "hush-hush-hush"
 WORKER = """
 import json, sys
 import agent_words
-from spark_group_source.agents import start
-start._MAIN = agent_words.MAIN
-folder = agent_words.start_agent(start.AgentSettings(**json.loads(sys.argv[1])))
+from spark_group_source.agents import agent_folder
+agent_folder._MAIN = agent_words.MAIN
+folder = agent_words.start_agent(agent_folder.AgentSettings(**json.loads(sys.argv[1])))
 sys.stdout.write(f"{folder.path if folder else None}\\n")
 sys.stdout.flush()
 """

@@ -9,9 +9,9 @@ import pytest
 from channel_words import RecordingServer
 
 from spark_group_source.agents import agent_folder, task
+from spark_group_source.agents.agent_folder import AgentSettings
 from spark_group_source.agents.channel.server import ChannelPeer
 from spark_group_source.agents.messages import CODEC, Claim, ClaimGranted, ClaimRefused
-from spark_group_source.agents.start import AgentSettings
 from spark_group_source.agents.task import PlannedTask
 from spark_group_source.errors import ChannelBroken
 from spark_group_source.model import OffsetRange, Piece, TopicPartition

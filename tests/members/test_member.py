@@ -11,7 +11,7 @@ from manual_environment import A0, A1, ManualConsumer, ManualEnvironment, metada
 
 from spark_group_source.kafka import Environment, Identity, MemberStale
 from spark_group_source.kafka.consumer import TAKE_OVER_MS_MAX
-from spark_group_source.members.member import Member, MemberCommit
+from spark_group_source.members import Member, MemberCommit
 from spark_group_source.model import TopicPartition
 from spark_group_source.protocol import events as ev
 

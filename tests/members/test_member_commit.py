@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from spark_group_source.kafka import Identity
-from spark_group_source.members.member import MemberCommit
+from spark_group_source.members import MemberCommit
 from spark_group_source.model import TopicPartition
 
 A, B = TopicPartition("orders", 0), TopicPartition("orders", 1)

@@ -12,7 +12,7 @@ from spark_group_source.agents.hosted_members import HEARTBEATS_PER_LEASE, Hoste
 from spark_group_source.agents.messages import PENDING_MAX, AgentOrders, AgentReport, Session
 from spark_group_source.errors import AccessDenied
 from spark_group_source.kafka import Identity
-from spark_group_source.members.member import MemberCommit
+from spark_group_source.members import MemberCommit
 from spark_group_source.protocol import events as ev
 
 LEASE_MS = 6_000

@@ -47,7 +47,7 @@ print(json.dumps(values, default=bytes.decode))
 AGENT = (
     BLOCKED
     + """
-import spark_group_source.agents.main, spark_group_source.agents.start, spark_group_source.agents.task
+import spark_group_source.agents.main, spark_group_source.agents.task
 print(json.dumps("confluent_kafka" in sys.modules))
 """
 )

@@ -16,7 +16,7 @@ from spark_group_source.errors import (
     InvariantBroken,
 )
 from spark_group_source.kafka import Admin, Identity, MemberStale
-from spark_group_source.members.member import Member
+from spark_group_source.members import Member
 from spark_group_source.model import LATEST, TopicPartition
 from spark_group_source.options.table import Options
 from spark_group_source.protocol import events as ev

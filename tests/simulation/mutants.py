@@ -378,7 +378,7 @@ MUTANTS = [
     ),
     Mutant(
         "hides-a-fatal-error",
-        "members/member.py",
+        "members.py",
         "            self._report(ev.MemberFailed(**self._ids(), reason=str(exc)))",
         "            pass",
         "a member reports its fatal error",
