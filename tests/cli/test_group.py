@@ -216,19 +216,6 @@ def await_left(scene: Scene) -> None:
     await_until(lambda: describe(scene.admin, scene.group).state == "empty", what="the members that leave")
 
 
-def test_reset_number_is_stored_in_all_commit_metadata(scene: Scene, run: Run) -> None:
-    one, other = scene.topic(2), scene.topic()
-    scene.produce(one, numbered(0, 9, 2))
-    set_committed(scene.admin, scene.group, one, {0: 4, 1: 5})
-    set_committed(scene.admin, scene.group, other, {0: 0})
-    for number in (1, 2):
-        shown = run("reset", "--topic", one, "--to-earliest", "--execute")
-        assert f"moved 2 partitions of group {scene.group}; this is its reset #{number}" in shown.output
-        here = {TopicPartition(one, 0): 0, TopicPartition(one, 1): 0, TopicPartition(other, 0): 0}
-        assert scene.committed() == here
-        assert notes(scene) == dict.fromkeys(here, Note(reset_number=number))
-
-
 def times(*counts: tuple[int, int, int]) -> dict[tuple[int, int], int]:
     """From ``(first, end, n)``: the offsets from first to before end are in the table n times, in both partitions."""
     return {(p, offset): n for first, end, n in counts for offset in range(first, end) for p in range(2)}

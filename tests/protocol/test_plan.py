@@ -181,17 +181,6 @@ def test_limit_is_shared_equally_and_unused_shares_go_to_other_partitions() -> N
     assert [backlog.batch(10) for _ in range(4)] == [[5, 4, 1], [5, 5, 0], [8, 2, 0], [10, 0, 0]]
 
 
-def test_fair_share_does_not_change_with_a_restart() -> None:
-    steady, restarted = Backlog(a=101, b=11, c=7), Backlog(a=101, b=11, c=7)
-    for _ in range(5):
-        expected = steady.batch(4)
-        again = Backlog()
-        again.left, again.seq = dict(reversed(restarted.left.items())), restarted.seq
-        assert sorted(again.batch(4)) == sorted(expected)
-        restarted.left, restarted.seq = dict(sorted(again.left.items())), again.seq
-        assert restarted.left == steady.left
-
-
 def test_remainder_rotates_and_continues_where_it_stopped() -> None:
     backlog = Backlog(a=100, b=100, c=100)
     assert [backlog.batch(2) for _ in range(3)] == [[1, 1, 0], [1, 0, 1], [0, 1, 1]]
