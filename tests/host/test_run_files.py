@@ -46,12 +46,12 @@ def statistics(*, stream: str = STREAM, seq: int = 3, state: str = "planned") ->
 
 
 @contextlib.contextmanager
-def other_run(directory: Path, *, driver: int, state: str = "planned", group: str = "etl") -> Iterator[int]:
+def other_run(directory: Path, *, driver: int) -> Iterator[int]:
     """Write the file of a live run in another process; yields its process id."""
     command = [sys.executable, "-c", "import sys; sys.stdin.read()"]
     with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
-        doc = {"pid": process.pid, "driver": driver, "drained": False, **statistics(state=state).as_dict()}
-        (directory / f"{process.pid}.json").write_text(json.dumps({**doc, "group": group}))
+        doc = {"pid": process.pid, "driver": driver, "drained": False, **statistics().as_dict()}
+        (directory / f"{process.pid}.json").write_text(json.dumps(doc))
         yield process.pid
         assert process.stdin is not None
         process.stdin.close()

@@ -51,8 +51,8 @@ def aged(*ages_s: float, size: int = 10) -> list[Record]:
     return [Record(b"x" * size, timestamp_ms=round((NOW_S - age_s) * 1000), partition=0) for age_s in ages_s]
 
 
-def age_of(seen: SweepResult, topic: str, group: int = 0) -> float | None:
-    return seen.groups[group].partitions[TopicPartition(topic, 0)].age_s
+def age_of(seen: SweepResult, topic: str) -> float | None:
+    return seen.groups[0].partitions[TopicPartition(topic, 0)].age_s
 
 
 def transactions(scene: Scene, topic: str, *parts: tuple[str, float]) -> Producer:

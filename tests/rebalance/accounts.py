@@ -17,7 +17,6 @@ from delta_files import living_rows
 from kafka_words import (
     ADMIN_S,
     POLL_S,
-    STALLED_S,
     Offsets,
     await_progress,
     await_until,
@@ -117,10 +116,8 @@ def await_all_processed(
     topics: Sequence[str],
     runs: Sequence[Recorded],
     ordinary: Sequence[OrdinaryConsumer] = (),
-    *,
-    stalled_s: float = STALLED_S,
 ) -> None:
-    """Wait until everything produced was processed; fail when nothing is processed for ``stalled_s``."""
+    """Wait until everything produced was processed; fail when nothing is processed for long."""
 
     def missing() -> set[Record]:
         for run in runs:
@@ -138,7 +135,7 @@ def await_all_processed(
         return not left
 
     try:
-        await_progress(done, lambda: len(left), stalled_s, what="everything processed")
+        await_progress(done, lambda: len(left), what="everything processed")
     except BaseException as exc:
         exc.add_note(f"{len(left)} records are missing, the first: {sorted(left)[:5]}")
         raise
@@ -180,7 +177,7 @@ def parties(runs: Sequence[Recorded], ordinary: Sequence[OrdinaryConsumer]) -> l
     return found + [(f"ordinary {i}", set(member.processed())) for i, member in enumerate(ordinary)]
 
 
-def await_committed(admin: AdminClient, group: str, topics: Sequence[str], stalled_s: float = STALLED_S) -> None:
+def await_committed(admin: AdminClient, group: str, topics: Sequence[str]) -> None:
     """Assert G2: the committed offsets reach the end of what was produced, and not beyond."""
     at: Offsets = {}
 
@@ -190,7 +187,7 @@ def await_committed(admin: AdminClient, group: str, topics: Sequence[str], stall
         return at == ends
 
     ends = {tp: end for topic in topics for tp, end in asking(partial(end_offsets_of, admin, topic)).items() if end}
-    await_progress(committed, lambda: at, stalled_s, what="the group's offsets at the ends")
+    await_progress(committed, lambda: at, what="the group's offsets at the ends")
 
 
 def stays(holds: Callable[[], object], for_s: float, what: str) -> None:

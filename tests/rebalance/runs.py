@@ -123,17 +123,10 @@ class Run:
         await_progress(self._holds, self.progress, what="a batch in flight")
         return self.planned[-1]
 
-    def let_go(self, *, rest: bool = False) -> float:
-        """Make the batch in flight durable; return the time.
-
-        Args:
-            rest: plan no other batch before the next :meth:`hold`.
-        """
+    def let_go(self) -> float:
+        """Make the batch in flight durable; return the time."""
         before = len(self.durable_at_s)
-        if rest:
-            self._trigger.clear()
-        else:
-            self._trigger.set()
+        self._trigger.set()
         self._gate.set()
         self.await_(lambda: len(self.durable_at_s) > before, "the batch in flight to become durable")
         return self.durable_at_s[before]

@@ -162,12 +162,11 @@ class SecuredBroker:
         self.admin.delete_acls([wanted])[wanted].result(ADMIN_S)
         await_until(lambda: not self.admin.describe_acls(wanted).result(ADMIN_S), what=f"the end of {denied}")
 
-    def allow_all(self, user: str, *, but: str = "") -> None:
-        """Allow what a query needs on every topic, group and transactional id; ``but``: except on this kind of
-        resource."""
+    def allow_all(self, user: str) -> None:
+        """Allow what a query needs on every topic, group and transactional id."""
         needs = [("READ", "TOPIC"), ("DESCRIBE", "TOPIC"), ("READ", "GROUP"), ("DESCRIBE", "GROUP")]
         needs += [("WRITE", "TRANSACTIONAL_ID"), ("DESCRIBE", "TRANSACTIONAL_ID")]
-        self.allow(*(Permission(user, operation, kind) for operation, kind in needs if kind != but))
+        self.allow(*(Permission(user, operation, kind) for operation, kind in needs))
 
     def _change(self, bindings: list[AclBinding]) -> None:
         for done in self.admin.create_acls(bindings).values():
