@@ -12,10 +12,11 @@ that lost a race are written again.
 
 With either writer, a commit holds the rows, the group's next ``SetTransaction`` number and the note with the ledger
 after it, and of two commits with one number one wins. So both writers may be used for one table, also in turns; at
-the same time only where their commits exclude each other, which is not so on S3.
+the same time only where their commits exclude each other, which is not so on S3 (``_warn_of_other_drivers``).
 """
 
 import contextlib
+import functools
 import json
 import logging
 import os
@@ -24,6 +25,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
+from urllib.parse import urlsplit
 
 from pyspark.errors import PySparkException
 
@@ -73,6 +75,9 @@ CREATE_WAIT_MAX_S = 1.0
 """Longest wait between two attempts, in seconds; creating a directory and the first commit in it takes less."""
 
 LOG_FOLDER = "_delta_log"
+
+S3_SCHEMES = ("s3", "s3a", "s3n")
+"""Schemes for which Delta's default LogStore, S3SingleDriverLogStore, keeps only the writers of one JVM apart."""
 
 _FOLDER_EXISTS = {
     "TABLE_OR_VIEW_ALREADY_EXISTS",
@@ -127,22 +132,48 @@ class TableWriter:
         return self._find_source() is not None
 
     def create(self, rows: "DataFrame") -> None:
-        """Create the table with the columns of these rows, unless it exists."""
-        if has_delta(self.spark):
+        """Create the table with the columns of these rows, unless it exists. Other writers may do so at the same time.
+
+        Raises:
+            OptionError: the table can be created neither natively nor by Delta.
+        """
+        location = table_names.location(self.spark, self.table) if table_names.is_path(self.table) else None
+        location = location or self.table
+        is_remote = native_writer.local_path(location) is None
+        is_native = is_remote and self.storage_options is not None and self.writer != "options"
+        if has_delta(self.spark) and not is_native:
             self._options.create(rows, self.exists)
             return
-        from deltalake import DeltaTable, Schema
-
         if not table_names.is_path(self.table):
             raise OptionError(
                 f"table {self.table} does not exist, and this Spark session has no Delta Lake, which is needed to "
                 "create a table by name. Add Delta Lake to the session, or pass a path"
             )
+        if is_remote and self.storage_options is None:
+            raise OptionError(
+                f"table {self.table} is not on a local file system, and this Spark session has no Delta Lake. Pass "
+                "storage_options, with which deltalake creates and writes the table",
+                table=self.table,
+            )
+        from deltalake import CommitProperties, DeltaTable, Schema
+        from deltalake.exceptions import CommitFailedError
+
         schema = json.loads(rows.schema.json())
         for field in schema["fields"]:
             field["nullable"] = True  # as Delta's own writer creates tables
-        columns = Schema.from_json(json.dumps(schema))
-        DeltaTable.create(_uri(self.table), columns, "ignore", partition_by=list(self.partition_by) or None)
+        try:
+            DeltaTable.create(
+                _uri(location),
+                Schema.from_json(json.dumps(schema)),
+                "ignore",
+                partition_by=list(self.partition_by) or None,
+                storage_options=self.storage_options,
+                # With a retry, deltalake adds a second creation, with another id, behind that of another writer.
+                commit_properties=CommitProperties(max_commit_retries=0),
+            )
+        except CommitFailedError:
+            if not self.exists():
+                raise
 
     def identity(self) -> str:
         """Return the id of this very table, however its name or path is written."""
@@ -248,6 +279,7 @@ class TableWriter:
                 table=self.table,
             )
         else:
+            self._warn_of_other_drivers(reason)
             columns = None if self.log is None else native_writer.writable_columns(self.log.opened)
             committed = self._options.commit(rows, numbers, note, needed=needed, columns=columns)
         if not committed:
@@ -283,6 +315,24 @@ class TableWriter:
             return self.commit_ledger(history, Ledger(group=group).with_next_number(), "the group's first commit")
         except CommitRace:
             return int(time.time() * 1000)  # no group commits a thousand times a second
+
+    def _warn_of_other_drivers(self, reason: str) -> None:
+        """Log once that Delta's commits of this table replace those of another driver, if they do.
+
+        Args:
+            reason: why Delta's writer commits.
+        """
+        scheme = urlsplit(str(self._described["location"]) if self._described is not None else self.table).scheme
+        if scheme not in S3_SCHEMES or "DATABRICKS_RUNTIME_VERSION" in os.environ:
+            return
+        setting = f"spark.delta.logStore.{scheme}.impl"
+        features = () if self._described is None else self._described["tableFeatures"]
+        if self.spark.conf.get(setting, None) is None and CATALOG_FEATURES.isdisjoint(features or ()):
+            _warn_once(
+                f"table {self.table}: Delta's writer commits, because {reason}, and on S3 its commits replace those of "
+                "other drivers made at the same time. Let only one driver write the table; or set storage_options and "
+                f"writer='native' in all of them; or set {setting} to a LogStore for several drivers"
+            )
 
     # --- the table's commits ----------------------------------------------------------------------------------------
 
@@ -361,6 +411,11 @@ def open_log(table: str, location: str, storage_options: Mapping[str, str] | Non
     if CATALOG_FEATURES & {*(protocol.writer_features or ()), *(protocol.reader_features or ())}:
         return None
     return LogFiles(table, location, opened, storage_options)
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    log.warning("%s", text)
 
 
 def _uri(location: str) -> str:

@@ -75,7 +75,7 @@ def delta_settings() -> dict[str, str]:
     if not jars and not contains_delta():
         log.warning(
             'Delta Lake has no release for the installed Spark: the session has no format("delta"), and DeltaSink '
-            "writes natively, to local file systems only"
+            "writes natively, outside local file systems with storage_options only"
         )
         return {}
     return DELTA_SETTINGS | ({"spark.jars": ",".join(map(str, jars))} if jars else {})
