@@ -329,7 +329,7 @@ def test_batch_pending_at_a_reset_is_void(to: str, skipped: range, scene: Scene,
     assert set(pending.ranges.values()) == {(8, 10)}
     for _ in range(2):
         shown = run("reset", to, "--table", str(table), "--execute")
-    assert "this is its reset #2" in shown.output
+    assert f"moved 2 partitions of group {scene.group}; this is its reset #2" in shown.output
     scene.produce(name, numbered(20, 23, 2))
     into(one, table)
 
