@@ -52,7 +52,7 @@ from spark_group_source.delta import (
 )
 from spark_group_source.delta.checkpoint import ONLY_RUN, PlannedBatch, is_finished, read_planned
 from spark_group_source.delta.finished_batches import FinishedBatches
-from spark_group_source.delta.ledger_decision import AlreadyWritten, WriteBatch, format_ranges
+from spark_group_source.delta.ledger_decision import SHOWN_MAX, AlreadyWritten, WriteBatch, format_ranges
 from spark_group_source.delta.ledger_format import APP_PREFIX, Ledger
 from spark_group_source.delta.table_history import LedgerExpired, LogFiles, TableHistory, note_of
 from spark_group_source.delta.table_writer import TableWriter, Writer
@@ -459,11 +459,17 @@ class _BatchCommit:
                     format_ranges(comparison.drop),
                 )
             elif comparison.drop:
+                starts: dict[str, dict[str, int]] = {}
+                for tp, start, _ in comparison.drop[:SHOWN_MAX]:
+                    starts.setdefault(tp.topic, {})[str(tp.partition)] = start
+                to = ("--to-offsets", json.dumps(starts))
                 log.warning(
-                    "%s: %d offsets are already in the table and are left out: %s",
+                    "%s: %d offsets are already in the table and are left out: %s; if the group was moved back to "
+                    "write them again, stop the query, run %s, and start it with the same checkpoint",
                     where,
                     sum(r.size for r in comparison.drop),
                     format_ranges(comparison.drop),
+                    command_line.in_sentence(table_names.reset_command(offset.group, self.sink.table, *to)),
                 )
             if comparison.recreated:
                 topics = ", ".join(comparison.recreated)

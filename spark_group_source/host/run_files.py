@@ -10,10 +10,12 @@ creates:
 - ``<load>.load``: locked by the stream of that ``load()``;
 - ``<stream>.durable``: the durable mark: the number of the newest batch that the sink has, and a digest of its offset.
   Spark reports a batch as durable only when it requests the next one, a trigger later or never;
+- ``<stream>.committed``: the committed mark: the same of the last batch of a run that stopped when Kafka had all
+  positions. A foreign commit below them is then a move back;
 - ``<stream>.void``: the void mark: the numbers of the newest batch of which the sink wrote nothing, and of the reset
   that made it void. Kafka may show nothing of that reset.
 
-A run removes its files when it stops normally, except for a void mark, which the stream's next run may need. The
+A run removes its files when it stops normally, except for the last two, which the stream's next run may need. The
 temporary folder is writable for every user, so another user may have created a directory or a link of that name: then
 no file in it is written, removed or trusted, and a warning is logged.
 """
@@ -42,6 +44,7 @@ log = logging.getLogger(__name__)
 
 DRAIN = ".drain"
 DURABLE = ".durable"
+COMMITTED = ".committed"
 VOID = ".void"
 NO_MARK = BatchKey(-1, "")
 READ_FILES_MAX = 1_000
@@ -66,10 +69,7 @@ def mark_durable(offset: StreamOffset) -> None:
 
     Does nothing where no run of this user publishes, and never raises: the batch is in the table either way.
     """
-    with contextlib.suppress(OSError):
-        if offset.stream.isalnum() and _is_usable():  # it becomes a file's name
-            seq, digest = BatchKey.of(offset)
-            write_atomically(directory() / f"{offset.stream}{DURABLE}", f"{seq} {digest}")
+    _mark(DURABLE, offset)
 
 
 def mark_void(stream: str, seq: int, reset_number: int) -> None:
@@ -93,9 +93,20 @@ def void_by(stream: str, seq: int) -> int:
 
 def durable_mark(stream: str) -> BatchKey:
     """Return the batch in a stream's durable mark, which an earlier run may have left; NO_MARK if there is none."""
+    return _marked(stream, DURABLE)
+
+
+def _mark(kind: str, offset: StreamOffset) -> None:
+    with contextlib.suppress(OSError):
+        if offset.stream.isalnum() and _is_usable():  # it becomes a file's name
+            seq, digest = BatchKey.of(offset)
+            write_atomically(directory() / f"{offset.stream}{kind}", f"{seq} {digest}")
+
+
+def _marked(stream: str, kind: str) -> BatchKey:
     with contextlib.suppress(OSError, ValueError):
         if stream.isalnum() and _is_usable():
-            seq, digest = (directory() / f"{stream}{DURABLE}").read_text().split()
+            seq, digest = (directory() / f"{stream}{kind}").read_text().split()
             return BatchKey(int(seq), digest)
     return NO_MARK
 
@@ -235,14 +246,25 @@ class Publisher:
         """Return the batch in a stream's durable mark; NO_MARK if there is none."""
         return durable_mark(stream)
 
+    def committed_mark(self, stream: str) -> BatchKey:
+        """Return the batch after which a run of the stream stopped with all offsets committed; NO_MARK if none did, or
+        if it ran on another host."""
+        return _marked(stream, COMMITTED)
+
     def void_by(self, stream: str, seq: int) -> int:
         """Return the number of the reset that made batch ``seq`` void for the sink; 0 if it reported none."""
         return void_by(stream, seq)
 
-    def close(self) -> None:
-        """Remove the files of this run; later statistics are not written."""
+    def close(self, committed: StreamOffset | None = None) -> None:
+        """Remove the files of this run; later statistics are not written.
+
+        Args:
+            committed: the offset of the last durable batch, if Kafka has the positions of all partitions.
+        """
         self._is_closed = True
         self._remove()
+        if committed is not None:
+            _mark(COMMITTED, committed)
 
     def _remove(self) -> None:
         if not _is_usable():

@@ -184,15 +184,16 @@ class NextBatchRequested:
 
     ``unlimited``: the trigger is Once, which reads everything available. ``new_stream``: the stream id if there is none
     yet. ``void_by``: the number of the reset because of which the sink wrote nothing of the batch that ends at
-    ``start``; 0 if the sink reported none. ``marked``: the batch in the sink's durable mark; a run that stops normally
-    removes the mark. ``after_batch``: the query has run a batch since the last call, maybe of other sources alone.
+    ``start``; 0 if the sink reported none. ``committed``: the batch after which a run of the stream
+    stopped with all offsets committed; None or another batch: Kafka may not have what is durable. ``after_batch``: the
+    query has run a batch since the last call, maybe of other sources alone.
     """
 
     start: StreamOffset
     unlimited: bool = False
     new_stream: str
     void_by: int = 0
-    marked: BatchKey | None = None
+    committed: BatchKey | None = None
     after_batch: bool = False
 
 

@@ -89,7 +89,7 @@ class Partitions:
         Args:
             offset: of the last batch.
             replay: that batch runs again, so positions are those before it.
-            uncommitted: that batch is durable, and Kafka may not have it.
+            uncommitted: that batch is durable, and Kafka may not have it: no run is known to have committed it.
         """
         self.reset_number = offset.reset_number
         for tp, at in offset.uncommitted.items():  # the batch itself did not read these

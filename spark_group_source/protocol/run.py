@@ -70,6 +70,8 @@ class Run:
         """The batch in flight: planned and not durable. Its partitions are not released. None between batches."""
         self.closed = False
         """Whether the members were ordered to close: from then on their events and Kafka's responses are ignored."""
+        self.committed_offset: StreamOffset | None = None
+        """The last durable batch, if the run was stopped when Kafka had all positions; None otherwise."""
         self.is_draining = False
         """Whether a drain was requested: no further batch is planned."""
         self.static = True
@@ -102,6 +104,8 @@ class Run:
         """The call that started the run; None before it."""
         self._topics: dict[str, int] | None = None
         """The subscribed topics and their partition counts; None until they are listed."""
+        self._last_durable: StreamOffset | None = None
+        """The last durable batch; None if this run knows its number only."""
         self._start = StreamOffset.initial(rules.group)
         """The ``start`` of Spark's last call."""
         self._is_unlimited = rules.single_batch == "yes"
@@ -364,6 +368,8 @@ class Run:
             # the end of the run
             case ev.MembersClosing():
                 if not self.closed:
+                    if not (self.partitions.uncommitted() or self._commits.is_committing):
+                        self.committed_offset = self._last_durable
                     self.slots.close(leave=event.leave)
                     self.closed = True
                 self._move(ev.MembersClosing)
@@ -469,9 +475,9 @@ class Run:
         self._is_resumed = True
         self.data_loss.restore(offset)
         self.stream, self.lookups.known = offset.stream, offset.known
-        # The run that wrote the mark did not stop normally, so Kafka may not have its last batch.
-        marked = None if isinstance(self._first_call, ev.BatchStarted | None) else self._first_call.marked
-        self.partitions.restore(offset, replay=replay, uncommitted=marked == BatchKey.of(offset))
+        committed = None if isinstance(self._first_call, ev.BatchStarted | None) else self._first_call.committed
+        self.partitions.restore(offset, replay=replay, uncommitted=committed != BatchKey.of(offset))
+        self._last_durable = None if replay else offset
         self.plan = offset if replay else None
         former = offset.known.keys() | offset.topic_ids.keys() | {tp.topic for tp in offset.ranges}
         before = tuple(topic for topic in topics if topic in former) or tuple(sorted(former))
@@ -500,7 +506,7 @@ class Run:
         if self.plan is None or offset.seq != self.plan.seq:  # Spark may repeat an earlier start
             _require(offset.seq <= self.seq, f"batch {offset.seq} is durable, but this run did not plan it")
             return
-        self.plan = None
+        self.plan, self._last_durable = None, self.plan
         self._commits.batch_durable(self._now_ms)
         self.lookups.started -= self.partitions.complete_batch(offset.seq)
         if self.state in (RunState.PLANNED, RunState.READING):

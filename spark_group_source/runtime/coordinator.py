@@ -132,7 +132,7 @@ class Coordinator:
                 unlimited=unlimited,
                 new_stream=self._environment.new_id(),
                 void_by=self._publisher.void_by(start.stream, start.seq),
-                marked=self._publisher.durable_mark(start.stream),
+                committed=self._publisher.committed_mark(start.stream),
                 after_batch=after_batch,
             )
         )
@@ -318,7 +318,7 @@ class Coordinator:
                     CLOSE_S_MAX,
                 )
         self.agents.end("the run has ended")
-        self._publisher.close()
+        self._publisher.close(self._run.committed_offset)
 
     def _run_clock(self) -> None:
         """Run the clock thread, from the first join until the run is shut down."""

@@ -4,8 +4,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 from conftest import await_until
+from crash.killed import CALM, Application
 from delta_files import living_rows
 from kafka_words import set_committed
+from rebalance.accounts import describe
 from scenes import Scene
 from streams import OtherMember, numbered, planned
 
@@ -75,17 +77,33 @@ def test_between_two_triggers_offsets_are_committed_partitions_released_and_a_dr
         query.stop()
 
 
-def test_a_query_whose_host_died_before_its_commit_goes_on_after_a_consumer_that_read_a_part_again(
-    scene: Scene,
-) -> None:
-    """Kafka gets the consumer's commit in place of the query's, as if driver and stream reader had died together."""
+@pytest.mark.crash
+@pytest.mark.timeout(300)  # two starts of Spark
+def test_a_query_whose_host_is_lost_goes_on_after_a_consumer_that_read_a_part_again(scene: Scene) -> None:
+    """Driver, JVM and stream reader die at once, and no run file is left. Kafka gets the consumer's commit in place of
+    the query's, as if they had died before that."""
     name, table = scene.topic(1), scene.folder / "table"
+    arguments = {"servers": scene.servers, "group": scene.group, "topic": name, "table": str(table), **CALM}
     scene.produce(name, numbered(0, 9, 1))
-    scene.job(subscribe=name).run_into(DeltaSink(table), availableNow=True)
-    await_until(lambda: scene.committed() == {TopicPartition(name, 0): 10}, HANG_S, what="the offsets in Kafka")
-    set_committed(scene.admin, scene.group, name, {0: 4})
-    run_files.mark_durable(planned(scene.folder / "c")[0])
-    scene.produce(name, numbered(10, 14, 1))
-    scene.job(subscribe=name).run_into(DeltaSink(table), availableNow=True)
+    host = Application(scene.folder / "host", arguments)
+    try:
+        job = host.start()
+        await_until(lambda: scene.committed() == {TopicPartition(name, 0): 10}, HANG_S, what="the offsets in Kafka")
+        for process in job.tree():
+            process.kill()
+        host.end()
+        stream = planned(host.home / "checkpoint")[0].stream
+        for file in run_files.directory().glob(f"{stream}.*"):
+            file.unlink()
+        await_until(lambda: describe(scene.admin, scene.group).state == "empty", HANG_S, what="the end of its sessions")
+        set_committed(scene.admin, scene.group, name, {0: 4})
+        scene.produce(name, numbered(10, 14, 1))
+        host.start()
+        await_until(lambda: scene.committed() == {TopicPartition(name, 0): 15}, HANG_S, what="the offsets in Kafka")
+    finally:
+        host.end()
     assert sorted(row["offset"] for row in living_rows(table, ["offset"])) == list(range(15))
-    await_until(lambda: scene.committed() == {TopicPartition(name, 0): 15}, HANG_S, what="the offsets in Kafka")
+    (warned,) = [line for line in host.log.read_text().splitlines() if "are already in the table" in line]
+    assert f"6 offsets are already in the table and are left out: {name}-0[4,10)" in warned
+    to = f"""--to-offsets '{{"{name}": {{"0": 4}}}}' --table {table} --execute"""
+    assert f"spark-group reset --bootstrap-servers {scene.servers} --group {scene.group} {to}" in warned

@@ -72,6 +72,21 @@ def test_a_run_reads_the_durable_mark_and_removes_it_when_it_stops(directory: Pa
     assert list(directory.iterdir()) == []
 
 
+def test_a_run_that_stops_with_all_offsets_committed_leaves_a_mark_for_the_next_one(directory: Path) -> None:
+    run = run_files.Publisher("etl")
+    run.publish(statistics())
+    assert run.committed_mark(STREAM) == run_files.NO_MARK
+    run.close(batch(7))
+    following = run_files.Publisher("etl")
+    following.publish(statistics())
+    assert (following.committed_mark(STREAM), following.committed_mark("other")) == (
+        BatchKey.of(batch(7)),
+        run_files.NO_MARK,
+    )
+    following.close(None)
+    assert following.committed_mark(STREAM).seq == 7, "what was committed stays committed"
+
+
 def test_the_void_mark_names_one_batch_and_stays_for_the_next_run(directory: Path) -> None:
     run = run_files.Publisher("etl")
     run.publish(statistics())

@@ -158,12 +158,13 @@ class GroupHarness:
         return self.feed(first, ev.TopicsListed(topics=known))
 
     def resume(
-        self, offset: StreamOffset, topics: Iterable[str] = ("orders",), *, marked: StreamOffset | None = None
+        self, offset: StreamOffset, topics: Iterable[str] = ("orders",), *, committed: StreamOffset | None = None
     ) -> Commands:
-        """The run starts after this durable batch of an earlier run, which left a mark of the batch ``marked``."""
+        """The run starts after this durable batch of an earlier run. ``committed``: the batch after which a run of the
+        stream stopped with all offsets committed."""
         listed = ev.TopicsListed(topics=dict.fromkeys(topics, 4))
-        mark = None if marked is None else BatchKey.of(marked)
-        return self.feed(ev.NextBatchRequested(start=offset, new_stream=STREAM, marked=mark), listed)
+        mark = None if committed is None else BatchKey.of(committed)
+        return self.feed(ev.NextBatchRequested(start=offset, new_stream=STREAM, committed=mark), listed)
 
     def replay(self, offset: StreamOffset) -> Commands:
         """The run starts with this batch of an earlier run, which is read again."""

@@ -5,6 +5,7 @@ Runs in: tests. The seed draws all of it. Deliberately absent: faults (``faults`
 
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 
 from kit.agents import Executors, Luck
 from kit.cluster import Cluster
@@ -214,10 +215,15 @@ class Scene:
                 continue
             query.habits = replace(query.habits, interval_ms=0)
             self._restarts_ms[run.process.name] = SESSION_MS + draws.between(1_000, 6_000)
-            run.host_dies = self._host_dies
+            run.host_dies = partial(self._host_dies, query, files_lost=draws.chance(0.5))
             break
 
-    def _host_dies(self) -> None:
+    def _host_dies(self, query: Query, *, files_lost: bool) -> None:
+        if files_lost:
+            self.world.note(f"the run files of {query.name} are gone")
+            query.durable.clear()
+            query.committed.clear()
+            query.void.clear()
         for other in self.others:
             other.end()
         self.start_other(brief=True)

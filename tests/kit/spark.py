@@ -103,6 +103,7 @@ class Query:
     checkpoint: Checkpoint
     runs: list["SparkRun"] = field(default_factory=list)
     durable: dict[str, BatchKey] = field(default_factory=dict)  # the sink's durable mark, by stream id
+    committed: dict[str, BatchKey] = field(default_factory=dict)  # of runs that stopped with all committed
     void: dict[tuple[str, int], int] = field(default_factory=dict)  # by stream and batch: the reset that made it void
     threads_left: int | None = None  # how many threads its next run can start
     executors: Executors | None = None  # where its members may be placed
@@ -132,11 +133,16 @@ class Publisher(run_files.Publisher):
     def durable_mark(self, stream: str) -> BatchKey:
         return self._query.durable.get(stream, run_files.NO_MARK)
 
+    def committed_mark(self, stream: str) -> BatchKey:
+        return self._query.committed.get(stream, run_files.NO_MARK)
+
     def void_by(self, stream: str, seq: int) -> int:
         return self._query.void.get((stream, seq), 0)
 
-    def close(self) -> None:
+    def close(self, committed: StreamOffset | None = None) -> None:
         self._query.durable.clear()
+        if committed is not None:
+            self._query.committed[committed.stream] = BatchKey.of(committed)
 
 
 NO_THREAD = "can't start new thread"

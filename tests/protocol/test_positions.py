@@ -318,23 +318,23 @@ def test_foreign_commit_after_a_lost_session_counts_as_no_move_where_the_sink_ha
     assert group.run.statistics().possible_duplicates == HAS_SINK - HAS_KAFKA, "counted when the partition was lost"
 
 
-@pytest.mark.parametrize("marked", ["that batch", "another batch", "none"])
+@pytest.mark.parametrize("committed", ["that batch", "another batch", "none"])
 @pytest.mark.parametrize(
     ("offset", "followed", "duplicates"),
     [(99, True, 0), (HAS_KAFKA, False, 50), (120, False, 30), (HAS_SINK, True, 0), (151, True, 0)],
 )
 def test_foreign_commit_after_the_whole_host_died_counts_as_no_move_where_the_sink_has_the_records(
-    fresh: GroupHarness, offset: int, followed: bool, duplicates: int, marked: str
+    fresh: GroupHarness, offset: int, followed: bool, duplicates: int, committed: str
 ) -> None:
-    """Another consumer has read a part of the last batch again. The mark shows that Kafka may not have the batch; it
-    is missing after a normal stop, and with another sink."""
+    """Another consumer has read a part of the last batch again. Only a run that stopped normally shows that Kafka had
+    the batch, so that the commit is an operator's rewind."""
     batch = fresh.offset({A: (HAS_KAFKA, HAS_SINK)}, 7)
-    mark = {"that batch": batch, "another batch": fresh.offset({A: (HAS_KAFKA, 140)}, 7), "none": None}[marked]
-    fresh.resume(batch, marked=mark)
+    mark = {"that batch": batch, "another batch": fresh.offset({A: (HAS_KAFKA, 140)}, 7), "none": None}[committed]
+    fresh.resume(batch, committed=mark)
     fresh.assigned(A)
     fresh.claim({A: by_no_stream(offset)})
     assert fresh.run.plannable() == {A: offset}
-    assert fresh.followed() == ({A} if followed or marked != "that batch" else frozenset())
+    assert fresh.followed() == ({A} if followed or committed == "that batch" else frozenset())
     assert fresh.run.statistics().possible_duplicates == duplicates
     if offset != HAS_SINK:
         assert any(f"moved orders-0 from {HAS_SINK} to {offset}" in text for text in fresh.logged())

@@ -547,6 +547,18 @@ def test_uncommitted_offsets_are_counted_until_their_commit_succeeds() -> None:
     assert run.run.statistics().uncommitted_offsets == 0
 
 
+@pytest.mark.parametrize("committed", [True, False])
+def test_stopped_run_reports_its_last_batch_as_committed_only_if_kafka_has_all_positions(committed: bool) -> None:
+    run = RunHarness()
+    run.ends = {A: 10, B: 7}
+    plan = run.batch()
+    run.silent = set() if committed else {ev.CommitOffsets}
+    assert run.run.committed_offset is None
+    run.stop(durable=plan.seq)
+    assert run.state() is RunState.CLOSED
+    assert run.run.committed_offset == (plan if committed else None)
+
+
 # --- failures --------------------------------------------------------------------------------------------------------
 
 

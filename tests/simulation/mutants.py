@@ -212,6 +212,13 @@ MUTANTS = [
         "a foreign commit of records that this stream has read and not committed is no move back",
     ),
     Mutant(
+        "takes-a-lost-host-for-a-normal-stop",
+        "protocol/run.py",
+        "uncommitted=committed != BatchKey.of(offset))",
+        "uncommitted=False)",
+        "Kafka has the last batch of a former run for certain only if that run stopped with all offsets committed",
+    ),
+    Mutant(
         "keeps-the-batch-over-a-foreign-commit",
         P,
         "self._update_known(tp, partition, ev.ForeignCommit, is_foreign=True)",
@@ -548,6 +555,7 @@ FOUND_BY: dict[str, tuple[str, int]] = {
     "commits-at-the-next-trigger-only": ("cooperative", 1),
     "drains-at-the-next-trigger-only": ("consumer", 7),
     "takes-a-commit-below-what-is-durable-for-a-rewind": ("cooperative", 9),
+    "takes-a-lost-host-for-a-normal-stop": ("cooperative", 9),
     "holds-nothing": ("eager", 0),
     "releases-before-the-commit": ("eager", 1),
     "releases-unresolved-partitions": ("eager", 75),

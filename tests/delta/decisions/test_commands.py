@@ -137,6 +137,20 @@ def test_commands_after_a_foreign_commit_below_the_ledger(
     assert rows(table) == sorted(records(0, 20) + (records(4, 10) if twice else []))
 
 
+def test_command_that_writes_left_out_rows_again(
+    query: Query, table: Path, admin: OffsetModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    query.run(query.sink(table), 0, offset(0, one(0, 10)))
+    query.run(query.sink(table), 1, offset(1, one(4, 20)))
+    admin.commit(20)
+    assert rows(table) == records(0, 20)
+    (printed,) = commands(caplog.text)
+    run_command(printed)
+    assert admin.position == 4
+    continue_query(query, table, admin, 2, 20)
+    assert rows(table) == sorted(records(0, 20) + records(4, 20))
+
+
 @pytest.mark.parametrize(("number", "skipped"), [(0, False), (1, True)], ids=["table", "kafka"])
 def test_commands_after_the_committed_offset_was_lost(
     query: Query, table: Path, admin: OffsetModel, number: int, skipped: bool

@@ -118,7 +118,9 @@ def test_two_queries_of_one_group_write_every_record_once(
     a.run(a.sink(table), 1, offset(1, one(10, 20)))
     assert rows(table) == sorted(records(0, 20) + records(0, 3, partition=1))
     assert next_offsets(table) == {("orders", 0): 20, ("orders", 1): 3}
-    assert "5 offsets are already in the table" in caplog.text
+    assert "5 offsets are already in the table and are left out: orders-0[10,15); if the group" in caplog.text
+    command = f"""--to-offsets '{{"orders": {{"0": 10}}}}' --table {table} --execute` ("""
+    assert command in caplog.text
 
 
 def test_a_batch_whose_records_are_in_the_table_adds_no_rows_and_is_recorded(new_query: NewQuery, table: Path) -> None:
