@@ -230,7 +230,7 @@ def tests_of(mutant: RandomMutant, found: dict[str, Any]) -> dict[str, float]:
     lines = found["lines"].get(mutant.file, {})
     numbers = lines.get(str(mutant.line))
     if numbers == []:
-        numbers = set().union(*lines.values())
+        numbers = set().union(*lines.values()) or range(len(found["tests"]))  # or of all, as that of an event
     took_s = found["duration_s"]
     ordered = sorted(numbers or (), key=lambda n: took_s[n])
     return {found["tests"][n]: PAUSE_S + TIMES_SLOWER * took_s[n] for n in ordered}

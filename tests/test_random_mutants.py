@@ -67,6 +67,7 @@ def test_a_mutant_is_found_if_a_test_fails_or_exceeds_its_time_limit(limit_s: di
 
 def test_a_default_is_tested_by_all_tests_of_its_module_and_a_line_that_none_executes_by_none() -> None:
     lines = {"1": [], "5": [0, 1], "6": [1]}
-    found = {"tests": ["slow", "fast"], "duration_s": [2.0, 1.0], "lines": {"m.py": lines}}
+    found = {"tests": ["slow", "fast"], "duration_s": [2.0, 1.0], "lines": {"m.py": lines, "events.py": {"1": []}}}
     given = {n: [*random_mutants.tests_of(RandomMutant("m.py", n, 0, 0, "", ""), found)] for n in (1, 2, 5, 6)}
     assert given == {1: ["fast", "slow"], 2: [], 5: ["fast", "slow"], 6: ["fast"]}
+    assert [*random_mutants.tests_of(RandomMutant("events.py", 1, 0, 0, "", ""), found)] == ["fast", "slow"]
