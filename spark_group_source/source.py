@@ -216,7 +216,11 @@ class GroupStreamReader(compatibility.CheckedPickle, DataSourceStreamReader):
                 self._endpoint = _start_metrics(self._options, publisher)
             announces_end = not isinstance(self, PlainReader)
             coordinator = Coordinator(self._options, announces_end=announces_end, publisher=publisher)
-            if self._options.member_host != "driver" or not self._options.fail_on_data_loss:
+            if (
+                self._options.member_host != "driver"
+                or not self._options.fail_on_data_loss
+                or self._options.max_bytes_per_trigger is not None
+            ):
                 self._control_server = _start_control_server(self._options, coordinator)
             self._coordinator = coordinator
             atexit.register(self.stop)  # in case SIGTERM arrives before stop() has replaced its handler
@@ -361,8 +365,8 @@ def _start_control_server(options: Options, coordinator: "Coordinator") -> "Cont
         if options.member_host == "executor":
             raise OptionError(f"memberHost is executor, and {exc}", option="memberHost") from exc
         logging.getLogger(__name__).warning(
-            "group %s: cannot listen for agents and tasks; members stay in the stream reader, and records that tasks "
-            "skip are not counted: %s",
+            "group %s: cannot listen for agents and tasks; members stay in the stream reader, records that tasks skip "
+            "are not counted, and each record counts as 1 MiB for maxBytesPerTrigger: %s",
             options.group_id,
             exc,
         )

@@ -150,6 +150,7 @@ class ControlServer:
                     rows_from_memory=task.rows_from_memory,
                     rows_from_brokers=task.rows_from_brokers,
                     skipped=task.skipped,
+                    bytes=task.bytes,
                 )
             )
 

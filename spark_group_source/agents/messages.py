@@ -54,6 +54,7 @@ class TaskEnded:
 
     ``rows_from_memory``, ``rows_from_brokers``: rows by partition that it read from its agent's buffer, and from
     brokers. ``skipped``: offsets of its ranges whose records were gone; empty if the attempt did not finish.
+    ``bytes``: by topic, the keys, values and included headers of those rows.
     """
 
     plan: str
@@ -62,6 +63,7 @@ class TaskEnded:
     rows_from_memory: Mapping[TopicPartition, int] = field(default_factory=dict)
     rows_from_brokers: Mapping[TopicPartition, int] = field(default_factory=dict)
     skipped: tuple[OffsetRange, ...] = ()
+    bytes: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +86,13 @@ class PrefetchPositions:
 class ServedRange:
     """What an agent serves of one range: all records below the offset ``until``, which are ``rows`` rows.
 
-    ``index``: of the range in the request.
+    ``index``: of the range in the request. ``bytes``: keys, values and included headers of those rows.
     """
 
     index: int
     until: int
     rows: int
+    bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

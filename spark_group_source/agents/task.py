@@ -10,7 +10,8 @@ its piece all the same, and starts no agent, which could not reach the stream re
 response to the claim names the piece.
 
 Where members stay in the stream reader, a task reads its planned piece, and connects to the stream reader only to
-report skipped records. That is so in local mode, too, where the driver's JVM is the only executor.
+report skipped records, or what it read if ``maxBytesPerTrigger`` is set. That is so in local mode, too, where the
+driver's JVM is the only executor.
 """
 
 import contextlib
@@ -20,7 +21,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from spark_group_source.agents.agent_folder import (
@@ -99,9 +100,8 @@ def read_piece(options: Options, piece: Piece, task: PlannedTask, read: ReadOpti
     name = executor_name(executor)
     if not task.uses_agents or name == task.driver:
         yield from read_ranges(piece, read, counts)
-        if counts.lost:
-            ended = TaskEnded(plan=task.plan, task=task.number, executor=name, skipped=counts.lost)
-            _connection_of(task, None).report(ended, connect=True)
+        if counts.lost or options.max_bytes_per_trigger is not None:
+            _connection_of(task, None).report(_report(task, name, counts), connect=True)
         return
     folder = open_folder(task.run, executor)
     connection = _connection_of(task, folder)
@@ -155,15 +155,19 @@ def _claimed(
     try:
         yield piece
     finally:
-        ended = TaskEnded(plan=task.plan, task=task.number, executor=executor)
-        connection.report(
-            replace(
-                ended,
-                rows_from_memory=counts.rows_from_agent,
-                rows_from_brokers=counts.rows_from_brokers,
-                skipped=counts.lost,
-            )
-        )
+        connection.report(_report(task, executor, counts))
+
+
+def _report(task: PlannedTask, executor: str, counts: ReadCounts) -> TaskEnded:
+    return TaskEnded(
+        plan=task.plan,
+        task=task.number,
+        executor=executor,
+        rows_from_memory=counts.rows_from_agent,
+        rows_from_brokers=counts.rows_from_brokers,
+        skipped=counts.lost,
+        bytes=counts.bytes,
+    )
 
 
 class _StreamReaderConnection:

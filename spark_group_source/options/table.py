@@ -283,6 +283,13 @@ class Options:
     max_offsets_per_trigger: int | None = _option(
         "maxOffsetsPerTrigger", integer(1), "offsets per batch", default=None,
         doc="The maximum size of a batch, shared equally between the partitions that have a backlog.")
+    max_bytes_per_trigger: int | None = _option(
+        "maxBytesPerTrigger", memory_bytes(1, INT64_MAX), "size", default=None,
+        doc="A soft maximum of a batch's keys, values and included headers, for example `512m`. Sizes are estimates: "
+        "the mean size of the topic's records that tasks read in the last batch. A record of a topic that this run has "
+        "not read yet counts as 1 MiB, so the first batch is small. At least one record is read. With "
+        "maxOffsetsPerTrigger, the smaller limit applies. Tasks report sizes to the stream reader (coordinatorHost); "
+        "without reports every record counts as 1 MiB.")
     min_offsets_per_trigger: int | None = _option(
         "minOffsetsPerTrigger", integer(1), "offsets per batch", default=None,
         doc="A batch waits until this many offsets are available, at most for maxTriggerDelay. The first batch does "
@@ -319,7 +326,7 @@ class Options:
     coordinator_port: int = _option(
         "coordinatorPort", integer(0, 65_535), "port", default=0, shown="any free port",
         doc="The port on which the stream reader listens for agents and tasks. Without agents it is used only if "
-        "failOnDataLoss is false, for tasks to report skipped records.")
+        "failOnDataLoss is false or maxBytesPerTrigger is set, for the reports of tasks.")
     coordinator_host: str | None = _option(
         "coordinatorHost", non_empty, "name or address", default=None,
         shown="the address that connects to the brokers, then the host name",
@@ -349,7 +356,7 @@ class Options:
         "trigger", one_of("auto", "availableNow", "processingTime"), "auto, availableNow or processingTime",
         default="auto",
         doc="The query's trigger. Spark 4.0 and 4.1 do not pass it to a Python source, and run only one batch with "
-        "`availableNow`. availableNow: this batch reads everything, and maxOffsetsPerTrigger is ignored. "
+        "`availableNow`. availableNow: this batch reads everything, and both maximums per trigger are ignored. "
         "processingTime: the first batch of a run does not wait for late partitions. auto: it waits for them, and if "
         "the run ends after it, a warning reports what maxOffsetsPerTrigger left. Newer Sparks pass the trigger, and "
         "another one than this is refused.")

@@ -146,12 +146,14 @@ class TaskReported:
     """What one attempt of a task of batch ``seq`` read: rows by partition, from its agent's buffer and from brokers.
 
     ``skipped``: the offsets of its ranges whose records were gone. Reported only by an attempt that finished.
+    ``bytes``: by topic, the keys, values and included headers of those rows.
     """
 
     seq: int
     rows_from_memory: Mapping[TopicPartition, int]
     rows_from_brokers: Mapping[TopicPartition, int]
     skipped: tuple[OffsetRange, ...]
+    bytes: Mapping[str, int] = field(default_factory=dict)
 
 
 # --- events: Spark ----------------------------------------------------------------------------------------------------

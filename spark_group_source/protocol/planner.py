@@ -7,6 +7,7 @@ Runs in: the stream reader, tests, benchmarks. Deliberately absent: positions an
 
 import heapq
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
@@ -17,6 +18,7 @@ from spark_group_source.protocol.partition_states import Origin
 from spark_group_source.protocol.rules import Rules
 
 if TYPE_CHECKING:
+    from spark_group_source.protocol.events import TaskReported
     from spark_group_source.protocol.run import Run
 
 TASK_RECORDS_TARGET: Final = 50_000
@@ -29,8 +31,41 @@ TASK_RANGES_MAX: Final = 1_000
 """No task gets more ranges than this. The response to its claim then fits into one message of the control channel, even
 if each range is of another topic with the longest name that Kafka permits: 875 bytes a range."""
 
+ASSUMED_RECORD_BYTES: Final = 1 << 20
+"""The size of a record of a topic that no task of this run has read, for ``maxBytesPerTrigger``. Kafka's default limit
+of a record batch: a first batch exceeds the limit only where larger batches were allowed, or they are compressed."""
+
 TASKS_MAX: Final = 1_000_000
 """The most tasks of one batch. More indicates a wrong setting, and would exhaust the driver before the batch starts."""
+
+
+class RecordSizes:
+    """The mean size of each topic's records, from the reports of the newest batch that read the topic. Kept in memory
+    only: a run starts with :data:`ASSUMED_RECORD_BYTES`."""
+
+    def __init__(self) -> None:
+        self._read: dict[str, tuple[int, int, int]] = {}
+        """By topic: the batch, and the bytes and rows that its tasks reported so far."""
+
+    def add(self, event: "TaskReported") -> None:
+        """Add what a task read. Attempts that read the same records do not change a mean."""
+        rows = Counter[str]()
+        for counts in (event.rows_from_memory, event.rows_from_brokers):
+            for tp, count in counts.items():
+                rows[tp.topic] += count
+        for topic, size in event.bytes.items():
+            seq, known_size, known_rows = self._read.get(topic, (event.seq, 0, 0))
+            if event.seq > seq:
+                known_size, known_rows = 0, 0
+            if event.seq >= seq and rows[topic]:
+                self._read[topic] = event.seq, known_size + size, known_rows + rows[topic]
+
+    def of(self, topic: str) -> int:
+        """The mean size of a record in bytes, at least 1."""
+        if topic not in self._read:
+            return ASSUMED_RECORD_BYTES
+        _, size, rows = self._read[topic]
+        return max(1, -(-size // rows))
 
 
 class Planner:
@@ -45,9 +80,10 @@ class Planner:
         self._planned_at_ms: int | None = None
         """When the last batch was planned; None before the run's first."""
         self._target: Mapping[TopicPartition, int] | None = None
-        self.left = 0
-        """The offsets that the last batch left because of ``maxOffsetsPerTrigger``."""
         """Up to where an AvailableNow run reads; None for other triggers."""
+        self.left = 0
+        """The offsets that the last batch left because of ``maxOffsetsPerTrigger`` or ``maxBytesPerTrigger``."""
+        self.record_sizes = RecordSizes()
 
     def set_target(self, ends: Mapping[TopicPartition, int]) -> None:
         """Set the end of an AvailableNow run. Partitions that are not in it are left for the next run."""
@@ -91,7 +127,7 @@ class Planner:
         total = sum(end - at for at, end in backlogs.values())
         if not (total or first) or not self._is_worthwhile(total, unlimited=unlimited, now_ms=now_ms):
             return None
-        limit = None if unlimited else self._rules.max_offsets
+        limit = None if unlimited else self._limit(backlogs)
         until = fair_share(backlogs, limit, run.seq + 1)
         self._planned_at_ms = now_ms
         self.left = total - sum(end - backlogs[tp][0] for tp, end in until.items())
@@ -116,6 +152,14 @@ class Planner:
             last_batches=run.partitions.last_batches(uncommitted),
         )
 
+    def _limit(self, backlogs: Mapping[TopicPartition, tuple[int, int]]) -> int | None:
+        """The most offsets of the batch by both limits; None: no limit."""
+        rules = self._rules
+        limits = [] if rules.max_offsets is None else [rules.max_offsets]
+        if rules.max_bytes is not None:
+            limits.append(offsets_within(backlogs, self.record_sizes.of, rules.max_bytes))
+        return min(limits, default=None)
+
     def _is_worthwhile(self, total: int, *, unlimited: bool, now_ms: int) -> bool:
         min_offsets = None if unlimited or self.is_bounded else self._rules.min_offsets
         return is_worthwhile(total, min_offsets, self._planned_at_ms, now_ms, self._rules.max_delay_ms)
@@ -132,7 +176,7 @@ def fair_share(
     Each partition with a backlog gets an equal share; what a smaller backlog does not use is shared among the others.
     What remains, fewer offsets than partitions, is given one each in sorted order, starting at another partition in
     each batch (by ``seq``). So neither a large backlog nor the sort order starves a partition: of n assigned
-    partitions, one with a backlog gets at least one offset within n batches.
+    partitions, one with a backlog gets at least one offset within n batches with the same ``max_offsets``.
 
     Args:
         backlogs: position and end offset of each assigned partition. A partition whose end is not above its position
@@ -156,6 +200,36 @@ def fair_share(
     for i, tp in enumerate(unsatisfied[first:] + unsatisfied[:first]):
         until[tp] = backlogs[tp][0] + share + (i < spare)
     return until
+
+
+def offsets_within(
+    backlogs: Mapping[TopicPartition, tuple[int, int]], record_bytes: Callable[[str], int], max_bytes: int
+) -> int:
+    """The most offsets that :func:`fair_share` may share so that their records have ``max_bytes`` at most.
+
+    Compacted offsets and transaction markers count like records: a batch with many of them is smaller.
+
+    Args:
+        backlogs: position and end offset of each assigned partition.
+        record_bytes: returns the size of a topic's record, at least 1.
+        max_bytes: at least 1.
+
+    Returns:
+        At least 1, also if one record is larger than ``max_bytes``.
+    """
+    sizes = sorted((end - at, record_bytes(tp.topic)) for tp, (at, end) in backlogs.items() if end > at)
+    bytes_left, each = max_bytes, sum(size for _, size in sizes)
+    for backlog, size in sizes:  # a partition with a small backlog does not use its share
+        if backlog * each > bytes_left:
+            break
+        bytes_left -= backlog * size
+        each -= size
+    else:
+        return max(1, sum(backlog for backlog, _ in sizes))
+    share = bytes_left // each
+    if share:
+        return sum(min(backlog, share) for backlog, _ in sizes)
+    return max(1, max_bytes // max(size for _, size in sizes))  # less than a record for each partition
 
 
 def _first_served(backlogs: Iterable[TopicPartition], at: int) -> TopicPartition:

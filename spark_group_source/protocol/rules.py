@@ -69,6 +69,8 @@ class Rules:
     fail_on_data_loss: bool = True
     max_offsets: int | None = None
     """The most offsets of one batch; None: no limit."""
+    max_bytes: int | None = None
+    """The most bytes of one batch by the sizes of the records that were read before; None: no limit."""
     min_offsets: int | None = None
     """A batch waits for this many offsets; None: it does not wait."""
     max_delay_ms: int = 900_000

@@ -381,6 +381,7 @@ class Run:
             case ev.TaskReported():
                 self.slots.record_read(event)
                 self._skips.add(event)
+                self.planner.record_sizes.add(event)
             case _:
                 assert_never(event)
 
@@ -871,9 +872,9 @@ class Run:
             )
         elif self.planner.left:
             self._out.log(
-                f"the query stops after one batch, which maxOffsetsPerTrigger limited; {self.planner.left} offsets are "
-                "left. If its trigger is availableNow, set the source's option trigger to availableNow, because this "
-                "Spark runs only one batch",
+                "the query stops after one batch, which maxOffsetsPerTrigger or maxBytesPerTrigger limited; "
+                f"{self.planner.left} offsets are left. If its trigger is availableNow, set the source's option "
+                "trigger to availableNow, because this Spark runs only one batch",
                 warn=True,
             )
 

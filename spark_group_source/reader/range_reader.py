@@ -151,6 +151,8 @@ class ReadCounts:
         """Rows that came from the memory of the executor's agent."""
         self.rows_from_brokers: Counter[TopicPartition] = Counter()
         """Rows that were fetched from brokers."""
+        self.bytes: Counter[str] = Counter()
+        """By topic: key, value and included header bytes of all these rows."""
         self._skipped: list[SkippedRange] = []
         self._is_complete = False
 
@@ -453,6 +455,8 @@ class RangeReader:
         if slices and "headers" in self._options.columns:
             chunk.count_headers()
         self._record_size.update(chunk.sizes)
+        for piece in slices:
+            self._counts.bytes[piece.tp.topic] += int(chunk.sizes[piece.first : piece.last].sum())
         return slices
 
     def _select(self, chunk: NativeChunk) -> list[RowSlice]:

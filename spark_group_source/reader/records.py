@@ -287,6 +287,11 @@ def build_batch(
     return pa.RecordBatch.from_arrays([built[name] for name in columns], schema=arrow_schema(columns))
 
 
+def payload_bytes(batch: pa.RecordBatch) -> int:
+    """The bytes of keys, values and headers in a batch or a slice of one, with Arrow's 4 bytes for each."""
+    return sum(batch.column(name).nbytes for name in batch.schema.names if name in ("key", "value", "headers"))
+
+
 def _check_timestamps(slices: Sequence[RowSlice], offset: Ints, timestamp_ms: Ints) -> None:
     """Refuse a timestamp that Spark's type cannot store. Spark's Kafka source fails with an ArithmeticException; any
     other value would be wrong."""

@@ -377,6 +377,7 @@ def rules_of(options: Options) -> Rules:
         starting=options.starting,
         fail_on_data_loss=options.fail_on_data_loss,
         max_offsets=options.max_offsets_per_trigger,
+        max_bytes=options.max_bytes_per_trigger,
         min_offsets=options.min_offsets_per_trigger,
         max_delay_ms=options.max_trigger_delay_ms,
     )

@@ -89,17 +89,24 @@ def one_task() -> Iterator[OneTask]:
 def counts_of(*, skipped: tuple[int, int], finished: bool) -> ReadCounts:
     counts = ReadCounts()
     counts.rows_from_agent[A], counts.rows_from_brokers[A], counts.rows_from_brokers[B] = 3, 4, 2
+    counts.bytes["orders"] = 900
     counts.skip(A, *skipped, "gone")
     if finished:
         counts.complete("etl")
     return counts
 
 
-def test_a_task_reports_the_rows_by_source_and_the_skipped_ranges(one_task: OneTask) -> None:
+def test_a_task_reports_the_rows_by_source_their_bytes_and_the_skipped_ranges(one_task: OneTask) -> None:
     one_task.task(counts_of(skipped=(7, 9), finished=True))
     await_until(lambda: one_task.reports, SOON_S, what="the report of the task")
     assert one_task.reports == [
-        ev.TaskReported(seq=4, rows_from_memory={A: 3}, rows_from_brokers={A: 4, B: 2}, skipped=(OffsetRange(A, 7, 9),))
+        ev.TaskReported(
+            seq=4,
+            rows_from_memory={A: 3},
+            rows_from_brokers={A: 4, B: 2},
+            skipped=(OffsetRange(A, 7, 9),),
+            bytes={"orders": 900},
+        )
     ]
 
 

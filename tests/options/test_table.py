@@ -271,6 +271,7 @@ WRONG = {
     ("minPartitions", "it must be an integer from 1 to 100000"): ["a", "1.0", "0", "-1", "", "100001"],
     ("maxOffsetsPerTrigger", "from 1 to 9223372036854775807"): [str(2**63), "0"],
     ("maxRecordsPerPartition", "from 1"): ["0"],
+    ("maxBytesPerTrigger", "it must be a size such as 512k, 64m or 1g"): ["0", "10 MB", "1.5g", str(2**63)],
     ("maxTriggerDelay", "it must be a duration such as 500ms, 10s, 15m, 1h or 1d"): [
         "", "soon", "1.5s", "-1s", "10 s", "3w", "9" * 19 + "d", "9" * 5_000
     ],

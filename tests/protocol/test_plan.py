@@ -10,8 +10,10 @@ from kit.harness import GROUP, STREAM, GroupHarness, rules_with, tps
 
 from spark_group_source.errors import InvariantBroken, OptionError
 from spark_group_source.model import OffsetRange, TopicPartition
+from spark_group_source.protocol.events import TaskReported
 from spark_group_source.protocol.offsets import StreamOffset, parse
 from spark_group_source.protocol.planner import (
+    ASSUMED_RECORD_BYTES,
     TASK_RANGES_MAX,
     TASK_RANGES_TARGET,
     TASK_RECORDS_TARGET,
@@ -19,6 +21,7 @@ from spark_group_source.protocol.planner import (
     Planner,
     fair_share,
     is_worthwhile,
+    offsets_within,
     pack,
 )
 
@@ -94,6 +97,54 @@ def test_limit_is_shared_fairly_and_rotates_with_the_batch_number(group: GroupHa
     planner = Planner(rules_with(max_offsets=4))  # another run continues the rotation
     following = planned(group, ends, planner)
     assert following.ranges == {A: (102, 103), B: (101, 103), C: (101, 102)}
+
+
+def report(seq: int, rows: dict[TopicPartition, int], **size: int) -> TaskReported:
+    return TaskReported(seq=seq, rows_from_memory={}, rows_from_brokers=rows, skipped=(), bytes=size)
+
+
+def read_sizes(group: GroupHarness, ends: Ends, planner: Planner) -> dict[TopicPartition, int]:
+    offset = planned(group, ends, planner)
+    group.durable()
+    return {tp: end - start for tp, (start, end) in offset.ranges.items()}
+
+
+def test_byte_limit_counts_1_mib_for_each_record_until_tasks_report_sizes(group: GroupHarness) -> None:
+    group.settled(A, B)
+    planner = Planner(rules_with(max_bytes=6 * ASSUMED_RECORD_BYTES))
+    ends = dict.fromkeys((A, B), 10**9)
+    assert read_sizes(group, ends, planner) == {A: 3, B: 3}
+    planner.record_sizes.add(report(0, {A: 2, B: 1}, orders=3 * 1024))
+    assert read_sizes(group, ends, planner) == {A: 3 * 1024, B: 3 * 1024}
+    planner.record_sizes.add(report(1, {A: 1}, orders=ASSUMED_RECORD_BYTES))
+    planner.record_sizes.add(report(1, {B: 1}, orders=3 * ASSUMED_RECORD_BYTES))
+    planner.record_sizes.add(report(0, {B: 1}, orders=7))  # late: a newer batch has reported
+    assert planner.record_sizes.of("orders") == 2 * ASSUMED_RECORD_BYTES, "the mean of the newest batch"
+    assert read_sizes(group, ends, planner) == {A: 1, B: 1}, "3 records: a second one of each is too much"
+    assert planner.left == 2 * 10**9 - sum(at for at in (100, 100)) - 2 * (3 + 3 * 1024 + 1)
+    again = Planner(rules_with(max_bytes=6 * ASSUMED_RECORD_BYTES))
+    assert read_sizes(group, ends, again) == {A: 3, B: 3}, "another run has seen no record"
+
+
+def test_byte_limit_reads_at_least_one_record_and_every_partition_in_turn(group: GroupHarness) -> None:
+    group.settled(A, B)
+    planner = Planner(rules_with(max_bytes=1))
+    ends = dict.fromkeys((A, B), 102)
+    assert [sum(read_sizes(group, ends, planner).values()) for _ in range(4)] == [1] * 4
+    assert plan(group, ends, planner) is None, "everything was read"
+
+
+@pytest.mark.parametrize(("most", "read"), [(4, 4), (5, 5), (7, 6)])
+def test_the_smaller_of_both_limits_applies(group: GroupHarness, most: int, read: int) -> None:
+    group.settled(A, B)
+    planner = Planner(rules_with(max_bytes=6 * ASSUMED_RECORD_BYTES, max_offsets=most))
+    assert sum(read_sizes(group, dict.fromkeys((A, B), 1_000), planner).values()) == read
+
+
+def test_once_ignores_both_limits(group: GroupHarness) -> None:
+    group.settled(A)
+    offset = plan(group, {A: 1_100}, Planner(rules_with(max_bytes=1, max_offsets=1)), unlimited=True)
+    assert offset is not None and offset.ranges == {A: (100, 1_100)}
 
 
 def test_batch_below_min_offsets_waits_for_the_maximum_delay(group: GroupHarness) -> None:
@@ -179,6 +230,20 @@ class Backlog:
 def test_limit_is_shared_equally_and_unused_shares_go_to_other_partitions() -> None:
     backlog = Backlog(a=101, b=11, c=1)
     assert [backlog.batch(10) for _ in range(4)] == [[5, 4, 1], [5, 5, 0], [8, 2, 0], [10, 0, 0]]
+
+
+RECORD_BYTES = {"a": 1, "b": 70, "orders": 5_000}
+
+
+@given(backlogs, st.integers(1, 10**7), st.integers(0, 100))
+def test_byte_limit_is_kept_and_used(before: dict[TopicPartition, tuple[int, int]], limit: int, seq: int) -> None:
+    """Unless one record exceeds it. If every partition got a record, one more of each that has more would exceed it."""
+    read = taken(before, fair_share(before, offsets_within(before, lambda topic: RECORD_BYTES[topic], limit), seq))
+    size = sum(RECORD_BYTES[tp.topic] * count for tp, count in read.items())
+    more = sum(RECORD_BYTES[tp.topic] for tp, count in read.items() if count < before[tp][1] - before[tp][0])
+    assert size <= limit or sum(read.values()) == 1
+    if all(count or start >= end for count, (start, end) in zip(read.values(), before.values(), strict=True)):
+        assert not more or size + more > limit
 
 
 def test_remainder_rotates_and_continues_where_it_stopped() -> None:

@@ -113,6 +113,21 @@ def test_available_now_reads_up_to_the_current_end_in_limited_batches_and_stops(
     assert scene.committed() == scene.end_offsets(name)
 
 
+@ADMISSION
+def test_batches_stay_within_a_byte_limit_after_sizes_were_reported(scene: Scene) -> None:
+    """The first batch counts 1 MiB for each record, 2 of each topic; later ones use the sizes that tasks reported."""
+    large, small, limit = scene.topic(), scene.topic(), 4 << 20
+    values = [f"{n:x<100000}" for n in range(150)], [str(n) for n in range(2_000)]
+    for name, written in zip((large, small), values, strict=True):
+        scene.produce(name, written, partition=0)
+    one = scene.job(subscribe=f"{large},{small}", maxBytesPerTrigger="4m")
+    assert values_of(one.run()) == sorted([*values[0], *values[1]])
+    sizes = [sum(len(row.value or "") for row in rows) for _, rows in one.batches]
+    assert len(one.batches[0][1]) == 4
+    assert max(sizes) <= limit
+    assert max(sizes) >= limit - 100_100, "a batch has all records that fit"
+
+
 @pytest.mark.proves("G2", level="spark")
 def test_G2_once_reads_everything_and_commits_all_offsets_with_a_delta_sink(
     scene: Scene,

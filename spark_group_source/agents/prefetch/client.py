@@ -78,6 +78,8 @@ def request_buffered(
         return [], list(ranges)
     if counts is not None:
         counts.rows_from_agent.update({ranges[one.index].tp: one.rows for one in served.ranges if one.rows})
+        for one in served.ranges:
+            counts.bytes[ranges[one.index].tp.topic] += one.bytes
     return batches, rest
 
 

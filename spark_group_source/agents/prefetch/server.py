@@ -25,7 +25,7 @@ from spark_group_source.agents.prefetch.buffers import BufferedRange, TakenRange
 from spark_group_source.agents.prefetch.prefetcher import SharedBuffers
 from spark_group_source.errors import SourceError
 from spark_group_source.reader.native_client import NativeClient
-from spark_group_source.reader.records import BATCH_ROWS_MAX, arrow_schema
+from spark_group_source.reader.records import BATCH_ROWS_MAX, arrow_schema, payload_bytes
 
 log = logging.getLogger(__name__)
 
@@ -167,8 +167,13 @@ def joined(ranges: Sequence[BufferedRange]) -> Iterator[list[BufferedRange]]:
 
 
 def _served(taken: TakenRanges) -> ServedRange:
-    rows = sum(each.last - each.first for each in taken.ranges)
-    return ServedRange(index=taken.request_index, until=taken.until, rows=rows)
+    batches = [batch for each in taken.ranges if (batch := each.rows()) is not None]
+    return ServedRange(
+        index=taken.request_index,
+        until=taken.until,
+        rows=sum(batch.num_rows for batch in batches),
+        bytes=sum(map(payload_bytes, batches)),
+    )
 
 
 def _one_batch(ranges: Sequence[BufferedRange]) -> pa.RecordBatch:
