@@ -1,13 +1,15 @@
 """The job that the crash tests kill: a group into a Delta table, until it is stopped.
 
 Arguments, as one JSON object: servers, group, topic, table, checkpoint, scratch, options. ``connect``: the master of a
-Spark Connect server that the job starts. ``writer``: of the sink. ``again``: whether a failed query is started again.
+Spark Connect server that the job starts. ``writer``, ``storage_options``: of the sink. ``again``: whether a failed
+query is started again. ``spark``: more settings of the session, and jars besides Delta's.
 """
 
 import json
 import os
 import sys
 import traceback
+from collections.abc import Mapping
 
 from pyspark.errors import StreamingQueryException
 from pyspark.sql import DataFrame, SparkSession
@@ -29,6 +31,8 @@ def main(
     connect: str = "",
     writer: Writer = "auto",
     again: str = "",
+    spark: Mapping[str, str] | None = None,
+    storage_options: Mapping[str, str] | None = None,
     **options: str,
 ) -> None:
     if connect:
@@ -37,12 +41,16 @@ def main(
     else:
         builder = SparkSession.builder.master("local[2]").appName("crash")
     patient = {"spark.python.authenticate.socketTimeout": "120s"}  # Spark's limit for the start of its processes
-    for key, value in (local_spark_settings(scratch) | patient).items():
+    settings, given = local_spark_settings(scratch) | patient, dict(spark or {})
+    if "spark.jars" in given:
+        given["spark.jars"] = ",".join(filter(None, (settings.get("spark.jars"), given["spark.jars"])))
+    for key, value in (settings | given).items():
         builder = builder.config(key, value)
-    spark = builder.getOrCreate()
-    stream = spark.readStream.format("kafka-group").option("kafka.bootstrap.servers", servers)
+    session = builder.getOrCreate()
+    stream = session.readStream.format("kafka-group").option("kafka.bootstrap.servers", servers)
     stream = stream.option("kafka.group.id", group).option("subscribe", topic).options(**options)
-    sink = DeltaSink(table, transform=_rows, writer=writer, checkpoint=checkpoint if connect else None)
+    where = checkpoint if connect else None
+    sink = DeltaSink(table, transform=_rows, writer=writer, checkpoint=where, storage_options=storage_options)
     started = stream.load().writeStream.foreachBatch(sink).option("checkpointLocation", checkpoint)
     tests, running = os.getppid(), True
     while running:

@@ -26,6 +26,7 @@ from confluent_kafka import Producer
 from confluent_kafka.admin import AdminClient
 from delta_files import living_rows
 from kafka_words import Offsets, await_progress, committed_of, end_offsets_of, size_of
+from kit.object_store import ObjectStore
 from rebalance.accounts import stays
 from sink_words import next_offsets
 
@@ -125,14 +126,19 @@ class Job:
 
 
 class Application:
-    """A query with its own checkpoint, restarted after each kill."""
+    """A query with its own checkpoint, restarted after each kill.
 
-    def __init__(self, home: Path, arguments: dict[str, Any]) -> None:
+    Args:
+        checkpoint: its location.
+        read_table: returns the folder with a copy of the table's newest files, or the table itself.
+    """
+
+    def __init__(self, home: Path, arguments: dict[str, Any], checkpoint: str, read_table: Callable[[], Path]) -> None:
         self.home, self.log = home, home / "job.log"
-        self.arguments = arguments
+        self.arguments = {**arguments, "checkpoint": checkpoint}
         self.job: Job | None = None
         self._joins, self._commits = 0, 0
-        self._table = Path(arguments["table"])
+        self._read_table = read_table
         self.left: list[psutil.Process] = []
 
     def start(self) -> Job:
@@ -141,8 +147,7 @@ class Application:
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir(parents=True)
         self._joins, self._commits = self.joins(), self.commits()
-        own = {"checkpoint": str(self.home / "checkpoint"), "scratch": str(scratch)}
-        self.job = Job(self.arguments | own, self.log)
+        self.job = Job(self.arguments | {"scratch": str(scratch)}, self.log)
         return self.job
 
     def running(self) -> Job:
@@ -175,7 +180,7 @@ class Application:
 
     def commits(self) -> int:
         """The number of commits of the table, of any writer."""
-        return len(list((self._table / "_delta_log").glob("*.json")))
+        return len(list((self._read_table() / "_delta_log").glob("*.json")))
 
     def has_written(self) -> bool:
         """Whether it has joined the group and the table has a commit since its start."""
@@ -192,6 +197,7 @@ class Hammer:
         home: a new directory for table, checkpoints and logs.
         way: how the sink writes the table.
         pythons: percentage of kills that hit one of Spark's Python processes only.
+        store: has the table and the checkpoints; None: they are in ``home``.
         say: takes each line of the report.
     """
 
@@ -206,16 +212,29 @@ class Hammer:
         seed: int,
         applications: int = 1,
         pythons: int = 0,
+        store: ObjectStore | None = None,
         say: Callable[[str], None] = print,
     ) -> None:
-        self.table, self.group, self.topic = home / "table", group, topic
+        self._table, self._store, self.group, self.topic = home / "table", store, group, topic
         self.servers = broker.bootstrap_servers
         self.admin = AdminClient({"bootstrap.servers": self.servers, "log_level": 0})
-        given = {"servers": self.servers, "group": group, "topic": topic, "table": str(self.table)}
+        place = str(home) if store is None else store.uri(group)
+        given: dict[str, Any] = {"servers": self.servers, "group": group, "topic": topic, "table": f"{place}/table"}
         given |= {**ARGUMENTS[way], **CALM, "maxOffsetsPerTrigger": str(BATCH_MAX), "again": "1" if pythons else ""}
-        self.applications = [Application(home / f"application-{n}", given) for n in range(applications)]
+        if store is not None:
+            given |= {"spark": store.spark_settings, "storage_options": store.storage_options}
+        names = [f"application-{n}" for n in range(applications)]
+        self.applications = [
+            Application(home / name, given, f"{place}/{name}/checkpoint", self.read_table) for name in names
+        ]
         self.account = Account(way, seed)
         self._random, self._pythons, self._say = random.Random(seed), pythons, say
+
+    def read_table(self) -> Path:
+        """Return the table's folder, with all files that it has now."""
+        if self._store is not None:
+            self._store.download(f"{self.group}/table", self._table)
+        return self._table
 
     def run(self, *, kills: int | None = None, for_s: float = math.inf, lost_checkpoints: int | None = None) -> Account:
         """Kill applications ``kills`` times, or as often as there is time for.
@@ -230,7 +249,7 @@ class Hammer:
         try:
             with (
                 producing(self.servers, self.topic, partitions) as sent,
-                watching(self.admin, self.group, self.table) as wrong,
+                watching(self.admin, self.group, self.read_table) as wrong,
             ):
                 for number in itertools.count() if kills is None else range(kills):
                     if time.monotonic() - began_s > for_s:
@@ -271,14 +290,15 @@ class Hammer:
         else:
             one.kill()
         if losing:
-            shutil.rmtree(one.home / "checkpoint", ignore_errors=True)
+            assert self._store is None
+            shutil.rmtree(one.arguments["checkpoint"], ignore_errors=True)
             self.account.lost_checkpoints += 1
         self.account.struck[kind] += 1
         self._say(f"{number + 1:4} {one.home.name} {kind}{', its checkpoint deleted' if losing else ''}")
 
     def progress(self) -> object:
         """Progress for ``await_progress``: the queries' logs, and the table's commits."""
-        log = self.table / "_delta_log"
+        log = self.read_table() / "_delta_log"
         return size_of(*(each.log for each in self.applications)), len(list(log.glob("*.json")))
 
     def _drain(self) -> None:
@@ -294,13 +314,14 @@ class Hammer:
             return committed_of(self.admin, self.group) == ends
 
         await_progress(at_the_end, self.progress, what="the end of what was produced")
-        if ledger_of(self.table, self.group) != ends:
+        if ledger_of(self.read_table(), self.group) != ends:
             self.account.wrong.append("the ledger is not at the end")
 
     def _judge(self) -> None:
-        account, log = self.account, sorted((self.table / "_delta_log").glob("*.json"))
+        table = self.read_table()
+        account, log = self.account, sorted((table / "_delta_log").glob("*.json"))
         account.commits = len(log)
-        counts = Counter(row["id"] for row in living_rows(self.table, ["id"]))
+        counts = Counter(row["id"] for row in living_rows(table, ["id"]))
         doubled = [text for text, count in counts.items() if count > 1]
         account.wrong += [f"{account.produced - len(counts)} records are lost"] * (len(counts) != account.produced)
         account.wrong += [f"{len(doubled)} records are duplicated: {doubled[:5]}"] * bool(doubled)
@@ -360,7 +381,7 @@ def producing(servers: str, topic: str, partitions: int) -> Iterator[Callable[[]
 
 
 @contextmanager
-def watching(admin: AdminClient, group: str, table: Path) -> Iterator[list[str]]:
+def watching(admin: AdminClient, group: str, read_table: Callable[[], Path]) -> Iterator[list[str]]:
     """Compare Kafka's offsets with the ledger until the block ends. The value collects violations."""
     wrong: list[str] = []
     stop = threading.Event()
@@ -369,6 +390,7 @@ def watching(admin: AdminClient, group: str, table: Path) -> Iterator[list[str]]
         last: Offsets = {}
         while not stop.wait(PAUSE_S):
             committed = committed_of(admin, group)
+            table = read_table()
             ledger = ledger_of(table, group) if table.exists() else {}
             for tp, offset in committed.items():
                 if offset > ledger.get(tp, 0):

@@ -3,15 +3,18 @@
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import TopicFactory
+from kit.object_store import object_store
 
 from crash.killed import Hammer, Way
 from spark_group_source.local.broker import Broker
 
 JOINED_MIN = 0.3
 """Share of the runs that must have joined the group, so that the kills prove something."""
+S3_KILLS = 4
 
 
 def kill_and_prove(
@@ -41,3 +44,19 @@ def test_G4_rows_are_in_the_table_once_after_a_hundred_kills(
 ) -> None:
     seed = int(os.environ.get("SOAK_SEED", str(int(time.time()))))
     kill_and_prove(100, seed, broker=broker, topic=topic(4), group=group_id, home=tmp_path, way=way)
+
+
+@pytest.mark.full
+@pytest.mark.crash
+@pytest.mark.timeout(1_800)
+@pytest.mark.parametrize("applications", [1, 2])
+def test_G4_rows_are_in_a_table_on_s3_once_after_kills_with_the_native_writer(
+    broker: Broker, topic: TopicFactory, group_id: str, tmp_path: Path, applications: int
+) -> None:
+    """The checkpoints are on S3, too."""
+    with object_store() as store:
+        more: dict[str, Any] = {"applications": applications, "store": store}
+        hammer = Hammer(broker, tmp_path, way="native", group=group_id, topic=topic(4), seed=applications, **more)
+        account = hammer.run(kills=S3_KILLS, lost_checkpoints=0)
+    assert not account.wrong, account
+    assert account.joined > applications and account.commits > S3_KILLS, account

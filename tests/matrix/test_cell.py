@@ -39,7 +39,7 @@ pytestmark = [pytest.mark.crash, pytest.mark.spark, pytest.mark.soak, pytest.mar
 
 @pytest.fixture
 def hammer(broker: Broker, topic: TopicFactory, group_id: str, tmp_path: Path) -> Callable[..., Hammer]:
-    def make(way: Way, **more: int) -> Hammer:
+    def make(way: Way, **more: Any) -> Hammer:
         home, name = tmp_path / way, f"{group_id}-{way}"
         return Hammer(
             broker, home, way=way, group=name, topic=topic(PARTITIONS), seed=SEED, pythons=PYTHONS, say=measured, **more
