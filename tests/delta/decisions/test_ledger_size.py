@@ -8,7 +8,7 @@ import pytest
 from sink_source import SCHEMA, Ranges, offset
 from sink_words import Query, next_offsets, records
 
-from spark_group_source.delta.ledger_format import FULL_EVERY
+from spark_group_source.delta.ledger_format import FULL_EVERY, FullLedger, Ledger
 from spark_group_source.delta.ledger_store import read_ledger
 
 PARTITIONS, BATCHES = 10_000, 45
@@ -44,3 +44,9 @@ def test_a_commit_with_10_000_partitions_is_small(
     assert statistics.mean(sizes) < changes_max
     found = read_ledger(query.spark, str(table), "etl")
     assert found is not None and {tuple(tp): n for tp, n in found.offsets.items()} == next_offsets(table)
+
+
+def test_a_full_ledger_in_version_0_stays_the_one_that_changes_refer_to() -> None:
+    written, later = (Ledger(group="etl", full=FullLedger(version, 1, 5)).at_version(3).full for version in (-1, 0))
+    assert written is not None and later is not None
+    assert (written.version, later.version) == (3, 0)
