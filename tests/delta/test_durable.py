@@ -85,7 +85,7 @@ def test_a_query_whose_host_is_lost_goes_on_after_a_consumer_that_read_a_part_ag
     name, table = scene.topic(1), scene.folder / "table"
     arguments = {"servers": scene.servers, "group": scene.group, "topic": name, "table": str(table), **CALM}
     scene.produce(name, numbered(0, 9, 1))
-    host = Application(scene.folder / "host", arguments)
+    host = Application(scene.folder / "host", arguments, str(scene.folder / "host" / "checkpoint"), lambda: table)
     try:
         job = host.start()
         await_until(lambda: scene.committed() == {TopicPartition(name, 0): 10}, HANG_S, what="the offsets in Kafka")
