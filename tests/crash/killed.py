@@ -129,16 +129,22 @@ class Application:
     """A query with its own checkpoint, restarted after each kill.
 
     Args:
-        checkpoint: its location.
-        read_table: returns the folder with a copy of the table's newest files, or the table itself.
+        checkpoint: its location; default: in ``home``.
+        read_table: returns the folder with a copy of the table's newest files; default: the table itself.
     """
 
-    def __init__(self, home: Path, arguments: dict[str, Any], checkpoint: str, read_table: Callable[[], Path]) -> None:
+    def __init__(
+        self,
+        home: Path,
+        arguments: dict[str, Any],
+        checkpoint: str | None = None,
+        read_table: Callable[[], Path] | None = None,
+    ) -> None:
         self.home, self.log = home, home / "job.log"
-        self.arguments = {**arguments, "checkpoint": checkpoint}
+        self.arguments = {**arguments, "checkpoint": checkpoint or str(home / "checkpoint")}
         self.job: Job | None = None
         self._joins, self._commits = 0, 0
-        self._read_table = read_table
+        self._read_table = read_table or (lambda: Path(arguments["table"]))
         self.left: list[psutil.Process] = []
 
     def start(self) -> Job:
