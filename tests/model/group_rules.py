@@ -45,6 +45,8 @@ class Model:
     """Of the others: the last position, and the batch after which it was right."""
     start: Offsets = field(default_factory=dict)
     """The start of the last batch of the checkpoint."""
+    unsure: Offsets = field(default_factory=dict)
+    """The same, if the batch is durable and no run is known to have committed it."""
     before: Offsets = field(default_factory=dict)
     """The position before a reset, without the last batch."""
     pending: Ranges = field(default_factory=dict)
@@ -86,7 +88,7 @@ class Model:
                 inside = at != after(at, batch) or at == end > start
                 self.duplicates += end - start if tp in self.replayed else 0
                 if ours is not None and tp not in self.followed:
-                    inside |= (ours if known is None else known) <= at < ours
+                    inside |= (self.unsure.get(tp, ours) if known is None else known) <= at < ours
                 if ours is not None and tp not in self.replayed and self.start.get(tp, ours) <= at < ours:
                     self.duplicates += ours - at
             elif ours is not None and found.seq < as_of and not self.followed_back(found, tp, as_of):
@@ -135,6 +137,7 @@ class Model:
         begins = {tp: start for tp, (start, _) in self.pending.items()}
         stood = {tp: at for tp, (at, _) in self.memory.items()} | self.position | self.start
         self.before, self.start = self.before | begins | stood, {}
+        self.unsure = {}
         self.followed, self.foreign = set(), set()
         self.in_flight, self.position, self.memory, self.pending, self.committed = {}, {}, {}, {}, {}
 

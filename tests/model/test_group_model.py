@@ -246,7 +246,8 @@ class GroupRun:
         model.memory = {tp: (at, offset.last_batches.get(tp, (model.seq, 0))[0]) for tp, at in positions.items()}
         model.start = {tp: start for tp, (_, start) in offset.last_batches.items()}
         if durable:
-            model.start |= {tp: start for tp, (start, _) in offset.ranges.items()}
+            model.unsure = {tp: start for tp, (start, _) in offset.ranges.items()}
+            model.start |= model.unsure
             self.send(ev.NextBatchRequested(start=offset, new_stream=STREAM))
         else:
             model.in_flight = {tp: pair for tp, pair in offset.ranges.items() if pair[0] < pair[1]}
