@@ -1,6 +1,6 @@
 """A model of Kafka for commands that move a group's offsets.
 
-Runs in: tests. Deliberately absent: a broker, records, and more than one topic and partition.
+Runs in: tests. Deliberately absent: a broker, records, and more than one topic.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -14,16 +14,17 @@ from spark_group_source.protocol.identifiers import note_text, parse_note
 P0 = TopicPartition("orders", 0)
 SERVERS = "broker-1:9092,broker-2:9092"
 END = 1000
-"""The end of the only partition."""
+"""The end of each partition."""
 
 
 class OffsetModel:
     """The committed offsets of one stopped group and its topic, as ``spark-group reset`` reads and moves them."""
 
-    def __init__(self) -> None:
+    def __init__(self, group: str = "etl", topic: str = "orders", partitions: int = 1) -> None:
         self.connection = ("--bootstrap-servers", SERVERS)
         self.offsets: dict[TopicPartition, CommittedOffset] = {}
-        self.topic_id, self.group = "id-1", "etl"
+        self.topic_id, self.group, self.topic = "id-1", group, topic
+        self.partitions = [TopicPartition(topic, p) for p in range(partitions)]
         self.end = END
         self.settings: dict[str, str] = {}
         """The settings with which the last command connects."""
@@ -47,7 +48,7 @@ class OffsetModel:
         return SimpleNamespace(state="empty", members=())
 
     def existing_topics(self, names: Iterable[str]) -> dict[str, Topic]:
-        return {name: Topic(self.topic_id, 1) for name in names if name == "orders"}
+        return {name: Topic(self.topic_id, len(self.partitions)) for name in names if name == self.topic}
 
     require_topics = existing_topics
 

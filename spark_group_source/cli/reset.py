@@ -449,6 +449,13 @@ def reset_command(
         ),
     ] = None,
     to_ledger: Annotated[bool, typer.Option("--to-ledger", help="To the ledger of --table.")] = False,
+    to_further: Annotated[
+        bool,
+        typer.Option(
+            "--to-further",
+            help="To the committed offsets, but not below the ledger of --table, though rows were removed.",
+        ),
+    ] = False,
     to_checkpoint: Annotated[
         str | None, typer.Option("--to-checkpoint", help="To the end of the last finished batch of a checkpoint.")
     ] = None,
@@ -481,12 +488,13 @@ def reset_command(
             "--shift-by": shift_by,
             "--from-file": from_file,
             "--to-ledger": to_ledger,
+            "--to-further": to_further,
             "--to-checkpoint": to_checkpoint,
         },
         group,
     )
-    if to_ledger and table is None:
-        raise common.UsageError("--to-ledger needs --table, the Delta table with the ledger")
+    if (to_ledger or to_further) and table is None:
+        raise common.UsageError(f"--to-{to} needs --table, the Delta table with the ledger")
     if batch is not None and to_checkpoint is None:
         raise common.UsageError("--batch needs --to-checkpoint, the checkpoint with the batch")
     _refuse_both({"--execute": execute, "--dry-run": dry_run})
@@ -500,6 +508,9 @@ def reset_command(
         elif to == "ledger":
             assert spark is not None and table is not None
             to = of_ledger(admin, group, table, spark, scope)
+        elif to == "further":
+            assert spark is not None and table is not None
+            to = _of_further(admin, group, table, spark, scope)
         targets = resolve_targets(admin, group, to, scope)
         new = not admin.committed(group) and admin.describe_group(group).state == DEAD
         done = reset(admin, group, targets, spark=spark, table=table, execute=execute)
@@ -522,8 +533,31 @@ def of_ledger(admin: GroupAdmin, group: str, table: str, spark: "SparkSession", 
     """The offsets of a table's ledger. Raises GroupError as :func:`recorded_offsets`."""
     from spark_group_source.delta.ledger_store import require_ledger
 
-    ledger = require_ledger(spark, table, group)
+    ledger = require_ledger(spark, table, group, topics={tp.topic for tp in admin.committed(group)})
     return recorded_offsets(admin, ledger, ("--to-ledger",), scope, table=table, ledger=ledger)
+
+
+def _of_further(admin: GroupAdmin, group: str, table: str, spark: "SparkSession", scope: Scope) -> Offsets:
+    """The further one of the committed offset and the ledger, for each partition.
+
+    The ledger is the newest one, also if rows that it counts were removed, or the one that fits the rows, if that is
+    further. A topic that was recreated since keeps its committed offsets, or starts at its first records.
+    """
+    from spark_group_source.delta.ledger_store import counted_ledger
+
+    committed = admin.committed(group)
+    ledger = counted_ledger(spark, table, group, {tp.topic for tp in committed})
+    topics = admin.existing_topics({tp.topic for tp in [*committed, *ledger.offsets]})
+    offsets = {tp: at.offset for tp, at in committed.items() if tp.topic in topics}
+    for tp, at in ledger.offsets.items():
+        if tp.topic not in topics:
+            continue
+        if not ledger.topics[tp.topic].is_same(topics[tp.topic].id):
+            offsets.setdefault(tp, EARLIEST_OFFSET)
+        else:
+            note = identifiers.parse_note(committed[tp].metadata) if tp in committed else None
+            offsets[tp] = at if _of_void_batch(note, ledger) else max(at, offsets.get(tp, 0))
+    return Offsets({tp: at for tp, at in offsets.items() if in_scope(tp, scope)}, explicit=False)
 
 
 def _of_checkpoint(
@@ -553,7 +587,7 @@ def _refuse_both(given: Mapping[str, bool]) -> None:
         raise common.UsageError(f"{' and '.join(given)} contradict each other; give one of them")
 
 
-def parse_destination(given: Mapping[str, Any], group: str) -> Destination | Literal["ledger", "checkpoint"]:
+def parse_destination(given: Mapping[str, Any], group: str) -> Destination | Literal["ledger", "further", "checkpoint"]:
     """The destination, from the one option that was given.
 
     Args:
@@ -577,6 +611,8 @@ def parse_destination(given: Mapping[str, Any], group: str) -> Destination | Lit
             return "current"
         case "--to-ledger":
             return "ledger"
+        case "--to-further":
+            return "further"
         case "--to-checkpoint":
             return "checkpoint"
         case "--to-offset":

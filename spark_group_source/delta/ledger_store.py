@@ -5,14 +5,14 @@ Runs in: the command line, the user's driver. Deliberately absent: what a ledger
 """
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from spark_group_source import command_line
 from spark_group_source.delta import table_names, table_writer
 from spark_group_source.delta.ledger_format import APP_PREFIX, Ledger, LedgerDamaged
-from spark_group_source.delta.restored_table import ledger_of_rows, ledger_to_reset
+from spark_group_source.delta.restored_table import RowsReplaced, ledger_of_rows, ledger_to_reset
 from spark_group_source.delta.table_history import LedgerExpired, TableHistory
 from spark_group_source.errors import OptionError
 from spark_group_source.model import TopicPartition
@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def read_ledger(spark: "SparkSession", table: str, group: str, *, to_reset: bool = False) -> Ledger | None:
+def read_ledger(
+    spark: "SparkSession", table: str, group: str, *, to_reset: bool = False, topics: Collection[str] = ()
+) -> Ledger | None:
     """Read the ledger of one group in a table; None if the group never wrote to it.
 
     After a ``RESTORE`` it is the ledger that fits the remaining rows.
@@ -31,36 +33,68 @@ def read_ledger(spark: "SparkSession", table: str, group: str, *, to_reset: bool
     Args:
         table: a path or a table name.
         to_reset: whether a reset will replace it: then it is the newest one where none is known to fit the rows.
+        topics: of the group. If the ledger expired, the error names the position behind the rows of these topics.
 
     Raises:
         OptionError: there is no such Delta table.
         LedgerConflict: the ledger is damaged, a newer release wrote it, it expired with the table's log, or which
             ledger fits the rows is unknown.
     """
+    writer = table_writer.open_existing(spark, table)
     try:
-        history = table_writer.open_existing(spark, table).history()
+        history = writer.history()
         return ledger_to_reset(history, group) if to_reset else ledger_of_rows(history, group)
     except LedgerExpired as exc:
+        purposes: dict[str, tuple[str, ...]] = {"continue at the group's offsets in Kafka": ("--to-current",)}
+        ends = writer.row_ends() if topics else None
+        if ends := {tp: end for tp, end in (ends or {}).items() if tp.topic in topics}:
+            purposes = {"continue behind the rows in the table": table_names.to_offsets(ends)} | purposes
         raise LedgerDamaged(
             f"the last commit of group {group!r} in table {table} is older than the table's log "
             "(delta.logRetentionDuration), so its ledger cannot be read. The group's next batch starts a new ledger at "
             "the query's positions; to set it now, run this command (or the same with another position of reset):"
             + command_line.alternatives(
-                {"continue at the group's offsets in Kafka": table_names.reset_command(group, table, "--to-current")}
+                {purpose: table_names.reset_command(group, table, *to) for purpose, to in purposes.items()}
             ),
             table=table,
             group=group,
         ) from exc
 
 
-def require_ledger(spark: "SparkSession", table: str, group: str) -> Ledger:
+def counted_ledger(spark: "SparkSession", table: str, group: str, topics: Collection[str]) -> Ledger:
+    """Read the newest ledger of one group, though rows that it counts may have been removed. A partition of which the
+    rows reach further, as after a reset and a ``RESTORE``, gets that offset.
+
+    Raises:
+        OptionError, LedgerConflict: as :func:`require_ledger`.
+    """
+    newest = require_ledger(spark, table, group, to_reset=True, topics=topics)
+    writer = table_writer.open_existing(spark, table)
+    history = writer.history()
+    try:
+        fitting = ledger_of_rows(history, group) or newest
+        ends = {
+            tp: n for tp, n in fitting.offsets.items() if newest.topics[tp.topic].is_same(fitting.topics[tp.topic].id)
+        }
+    except RowsReplaced:  # rows of a former topic, or of another group, cannot be distinguished
+        former = {topic.name for topic in newest.former.values()}
+        others = {name for other, topics in history.topics().items() if other != group for name in topics}
+        found = writer.row_ends() or {}
+        ends = {tp: n for tp, n in found.items() if tp in newest.offsets and tp.topic not in former | others}
+    newest = history.ledger(group) or newest
+    return newest.with_offsets({tp: n for tp, n in ends.items() if n > newest.offsets.get(tp, 0)})
+
+
+def require_ledger(
+    spark: "SparkSession", table: str, group: str, *, to_reset: bool = False, topics: Collection[str] = ()
+) -> Ledger:
     """Read the ledger of one group, like :func:`read_ledger`.
 
     Raises:
         OptionError: the group never wrote to the table; and as :func:`read_ledger`.
         LedgerConflict: as :func:`read_ledger`.
     """
-    found = read_ledger(spark, table, group)
+    found = read_ledger(spark, table, group, to_reset=to_reset, topics=topics)
     if found is None:
         raise OptionError(f"group {group!r} never wrote to table {table}, so the table has no ledger of it")
     return found
@@ -123,7 +157,7 @@ def set_ledger(
                 group=group,
             )
         ledger = old.after_reset(reset_number, offsets, topic_ids, deleted)
-        return writer.commit_ledger(history, ledger.with_next_number(), reason)
+        return writer.commit_ledger(history, ledger.with_next_number(), reason, before=old)
 
     return table_writer.retry_races(attempt, what=f"setting the ledger of group {group!r} in table {table}")
 

@@ -11,7 +11,6 @@ After the others, and where the log lacks that version, no ledger is known to fi
 ``DELETE``, ``UPDATE`` and ``MERGE`` change single rows on purpose; the ledger counts these rows as written.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -19,12 +18,9 @@ from spark_group_source import command_line
 from spark_group_source.delta import table_names
 from spark_group_source.delta.ledger_decision import format_ranges
 from spark_group_source.delta.ledger_format import Ledger, first_offsets
-from spark_group_source.delta.table_history import LedgerExpired, TableHistory
+from spark_group_source.delta.table_history import Commit, LedgerExpired, TableHistory
 from spark_group_source.errors import LedgerConflict
 from spark_group_source.model import OffsetRange, TopicPartition
-
-AS_IN_KAFKA = ("--to-current",)
-"""The position of ``spark-group reset`` that leaves the group where it is."""
 
 
 class RowsReplaced(LedgerConflict):
@@ -44,13 +40,12 @@ class Replacement(NamedTuple):
     """The version of a batch that was decided before the commit and is behind it; None: there is none."""
 
 
-def refuse_replaced_rows(history: TableHistory, ledger: Ledger, *, after: int, checkpoint: str, batch_id: int) -> None:
+def refuse_replaced_rows(history: TableHistory, ledger: Ledger, *, after: int) -> None:
     """Refuse a batch if a commit replaced rows that the ledger counts.
 
     Args:
         ledger: the group's newest ledger in the table's log.
         after: only commits newer than this version are read: up to it no such commit exists. -1 reads all.
-        checkpoint, batch_id: the query's checkpoint and the refused batch, for the command that continues there.
 
     Raises:
         LedgerConflict: rows are missing; the message has the commands that settle it.
@@ -59,8 +54,7 @@ def refuse_replaced_rows(history: TableHistory, ledger: Ledger, *, after: int, c
     replacement = find_replacement(history, ledger.group, after=after)
     if replacement is None:
         return
-    here = ("--to-checkpoint", checkpoint, "--batch", str(batch_id))
-    remaining = ledger_of_rows(history, ledger.group, replacement, keep=here)
+    remaining = ledger_of_rows(history, ledger.group, replacement)
     if remaining is None or remaining.offsets == ledger.offsets:
         return
     missing = [
@@ -77,7 +71,7 @@ def refuse_replaced_rows(history: TableHistory, ledger: Ledger, *, after: int, c
         + command_line.alternatives(
             {
                 "write the missing records again": table_names.reset_command(group, table, "--to-ledger"),
-                "leave them out": table_names.reset_command(group, table, *here),
+                "leave them out": table_names.reset_command(group, table, "--to-further"),
             }
         ),
         table=table,
@@ -96,12 +90,17 @@ def find_replacement(history: TableHistory, group: str, *, after: int = -1) -> R
         LedgerExpired: the log does not reach back to that decision.
     """
     decided_at, batch_version = -1, None  # of the group's newest commit, once it is found
+    newest_content: Commit | None = None
     oldest_read = history.version + 1
     for commit in history.commits(after=after):
         if batch_version is not None and commit.version <= decided_at:
             return None
         oldest_read = commit.version
+        if commit.sets_content and newest_content is None:
+            newest_content = commit
         if commit.replaces_rows:
+            if newest_content is not None:  # it may have brought back rows that this commit removed
+                return Replacement(newest_content.version, newest_content.operation, None, batch_version)
             restored_to = None if commit.restore is None else history.source.restored_to(commit)
             return Replacement(commit.version, commit.operation, restored_to, batch_version)
         if batch_version is None and commit.ledger_entry(group) is not None:
@@ -111,16 +110,13 @@ def find_replacement(history: TableHistory, group: str, *, after: int = -1) -> R
     return None
 
 
-def ledger_of_rows(
-    history: TableHistory, group: str, replacement: Replacement | None = None, *, keep: Sequence[str] = AS_IN_KAFKA
-) -> Ledger | None:
+def ledger_of_rows(history: TableHistory, group: str, replacement: Replacement | None = None) -> Ledger | None:
     """Compute the ledger that fits the rows of this version; if no rows were replaced it is the newest one.
 
     A partition that has no rows in a restored version gets the offset at which its first removed batch started.
 
     Args:
         replacement: the newest commit that replaced rows, where the caller has found it.
-        keep: the position of ``spark-group reset`` at which a group continues whose rows cannot be compared.
 
     Returns:
         None if the group never wrote to the table.
@@ -136,21 +132,24 @@ def ledger_of_rows(
     if newest is None or replacement is None:
         return newest
     if replacement.restored_to is None:
-        raise _rows_replaced(history.table, group, replacement, keep)
+        raise _rows_replaced(history.table, group, replacement)
     if replacement.concurrent_batch is not None:
         raise _batch_behind_restore(history.table, group, replacement)
     starts: dict[TopicPartition, int] = {}
-    oldest_read = replacement.version
+    oldest_read, first_number = replacement.version, 0
     for commit in history.at(replacement.version - 1).commits(after=replacement.restored_to):  # newest first
         oldest_read = commit.version
         if (entry := commit.ledger_entry(group)) is not None:
             starts = first_offsets(entry["ledger"]) | starts  # an older one is of a former topic of that name
+            first_number = entry["ledger"]["number"]
     try:
         if oldest_read > replacement.restored_to + 1:
             raise LedgerExpired(group, None)
-        restored = ledger_of_rows(history.at(replacement.restored_to), group, keep=keep) or Ledger(group=group)
+        is_before_first = first_number == 1  # then the log need not reach back further
+        restored = None if is_before_first else ledger_of_rows(history.at(replacement.restored_to), group)
+        restored = restored or Ledger(group=group)
     except LedgerExpired:
-        raise _rows_replaced(history.table, group, replacement, keep) from None
+        raise _rows_replaced(history.table, group, replacement) from None
     same_topics = {
         name: topic.id
         for name, topic in restored.topics.items()
@@ -176,7 +175,7 @@ def ledger_to_reset(history: TableHistory, group: str) -> Ledger | None:
         return history.ledger(group)
 
 
-def _rows_replaced(table: str, group: str, replacement: Replacement, keep: Sequence[str]) -> RowsReplaced:
+def _rows_replaced(table: str, group: str, replacement: Replacement) -> RowsReplaced:
     undo = (
         table_names.restore_command(table, replacement.version - 1),
         table_names.reset_command(group, table, "--to-ledger"),
@@ -184,7 +183,7 @@ def _rows_replaced(table: str, group: str, replacement: Replacement, keep: Seque
     commands = {
         "take the table back to the version before, and the group to the end of its rows": "\n    ".join(undo),
         "keep the rows as they are, and continue behind the removed ones": table_names.reset_command(
-            group, table, *keep
+            group, table, "--to-further"
         ),
     }
     return RowsReplaced(

@@ -35,7 +35,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -58,7 +58,7 @@ from spark_group_source.delta.table_history import LedgerExpired, LogFiles, Tabl
 from spark_group_source.delta.table_writer import TableWriter, Writer
 from spark_group_source.errors import LedgerConflict, OptionError
 from spark_group_source.host import run_files
-from spark_group_source.model import OffsetRange
+from spark_group_source.model import OffsetRange, TopicPartition
 from spark_group_source.protocol.offsets import StreamOffset
 
 if TYPE_CHECKING:
@@ -290,7 +290,8 @@ class _BatchCommit:
         is_shorter = history.version < newest_known
         if is_shorter or self.table.identity() != self.sink._table_id:
             for ledger in () if is_shorter else self._known.values():
-                self._refuse_replaced_rows(history, ledger)  # REPLACE TABLE is a new table with the same log
+                with suppress(LedgerExpired):  # a started query decides again
+                    self._refuse_replaced_rows(history, ledger)  # REPLACE TABLE is a new table with the same log
             raise LedgerConflict(
                 f"table {self.sink.table} was deleted or replaced while the query runs. Nothing was written. Start the "
                 "query again: with a replaced table it continues at its ledger; a deleted table is created, and the "
@@ -319,9 +320,12 @@ class _BatchCommit:
                 self._refuse_replaced_rows(history, ledger)
                 self.sink._ledgers[group] = ledger.at_version(history.version)
             else:
-                topics = {tp.topic for o in self.planned.offsets if o.group == group for tp in o.ranges}
-                here = ("--to-checkpoint", self.planned.root, "--batch", str(self.planned.batch_id))
-                ledger_transfer.check_new_group(self.df.sparkSession, history, group, topics, here)
+
+                def ways() -> dict[str, str]:
+                    return self._ways_to_continue(group, self.table.row_ends(self._starts(group)))
+
+                for offset in (o for o in self.planned.offsets if o.group == group):
+                    ledger_transfer.check_new_group(self.df.sparkSession, history, offset, ways)
         except LedgerExpired as expired:
             return self._new_ledger(history, group, expired)
         return ledger
@@ -332,8 +336,6 @@ class _BatchCommit:
             history,
             ledger,
             after=-1 if known is None else known.table_version,
-            checkpoint=self.planned.root,
-            batch_id=self.planned.batch_id,
         )
 
     def _log_ledger(self, history: TableHistory, group: str, ledger: Ledger | None) -> None:
@@ -369,39 +371,31 @@ class _BatchCommit:
             return number
         batch_id, table = self.planned.batch_id, self.table.table
         offsets = [offset for offset in self.planned.offsets if offset.group == group]
-        starts = {tp: start for offset in offsets for tp, (start, _) in offset.ranges.items()}
         unknown = sorted({tp for offset in offsets for tp in offset.followed | offset.started})
-        here = ("--to-checkpoint", self.planned.root, "--batch", str(batch_id))
-        purposes = {f"continue where batch {batch_id} starts": table_names.reset_command(group, table, *here)}
+        starts = self._starts(group)
+        ends = self.table.row_ends(starts)
         why = ""
         if unknown:
             why = f"batch {batch_id} starts {unknown[0]} at an offset that no query of the group committed"
         elif any(commit.replaces_rows for commit in history.commits()):
             why = "rows of the table were replaced since then"
-        elif (ends := self.table.row_ends(starts)) is None:
+        elif ends is None:
             why = "the table lacks the columns topic, partition and offset, which show where its rows end"
         elif differing := sorted(tp for tp, start in starts.items() if ends.get(tp, 0) != start):
             tp = differing[0]
-            behind = {p: end for p, end in ends.items() if end > starts[p]}
             last = (
                 f"its rows of {tp} end at offset {ends[tp]}"
                 if tp in ends
                 else f"it has no row {starts[tp] - 1} of {tp}"
             )
             why = f"batch {batch_id} starts {tp} at {starts[tp]}, where the table does not end: {last}"
-            if behind:
-                moved = {
-                    p.topic: {str(q.partition): n for q, n in behind.items() if q.topic == p.topic} for p in behind
-                }
-                to = ("--to-offsets", json.dumps(moved))
-                continued = {"continue behind the rows in the table": table_names.reset_command(group, table, *to)}
-                purposes = continued | purposes
         if why:
             raise LedgerConflict(
                 f"the last commit of group {group!r} in table {table} is older than the table's log "
                 f"(delta.logRetentionDuration), and {why}. Which records the table holds is unknown, so nothing was "
                 "written. Stop the query, run one of these commands (or the same with another position of reset), and "
-                "start the query with the same checkpoint:" + command_line.alternatives(purposes),
+                "start the query with the same checkpoint:"
+                + command_line.alternatives(self._ways_to_continue(group, ends)),
                 table=table,
                 group=group,
             )
@@ -412,6 +406,28 @@ class _BatchCommit:
         )
         return Ledger(group=group, number=number, table_version=history.version)
 
+    def _starts(self, group: str) -> dict[TopicPartition, int]:
+        """Return where the ranges of a group start."""
+        offsets = (offset for offset in self.planned.offsets if offset.group == group)
+        return {tp: start for offset in offsets for tp, (start, _) in offset.ranges.items()}
+
+    def _ways_to_continue(self, group: str, ends: Mapping[TopicPartition, int] | None) -> dict[str, str]:
+        """Return the commands by which a group continues whose ledger is unknown, by purpose.
+
+        Args:
+            ends: the offset after the last row of each partition; None if it is unknown.
+        """
+        table, batch_id, starts = self.table.table, self.planned.batch_id, self._starts(group)
+        here = table_names.reset_command(group, table, "--to-checkpoint", self.planned.root, "--batch", str(batch_id))
+        behind = {tp: end for tp, end in (ends or {}).items() if end > starts[tp]}
+        if not behind:
+            return {f"continue where batch {batch_id} starts": here}
+        to_ends = table_names.reset_command(group, table, *table_names.to_offsets(behind))
+        return {
+            "continue behind the rows in the table": to_ends,
+            f"write them again, and continue where batch {batch_id} starts": here,
+        }
+
     # --- write ------------------------------------------------------------------------------------------------------
 
     def _commit(self, history: TableHistory, before: Mapping[str, Ledger | None], decision: WriteBatch) -> None:
@@ -419,9 +435,11 @@ class _BatchCommit:
         ledgers: dict[str, Ledger] = {}
         texts: dict[str, str] = {}
         for group, ledger in decision.ledgers.items():
-            starts = {tp: start for o in planned.offsets if o.group == group for tp, (start, _) in o.ranges.items()}
             ledgers[group], texts[group] = ledger.with_next_number().to_commit(
-                before[group], starts, now_ms=table_writer.now_ms(), log_retention_ms=sink._log_retention_ms
+                before[group],
+                self._starts(group),
+                now_ms=table_writer.now_ms(),
+                log_retention_ms=sink._log_retention_ms,
             )
         numbers = {APP_PREFIX + group: ledger.number for group, ledger in ledgers.items()}
         version = self.table.commit(

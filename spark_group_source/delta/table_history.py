@@ -99,6 +99,8 @@ class Commit(NamedTuple):
     """The operation as Delta names it, such as ``WRITE``."""
     clone: Mapping[str, Any] | None = None
     """The parameters of a ``CLONE``; None for every other operation."""
+    sets_content: bool = False
+    """Whether the operation sets the content of the table, or of a part of it: a ``REPLACE``, an overwrite, a clone."""
     replaces_rows: bool = False
     """Whether the commit removed rows by an operation other than ROW_COMMANDS, such as a ``REPLACE``, an overwrite or a
     clone into the table, or is a ``RESTORE``."""
@@ -117,15 +119,18 @@ class Commit(NamedTuple):
         known = [version - 1 if read is None else read, *(e["read"] for e in entries if isinstance(e.get("read"), int))]
         parameters = dict(info.get("operationParameters") or {})
         restore = parameters if operation == "RESTORE" else None
+        modes = {str(parameters.get(name)).strip('"') for name in ("mode", "outputMode")}
+        sets_content = "REPLACE TABLE" in operation or operation == "CLONE"
+        sets_content = version > 0 and (sets_content or not modes.isdisjoint({"Overwrite", "Complete"}))
         if removes_rows is None:
-            modes = {str(parameters.get(name)).strip('"') for name in ("mode", "outputMode")}
-            is_new_content = "REPLACE TABLE" in operation or operation == "CLONE"
-            removes_rows = version > 0 and (is_new_content or not modes.isdisjoint({"Overwrite", "Complete"}))
+            removes_rows = sets_content
         replaces_rows = restore is not None or (removes_rows and operation not in ROW_COMMANDS)
         written: Any = info.get("timestamp")
         written_ms = int(written.timestamp() * 1000) if isinstance(written, datetime) else written
         clone = parameters if operation == "CLONE" else None
-        return cls(version, min(known), note, entries, restore, operation, clone, replaces_rows, written_ms)
+        return cls(
+            version, min(known), note, entries, restore, operation, clone, sets_content, replaces_rows, written_ms
+        )
 
     def ledger_entry(self, group: str) -> dict[str, Any] | None:
         """Return the entry of a group, whose ``ledger`` is a full one or changes; None if the commit has none."""
@@ -188,7 +193,15 @@ class TableHistory:
 
     def groups(self) -> list[str]:
         """Return the groups that have a ledger in the log, sorted."""
-        return sorted({str(entry["group"]) for c in self.commits() for entry in c.entries if "ledger" in entry})
+        return sorted(self.topics())
+
+    def topics(self) -> dict[str, set[str]]:
+        """Return the topics in the ledgers of the log, by group."""
+        found: dict[str, set[str]] = {}
+        for entry in (entry for commit in self.commits() for entry in commit.entries if "ledger" in entry):
+            topics = entry["ledger"].get("topics")
+            found.setdefault(str(entry["group"]), set()).update(topics if isinstance(topics, dict) else ())
+        return found
 
     def ledger(self, group: str, known: Ledger | None = None) -> Ledger | None:
         """Return the newest ledger of a group, also after a ``RESTORE``; None if the group never wrote to the table.

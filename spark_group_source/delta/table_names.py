@@ -6,6 +6,7 @@ Deliberately absent: whether the table exists, running a command, and deciding w
 The sink knows no brokers, so a command connects with the arguments that a run of the group on this host has published.
 """
 
+import json
 import os
 import re
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,11 @@ from spark_group_source.errors import OptionError
 from spark_group_source.host import run_files
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from pyspark.sql import DataFrame, SparkSession
+
+    from spark_group_source.model import TopicPartition
 
 RETENTION = "delta.setTransactionRetentionDuration"
 """The table property after whose time Delta deletes ``SetTransaction`` numbers."""
@@ -127,6 +132,14 @@ def reset_command(group: str, table: str, *position: str) -> str:
     """
     there = run_files.connection(group)
     return command_line.spark_group("reset", there, group, *position, "--table", table, "--execute")
+
+
+def to_offsets(offsets: "Mapping[TopicPartition, int]") -> tuple[str, str]:
+    """Return the position of ``spark-group reset`` that names an offset for each partition."""
+    named: dict[str, dict[str, int]] = {}
+    for tp, n in sorted(offsets.items()):
+        named.setdefault(tp.topic, {})[str(tp.partition)] = n
+    return "--to-offsets", json.dumps(named)
 
 
 def ledger_command(*words: str) -> str:

@@ -196,10 +196,14 @@ class TableWriter:
             TableHistory(source) if source is not None else TableHistory(DescribedHistory(self.spark, self.table), -1)
         )
 
-    def row_ends(self, starts: Mapping[TopicPartition, int]) -> dict[TopicPartition, int] | None:
+    def row_ends(self, starts: Mapping[TopicPartition, int] | None = None) -> dict[TopicPartition, int] | None:
         """Return the offset after the last row of each partition that has rows at or just below its start.
 
-        None if the table does not have the columns by which they are found.
+        Args:
+            starts: None: all partitions that have rows.
+
+        Returns:
+            None if the table does not have the columns by which they are found.
         """
         if not has_delta(self.spark):
             return self._row_ends_by_files(starts)
@@ -208,12 +212,15 @@ class TableWriter:
         rows = table_names.read(self.spark, self.table)
         if not table_names.RECORD_COLUMNS.items() <= {f.name: f.dataType.simpleString() for f in rows.schema}.items():
             return None
-        lowest = min(starts.values(), default=0) - 1
-        rows = rows.where(F.col("topic").isin(sorted({tp.topic for tp in starts})) & (F.col("offset") >= lowest))
+        if starts is not None:
+            lowest = min(starts.values(), default=0) - 1
+            rows = rows.where(F.col("topic").isin(sorted({tp.topic for tp in starts})) & (F.col("offset") >= lowest))
         found: Any = rows.groupBy("topic", "partition").agg(F.max("offset")).collect()
         return _ends(starts, found)
 
-    def _row_ends_by_files(self, starts: Mapping[TopicPartition, int]) -> dict[TopicPartition, int] | None:
+    def _row_ends_by_files(
+        self, starts: Mapping[TopicPartition, int] | None = None
+    ) -> dict[TopicPartition, int] | None:
         """Return what :meth:`row_ends` returns, in a session without Delta Lake."""
         import pyarrow.dataset as ds
 
@@ -222,7 +229,7 @@ class TableWriter:
         if not table_names.RECORD_COLUMNS.keys() <= set(rows.schema.names):
             return None
         # No filter by topic: pyarrow cannot compare it with the statistics of string views, which deltalake writes.
-        wanted = ds.field("offset") >= min(starts.values(), default=0) - 1
+        wanted = None if starts is None else ds.field("offset") >= min(starts.values(), default=0) - 1
         columns = rows.to_table(columns=list(table_names.RECORD_COLUMNS), filter=wanted)
         found = columns.group_by(["topic", "partition"]).aggregate([("offset", "max")])
         return _ends(starts, ((row["topic"], row["partition"], row["offset_max"]) for row in found.to_pylist()))
@@ -290,14 +297,21 @@ class TableWriter:
         raise CommitRace(f"another commit has the number {dict(numbers)}")
 
     def commit_ledger(
-        self, history: TableHistory, ledger: Ledger, reason: str, decided_at: int | None = None
+        self,
+        history: TableHistory,
+        ledger: Ledger,
+        reason: str,
+        decided_at: int | None = None,
+        *,
+        before: Ledger | None = None,
     ) -> Ledger:
         """Commit a full ledger without rows, and return it with the version of the table. Raises CommitRace.
 
         Args:
+            before: the group's ledger before; None: there is none.
             decided_at: the version whose rows the ledger fits; None: that of ``history``.
         """
-        ledger, text = ledger.to_commit(None, now_ms=now_ms())
+        ledger, text = ledger.to_commit(before, now_ms=now_ms())
         note = note_of({ledger.group: text}, read=history.version if decided_at is None else decided_at, reason=reason)
         version = self.commit(history, None, {APP_PREFIX + ledger.group: ledger.number}, note, needed=True)
         assert version is not None
@@ -367,8 +381,12 @@ class TableWriter:
         return self._described is not None
 
 
-def _ends(starts: Mapping[TopicPartition, int], last: Iterable[tuple[str, int, int]]) -> dict[TopicPartition, int]:
+def _ends(
+    starts: Mapping[TopicPartition, int] | None, last: Iterable[tuple[str, int, int]]
+) -> dict[TopicPartition, int]:
     ends = {TopicPartition(topic, partition): offset + 1 for topic, partition, offset in last}
+    if starts is None:
+        return ends
     return {tp: end for tp, end in ends.items() if tp in starts and end >= starts[tp]}
 
 

@@ -1,9 +1,9 @@
 """A fake of Spark for the sink's tests, without a JVM: DataFrames of pyarrow, and the session calls of the sink.
 
-Runs in: tests. Deliberately absent: SQL, queries, Delta. Tables are real: ``deltalake`` writes the log, and a
-DataFrame writes real Parquet files like Spark's tasks. ``tests/delta/test_contract.py`` runs the same cases on
-Spark. :func:`without_ranges` replaces the function of that name in :mod:`spark_group_source.delta.sink`, which needs a
-JVM.
+Runs in: tests. Deliberately absent: SQL, queries, Delta's classes. Tables are real: ``deltalake`` writes the log, and a
+DataFrame writes real Parquet files like Spark's tasks. :class:`DeltaSession` also appends like Delta's own writer.
+``tests/delta/test_contract.py`` runs the same cases on Spark. :func:`without_ranges` replaces the function of that name
+in :mod:`spark_group_source.delta.sink`, which needs a JVM.
 """
 
 import json
@@ -15,6 +15,7 @@ from urllib.parse import quote
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from deltalake import CommitProperties, DeltaTable, Transaction, write_deltalake
 
 from spark_group_source.model import OffsetRange
 
@@ -53,8 +54,14 @@ class Frame:
 class _Writer:
     def __init__(self, rows: pa.Table) -> None:
         self._rows, self._by = rows, list[str]()
+        self._options: dict[str, Any] = {}
+
+    def format(self, name: str) -> "_Writer":
+        assert name == "delta"
+        return self
 
     def option(self, name: str, value: object) -> "_Writer":
+        self._options[name] = value
         return self
 
     def mode(self, mode: str) -> "_Writer":
@@ -77,6 +84,18 @@ class _Writer:
             mask = pa.array([found == value for found in self._rows[by].to_pylist()])
             pq.write_table(self._rows.filter(mask).drop_columns([by]), place / "part-00000.parquet")
 
+    def save(self, table: str) -> None:
+        """Append like Delta with ``txnAppId`` and ``txnVersion``: a number that is used is skipped without an error."""
+        application, number = self._options["txnAppId"], self._options["txnVersion"]
+        opened = DeltaTable(table)
+        if (opened.transaction_version(application) or -1) >= number:
+            return
+        properties = CommitProperties(
+            custom_metadata={"userMetadata": self._options["userMetadata"]},
+            app_transactions=[Transaction(application, number)],
+        )
+        write_deltalake(opened, self._rows, mode="append", commit_properties=properties)
+
 
 class Session:
     """A classic session with the local file system and without Delta Lake."""
@@ -94,10 +113,26 @@ class Session:
         )
         self.conf = _Conf()
 
-    def createDataFrame(self, rows: Sequence[tuple[Any, ...]], schema: str) -> Frame:
+    def createDataFrame(self, rows: Sequence[tuple[Any, ...]], schema: Any) -> Frame:
+        if not isinstance(schema, str):
+            schema = ",".join(f"{field.name} {field.dataType.simpleString()}" for field in schema.fields)
         columns = [column.split() for column in schema.split(",")]
         arrays = [pa.array([row[number] for row in rows], TYPES[kind]) for number, (_, kind) in enumerate(columns)]
         return Frame(self, pa.table(arrays, names=[name for name, _ in columns]))
+
+
+class DeltaSession(Session):
+    """A session that also appends with Delta's documented options for idempotent writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._jvm.io.delta.tables.DeltaTable = type("JavaClass", (), {})()
+        self.read = SimpleNamespace(format=lambda name: SimpleNamespace(load=self._load))
+
+    def _load(self, table: str) -> Frame:
+        columns = {"integer": "int"}
+        fields = json.loads(DeltaTable(table).schema().to_json())["fields"]
+        return self.createDataFrame([], ",".join(f"{f['name']} {columns.get(f['type'], f['type'])}" for f in fields))
 
 
 class _Conf:
@@ -109,6 +144,9 @@ class _Conf:
 
     def set(self, key: str, value: str) -> None:
         self._values[key] = value
+
+    def unset(self, key: str) -> None:
+        self._values.pop(key, None)
 
 
 class _HadoopPath:

@@ -26,6 +26,7 @@ from sink_words import (
     rewrite,
     rows,
 )
+from table_changes import ByFiles
 
 from spark_group_source.delta import ledger_format, table_names, table_writer
 from spark_group_source.delta.ledger_format import Ledger
@@ -186,7 +187,7 @@ def test_the_start_of_a_query_logs_its_ledger_and_the_groups_that_share_the_tabl
     first = f"group etl: table {table} (version 0) has no ledger of the group, which starts at its positions"
     assert lines() == [f"{first}; other groups in its last 20 commits: none"]
     audit = new_query("audit")
-    audit.run(audit.sink(table), 0, offset(0, one(0, 3), group="audit", stream="s2"))
+    audit.run(audit.sink(table), 0, offset(0, one(0, 3, topic="another"), group="audit", stream="s2"))
     query.run(sink, 1, offset(1, one(10, 20)))
     caplog.clear()
     query.run(sink, 2, offset(2, one(20, 30)))
@@ -197,6 +198,48 @@ def test_the_start_of_a_query_logs_its_ledger_and_the_groups_that_share_the_tabl
 
 
 # RESTORE
+
+
+def test_a_restore_to_before_the_groups_first_commit_is_refused_also_after_a_reset(query: Query, table: Path) -> None:
+    """A reset has no rows, so it does not tell where those of a partition start."""
+    query.run(query.sink(table), 0, offset(0, one(5, 20)))
+    set_ledger(query.spark, str(table), "etl", {P0: 20}, reason="reset", reset_number=1)
+    DeltaTable(table).restore(0)
+    with pytest.raises(LedgerConflict, match=r"removed rows of group 'etl': orders-0\[5,20\)"):
+        query.run(query.sink(table), 1, offset(1, one(20, 30), reset_number=1))
+    found = read_ledger(query.spark, str(table), "etl")
+    assert found is not None and found.offsets == {P0: 5}
+
+
+def test_a_restore_to_before_the_groups_first_commit_needs_no_older_log(query: Query, table: Path) -> None:
+    expire_log(table)
+    query.run(query.sink(table), 0, offset(0, one(0, 10)))
+    DeltaTable(table).restore(min(int(path.stem) for path in (table / "_delta_log").glob("*.json")))
+    found = read_ledger(query.spark, str(table), "etl")
+    assert found is not None and found.offsets == {P0: 0}
+
+
+def test_content_that_is_set_after_a_restore_may_have_brought_back_its_rows(query: Query, table: Path) -> None:
+    """The table is empty, so the overwrite removes no row."""
+    query.run(query.sink(table), 0, offset(0, one(0, 10)))
+    old = DeltaTable(table).to_pyarrow_table()
+    DeltaTable(table).restore(0)
+    write_deltalake(table, old, mode="overwrite")
+    with pytest.raises(LedgerConflict, match=r"version 3 of .* \(WRITE\) removed rows after .* is unknown"):
+        query.run(query.sink(table), 1, offset(1, one(10, 20)))
+
+
+def test_a_running_query_whose_table_was_replaced_after_its_ledger_expired_is_refused(
+    query: Query, table: Path
+) -> None:
+    sink = query.sink(table)
+    query.run(sink, 0, offset(0, one(0, 10)))
+    expire_log(table)
+    ByFiles().replace(table, DeltaTable(table).version())
+    with pytest.raises(LedgerConflict, match="was deleted or replaced while the query runs"):
+        query.run(sink, 1, offset(1, one(10, 20)))
+    with pytest.raises(LedgerConflict, match="rows of the table were replaced since then"):
+        query.run(query.sink(table), 1, offset(1, one(10, 20)))
 
 
 def test_a_restore_is_refused_and_after_a_reset_to_the_ledger_every_record_is_in_the_table_once(
@@ -526,12 +569,13 @@ def test_with_an_expired_log_a_restore_that_left_the_log_is_not_forgotten(query:
 
 def test_with_an_expired_log_the_rows_of_another_group_move_no_position(query: Query, table: Path) -> None:
     """Both ledgers expired: which rows are whose is unknown, so an operator decides."""
+    query.run(query.sink(table), 1, offset(0, one(0, 0), group="another", stream="s2"))
     query.run(query.sink(table), 0, offset(0, one(0, 10)))
-    query.run(query.sink(table), 1, offset(0, one(0, 20), group="another", stream="s2"))
+    query.run(query.sink(table), 1, offset(1, one(0, 20), group="another", stream="s2"))
     expire_log(table)
     with pytest.raises(LedgerConflict, match=r"starts orders-0 at 10, .*end at offset 20(?s:.*)--to-checkpoint"):
         query.run(query.sink(table), 1, offset(1, one(10, 20)))
-    query.run(query.sink(table), 1, offset(1, one(20, 30), group="another", stream="s2"))
+    query.run(query.sink(table), 1, offset(2, one(20, 30), group="another", stream="s2"))
     assert offsets_in(table) == sorted([*range(10), *range(30)])
 
 
