@@ -100,11 +100,12 @@ TESTED: dict[str, tuple[int, str]] = {
     "delta/restored_table.py: _batch_behind_restore": (2, f"{SINK}test_commands_for_a_batch_behind_a_restore"),
     "delta/restored_table.py: _rows_replaced": (3, f"{SINK}test_commands_after_rows_were_replaced"),
     "delta/restored_table.py: refuse_replaced_rows": (2, f"{SINK}test_commands_after_a_restore"),
-    "delta/ledger_transfer.py: check_new_group": (4, f"{SINK}test_commands_for_a_clone_of_a_table_with_a_ledger"),
+    "delta/ledger_transfer.py: check_new_group": (2, f"{SINK}test_commands_for_a_clone_of_a_table_with_a_ledger"),
+    "delta/ledger_transfer.py: _renamed": (3, f"{SINK}test_commands_for_a_renamed_group_in_a_clone"),
     "delta/table_names.py: ledger_command": (1, f"{SINK}test_commands_for_a_renamed_group"),
     "cli/ledger.py: _show_transfer": (1, f"{SINK}test_commands_for_a_renamed_group"),
     "delta/sink.py: DeltaSink._read_properties": (1, STATEMENTS),
-    "delta/sink.py: _BatchCommit._new_ledger": (
+    "delta/sink.py: _BatchCommit._ways_to_continue": (
         2,
         f"{SINK}test_commands_for_an_expired_ledger_whose_rows_end_behind_the_batch",
     ),

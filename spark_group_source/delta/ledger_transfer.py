@@ -7,7 +7,6 @@ or renamed has its log with it, and so its ledgers.
 group has no ledger, the sink takes all records for new, so those that the table has already would be written again.
 """
 
-import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -19,13 +18,12 @@ from spark_group_source.delta.ledger_format import Ledger
 from spark_group_source.delta.restored_table import ledger_of_rows
 from spark_group_source.delta.table_history import LedgerExpired, TableHistory
 from spark_group_source.errors import GroupError, LedgerConflict, OptionError
+from spark_group_source.protocol.offsets import StreamOffset
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Callable, Mapping
 
     from pyspark.sql import SparkSession
-
-log = logging.getLogger(__name__)
 
 
 class Clone(NamedTuple):
@@ -49,62 +47,87 @@ def find_clone(history: TableHistory) -> Clone | None:
 
 
 def check_new_group(
-    spark: "SparkSession", history: TableHistory, group: str, topics: "Collection[str]", keep: "Sequence[str]"
+    spark: "SparkSession", history: TableHistory, batch: StreamOffset, ways: "Callable[[], Mapping[str, str]]"
 ) -> None:
     """Check the first batch of a group in a table, which has no ledger of it.
 
     Args:
-        topics: the topics of the batch; a warning names another group whose ledger has some of them.
-        keep: the position of ``spark-group reset`` at which the batch starts.
+        ways: returns the commands by which the group can continue without a ledger of the table, by purpose.
 
     Raises:
-        LedgerConflict: the table is a clone of one that has a ledger of the group.
+        LedgerConflict: the table is a clone of one that has a ledger of the group, or another group's ledger counts
+            records of the batch's topics and does not end where the batch starts: rows could be written twice.
     """
-    table, others = history.table, dict[str, set[str]]()
-    for commit in history.commits():
-        for entry in commit.entries:
-            others.setdefault(str(entry["group"]), set()).update(entry["ledger"]["topics"])
-    for other, of_other in sorted(others.items()):
-        if other != group and (shared := sorted(of_other & set(topics))):
-            log.warning(
-                "group %s: table %s has no ledger of it, and group %s wrote topic %s there; if the group was renamed, "
-                "its records are written again: stop the query and run %s",
-                group,
-                table,
-                other,
-                shared[0],
-                command_line.in_sentence(table_names.ledger_command("rename", table, "--group", other, "--to", group)),
-            )
-    if (clone := find_clone(history)) is None:
+    table, group, clone = history.table, batch.group, find_clone(history)
+    to_ledger, to_further = (table_names.reset_command(group, table, to) for to in ("--to-ledger", "--to-further"))
+    offers: dict[str, str] = {}
+    why = ""
+    if clone is not None:
+        of_source = f"table {table} is a clone of version {clone.version} of table {clone.source}"
+        copy = table_names.ledger_command("copy", clone.source, table, "--group", group)
+        try:
+            source = table_writer.TableWriter(spark, clone.source)
+            if not source.exists():
+                raise FileNotFoundError("there is no such table")
+            cloned = source.history().at(clone.version)
+            if ledger_of_rows(cloned, group) is not None:
+                why = f"{of_source}, which has a ledger of group {group!r}, and the clone has none: CLONE copies none"
+                offers["continue where the clone's rows end"] = f"{copy}\n    {to_ledger}"
+                offers["leave out the records in between"] = f"{copy}\n    {to_further}"
+            else:
+                why, offers = _renamed(cloned, table, batch, clone.source)
+        except (GroupError, LedgerExpired, OSError, PySparkException) as exc:
+            reason = str(exc).partition("\n")[0] or type(exc).__name__
+            why = f"{of_source}, whose ledgers cannot be read: {reason}"
+            offers = dict(ways())
+    if not why:
+        why, offers = _renamed(history, table, batch)
+    if not why:
         return
-    copy = table_names.ledger_command("copy", clone.source, table, "--group", group)
-    try:
-        source = table_writer.TableWriter(spark, clone.source)
-        if not source.exists():
-            raise FileNotFoundError("there is no such table")
-        if ledger_of_rows(source.history().at(clone.version), group) is None:
-            return
-    except (GroupError, LedgerExpired, OSError, PySparkException) as exc:
-        log.warning(
-            "group %s: table %s is a clone of version %d of table %s, whose ledgers cannot be read: %s; if the group "
-            "wrote there, stop the query and run %s",
-            *(group, table, clone.version, clone.source, str(exc) or type(exc).__name__),
-            command_line.in_sentence(copy),
-        )
-        return
-    commands = {
-        "continue where the clone's rows end": f"{copy}\n    {table_names.reset_command(group, table, '--to-ledger')}",
-        "continue where this batch starts": table_names.reset_command(group, table, *keep),
-    }
+    if clone is None or len(offers) == 1:
+        offers |= ways()
     raise LedgerConflict(
-        f"table {table} is a clone of version {clone.version} of table {clone.source}, which has a ledger of group "
-        f"{group!r}, and the clone has none: CLONE does not copy it. Which records of the batch the clone has is not "
-        "recorded there, so nothing was written. Stop the query, run the commands of one of these lines, and start "
-        "the query with the same checkpoint:" + command_line.alternatives(commands),
+        f"{why}. Which records of the batch the table has is not recorded there, so nothing was written. Stop the "
+        "query, run the commands of one of these lines, and start the query with the same checkpoint:"
+        + command_line.alternatives(offers),
         table=table,
         group=group,
-        source=clone.source,
     )
+
+
+def _renamed(
+    history: TableHistory, table: str, batch: StreamOffset, source: str | None = None
+) -> tuple[str, dict[str, str]]:
+    """Return which other group has a ledger of the batch's topics, and the commands that give it to the batch's group.
+    A group whose ledger ends where the batch starts is left out: no record is written twice, and none is missing.
+
+    Args:
+        source: the cloned table, if the history is that of one.
+    """
+    offers: dict[str, str] = {}
+    group, named = batch.group, list[str]()
+    for other, topics in sorted(history.topics().items()):
+        if other == group or topics.isdisjoint(tp.topic for tp in batch.ranges):
+            continue
+        try:
+            ledger = ledger_of_rows(history, other)
+        except (LedgerConflict, LedgerExpired):  # the commands report it
+            ledger = None
+        if ledger is not None:
+            ends = {tp: ledger.offsets_of(tp.topic, batch.topic_ids.get(tp.topic, "")) for tp in batch.ranges}
+            known = {tp: n[tp.partition] for tp, n in ends.items() if tp.partition in n}
+            if not known or all(batch.ranges[tp][0] == n for tp, n in known.items()):
+                continue
+        commands = [table_names.ledger_command("rename", table, "--group", other, "--to", group)]
+        if source is not None:
+            commands.insert(0, table_names.ledger_command("copy", source, table, "--group", other))
+        commands.append(table_names.reset_command(group, table, "--to-ledger"))
+        offers[f"continue where the rows of group {other} end, if that is its former name"] = "\n    ".join(commands)
+        named.append(other)
+    if not named:
+        return "", {}
+    where = f"table {table}" if source is None else f"table {table} is a clone of table {source}, which"
+    return f"{where} has no ledger of group {group!r}, and has one of group {named[0]} with the same topics", offers
 
 
 def transfer_ledger(

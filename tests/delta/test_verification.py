@@ -62,7 +62,8 @@ def test_rows_of_several_groups_transforms_and_foreign_writers_are_not_corrupt(
     query: Query, new_query: NewQuery, written: Path
 ) -> None:
     other = new_query("other")
-    other.run(other.sink(written), 0, offset(0, one(0, 30), group="second", stream="s2"))
+    set_ledger(query.spark, str(written), "second", {P0: 0}, reason="r", reset_number=1)
+    other.run(other.sink(written), 0, offset(0, one(0, 30), group="second", stream="s2", reset_number=1))
     assert kinds(query, written) == []
     query.run(query.sink(written, transform=lambda df: df.unionByName(df)), 3, offset(3, one(30, 40)))
     assert kinds(query, written) == [], "two groups may have written them"

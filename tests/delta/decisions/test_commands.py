@@ -15,8 +15,8 @@ import pytest
 from deltalake import DeltaTable, write_deltalake
 from offset_model import P0, SERVERS, OffsetModel
 from printed_commands import commands
-from sink_source import offset
-from sink_words import Query, clone_of, expire_log, offsets_in, one, records, rows
+from sink_source import Ranges, offset
+from sink_words import NewQuery, Query, clone_of, expire_log, offsets_in, one, records, rows
 from sink_words import commits as commits_of
 from typer.testing import CliRunner
 
@@ -90,7 +90,7 @@ def test_commands_after_a_restore(query: Query, table: Path, admin: OffsetModel,
     DeltaTable(table).restore(1)
     refused_batch = offset(3, one(30, 40))
     printed = commands(refused(lambda: query.run(query.sink(table), 3, refused_batch)))
-    assert f"--to-checkpoint {query.root} --batch 3" in printed[1]
+    assert "--to-further" in printed[1]
     run_command(printed[number])
     query.run(query.sink(table), 3, refused_batch)
     continue_query(query, table, admin, 4, 50)
@@ -114,7 +114,7 @@ def test_commands_after_rows_were_replaced(
     admin.commit(start)
     refused_batch = offset(3, one(start, 40))
     back, to_ledger, keep = commands(refused(lambda: query.run(query.sink(table), 3, refused_batch)))
-    assert back.startswith("RESTORE") and f"--to-checkpoint {query.root} --batch 3" in keep
+    assert back.startswith("RESTORE") and "--to-further" in keep
     for command in [keep] if kept else [back, to_ledger]:
         run_command(command)
     query.run(query.sink(table), 3, refused_batch)
@@ -246,19 +246,45 @@ def test_command_for_an_expired_ledger(query: Query, table: Path, admin: OffsetM
     assert offsets_in(table) == list(range(30))
 
 
+@pytest.mark.parametrize("foreign", [False, True])
+@pytest.mark.parametrize("replaced", [False, True])
 def test_commands_for_an_expired_ledger_whose_rows_end_behind_the_batch(
-    query: Query, table: Path, admin: OffsetModel
+    query: Query, table: Path, admin: OffsetModel, foreign: bool, replaced: bool
 ) -> None:
     for n in range(2):
         query.run(query.sink(table), n, offset(n, one(n * 10, n * 10 + 10)))
     expire_log(table)
-    admin.commit(10)
-    refused_batch = offset(1, one(10, 20))
-    behind, here = commands(refused(lambda: query.run(query.sink(table), 1, refused_batch)))
+    if replaced:
+        write_deltalake(table, DeltaTable(table).to_pyarrow_table(), mode="overwrite")
+    admin.commit(10, foreign=foreign)
+    refused_batch = offset(1, one(10, 20), followed=FOLLOWED if foreign else [])
+    message = refused(lambda: query.run(query.sink(table), 1, refused_batch))
+    behind, here = commands(message)
+    assert f"to write them again, and continue where batch 1 starts:\n    {here}" in str(message)
     assert f"--to-checkpoint {query.root} --batch 1" in here
     run_command(behind)
     query.run(query.sink(table), 1, refused_batch)
     continue_query(query, table, admin, 2, 30)
+    assert offsets_in(table) == list(range(30))
+
+
+def test_a_reset_to_an_expired_ledger_names_the_end_of_the_rows(query: Query, table: Path, admin: OffsetModel) -> None:
+    """A running query knows its ledger, and the command that it prints does not: it could only name Kafka's offsets."""
+    query.run(query.sink(table), 0, offset(0, one(0, 10)))
+    query.run(query.sink(table), 1, offset(1, one(10, 20)))
+    sink = query.sink(table)
+    query.run(sink, 2, offset(2, one(20, 25)))
+    expire_log(table)
+    admin.commit(5, foreign=True)
+    refused_batch = offset(3, one(5, 30), followed=FOLLOWED)
+    to_ledger = commands(refused(lambda: query.run(sink, 3, refused_batch)))[0]
+    shown = CliRunner().invoke(app, shlex.split(to_ledger)[1:])
+    assert shown.exit_code == 1
+    behind, to_current = commands(shown.output)
+    assert "--to-current" in to_current
+    run_command(behind)
+    query.run(query.sink(table), 3, refused_batch)
+    continue_query(query, table, admin, 4, 30)
     assert offsets_in(table) == list(range(30))
 
 
@@ -323,22 +349,80 @@ def test_commands_for_a_clone_of_a_table_with_a_ledger(
     refused_batch = offset(3, one(30, 40))
     message = refused(lambda: query.run(query.sink(clone), 3, refused_batch))
     assert f"is a clone of version 2 of table file:{table}" in str(message)
-    copy, to_ledger, keep = commands(message)
-    for command in [keep] if kept else [copy, to_ledger]:
+    copy, to_ledger, again, further = commands(message)
+    for command in [again, further] if kept else [copy, to_ledger]:
         run_command(command)
     query.run(query.sink(clone), 3, refused_batch)
     continue_query(query, clone, admin, 4, 40)
     assert offsets_in(clone) == [*range(20), *range(30 if kept else 20, 40)]
 
 
-def test_a_clone_whose_source_cannot_be_read_is_a_warning(
-    query: Query, table: Path, admin: OffsetModel, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("start", [5, 10])
+def test_commands_for_a_clone_whose_source_cannot_be_read(
+    query: Query, table: Path, admin: OffsetModel, start: int
 ) -> None:
+    """Where the table has rows behind the start of the batch, the first command does not write them again."""
     query.run(query.sink(table), 0, offset(0, one(0, 10)))
     clone = clone_of(table, 1, table.parent / "clone")
     shutil.rmtree(table)
-    query.run(query.sink(clone), 1, offset(1, one(10, 20)))
-    assert f"`spark-group ledger copy file:{table} {clone} --group etl --execute`" in caplog.text
+    admin.commit(start)
+    refused_batch = offset(1, one(start, 20))
+    message = refused(lambda: query.run(query.sink(clone), 1, refused_batch))
+    assert f"is a clone of version 1 of table file:{table}, whose ledgers cannot be read" in str(message)
+    run_command(commands(message)[0])
+    query.run(query.sink(clone), 1, refused_batch)
+    continue_query(query, clone, admin, 2, 30)
+    assert rows(clone) == records(0, 30)
+
+
+@pytest.mark.parametrize("first", ["restored", "replaced"])
+def test_the_commands_that_leave_records_out_write_no_record_again(
+    query: Query, table: Path, admin: OffsetModel, first: str
+) -> None:
+    """The refused batch starts before the end of the rows: it was written, and the driver was killed."""
+    query.run(query.sink(table), 0, offset(0, one(0, 10)))
+    query.run(query.sink(table), 1, offset(1, one(10, 20)))
+    admin.commit(10)
+    if first == "restored":
+        query.run(query.sink(table), 2, offset(0, one(20, 30), stream="s2"))  # with another checkpoint
+        DeltaTable(table).restore(2)
+    else:
+        write_deltalake(table, DeltaTable(table).to_pyarrow_table(), mode="overwrite")
+    keep = commands(refused(lambda: query.run(query.sink(table), 1, offset(1, one(10, 20)))))[-1]
+    run_command(keep)
+    query.run(query.sink(table), 1, offset(1, one(10, 20)))
+    continue_query(query, table, admin, 2, 40)
+    assert rows(table) == records(0, 20) + records(30 if first == "restored" else 20, 40)
+
+
+def test_rows_that_a_replace_brings_back_above_the_ledger_are_not_written_again(
+    query: Query, table: Path, admin: OffsetModel
+) -> None:
+    query.run(query.sink(table), 0, offset(0, one(0, 20)))
+    admin.commit(20)
+    DeltaTable(table).delete("offset >= 10")
+    back = f"spark-group reset --group etl --bootstrap-servers {SERVERS} --table {table} --to-offset 10 --topic orders"
+    run_command(f"{back} --execute")
+    write_deltalake(table, DeltaTable(table, version=1).to_pyarrow_table(), mode="overwrite")
+    refused_batch = offset(1, one(10, 30), followed=FOLLOWED, reset_number=1)
+    run_command(commands(refused(lambda: query.run(query.sink(table), 1, refused_batch)))[-1])
+    query.run(query.sink(table), 1, refused_batch)
+    continue_query(query, table, admin, 2, 30)
+    assert rows(table) == records(0, 30)
+
+
+def test_a_topic_that_was_recreated_starts_at_its_first_record_where_removed_rows_are_left_out(
+    query: Query, table: Path, admin: OffsetModel
+) -> None:
+    query.run(query.sink(table), 0, offset(0, one(0, 10)))
+    DeltaTable(table).restore(0)
+    admin.recreate("id-2", 40)
+    recreated = offset(1, one(0, 20), topic_id="id-2", truncated_from={("orders", 0): 10})
+    run_command(commands(refused(lambda: query.run(query.sink(table), 1, recreated)))[-1])
+    assert admin.position == 0
+    query.run(query.sink(table), 1, recreated)
+    query.run(query.sink(table), 2, offset(2, one(0, 20), topic_id="id-2", followed=FOLLOWED, reset_number=1))
+    assert rows(table) == records(0, 20)
 
 
 def test_a_copied_ledger_alone_leaves_no_gap(query: Query, table: Path, admin: OffsetModel) -> None:
@@ -355,27 +439,73 @@ def test_a_copied_ledger_alone_leaves_no_gap(query: Query, table: Path, admin: O
     assert offsets_in(clone) == list(range(50))
 
 
+@pytest.mark.parametrize("number", [0, 1], ids=["renamed", "behind the rows"])
+@pytest.mark.parametrize("start", [4, 15], ids=["below", "above"])
 def test_commands_for_a_renamed_group(
-    query: Query, table: Path, admin: OffsetModel, caplog: pytest.LogCaptureFixture
+    query: Query, new_query: NewQuery, table: Path, admin: OffsetModel, start: int, number: int
+) -> None:
+    """Without them the records [4, 10) would be written twice, or the records [10, 15) would be missing."""
+    query.run(query.sink(table), 0, offset(0, one(0, 10), group="former", stream="s0"))
+    admin.commit(start)
+    renamed = new_query("renamed")
+    refused_batch = offset(0, one(start, 20), stream="s1", started=[("orders", 0)])
+    message = refused(lambda: renamed.run(renamed.sink(table), 0, refused_batch))
+    assert "has no ledger of group 'etl', and has one of group former with the same topics" in str(message)
+    rename, to_ledger, *others = commands(message)
+    assert rename == f"spark-group ledger rename {table} --group former --to etl --execute"
+    if number == 0 or start == 15:  # above the rows only the rename finds where they end
+        before = len(commits_of(table))
+        shown = CliRunner().invoke(app, shlex.split(rename)[1:-1])
+        assert shown.exit_code == 0 and "10" in shown.output and len(commits_of(table)) == before, "only shown"
+        for command in (rename, to_ledger):
+            run_command(command)
+        again = CliRunner().invoke(app, shlex.split(rename)[1:])
+        assert again.exit_code == 1 and "has a ledger of group 'etl' already" in again.output
+    else:
+        run_command(others[0])
+    renamed.run(renamed.sink(table), 0, refused_batch)
+    continue_query(renamed, table, admin, 1, 30)
+    assert rows(table) == records(0, 30)
+
+
+def test_command_for_a_second_group_on_the_same_topic(
+    query: Query, new_query: NewQuery, table: Path, admin: OffsetModel
+) -> None:
+    query.run(query.sink(table), 0, offset(0, one(0, 10), group="another", stream="s0"))
+    admin.commit(0)
+    second = new_query("second")
+    message = refused(lambda: second.run(second.sink(table), 0, offset(0, one(0, 10))))
+    assert "to write them again, and continue where batch 0 starts:" in str(message)
+    run_command(commands(message)[-1])
+    second.run(second.sink(table), 0, offset(0, one(0, 10)))
+    continue_query(second, table, admin, 1, 10)
+    assert rows(table) == sorted(records(0, 10) * 2)
+
+
+@pytest.mark.parametrize("batch", [one(10, 20), one(0, 20, topic="another")], ids=["where it ends", "another topic"])
+def test_a_group_that_starts_where_another_groups_ledger_ends_is_written(
+    query: Query, table: Path, batch: Ranges
 ) -> None:
     query.run(query.sink(table), 0, offset(0, one(0, 10), group="former", stream="s0"))
-    query.run(query.sink(table), 0, offset(0, one(0, 0, topic="another")))
-    assert "has no ledger of it" not in caplog.text, "another topic"
-    query.run(query.sink(table), 1, offset(0, one(10, 10), group="new", stream="s1"))
-    (rename,) = commands(caplog.text)
-    assert rename == f"spark-group ledger rename {table} --group former --to new --execute"
-    words = shlex.split(rename.replace("--to new", "--to newer"))
-    for execute in (False, True):
-        before = len(commits_of(table))
-        shown = CliRunner().invoke(app, words[1:] if execute else words[1:-1])
-        assert shown.exit_code == 0 and "10" in shown.output, shown.output
-        assert len(commits_of(table)) == before + execute
-    (to_ledger,) = commands(shown.output)
-    assert to_ledger.endswith(f"--group newer --to-ledger --table {table} --execute")
-    found = read_ledger(query.spark, str(table), "newer")
-    assert found is not None and (found.offsets, found.reset_number) == ({P0: 10}, 1)
-    again = CliRunner().invoke(app, words[1:])
-    assert again.exit_code == 1 and "has a ledger of group 'newer' already" in again.output
+    query.run(query.sink(table), 1, offset(0, batch, stream="s1"))
+    (((topic, _), (start, end)),) = batch.items()
+    assert rows(table) == sorted(records(0, 10) + records(start, end, topic=topic))
+
+
+def test_commands_for_a_renamed_group_in_a_clone(
+    query: Query, new_query: NewQuery, table: Path, admin: OffsetModel
+) -> None:
+    query.run(query.sink(table), 0, offset(0, one(0, 10), group="former", stream="s0"))
+    clone = clone_of(table, 1, table.parent / "clone")
+    admin.commit(0)
+    renamed = new_query("renamed")
+    refused_batch = offset(0, one(0, 20), stream="s1")
+    printed = commands(refused(lambda: renamed.run(renamed.sink(clone), 0, refused_batch)))
+    for command in printed[:3]:
+        run_command(command)
+    renamed.run(renamed.sink(clone), 0, refused_batch)
+    continue_query(renamed, clone, admin, 1, 20)
+    assert rows(clone) == records(0, 20)
 
 
 SECURITY = {
