@@ -1,0 +1,624 @@
+"""Random histories of one table: batches of two groups, mixed with what happens to tables, groups, topics, checkpoints.
+
+``python -m tests.table_histories [--spark] FROM TO`` plays the seeds from FROM up to TO, without a JVM or on Spark.
+
+Runs in: tests, a terminal. What ships decides: the sink with both writers, the ledger, ``spark-group``. Models are
+Kafka's offsets (:class:`OffsetModel`) and how a source chooses its next batch (:class:`Source`). After each batch that
+the sink accepted, the table's files and its log (:mod:`delta_files`, not the product's code) must have each record of
+the group below the end of the batch once, except those that a user removed. Where the sink refused, the commands of its
+error must lead there. Each row has the topic id, partition and offset of its record in its value.
+"""
+
+import argparse
+import contextlib
+import json
+import random
+import re
+import shlex
+import sys
+import tempfile
+import traceback
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+sys.path.insert(0, str(Path(__file__).parent))  # the modules of the tests are found as pytest finds them
+
+from delta_files import living_rows
+from kit import frames
+from offset_model import END, SERVERS, OffsetModel
+from sink_source import SCHEMA
+from sink_words import Query, expire_log, notes
+from sink_words import commits as commits_of
+from table_changes import MISSING_FILES, ByFiles, ByStatements, Changes
+from typer.testing import CliRunner
+
+from spark_group_source.cli import common
+from spark_group_source.cli.app import app
+from spark_group_source.delta import sink as sinks
+from spark_group_source.delta import table_writer
+from spark_group_source.delta.native_writer import NativeWriter
+from spark_group_source.errors import LedgerConflict, OptionError
+from spark_group_source.host import run_files
+from spark_group_source.kafka import CommittedOffset
+from spark_group_source.model import TopicPartition
+from spark_group_source.options.table import Options
+from spark_group_source.protocol.identifiers import note_text, parse_note
+from spark_group_source.protocol.offsets import StreamOffset
+from spark_group_source.protocol.statistics import Statistics
+
+Record = tuple[str, str, int, int]
+"""Topic, topic id, partition, offset."""
+
+GROUPS = {"etl": "orders", "ops": "clicks"}
+PARTITIONS = 2
+STEPS = (15, 30)
+REFUSALS_MAX = 6
+"""How often one batch may be refused: each refusal is settled by other commands."""
+LEAVES_OUT = ("leave them out", "leave out", "keep the rows as they are", "continue where batch")
+"""How purposes start after whose commands the group continues without records that are not in the table."""
+DOUBLES = "write them again, and"
+"""How the purpose starts whose command writes records twice, as its user wants."""
+
+
+class Killed(BaseException):
+    """The driver, or a command, is killed here."""
+
+
+class Source:
+    """One group, its topic, and its query: how the source chooses batches."""
+
+    def __init__(self, group: str, topic: str) -> None:
+        self.group, self.kafka = group, OffsetModel(group, topic, PARTITIONS)
+        self.kafka.topic_id = f"{topic}1"
+        self.former: dict[tuple[str, int], int] = {}
+        """By id and partition of topics that no longer exist: the end of what was read."""
+        self.end: dict[tuple[str, int], int] = {}
+        """The highest end of a batch."""
+        self.checkpoints = 0
+        self.lose_checkpoint()
+
+    def lose_checkpoint(self) -> None:
+        self.checkpoints += 1
+        self.stream, self.name = uuid.uuid4().hex, f"{self.group}{self.checkpoints}"
+        self.query: Query | None = None
+        self.sink: sinks.DeltaSink | None = None
+        self.seq = self.reset = 0
+        self.at: dict[TopicPartition, int] = {}
+        self.id = self.kafka.topic_id
+        self.pending: StreamOffset | None = None
+        self.looks_up = False
+        """Whether the next batch starts at the committed offsets whatever the stream knows."""
+
+    def plan(self, dice: random.Random) -> StreamOffset:
+        """Return the batch that is not finished, or the next one."""
+        if self.pending is not None:
+            return self.pending
+        kafka = self.kafka
+        found = {tp: parse_note(at.metadata) for tp, at in kafka.offsets.items()}
+        number = max([self.reset, *(note.reset_number for note in found.values())])
+        ranges, followed, started, truncated = {}, set(), set(), {}
+        from_latest = not self.at and not kafka.offsets and dice.random() < 0.3
+        for tp in kafka.partitions:
+            own, committed = self.at.get(tp), kafka.offsets.get(tp)
+            if own is not None and self.id != kafka.topic_id:
+                truncated[tp], own = own, None
+            if committed is None:
+                start = own or 0
+                if own is None and from_latest and (start := dice.randrange(0, 30)):
+                    started.add(tp)
+                    kafka.offsets[tp] = CommittedOffset(start, note_text(self.stream, -1, number))
+            else:
+                moved = found[tp].stream != self.stream and not (
+                    own and self.acked.get(tp, 0) <= committed.offset <= own
+                )
+                if own is None or number > self.reset or self.looks_up or moved:
+                    start = committed.offset
+                    followed |= {tp} if found[tp].stream is None else set()
+                else:
+                    start = own
+            until = min(END, start + dice.choice((0, 1, 3, 7)))
+            ranges[tp] = (start, until)
+        return StreamOffset(
+            group=self.group, stream=self.stream, seq=self.seq, topic_ids={kafka.topic: kafka.topic_id},
+            known={kafka.topic: PARTITIONS}, ranges=ranges, reset_number=number, followed=frozenset(followed),
+            started=frozenset(started), truncated_from=truncated,
+        )  # fmt: skip
+
+    acked: dict[TopicPartition, int]
+    """The offsets that this stream committed last."""
+
+
+class History:
+    """Plays one history.
+
+    Args:
+        spark: a session of Spark with Delta Lake, or :class:`frames.DeltaSession`.
+        changes: what users do to the table.
+    """
+
+    def __init__(self, seed: int, home: Path, spark: Any, changes: Changes) -> None:
+        self.seed, self.home, self.spark, self.changes = seed, home, spark, changes
+        self.dice = random.Random(seed)
+        self.sources = {group: Source(group, topic) for group, topic in GROUPS.items()}
+        self.table = home / "table"
+        self.gone: set[Record] = set()
+        """Records that a user removed, or left out."""
+        self.gone_at: dict[int, set[Record]] = {}
+        """By version of the table; a RESTORE to a version removes these records again."""
+        self.moments: dict[str, Callable[[], object]] = {}
+        """What happens, once, at a moment of a commit."""
+        self.story: list[str] = []
+
+    # --- the judge ------------------------------------------------------------------------------------------------
+
+    def present(self) -> Counter[Record]:
+        found: Counter[Record] = Counter()
+        for row in living_rows(self.table):
+            id_, p, n = row["value"].rstrip("!").split("/")
+            assert (row["partition"], row["offset"]) == (int(p), int(n))
+            found[row["topic"], id_, int(p), int(n)] += 1
+        return found
+
+    def judge(self, source: Source | None = None) -> None:
+        """Fail if a record is in the table twice, or one that the source read is missing."""
+        found = self.present()
+        self.gone -= found.keys()
+        doubled = sorted(record for record, n in found.items() if n > 1)
+        assert not doubled, f"doubled: {doubled}"
+        if source is not None:
+            missing = sorted(self.read(source) - found.keys() - self.gone)
+            assert not missing, f"missing of {source.group}: {missing}"
+
+    def read(self, source: Source) -> set[Record]:
+        """Return the records below the positions of a source, and those of former topics."""
+        topic, ends = source.kafka.topic, dict(source.former)
+        if source.id == source.kafka.topic_id:
+            ends |= {(source.id, tp.partition): n for tp, n in source.at.items()}
+        return {(topic, id_, p, n) for (id_, p), end in ends.items() for n in range(end)}
+
+    def leave_out(self, source: Source, ends: dict[TopicPartition, int] | None = None) -> None:
+        """The user continues at these offsets, those in Kafka, without records that are not in the table."""
+        ends = {tp: at.offset for tp, at in source.kafka.offsets.items()} if ends is None else ends
+        records = {(tp.topic, source.kafka.topic_id, tp.partition, n) for tp, end in ends.items() for n in range(end)}
+        self.gone |= records - self.present().keys()
+
+    def note_gone(self) -> None:
+        self.gone_at[self.versions()[-1]] = set(self.gone)
+
+    def versions(self) -> list[int]:
+        return sorted(int(path.stem) for path in (self.table / "_delta_log").glob("*.json"))
+
+    def lose_former(self) -> None:
+        """Records of deleted topics that are not in the table cannot be read again."""
+        found = self.present()
+        for source in self.sources.values():
+            self.gone |= {r for r in self.read(source) if r[1] != source.kafka.topic_id} - found.keys()
+
+    # --- batches --------------------------------------------------------------------------------------------------
+
+    def batch(self, source: Source, *, kill: str = "", during: Callable[[], object] | None = None) -> bool:
+        """Run a batch; where it is refused, run the commands of the error, and the batch again. Return whether it is in
+        the table."""
+        for _ in range(REFUSALS_MAX):
+            try:
+                return self.attempt(source, kill, during)
+            except Killed:
+                source.sink = None
+                if self.dice.random() < 0.3:
+                    self.tell("its checkpoint is lost")
+                    source.lose_checkpoint()
+                return False
+            except (LedgerConflict, OptionError) as exc:
+                source.sink = None
+                self.moments.clear()
+                self.settle(source, exc)
+                kill, during = "", None
+        raise AssertionError(f"a batch of {source.group} was refused {REFUSALS_MAX} times")
+
+    def attempt(self, source: Source, kill: str, during: Callable[[], object] | None) -> bool:
+        if source.query is None:
+            source.query = Query(self.spark, self.home / "checkpoints", source.name)
+            source.acked = {}
+        if source.sink is None:
+            source.sink = source.query.sink(self.table)
+        source.sink.writer = self.dice.choice(("auto", "options"))
+        batch = source.pending = source.plan(self.dice)
+        said = [f"{tp.partition}:[{a},{b})" for tp, (a, b) in batch.ranges.items()]
+        said += [name for name in ("followed", "started", "truncated_from") if getattr(batch, name)]
+        said += [f"reset {batch.reset_number}", f"kill {kill}" * bool(kill), "with another change" * bool(during)]
+        self.tell(f"{source.group} batch {batch.seq} of {source.stream[:4]} by {source.sink.writer}: {' '.join(said)}")
+        self.moments = {"decided": during} if during else {kill: self.die}
+        self.leave_out(source, {tp: batch.ranges[tp][0] for tp in batch.started})
+        source.query.plan(batch.seq, batch)
+        id_ = batch.topic_ids[source.kafka.topic]
+        records = [(r.tp, n) for r in batch.batch() for n in range(r.start, r.end)]
+        rows = [(*tp, n, f"{id_}/{tp.partition}/{n}") for tp, n in records]
+        source.sink(self.spark.createDataFrame(rows, SCHEMA), batch.seq)
+        self.at("durable")
+        source.query.finish(batch.seq)
+        source.pending, source.seq, source.looks_up = None, batch.seq + 1, False
+        source.id, source.reset = id_, batch.reset_number
+        ends = {tp: end for tp, (_, end) in batch.ranges.items()}
+        if void := run_files.void_by(source.stream, batch.seq):
+            self.tell("  void")
+            source.at = ends
+            if self.dice.random() < 0.7:  # the file with the mark is read
+                source.looks_up, source.reset = True, void
+                source.at = {tp: start for tp, (start, _) in batch.ranges.items()}
+            return False
+        source.at = ends
+        source.end |= {(id_, tp.partition): max(n, source.end.get((id_, tp.partition), 0)) for tp, n in ends.items()}
+        self.judge(None if during else source)
+        self.at("noted")
+        note = note_text(source.stream, batch.seq, batch.reset_number)
+        source.kafka.offsets |= {tp: CommittedOffset(end, note) for tp, end in ends.items()}
+        source.acked = ends
+        return True
+
+    def at(self, moment: str) -> None:
+        if action := self.moments.pop(moment, None):
+            action()
+
+    def die(self) -> None:
+        self.moments.clear()
+        self.tell("  killed")
+        raise Killed
+
+    # --- refusals -------------------------------------------------------------------------------------------------
+
+    def settle(self, source: Source, error: Exception) -> None:
+        """Run the commands for one of the purposes that an error names."""
+        offered = purposes(str(error))
+        if "Start the query again" in str(error):
+            return None
+        assert offered, f"no command: {error}"
+        names = [name for name in offered if not name.startswith(DOUBLES)]
+        self.tell(f"  refused: {str(error)[:400]}")
+        if "older than the table's log" in str(error) and source.former:
+            return self.settle_recreated(source)
+        for name in self.dice.sample(names, len(names)):
+            self.tell(f"  settled: {name or offered[name]}")
+            if all(self.command(source, command) for command in offered[name]):
+                if name.startswith(LEAVES_OUT):
+                    self.leave_out(source)
+                self.note_gone()
+                return None
+        raise AssertionError(f"no command can be run: {error}")
+
+    def settle_recreated(self, source: Source) -> None:
+        """The log is gone, and rows of a former topic look like those of the present one: the user moves the group to
+        the end of the rows, as the error says ("another position of reset")."""
+        topic, id_ = source.kafka.topic, source.kafka.topic_id
+        ends = {
+            str(p): max((n + 1 for t, i, q, n in self.present() if (t, i, q) == (topic, id_, p)), default=0)
+            for p in range(PARTITIONS)
+        }
+        assert self.reset(source, "--to-offsets", json.dumps({topic: ends}), "--table", str(self.table))
+        self.leave_out(source)
+
+    def command(self, source: Source, command: str, depth: int = 0) -> bool:
+        """Run a command as it is printed; return whether it could be run. ``VACUUM`` can make a RESTORE impossible."""
+        if found := re.fullmatch(r"RESTORE TABLE delta\.`(.+)` TO VERSION AS OF (\d+)", command):
+            assert found[1] == str(self.table)
+            return self.change("restore", int(found[2]))
+        words = shlex.split(command)
+        assert words[0] == "spark-group" and words[-1] == "--execute", command
+        shown = CliRunner().invoke(app, words[1:])
+        if shown.exit_code == 0:
+            return True
+        lines = next(iter(purposes(shown.output).values()), [])
+        assert lines and depth < 2, f"{command}: {shown.output} {shown.exception!r}"
+        return all(self.command(source, line, depth + 1) for line in lines)
+
+    # --- what happens ---------------------------------------------------------------------------------------------
+
+    def change(self, name: str, *arguments: Any) -> bool:
+        """Change the table like a user; return False where ``VACUUM`` deleted the needed files."""
+        before = self.present()
+        try:
+            getattr(self.changes, name)(self.table, *arguments)
+        except MISSING_FILES as exc:
+            if not re.search("missing|not found|no such file|not exist", str(exc), re.IGNORECASE):
+                raise
+            self.tell(f"{name} {arguments}: {str(exc)[:80]}")
+            return False
+        self.tell(f"{name} {arguments}")
+        after = self.present()
+        if name in ("delete", "merge"):
+            self.gone |= before.keys() - after.keys()
+        elif name.startswith("restore"):
+            self.restore_gone(arguments[0])
+        self.lose_former()
+        self.judge()
+        return True
+
+    def restore_gone(self, version: int) -> None:
+        self.gone |= self.gone_at[max(n for n in self.gone_at if n <= version)]
+
+    def happen(self, name: str) -> None:
+        """Let one thing happen to the table, to a group, or to its topic."""
+        dice, source = self.dice, self.dice.choice(list(self.sources.values()))
+        kafka, partition, low = source.kafka, dice.randrange(PARTITIONS), dice.randrange(0, 30)
+        versions = self.versions()
+        match name:
+            case "delete" | "update" | "merge":
+                self.change(name, kafka.topic, (partition, low, low + dice.choice((1, 3, 50))))
+            case "optimize" | "vacuum":
+                self.change(name)
+            case "restore" | "restore_to_time" | "overwrite" | "replace":
+                if versions[:-1]:
+                    self.change(name, dice.choice(versions[-8:-1]))
+            case "clone":
+                self.clone(versions)
+            case "expire":
+                if not self.is_new_clone():
+                    self.tell("the log is cleaned up")
+                    expire_log(self.table)
+            case "restart":
+                source.sink = None
+            case "lose the checkpoint":
+                self.tell(f"{source.group}: the checkpoint is lost")
+                source.lose_checkpoint()
+            case "lose the offsets":
+                if source.pending is None and not source.looks_up:
+                    self.tell(f"{source.group}: the offsets are lost")
+                    kafka.offsets = {}
+            case "another consumer":
+                self.foreign(source, dice.randrange(-6, 7))
+            case "recreate":
+                self.recreate(source)
+            case "reset" | "reset, killed":
+                if name != "reset":
+                    self.moments["decided"] = self.die
+                self.reset(source, "--to-ledger", "--table", str(self.table))
+                self.moments.clear()
+            case "reset of Kafka":
+                self.reset(source, "--to-offset", str(low), "--topic", kafka.topic)
+            case "read again":
+                self.batch(source)
+                at = kafka.offsets.get(kafka.partitions[partition])
+                if source.pending is None and at is not None and low < at.offset:
+                    self.change("delete", kafka.topic, (partition, low, END))
+                    back = f'{{"{kafka.topic}":{{"{partition}":{low}}}}}'
+                    self.reset(source, "--to-offsets", back, "--table", str(self.table))
+
+    def reset(self, source: Source, *position: str) -> bool:
+        words = [
+            "spark-group",
+            "reset",
+            "--bootstrap-servers",
+            SERVERS,
+            "--group",
+            source.group,
+            *position,
+            "--execute",
+        ]
+        self.tell(shlex.join(words))
+        source.sink = None
+        try:
+            shown = CliRunner().invoke(app, words[1:])
+        except Killed:
+            return False
+        if shown.exit_code:
+            self.tell(f"  {shown.output[:200]}")
+        if "--table" not in position and shown.exit_code == 0:
+            self.leave_out(source)
+        return shown.exit_code == 0
+
+    def foreign(self, source: Source, by: int) -> None:
+        """Another consumer of the group commits; what it read is not for the table."""
+        for tp, at in list(source.kafka.offsets.items()):
+            source.kafka.offsets[tp] = CommittedOffset(max(0, at.offset + by), "")
+        self.tell(f"{source.group}: another consumer commits at {by:+}")
+        if by > 0:
+            self.leave_out(source)
+
+    def recreate(self, source: Source) -> None:
+        """Delete the topic and create it again."""
+        for _ in range(REFUSALS_MAX):
+            if source.pending is None:
+                break
+            self.batch(source)
+        kafka, number = source.kafka, int(source.kafka.topic_id[-1]) + 1
+        if number > 9:
+            return
+        self.leave_out(source, source.at if source.id == kafka.topic_id else {})
+        source.former |= {(source.id, tp.partition): end for tp, end in source.at.items()}
+        kafka.recreate(f"{kafka.topic}{number}", END)
+        self.tell(f"{source.group}: the topic is recreated, id {kafka.topic_id}")
+
+    def clone(self, versions: Sequence[int]) -> None:
+        """Continue with a clone of the table instead."""
+        version = self.dice.choice(versions[-4:])
+        clone = self.table.with_name(f"table{self.dice.randrange(10**9)}")
+        try:
+            self.changes.clone(self.table, version, clone)
+        except MISSING_FILES as exc:
+            self.tell(f"no clone: {str(exc)[:80]}")
+            return
+        self.tell(f"clone of version {version}: {clone.name}")
+        commits = zip(versions, commits_of(self.table), strict=True)
+        first = {doc["group"] for n, commit in commits if n <= version for doc in notes(commit)}
+        self.restore_gone(version)
+        self.table, self.gone_at = clone, {}
+        for source in self.sources.values():
+            source.sink = None
+            if source.group not in first:
+                self.leave_out(source, dict.fromkeys(source.kafka.partitions, END))
+        self.lose_former()
+
+    def is_new_clone(self) -> bool:
+        """Whether a group has not written to the clone yet. Without the commit of the CLONE it looks like any table."""
+        return (
+            self.table.name != "table" and len({doc["group"] for c in commits_of(self.table) for doc in notes(c)}) < 2
+        )
+
+    # --- a whole history ------------------------------------------------------------------------------------------
+
+    def play(self) -> None:
+        with self.patched():
+            self.create()
+            self.note_gone()
+            for _ in range(self.dice.randint(*STEPS)):
+                if self.dice.random() < 0.55:
+                    self.random_batch()
+                else:
+                    (name,) = self.dice.choices(list(EVENTS), list(EVENTS.values()))
+                    self.happen(name)
+                self.note_gone()
+            self.finish()
+
+    def random_batch(self) -> None:
+        source = self.dice.choice(list(self.sources.values()))
+        kill, during = "", None
+        if self.dice.random() < 0.2:
+            kill = self.dice.choice(("decided", "written", "committed", "durable", "noted"))
+        elif self.dice.random() < 0.15:
+            during = self.concurrent(source)
+        self.batch(source, kill=kill, during=during)
+
+    def concurrent(self, source: Source) -> Callable[[], object]:
+        (other,) = (one for one in self.sources.values() if one is not source)
+        name = self.dice.choice(("batch", "delete", "update", "optimize", "restore", "overwrite"))
+        return (lambda: self.batch(other)) if name == "batch" else lambda: self.happen(name)
+
+    def finish(self) -> None:
+        """Read on until each group has read everything that it ever read; then the table is whole."""
+        for source in self.sources.values():
+            for _ in range(40):
+                id_ = source.kafka.topic_id
+                if (
+                    self.batch(source)
+                    and source.id == id_
+                    and all(
+                        source.at.get(tp, 0) >= source.end.get((id_, tp.partition), 0) for tp in source.kafka.partitions
+                    )
+                ):
+                    break
+            else:
+                raise AssertionError(f"{source.group} does not get on")
+            self.judge(source)
+
+    def create(self) -> None:
+        creator: Any = frames.Session() if isinstance(self.spark, frames.Session) else self.spark
+        table_writer.TableWriter(creator, str(self.table)).create(creator.createDataFrame([], SCHEMA))
+
+    def tell(self, line: str) -> None:
+        self.story.append(line)
+
+    @contextmanager
+    def patched(self) -> Iterator[None]:
+        """Let the product use this history's models, and stop its commits at their moments."""
+
+        @contextmanager
+        def session(wanted: bool) -> Iterator[Any]:
+            yield self.spark if wanted else None
+
+        def before(moment: str, real: Callable[..., Any], after: str) -> Callable[..., Any]:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                self.at(moment)
+                done = real(*args, **kwargs)
+                self.at(after)
+                return done
+
+            return call
+
+        with ExitStack() as stack:
+            changed: list[tuple[Any, str, Any]] = [
+                (run_files, "directory", lambda: self.home / "runs"),
+                (common, "session", session),
+                (common, "admin_of", lambda servers, group, config=None: self.sources[group].kafka),
+                (table_writer, "RACE_WAIT_MAX_S", 0.0),
+                (NativeWriter, "_files", before("", NativeWriter._files, "written")),
+                (NativeWriter, "commit", before("decided", NativeWriter.commit, "committed")),
+                (
+                    table_writer.OptionsWriter,
+                    "commit",
+                    before("decided", table_writer.OptionsWriter.commit, "committed"),
+                ),
+            ]
+            if isinstance(self.spark, frames.Session):
+                changed += [
+                    (sinks, "without_ranges", frames.without_ranges),
+                    (table_writer.TableWriter, "row_ends", table_writer.TableWriter._row_ends_by_files),
+                ]
+            for place, name, value in changed:
+                stack.enter_context(patch.object(place, name, value))
+            for group, topic in GROUPS.items():
+                settings = {"kafka.bootstrap.servers": SERVERS, "kafka.group.id": group, "subscribe": topic}
+                run = stack.enter_context(
+                    contextlib.closing(run_files.Publisher(group, Options.parse(settings).connection))
+                )
+                run.publish(
+                    Statistics(
+                        group=group,
+                        stream="s",
+                        seq=0,
+                        state="reading",
+                        generation=1,
+                        assigned=(1,),
+                        slots=("assigned",),
+                    )
+                )
+            yield
+
+
+EVENTS = {
+    "delete": 2, "update": 1, "merge": 1, "optimize": 1, "vacuum": 1, "restore": 3, "restore_to_time": 2,
+    "overwrite": 1, "replace": 1, "clone": 1, "expire": 1, "restart": 1, "lose the checkpoint": 2,
+    "lose the offsets": 1, "another consumer": 1, "recreate": 1, "reset": 1, "reset, killed": 1, "reset of Kafka": 1,
+    "read again": 1,
+}  # fmt: skip
+"""What happens between batches, with weights."""
+
+
+def purposes(message: str) -> dict[str, list[str]]:
+    """Return the commands of a message by the purpose that it names for them."""
+    found: dict[str, list[str]] = {}
+    purpose = ""
+    for line in message.splitlines():
+        if named := re.fullmatch(r"  to (.+):", line):
+            purpose = named[1]
+        elif line.startswith("    "):
+            found.setdefault(purpose, []).append(line.strip())
+    return found
+
+
+def play(seed: int, spark: Any, changes: Changes) -> None:
+    """Play one history. A failure has its story."""
+    with tempfile.TemporaryDirectory(prefix="history-") as home:
+        history = History(seed, Path(home), spark, changes)
+        try:
+            history.play()
+        except BaseException as exc:
+            exc.add_note("\n".join([f"history {seed}:", *history.story]))
+            raise
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.table_histories", description=__doc__.splitlines()[0])
+    parser.add_argument("--spark", action="store_true", help="on Spark with Delta Lake")
+    parser.add_argument("first", type=int)
+    parser.add_argument("end", type=int)
+    given = parser.parse_args(arguments)
+    failed = []
+    with common.session(given.spark) as started:
+        spark: Any = started or frames.DeltaSession()
+        changes: Changes = ByFiles() if started is None else ByStatements(started)
+        for seed in range(given.first, given.end):
+            try:
+                play(seed, spark, changes)
+            except Exception:  # noqa: BLE001 - the next one is played, too
+                failed.append(seed)
+                traceback.print_exc()
+    print(f"{given.end - given.first} histories, failed: {failed or 'none'}")
+    return bool(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
