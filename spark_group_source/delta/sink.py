@@ -477,10 +477,7 @@ class _BatchCommit:
                     format_ranges(comparison.drop),
                 )
             elif comparison.drop:
-                starts: dict[str, dict[str, int]] = {}
-                for tp, start, _ in comparison.drop[:SHOWN_MAX]:
-                    starts.setdefault(tp.topic, {})[str(tp.partition)] = start
-                to = ("--to-offsets", json.dumps(starts))
+                to = table_names.to_offsets({tp: start for tp, start, _ in comparison.drop[:SHOWN_MAX]})
                 log.warning(
                     "%s: %d offsets are already in the table and are left out: %s; if the group was moved back to "
                     "write them again, stop the query, run %s, and start it with the same checkpoint",
