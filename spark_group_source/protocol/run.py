@@ -15,12 +15,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import assert_never
 
-from spark_group_source import command_line
 from spark_group_source.errors import BrokerUnavailable, InvariantBroken, OptionError, RebalanceTimeout, SourceError
 from spark_group_source.model import TopicPartition
 from spark_group_source.protocol import events as ev
 from spark_group_source.protocol import identifiers
 from spark_group_source.protocol.data_loss import DataLossDetector
+from spark_group_source.protocol.group_assignment import GroupAssignment
 from spark_group_source.protocol.lookups import POSITION_MS_MAX, PositionLookups
 from spark_group_source.protocol.offsets import BatchKey, StreamOffset
 from spark_group_source.protocol.outbox import Outbox
@@ -36,8 +36,6 @@ from spark_group_source.protocol.statistics import Skips, Statistics
 
 SETTLE_MS_MAX = 10_000
 """How long the first batch of a run waits for a rebalance to complete; then it reads the partitions assigned so far."""
-ASSIGNMENT_WARNING_MS = 10_000
-"""How long an assignment may take before a warning explains the possible reasons."""
 COMMIT_MS_MAX = 60_000
 """How long a run that ends or drains waits until its offsets are committed."""
 STOP_COMMIT_MS_MAX = 4_000
@@ -93,6 +91,7 @@ class Run:
         )
         self.placement = Placement(rules, self.slots, self.counts, self._out, self._is_fully_committed)
         self.lookups = PositionLookups(rules, self.partitions, self.counts, self._out)
+        self._assignment = GroupAssignment(rules, self.slots, self.partitions, self._out)
         self._commits = CommitSchedule()
         self._skips = Skips()
         self._renew_at_ms: int | None = None
@@ -116,17 +115,6 @@ class Run:
         """Whether the run continues a checkpoint, until its first call has passed GATHERING."""
         self._since_ms = 0
         """When the run entered its state, or Spark's last call came."""
-        # --- the group, as seen by Spark's calls
-        self._has_warned_of_waiting = False
-        """Whether the warning about a missing assignment was logged."""
-        self._described: ev.GroupDescribed | None = None
-        """The last description of the group, until it is used."""
-        self._describe_at_ms = 0
-        """The earliest time of the next description."""
-        self._is_group_settled = False
-        """Whether the last description showed exactly the assignment that this run has."""
-        self._held_elsewhere: list[TopicPartition] = []
-        """Partitions that members with this stream's client ids have and this run does not."""
         self._unsettled_since_ms: int | None = None
         """Since when a bounded run has had nothing to read in a group that is not settled; None if it is."""
         # --- reads of the log ends
@@ -357,7 +345,7 @@ class Run:
                 if self.state is RunState.STARTING and self._topics is not None:
                     self._start_members(self._topics, self._former_slots(event))
                 else:
-                    self._described = event
+                    self._assignment.take(event)
             case ev.LogEndsRead():
                 self._broker_answered(Requester.CALL)
                 self._ends_request = None if self._ends_request is None else self.data_loss.take(event)
@@ -690,7 +678,8 @@ class Run:
         late = self._is_resumed and not self.is_gathered
         if late and (wait := self._wait(SETTLE_MS_MAX)) is not None:
             return wait
-        self._is_resumed, self._described = False, None
+        self._is_resumed = False
+        self._assignment.take(None)
         self._move(ev.PositionsKnown)
         return None
 
@@ -702,55 +691,23 @@ class Run:
 
     def _wait_for_the_group(self) -> ev.Step | None:
         """Wait for assignments and positions, with a warning after a while and an error after the joining budget."""
-        budget_ms = self.rules.joining_budget_ms
-        since_ms = max(self._since_ms, self.outage.ended_ms)
-        waited_ms = self._now_ms - since_ms
-        if waited_ms >= budget_ms and self._described is None:
-            return ev.DescribeGroup()  # in an outage this request fails, and the outage has its own limit
-        if waited_ms >= budget_ms:
-            self._fail(self._timeout("assigned partitions", waited_ms))
+        step = self._assignment.next_step(max(self._since_ms, self.outage.ended_ms))
+        if isinstance(step, RebalanceTimeout):
+            self._fail(step)
             return None
-        self._described = None
-        warn_after_ms = min(ASSIGNMENT_WARNING_MS, budget_ms)
-        if waited_ms >= warn_after_ms and not self._has_warned_of_waiting:
-            self._has_warned_of_waiting = True
-            self._out.log(
-                f"not all {len(self.slots.all)} members of this query have an assignment after "
-                f"{waited_ms / 1000:.0f} s; waiting up to {budget_ms / 1000:.0f} s. Another member of the group may be "
-                "in a long batch. If the query loads this group twice, the two loads wait for each other: give each "
-                "load() its own group",
-                warn=True,
-            )
-        return ev.Wait(until_ms=since_ms + (budget_ms if self._has_warned_of_waiting else warn_after_ms))
+        return step
 
     def _settling(self) -> ev.Step | None:
         """Check at the broker that this run has all partitions that the group assigns to it: only then can "nothing to
-        read" be trusted.
-
-        The members alone do not show it: an assignment may still be on its way (KIP-848 assigns partitions one by one),
-        and members that a killed run of this stream left in the group may still have some until their session ends.
-        """
+        read" be trusted."""
         if not (self._is_first or self._must_read_all):
             self._move(ev.GroupStable)
             return None
-        if self._described is None:
-            early = self._now_ms < self._describe_at_ms
-            return ev.Wait(until_ms=self._describe_at_ms) if early else ev.DescribeGroup()
-        self._is_group_settled, self._described = self._has_settled(self._described), None
-        self._describe_at_ms = self._now_ms + IDLE_PAUSES_MS[0]
-        if self._is_group_settled or not self._is_first or self._now_ms - self._since_ms >= SETTLE_MS_MAX:
+        if (step := self._assignment.compare(self.stream, is_gathered=self.is_gathered)) is not None:
+            return step
+        if self._assignment.is_settled or not self._is_first or self._now_ms - self._since_ms >= SETTLE_MS_MAX:
             self._move(ev.GroupStable)
         return None
-
-    def _has_settled(self, described: ev.GroupDescribed) -> bool:
-        """Whether the group is stable and assigns to this stream's members exactly the partitions that this run has."""
-        if not self.slots.has_topics:
-            return self.is_gathered
-        slots, held = set(range(len(self.slots.all))), self.partitions.ours.keys()
-        members = {id_: slot for id_ in described.assigned if (slot := identifiers.slot_of(self.stream, id_)) in slots}
-        given = {tp for client_id in members for tp in described.assigned[client_id]}
-        self._held_elsewhere = sorted(given - held)
-        return self.is_gathered and described.state == "stable" and slots == set(members.values()) and given == held
 
     def _pausing(self) -> ev.Step | None:
         """Pause an idle query between two reads of the log ends; every call of Spark reads them at least once."""
@@ -817,7 +774,7 @@ class Run:
         if self._unsettled_since_ms is not None and self._now_ms - self._unsettled_since_ms >= wait_ms:
             wait_ms = POSITION_MS_MAX  # the leaders of several partitions may be lost one after the other
         is_complete = self._has_positions(wait_ms) and self.data_loss.is_complete(wait_ms)
-        return self._is_group_settled and is_complete and not self.data_loss.has_suspicions
+        return self._assignment.is_settled and is_complete and not self.data_loss.has_suspicions
 
     def _read_again(self) -> None:
         """Wait for a stable assignment and read the log ends again; the run fails after the joining budget."""
@@ -825,7 +782,7 @@ class Run:
             self._unsettled_since_ms = self._now_ms
         waited_ms = self._now_ms - self._unsettled_since_ms
         if waited_ms >= self.rules.joining_budget_ms:
-            self._fail(self._timeout("reached a stable assignment", waited_ms))
+            self._fail(self._assignment.timeout("reached a stable assignment", waited_ms))
         else:
             self._move(ev.GroupUnstable)
 
@@ -923,24 +880,6 @@ class Run:
         """Wait in this state, but not longer than ``at_most_ms`` in total; None when that time is over."""
         until_ms = self._since_ms + at_most_ms
         return ev.Wait(until_ms=until_ms) if self._now_ms < until_ms else None
-
-    def _timeout(self, done: str, waited_ms: int) -> RebalanceTimeout:
-        states = ", ".join(sorted({slot.state.value for slot in self.slots.all}))
-        elsewhere = (
-            f"Members with this stream's client ids that do not belong to this run have {len(self._held_elsewhere)} "
-            f"partitions, such as {self._held_elsewhere[0]}: another driver of this stream may still run. "
-            if self._held_elsewhere
-            else ""
-        )
-        describe = command_line.spark_group("describe", self.rules.connection, self.rules.group, "--members")
-        return RebalanceTimeout(
-            f"group {self.rules.group!r} has not {done} within {waited_ms / 1000:.0f} s for all "
-            f"{len(self.slots.all)} members of this query (slot states: {states}), so the query cannot continue. "
-            f"{elsewhere}To see the members of the group: {command_line.in_sentence(describe)}. "
-            f"The last events:\n{self._out.history()}",
-            group=self.rules.group,
-            waited_ms=waited_ms,
-        )
 
     def _fail_invariant(self, error: InvariantBroken) -> None:
         """Fail the run with a broken invariant, which is a bug; the error contains the last events."""

@@ -11,9 +11,9 @@ from spark_group_source.errors import BrokerUnavailable, Fenced, InvariantBroken
 from spark_group_source.model import LATEST
 from spark_group_source.options.starting import StartingPosition
 from spark_group_source.protocol import events as ev
+from spark_group_source.protocol.group_assignment import ASSIGNMENT_WARNING_MS, DESCRIBE_PAUSE_MS
 from spark_group_source.protocol.offsets import BatchKey, StreamOffset
 from spark_group_source.protocol.run import (
-    ASSIGNMENT_WARNING_MS,
     COMMIT_MS_MAX,
     IDLE_LOAD_MAX,
     IDLE_PAUSES_MS,
@@ -79,7 +79,7 @@ def test_first_batch_waits_for_an_assignment_that_is_on_its_way() -> None:
     run.ends = {A: 5, B: 7}
     assert run.latest().ranges == {A: (0, 5), B: (0, 7)}
     assert 3_000 <= waited_ms(run) < 3_500
-    assert len(run.steps_of(ev.DescribeGroup)) <= 3_000 // IDLE_PAUSES_MS[0] + 2
+    assert len(run.steps_of(ev.DescribeGroup)) <= 3_000 // DESCRIBE_PAUSE_MS + 2
 
 
 @pytest.mark.parametrize("state", ["stable", "preparing_rebalance"])
@@ -315,7 +315,7 @@ def test_bounded_run_fails_if_the_group_does_not_become_stable_in_time() -> None
         run.latest()
     assert JOINING_BUDGET_MS <= waited_ms(run) <= JOINING_BUDGET_MS + 1_000
     assert "has not reached a stable assignment" in str(failure.value)
-    assert len(run.steps_of(ev.DescribeGroup)) <= JOINING_BUDGET_MS // IDLE_PAUSES_MS[0] + 2
+    assert len(run.steps_of(ev.DescribeGroup)) <= JOINING_BUDGET_MS // DESCRIBE_PAUSE_MS + 2
 
 
 def test_error_names_partitions_that_another_driver_of_the_stream_holds() -> None:
