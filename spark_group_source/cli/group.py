@@ -103,11 +103,15 @@ def describe(
     admin = common.admin_of(bootstrap_servers, group[0] if group else "-", command_config)
     names = list(dict.fromkeys(group or [one.group for one in admin.groups()]))
     ledgers = {}
-    with common.session(table is not None) as spark:
-        if spark is not None and table is not None:
-            from spark_group_source.delta.ledger_store import read_ledger
+    if table is not None:
+        from spark_group_source.delta import ledger_store
 
-            ledgers = {name: kept.offsets for name in names if (kept := read_ledger(spark, table, name)) is not None}
+        with common.table_history(table) as history:
+            for name, ledger in ledger_store.read_ledgers(history).items():
+                if ledger is not None:
+                    ledgers[name] = ledger.offsets
+                elif name in names:
+                    typer.echo(f"the ledger of group {name} is older than the log of table {table}", err=True)
     elsewhere = []
     if checkpoint is not None:
         from spark_group_source.delta import checkpoint_status

@@ -1,9 +1,10 @@
-"""``spark-group ledger show`` of a table by path: without Spark, in 80 columns."""
+"""``spark-group ledger show`` and ``describe --table`` of a table by path: without Spark, in 80 columns."""
 
 import json
 import re
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,8 +12,9 @@ from sink_source import offset
 from sink_words import Query, expire_log
 from typer.testing import CliRunner
 
-from spark_group_source.cli import common
+from spark_group_source.cli import common, report
 from spark_group_source.cli.app import app
+from spark_group_source.delta import ledger_store
 from spark_group_source.delta.ledger_store import set_ledger
 from spark_group_source.model import TopicPartition
 
@@ -57,3 +59,25 @@ def test_an_expired_ledger_is_not_shown(query: Query, table: Path) -> None:
     query.run(query.sink(table), 0, offset(0, {("orders", 0): (0, 5)}))
     expire_log(table)
     assert "no group has written" in CliRunner().invoke(app, ["ledger", "show", str(table)]).output
+
+
+def test_describe_reads_the_ledger_of_a_table_by_path_without_spark(
+    query: Query, table: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    query.run(query.sink(table), 0, offset(0, {("orders", 0): (0, 5)}))
+    real = ledger_store.read_ledgers
+    monkeypatch.setattr(ledger_store, "read_ledgers", lambda history: {**real(history), "old": None})
+    found: dict[str, Any] = {}
+
+    def read_group(_: object, name: str, ledger: Any, **__: object) -> report.GroupReport:
+        found[name] = ledger
+        return report.no_group(name)
+
+    monkeypatch.setattr(report, "read_group", read_group)
+    monkeypatch.setattr(common, "admin_of", lambda *_: SimpleNamespace())
+    words = ["describe", "--bootstrap-servers", "b:1", "--table", str(table), "--json"]
+    shown = CliRunner().invoke(app, [*words, "--group", "etl", "--group", "old", "--group", "other"])
+    assert shown.exit_code == 0, shown.output
+    assert found == {"etl": {TopicPartition("orders", 0): 5}, "old": None, "other": None}
+    assert shown.stderr == f"the ledger of group old is older than the log of table {table}\n"
+    assert len(json.loads(shown.stdout)) == 3
