@@ -279,7 +279,7 @@ class History:
         assert offered, f"no command: {error}"
         names = [name for name in offered if not name.startswith(DOUBLES)]
         self.tell(f"  refused: {str(error)[:400]}")
-        if "older than the table's log" in str(error) and source.former:
+        if "older than the table's log" in str(error) and source.kafka.topic_id != f"{source.kafka.topic}1":
             return self.settle_recreated(source)
         for name in self.dice.sample(names, len(names)):
             self.tell(f"  settled: {name or offered[name]}")
@@ -335,6 +335,7 @@ class History:
             self.restore_gone(arguments[0])
         self.lose_former()
         self.judge()
+        self.note_gone()  # a concurrent batch makes another version before the end of this step
         return True
 
     def restore_gone(self, version: int) -> None:
