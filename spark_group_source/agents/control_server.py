@@ -43,6 +43,9 @@ PREFETCHED_MAX = 10_000
 message even if each is of another topic with the longest name that Kafka permits."""
 UNFREEZE_S = 3_600.0
 """Interval in which cyclic garbage among the frozen objects is collected."""
+UNREACHED_BATCHES = 3
+"""After so many batches of which no task has connected, the log says once that executors do not reach this process. A
+batch may have no running task: a function in ``foreachBatch`` that does not use the rows."""
 RUN_DIGITS = 12
 """Length of a run's name, which is random."""
 
@@ -70,6 +73,9 @@ class ControlServer:
         self.addresses: tuple[Address, ...] = ()
         """Where executors reach the server, in the order in which they try; empty before :meth:`start`."""
         self._lock = threading.Lock()
+        self._group = options.group_id
+        self._unreached: set[int] | None = set() if options.member_host != "driver" else None
+        """The batches that had tasks while no task has connected; None after one has, and after the log said so."""
         self._claims = Claims(
             self.run, min_partitions=options.min_partitions, max_records=options.max_records_per_partition
         )
@@ -105,9 +111,29 @@ class ControlServer:
         if len(offset.ranges) >= LARGE_PLAN_RANGES:
             freeze_objects()
         with self._lock:
-            return self._claims.plan_tasks(
+            plan = self._claims.plan_tasks(
                 offset, {tp: member.executor for member in placed for tp in member.partitions}
             )
+            self._report_unreached(plan)
+        return plan
+
+    def _report_unreached(self, plan: TaskPlan) -> None:
+        """Log once that no task has connected, though the tasks of several batches have ended."""
+        batches = self._unreached  # the channel's thread sets it
+        if batches is None or not plan.pieces:
+            return
+        if len(batches - {plan.offset.seq}) >= UNREACHED_BATCHES:
+            self._unreached = None
+            log.warning(
+                "group %s: no task of %d batches has connected to the stream reader at %s; members stay here, and "
+                "records that tasks skip are not counted. Let executors reach the driver's host (options "
+                "coordinatorHost and coordinatorPort), or set memberHost to driver",
+                self._group,
+                UNREACHED_BATCHES,
+                ", ".join(f"{host}:{port}" for host, port in self.addresses),
+            )
+        else:
+            batches.add(plan.offset.seq)
 
     def prefetch_after(self, offset: StreamOffset, placed: Iterable[PlacedMembers]) -> None:
         """Let agents prefetch from where this batch ends."""
@@ -120,6 +146,7 @@ class ControlServer:
     # --- on the channel's thread ------------------------------------------------------------------------------------
 
     def _on_message(self, peer: ChannelPeer, message: Any, request_number: int) -> None:
+        self._unreached = None
         match message:
             case Claim():
                 self._respond(peer, self._answer(message), request_number)

@@ -11,7 +11,8 @@ response to the claim names the piece.
 
 Where members stay in the stream reader, a task reads its planned piece, and connects to the stream reader only to
 report skipped records, or what it read if ``maxBytesPerTrigger`` is set. That is so in local mode, too, where the
-driver's JVM is the only executor.
+driver's JVM is the only executor; there a worker's first task reports as well, since a stream reader that no task
+reaches logs a warning.
 """
 
 import contextlib
@@ -100,8 +101,10 @@ def read_piece(options: Options, piece: Piece, task: PlannedTask, read: ReadOpti
     name = executor_name(executor)
     if not task.uses_agents or name == task.driver:
         yield from read_ranges(piece, read, counts)
-        if counts.lost or options.max_bytes_per_trigger is not None:
-            _connection_of(task, None).report(_report(task, name, counts), connect=True)
+        connection = _connection_of(task, None)
+        is_first = task.uses_agents and not connection.is_open
+        if is_first or counts.lost or options.max_bytes_per_trigger is not None:
+            connection.report(_report(task, name, counts), connect=True)
         return
     folder = open_folder(task.run, executor)
     connection = _connection_of(task, folder)

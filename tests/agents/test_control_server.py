@@ -21,7 +21,7 @@ from spark_group_source.agents import messages, task
 from spark_group_source.agents.channel.client import ChannelClient
 from spark_group_source.agents.channel.wire import WireError
 from spark_group_source.agents.connected_agents import ConnectedAgents, PlacedMembers
-from spark_group_source.agents.control_server import PREFETCHED_MAX, ControlServer
+from spark_group_source.agents.control_server import PREFETCHED_MAX, UNREACHED_BATCHES, ControlServer
 from spark_group_source.agents.messages import (
     CODEC,
     AgentReport,
@@ -116,6 +116,39 @@ def test_a_failed_task_reports_its_rows_and_no_skipped_ranges(one_task: OneTask)
         one_task.task(counts_of(skipped=(7, 9), finished=False), ValueError("the sink"))
     await_until(lambda: one_task.reports, SOON_S, what="the report of the task")
     assert [(report.rows_from_brokers, report.skipped) for report in one_task.reports] == [({A: 4, B: 2}, ())]
+
+
+@pytest.mark.parametrize(
+    ("host", "connects", "is_reported"), [("auto", False, True), ("auto", True, False), ("driver", False, False)]
+)
+def test_executors_that_do_not_reach_the_driver_are_reported_once_on_the_driver(
+    host: str, connects: bool, is_reported: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = ControlServer(
+        Options.parse({**GIVEN, "memberHost": host, "coordinatorHost": "127.0.0.1"}),
+        agents=NO_AGENTS, died=lambda exc: None, on_task_report=lambda _: None,
+    )  # fmt: skip
+
+    def plan(seq: int, end: int = 1) -> TaskPlan:
+        return server.plan_tasks(StreamOffset(group="g", stream="s", seq=seq, ranges={A: (0, end)}), ())
+
+    server.start()
+    try:
+        for seq in range(UNREACHED_BATCHES):
+            plan(seq)
+            plan(seq)  # another action of the same batch
+        plan(9, end=0)  # nothing to read
+        assert "connected" not in caplog.text
+        if connects:
+            planned = PlannedTask(server.addresses, server.secret, server.run, "an earlier plan", 0, late=False)
+            with task._claimed(task._StreamReaderConnection(planned), planned, Piece(), HERE, ReadCounts()):
+                pass
+        for seq in range(10, 13):
+            plan(seq)
+        text = f"group g: no task of {UNREACHED_BATCHES} batches has connected to the stream reader at 127.0.0.1:"
+        assert caplog.text.count(text) == is_reported
+    finally:
+        server.stop()
 
 
 def test_a_report_that_is_too_long_is_sent_without_counts(

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 from channel_words import RecordingServer
+from kafka_words import await_until
 
 from spark_group_source.agents import agent_folder, task
 from spark_group_source.agents.agent_folder import AgentSettings
 from spark_group_source.agents.channel.server import ChannelPeer
-from spark_group_source.agents.messages import CODEC, Claim, ClaimGranted, ClaimRefused
+from spark_group_source.agents.messages import CODEC, Claim, ClaimGranted, ClaimRefused, TaskEnded
 from spark_group_source.agents.task import PlannedTask
 from spark_group_source.errors import ChannelBroken
 from spark_group_source.model import OffsetRange, Piece, TopicPartition
@@ -21,6 +22,7 @@ from spark_group_source.source import PlainReader, RangesPartition
 
 CLAIM = Claim(plan="r.1", task=0, executor="here")
 GRANTED = ClaimGranted(ranges=(OffsetRange(TopicPartition("orders", 0), 5, 9),), topic_ids={"orders": "id"})
+LAST = TaskEnded(plan="r.1", task=1, executor="here")
 
 Answers = Callable[[ChannelPeer, Any, int], None]
 
@@ -92,7 +94,9 @@ def test_an_unreachable_stream_reader_delays_one_task_and_is_tried_again_after_a
 
 
 def test_a_task_of_the_driver_reads_its_piece_without_claim_and_agent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In local mode the driver's JVM is the executor."""
+    """In local mode the driver's JVM is the executor. A worker reports its first task only."""
+    monkeypatch.setattr(task, "_connections", {})
+    reported: list[object] = []
     read: list[Piece] = []
 
     def read_ranges(piece: Piece, *_: object) -> list[object]:
@@ -103,10 +107,16 @@ def test_a_task_of_the_driver_reads_its_piece_without_claim_and_agent(monkeypatc
     monkeypatch.setattr(task, "read_ranges", read_ranges)
     piece = Piece(tuple(GRANTED.ranges), GRANTED.topic_ids)
     options = Options.parse({"kafka.bootstrap.servers": "b:1", "kafka.group.id": "g", "subscribe": "orders"})
-    with listening(lambda *_: pytest.fail("the task sent a message")) as planned:
+    with listening(lambda _, message, __: reported.append(message)) as planned:
         here = task.executor_name(agent_folder.find_executor())
-        assert list(PlainReader(options).read(RangesPartition(piece, replace(planned, late=False, driver=here)))) == []
-    assert read == [piece]
+        for _ in range(2):
+            partition = RangesPartition(piece, replace(planned, late=False, driver=here))
+            assert list(PlainReader(options).read(partition)) == []
+        await_until(lambda: reported, what="the report")
+        task._connection_of(planned, None).report(LAST, connect=True)
+        await_until(lambda: LAST in reported, what="the last report")
+    assert read == [piece, piece]
+    assert [type(one) for one in reported] == [TaskEnded, TaskEnded] and reported[1] == LAST
 
 
 @pytest.mark.parametrize(("zone", "rack"), [("b", "b"), ("", "everywhere"), (None, "everywhere")])
