@@ -198,10 +198,10 @@ class TestedServer(server.PrefetchServer):
         finally:
             self._slots.release()
 
-    def _take(self, request: ClaimGranted) -> list[TakenRanges]:
-        taken = super()._take(request)
+    def _take(self, request: ClaimGranted) -> tuple[list[TakenRanges], bool]:
+        taken, is_cut = super()._take(request)
         self.rows += sum(each.last - each.first for one in taken for each in one.ranges)
-        return taken
+        return taken, is_cut
 
     def _state(self) -> AgentState:
         with self._buffers.locked() as buffers:

@@ -97,10 +97,14 @@ class ServedRange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedRanges:
-    """An agent's response to a task's :class:`ClaimGranted`. ``rows`` rows in all follow as an Arrow stream."""
+    """An agent's response to a task's :class:`ClaimGranted`. ``rows`` rows in all follow as an Arrow stream.
+
+    ``is_cut``: whether more is buffered than one response may have; the task requests the rest of its ranges again.
+    """
 
     ranges: tuple[ServedRange, ...]
     rows: int
+    is_cut: bool = False
 
 
 # --- members --------------------------------------------------------------------------------------------------------

@@ -51,7 +51,7 @@ class Scene:
     def until(self) -> int:
         """Up to which offset a task's range is served."""
         with self.buffers.locked() as buffers:
-            taken = buffers.take(WANTED, {}, EPOCH, {"t": 1 << 40})
+            taken, _ = buffers.take(WANTED, {}, EPOCH, {"t": 1 << 40})
         return taken[0].until if taken else 0
 
 
@@ -77,7 +77,7 @@ def test_records_below_the_position_are_not_buffered_again(scene: Scene) -> None
     scene.poll(message(0), message(1))
     scene.poll(message(1), message(2))
     with scene.buffers.locked() as buffers:
-        (taken,) = buffers.take(WANTED, {}, EPOCH, {"t": 1 << 40})
+        (taken,), _ = buffers.take(WANTED, {}, EPOCH, {"t": 1 << 40})
         assert sum(each.last - each.first for each in taken.ranges) == 3
 
 
@@ -128,7 +128,7 @@ def test_a_full_partition_is_unassigned_and_later_assigned_again() -> None:
     scene.poll(*(message(at, size=8_000) for at in range(9)))
     assert scene.client.assigned == {other: 0}
     with scene.buffers.changing() as buffers:
-        (taken,) = buffers.take(WANTED, {}, EPOCH, {"t": 1 << 40})
+        (taken,), _ = buffers.take(WANTED, {}, EPOCH, {"t": 1 << 40})
         buffers.free(taken.ranges)
     scene.prefetcher._assign(scene.client)  # type: ignore[arg-type]  # see above
     assert scene.client.assigned == {other: 0, TP: taken.until}

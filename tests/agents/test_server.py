@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import agent_words
+import numpy as np
 import pyarrow as pa
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -20,12 +21,14 @@ from hypothesis import strategies as st
 
 from spark_group_source.agents.agent_folder import AgentFolder
 from spark_group_source.agents.channel.wire import WireError, frame
-from spark_group_source.agents.messages import ClaimGranted, ServedRange, ServedRanges
+from spark_group_source.agents.messages import ClaimGranted, PrefetchPositions, ServedRange, ServedRanges
 from spark_group_source.agents.prefetch import client, server
+from spark_group_source.agents.prefetch.buffers import AcceptedRows
 from spark_group_source.agents.prefetch.prefetcher import SharedBuffers
 from spark_group_source.model import OffsetRange, Piece, TopicPartition
 from spark_group_source.options.table import COLUMNS
 from spark_group_source.reader import records
+from spark_group_source.reader.range_reader import ReadCounts, ReadOptions
 
 ENDED_S = 600.0
 
@@ -87,7 +90,7 @@ def test_silent_connections_are_bounded_in_number_and_time(folder: AgentFolder) 
         for connection in silent[-3:]:
             assert is_closed(connection)
         wanted = [OffsetRange(TopicPartition("t", 0), 0, 5)]
-        assert client.request_buffered(folder, Piece(tuple(wanted)), COLUMNS) == ([], wanted)
+        assert client.request_buffered(folder, Piece(tuple(wanted)), COLUMNS) == ([], wanted, False)
         for connection in silent:
             assert is_closed(connection)
     agent_words.await_ready(folder)
@@ -139,9 +142,45 @@ def test_a_long_transfer_is_accepted_while_it_progresses(tmp_path: Path, monkeyp
         listener.listen()
         thread = threading.Thread(target=serve)
         thread.start()
-        batches, rest = client.request_buffered(slow, Piece((wanted,)), COLUMNS)
+        batches, rest, _ = client.request_buffered(slow, Piece((wanted,)), COLUMNS)
         thread.join(ENDED_S)
     assert (sum(each.num_rows for each in batches), rest) == (5, [])
+
+
+def test_a_task_requests_the_rest_after_a_response_that_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "RESPONSE_BYTES_MAX", 30_000)
+    folder, tps = AgentFolder(tmp_path), [TopicPartition("t", p) for p in range(2)]
+    buffers, schema = SharedBuffers(1 << 20), records.arrow_schema(COLUMNS)
+    buffers.follow(PrefetchPositions(dict.fromkeys(tps, 0)))
+    with buffers.changing() as filled:
+        for tp, n in ((tp, n) for tp in tps for n in range(5)):
+            row = dict.fromkeys(schema.names) | {"topic": "t", "partition": tp.partition, "offset": n}
+            batch = pa.RecordBatch.from_pylist([row | {"value": b"v" * 10_000}], schema)
+            _, reserved = filled.reserve(tp, np.array([10_000]))
+            added = filled.partitions[tp]
+            filled.add(batch, [AcceptedRows(records.RowSlice(tp, 0, 1), added, added.seek, n, n + 1, reserved)])
+    read_from_brokers: list[Piece] = []
+
+    def read_ranges(piece: Piece, *_: object) -> Iterator[pa.RecordBatch]:
+        read_from_brokers.append(piece)
+        return iter(())
+
+    monkeypatch.setattr(client, "read_ranges", read_ranges)
+    serving = server.PrefetchServer(folder, buffers, pytest.fail, COLUMNS)
+    serving.start()
+    try:
+        piece, counts = Piece(tuple(OffsetRange(tp, 0, 7) for tp in tps)), ReadCounts()
+        options = ReadOptions({}, columns=COLUMNS)
+        first = client.request_buffered(folder, piece, COLUMNS)
+        assert first.is_cut and sum(batch.num_rows for batch in first.batches) == 2
+        piece = piece._replace(ranges=tuple(first.rest))
+        rows = [row for batch in client.read_with_agent(folder, piece, options, counts) for row in batch.to_pylist()]
+    finally:
+        serving.stop()
+    at = {tp.partition: [row["offset"] for row in rows if row["partition"] == tp.partition] for tp in tps}
+    assert at == {0: [2, 3, 4], 1: [0, 1, 2, 3, 4]}
+    assert read_from_brokers == [Piece(tuple(OffsetRange(tp, 5, 7) for tp in tps))]
+    assert counts.rows_from_agent == {tps[0]: 3, tps[1]: 5}, "of all responses"
 
 
 @pytest.mark.parametrize("error", [errno.EMFILE, None], ids=["no file descriptor", "no thread"])

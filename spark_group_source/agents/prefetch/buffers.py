@@ -13,6 +13,7 @@ Each of ``n`` partitions is guaranteed a share of half the memory divided by n. 
 as the shares of the others stay available.
 """
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -331,14 +332,21 @@ class PrefetchBuffers:
         topic_ids: Mapping[str, str],
         leader_epochs: Mapping[TopicPartition, int],
         checked: Mapping[str, int],
-    ) -> list[TakenRanges]:
+        bytes_max: int = sys.maxsize,
+    ) -> tuple[list[TakenRanges], bool]:
         """Take what is buffered from the start of these ranges. The caller has to free it.
 
         Args:
             topic_ids, leader_epochs: those of the plan; records of others are not served.
             checked: by topic, the last arrival that is known to belong to the planned topic.
+            bytes_max: bound of the memory of all that is taken. A buffered range above it is taken alone.
+
+        Returns:
+            What was taken, and whether it was cut at ``bytes_max``.
         """
-        found = []
+        found: list[TakenRanges] = []
+        used = 0
+        is_cut = False
         for index, r in enumerate(ranges):
             partition = self.partitions.get(r.tp)
             planned = topic_ids.get(r.tp.topic, ""), leader_epochs.get(r.tp, UNKNOWN)
@@ -350,14 +358,21 @@ class PrefetchBuffers:
                 continue
             first = self._split(partition, r.start)
             self._split(partition, r.end)
-            start = self._start_of(partition, r)
-            count = next((n for n, each in enumerate(start) if each.arrival > checked[r.tp.topic]), len(start))
-            if count:
-                taken = partition.ranges[first : first + count]
-                del partition.ranges[first : first + count]
+            taken = []
+            for each in self._start_of(partition, r):
+                if each.arrival > checked[r.tp.topic]:
+                    break
+                if is_cut := used > 0 and used + each.bytes > bytes_max:
+                    break
+                taken.append(each)
+                used += each.bytes
+            if taken:
+                del partition.ranges[first : first + len(taken)]
                 self._change_bytes(partition, -sum(each.bytes for each in taken))
                 found.append(TakenRanges(index, taken[-1].end, taken))
-        return found
+            if is_cut:
+                break
+        return found, is_cut
 
     def free(self, ranges: Iterable[BufferedRange]) -> None:
         """Free ranges that were taken."""

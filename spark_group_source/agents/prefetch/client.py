@@ -3,8 +3,9 @@
 Runs in: executor workers. Deliberately absent: starting the agent (``start``), reading from brokers
 (``reader.range_reader``).
 
-A task receives the agent's whole response before it yields any of it. If the agent ends or is too slow meanwhile, its
-rows are dropped and everything is read from the brokers: no row is read twice.
+A task receives the agent's whole response before it yields any of it. If the agent ends or is too slow meanwhile, the
+rows of that response are dropped, and they and all that follows are read from the brokers: no row is read twice. A
+response has a bound in bytes; the task requests the rest after it has yielded these rows.
 """
 
 import contextlib
@@ -12,7 +13,7 @@ import logging
 import socket
 import time
 from collections.abc import Iterator, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import pyarrow as pa
 
@@ -46,20 +47,34 @@ def read_with_agent(
     Raises:
         GroupError: as ``read_ranges`` does. Failures of the agent raise nothing.
     """
-    batches, rest = request_buffered(folder, piece, options.columns, counts)
-    batches.reverse()
-    while batches:
-        yield batches.pop()  # the batch is freed as soon as Spark has consumed it
-    yield from read_ranges(piece._replace(ranges=tuple(rest)), options, counts)
+    is_cut = True
+    while is_cut:  # each response that is cut has served a part of the ranges
+        batches, rest, is_cut = request_buffered(folder, piece, options.columns, counts)
+        piece = piece._replace(ranges=tuple(rest))
+        batches.reverse()
+        while batches:
+            yield batches.pop()  # the batch is freed as soon as Spark has consumed it
+    yield from read_ranges(piece, options, counts)
+
+
+class BufferedRows(NamedTuple):
+    """One response of the agent."""
+
+    batches: list[pa.RecordBatch]
+    rest: list[OffsetRange]
+    """What is left of the requested ranges."""
+    is_cut: bool
+    """Whether the agent has more of them buffered."""
 
 
 def request_buffered(
     folder: AgentFolder, piece: Piece, columns: Sequence[str], counts: ReadCounts | None = None
-) -> tuple[list[pa.RecordBatch], list[OffsetRange]]:
-    """The rows that the agent has buffered from the start of a piece's ranges, and the rest of the ranges."""
+) -> BufferedRows:
+    """Request the rows that the agent has buffered from the start of a piece's ranges."""
     ranges = piece.ranges
+    nothing = BufferedRows([], list(ranges), is_cut=False)
     if not ranges:
-        return [], []
+        return nothing
     request = ClaimGranted(**piece._asdict())
     until_s = time.monotonic() + RESPONSE_S
     try:
@@ -67,20 +82,22 @@ def request_buffered(
             send(connection, request, until_s)
             served = receive(connection, ServedRanges, until_s)
             rest = _rest(ranges, served.ranges)
+            if served.is_cut and not served.rows:
+                raise WireError("the agent's response is cut and has no rows")
             until_s += TRANSFER_S - RESPONSE_S
             batches = _receive_batches(connection, served.rows, columns, until_s)
     except FileNotFoundError:
-        return [], list(ranges)  # the agent is still starting, or has ended
+        return nothing  # the agent is still starting, or has ended
     except (OSError, WireError, pa.ArrowException) as exc:
         log.info(
             "no response from the agent in %s: %s: %s; reading from the brokers", folder.path, type(exc).__name__, exc
         )
-        return [], list(ranges)
+        return nothing
     if counts is not None:
         counts.rows_from_agent.update({ranges[one.index].tp: one.rows for one in served.ranges if one.rows})
         for one in served.ranges:
             counts.bytes[ranges[one.index].tp.topic] += one.bytes
-    return batches, rest
+    return BufferedRows(batches, rest, served.is_cut)
 
 
 @contextlib.contextmanager

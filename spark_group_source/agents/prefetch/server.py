@@ -2,9 +2,9 @@
 
 Runs in: agents. Deliberately absent: the contents of the buffers (``buffers``), the client (``client``).
 
-One connection carries one request with ranges, and one response: the records buffered from the start of each range.
-Records are served once. If a request is repeated (a task retry, speculation, a second action, a stage that runs again),
-nothing is left, and the task reads from the brokers.
+One connection carries one request with ranges, and one response: the records buffered from the start of each range, up
+to RESPONSE_BYTES_MAX. Records are served once. If a request is repeated (a task retry, speculation, a second action, a
+stage that runs again), nothing is left, and the task reads from the brokers.
 """
 
 import contextlib
@@ -42,6 +42,9 @@ ACCEPT_PAUSE_S = 1.0
 """Pause after one. Meanwhile tasks wait in the backlog, and then read from the brokers."""
 RESPONSE_S = client.TRANSFER_S
 """Limit for sending a response. A task receives all of it before it yields any row."""
+RESPONSE_BYTES_MAX = 16 << 20
+"""Bound of the rows of one response, which a task holds in memory; a buffered range, which is one Arrow batch at most
+(``reader.records.BATCH_BYTES_MAX``), is sent alone if it is larger. The task requests what is left again."""
 JOINED_BYTES_MAX = 1 << 20
 """Rows of small buffered ranges are sent as one batch of up to this size."""
 CHECK_S = 0.9
@@ -123,11 +126,12 @@ class PrefetchServer:
 
     def _respond(self, connection: socket.socket, request: ClaimGranted) -> None:
         until_s = time.monotonic() + RESPONSE_S
-        taken = self._take(request)
+        taken, is_cut = self._take(request)
         unsent = [each for one in taken for each in one.ranges]
         try:
             rows = sum(each.last - each.first for each in unsent)
-            client.send(connection, ServedRanges(ranges=tuple(map(_served, taken)), rows=rows), until_s)
+            served = ServedRanges(ranges=tuple(map(_served, taken)), rows=rows, is_cut=is_cut)
+            client.send(connection, served, until_s)
             if not rows:
                 return
             set_deadline(connection, until_s)
@@ -143,12 +147,14 @@ class PrefetchServer:
         finally:
             self._buffers.free(unsent)
 
-    def _take(self, request: ClaimGranted) -> list[TakenRanges]:
+    def _take(self, request: ClaimGranted) -> tuple[list[TakenRanges], bool]:
         with self._buffers.locked() as buffers:
             needed = buffers.last_arrivals(request.ranges)
         checked = self._checker.checked(needed, request.topic_ids) if needed else {}
         with self._buffers.locked() as buffers:
-            return buffers.take(request.ranges, request.topic_ids, request.leader_epochs, checked)
+            return buffers.take(
+                request.ranges, request.topic_ids, request.leader_epochs, checked, bytes_max=RESPONSE_BYTES_MAX
+            )
 
 
 def joined(ranges: Sequence[BufferedRange]) -> Iterator[list[BufferedRange]]:
