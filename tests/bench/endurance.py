@@ -1,0 +1,248 @@
+"""Run a query for a long time with everything switched on, and measure what each of its processes holds.
+
+``python -m tests.bench endurance [--minutes N] [--per-s N] [--png FILE]``
+
+One broker, one Spark with two executors (``local-cluster``), members on agents, metrics that are read, a batch every
+second into a Delta table, and an ordinary consumer that joins the group for half a minute in each minute. Every ten
+seconds the memory, threads and open files of each kind of process are read from ``/proc``. At the end each produced
+record must be in the table once, or was processed by the ordinary consumer; and the last quarter of the samples is
+compared with the second: a growth of more than a tenth is reported, and its exit code is 1.
+"""
+
+import argparse
+import contextlib
+import itertools
+import os
+import statistics
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+import uuid
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import psutil
+from confluent_kafka.admin import AdminClient
+from kafka_words import create_topic
+from rebalance.accounts import Flow, asking, await_committed, produced, records_in
+from rebalance.ordinary import OrdinaryConsumer
+from rich.console import Console
+from rich.table import Table
+
+from spark_group_source import DeltaSink, KafkaGroupDataSource
+from spark_group_source.host import run_files
+from spark_group_source.local.broker import Broker, free_ports
+from spark_group_source.local.conf import local_spark_settings
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+    from pyspark.sql.streaming.query import StreamingQuery
+
+TOPIC, GROUP, PARTITIONS = "endurance", "endurance", 6
+SAMPLE_S, CONSUMER_S = 10.0, 30.0
+REPORT_SAMPLES = 6
+GROWTH_MAX, SMALL = 0.1, {"MiB": 16.0, "threads": 4.0, "files": 8.0}
+"""A growth counts if it is more than this share and more than this amount."""
+SIGNS = {
+    "agent": "spark-group-agent",
+    "stream reader": "python_streaming_source_runner",
+    "worker": "pyspark.daemon",
+    "executor": "CoarseGrainedExecutorBackend",
+    "driver's JVM": "org.apache.spark.deploy.SparkSubmit",
+    "broker": "kafka.Kafka",
+}
+DRIVER = "driver's Python"
+
+
+class Sample(NamedTuple):
+    """The sum over all processes of one kind."""
+
+    at_s: float
+    processes: int
+    mib: float
+    """Memory that the processes do not share with others, plus their share of what they do (PSS)."""
+    threads: int
+    files: int
+
+
+def sample(marker: str, at_s: float) -> dict[str, Sample]:
+    """What each kind of process of this benchmark holds; ``marker``: in the environment of all of them."""
+    found: dict[str, list[Sample]] = defaultdict(list)
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if process.pid != os.getpid() and process.environ().get("BENCH") != marker:
+                continue
+            command = " ".join(process.cmdline())
+            kind = next((kind for kind, sign in SIGNS.items() if sign in command), None)
+            kind = DRIVER if process.pid == os.getpid() else kind
+            if kind:
+                mib = process.memory_full_info().pss / 2**20
+                found[kind].append(Sample(at_s, 1, mib, process.num_threads(), process.num_fds()))
+    return {
+        kind: Sample(at_s, *(sum(values) for values in list(zip(*one, strict=True))[1:])) for kind, one in found.items()
+    }
+
+
+def growth(samples: Sequence[Sample], field: str) -> tuple[float, float]:
+    """The medians of the second and of the last quarter of the samples, for one process on average."""
+    quarter = max(1, len(samples) // 4)
+    second, last = samples[quarter : 2 * quarter] or samples, samples[-quarter:]
+    return (
+        statistics.median(getattr(s, field) / s.processes for s in second),
+        statistics.median(getattr(s, field) / s.processes for s in last),
+    )
+
+
+def session(scratch: Path) -> "SparkSession":
+    from pyspark.sql import SparkSession
+
+    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+    settings = {
+        **local_spark_settings(scratch),
+        "spark.executor.memory": "512m",
+        "spark.executorEnv.PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+    }
+    builder = SparkSession.builder.master("local-cluster[2,1,1024]").appName("endurance")
+    for key, value in settings.items():
+        builder = builder.config(key, value)
+    made = builder.getOrCreate()
+    made.sparkContext.setLogLevel("ERROR")
+    made.dataSource.register(KafkaGroupDataSource)
+    return made
+
+
+@contextlib.contextmanager
+def consumers(servers: str, folder: Path) -> Iterator[list[OrdinaryConsumer]]:
+    """An ordinary consumer joins and leaves, one after the other, until the block ends; yields all of them."""
+    stop, seen = threading.Event(), list[OrdinaryConsumer]()
+
+    def come_and_go() -> None:
+        for number in itertools.count():
+            if stop.wait(CONSUMER_S):
+                return
+            with OrdinaryConsumer(servers, GROUP, [TOPIC], folder / f"ordinary-{number}", session_ms=45_000) as other:
+                seen.append(other)
+                stop.wait(CONSUMER_S)
+                other.close()
+
+    thread = threading.Thread(target=come_and_go, name="consumers")
+    thread.start()
+    try:
+        yield seen
+    finally:
+        stop.set()
+        thread.join()
+
+
+def watch(query: "StreamingQuery", metrics_port: int, minutes: float) -> dict[str, list[Sample]]:
+    """Sample all processes and read the metrics until the time is over."""
+    taken: dict[str, list[Sample]] = defaultdict(list)
+    pause, began_s = threading.Event(), time.monotonic()
+    for number in itertools.count(1):
+        pause.wait(max(0.0, began_s + number * SAMPLE_S - time.monotonic()))
+        if not query.isActive:
+            raise AssertionError(f"the query ended: {query.exception()}")
+        at_s = time.monotonic() - began_s
+        for kind, one in sample(os.environ["BENCH"], at_s).items():
+            taken[kind].append(one)
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{metrics_port}/metrics") as page:
+            page.read()
+        if number % REPORT_SAMPLES == 0:
+            run = run_files.read(GROUP)
+            rebalances, agents = sum(int(one["rebalances"]) for one in run), [one["agents"] for one in run]
+            progress = query.lastProgress and query.lastProgress["batchId"]
+            print(f"  {at_s / 60:5.0f} min: batch {progress}, {rebalances} rebalances, agents {agents}", flush=True)
+        if at_s >= minutes * 60:
+            return taken
+    raise AssertionError("unreachable")
+
+
+def report(taken: dict[str, list[Sample]]) -> int:
+    """Print the second and the last quarter for a process of each kind; returns how many figures grew."""
+    grew = 0
+    table = Table("one process", "processes", *(f"{unit}: second quarter, last" for unit in SMALL))
+    for kind, samples in sorted(taken.items()):
+        shown = []
+        for unit, field in zip(SMALL, ("mib", "threads", "files"), strict=True):
+            before, after = growth(samples, field)
+            has_grown = after > before * (1 + GROWTH_MAX) and after - before > SMALL[unit]
+            grew += has_grown
+            shown.append(f"{before:,.0f}, {after:,.0f}{' GREW' if has_grown else ''}")
+        counts = [one.processes for one in samples[len(samples) // 4 :]]
+        table.add_row(kind, f"{min(counts)} to {max(counts)}", *shown)
+    Console(width=120).print(table)
+    return grew
+
+
+def plot(taken: dict[str, list[Sample]], path: Path) -> None:
+    """Draw memory, threads and open files of each kind of process over the time."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, rows = plt.subplots(3, 1, figsize=(9, 9), sharex=True)
+    for axes, field, title in zip(rows, ("mib", "threads", "files"), ("MiB (PSS)", "threads", "files"), strict=True):
+        for kind, samples in sorted(taken.items()):
+            axes.plot([s.at_s / 60 for s in samples], [getattr(s, field) for s in samples], label=kind, linewidth=1)
+        axes.set_ylabel(title)
+        axes.set_ylim(bottom=0)
+        axes.grid(visible=True, alpha=0.3)
+    rows[0].legend(loc="upper left", fontsize=8, ncol=3)
+    rows[-1].set_xlabel("minutes")
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.bench endurance", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=5.0)
+    parser.add_argument("--per-s", type=int, default=100, help="records a second")
+    parser.add_argument("--png", type=Path, help="where to draw the plot")
+    chosen = parser.parse_args(arguments)
+    os.environ["BENCH"] = uuid.uuid4().hex  # marks the processes of this benchmark
+    with tempfile.TemporaryDirectory(prefix="bench-") as name, Broker() as broker:
+        tempfile.tempdir = os.environ["TMPDIR"] = name
+        folder, servers = Path(name), broker.bootstrap_servers
+        admin = AdminClient({"bootstrap.servers": servers})
+        create_topic(admin, TOPIC, PARTITIONS)
+        (metrics_port,) = free_ports(1)
+        spark = session(folder)
+        try:
+            stream = spark.readStream.format("kafka-group").options(
+                **{"kafka.bootstrap.servers": servers, "kafka.group.id": GROUP, "subscribe": TOPIC},
+                memberHost="executor", groupMembers="2", startingOffsets="earliest", metricsPort=str(metrics_port),
+            )  # fmt: skip
+            writer = stream.load().writeStream.foreachBatch(DeltaSink(f"{name}/table"))
+            writer = writer.trigger(processingTime="1 second").option("checkpointLocation", f"{name}/checkpoint")
+            with Flow(servers, TOPIC, PARTITIONS, per_s=chosen.per_s) as flow:
+                query = writer.start()
+                try:
+                    with consumers(servers, folder) as others:
+                        taken = watch(query, metrics_port, chosen.minutes)
+                    flow.stop()
+                    await_committed(admin, GROUP, [TOPIC])
+                    counted = sum(int(run.get("possible_duplicates", 0)) for run in run_files.read(GROUP))
+                finally:
+                    query.stop()
+            counts = Counter(records_in(folder / "table"))
+            doubled = sum(count > 1 for count in counts.values())
+            counts.update(record for other in others for record in other.processed())
+            every = asking(lambda: produced(admin, [TOPIC]))
+            by_right = sum(count > 1 for count in counts.values()) - doubled
+            print(
+                f"{len(every):,} records: {len(every - counts.keys())} lost, {doubled} twice in the table, {by_right} "
+                f"in the table and at an ordinary consumer ({counted} possible duplicates in the statistics); "
+                f"{len(others)} consumers joined and left",
+                flush=True,
+            )
+            grew = report(taken)
+            if chosen.png:
+                plot(taken, chosen.png)
+        finally:
+            spark.stop()
+    return int(bool(grew or doubled or every - counts.keys()))
