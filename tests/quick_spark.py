@@ -24,9 +24,9 @@ from spark_group_source.local.conf import DELTA_SETTINGS, local_spark_settings
 from spark_group_source.local.jars import cache_dir, java_path
 
 OPTIONS = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
-MAKE_S = 240
+MAKE_S = 900
 """Bound of the program that makes the archive."""
-END_S = 10
+END_S = 120
 
 
 def home() -> Path:

@@ -336,7 +336,7 @@ class OtherMember:
 
     def close(self) -> None:
         self._stopping.set()
-        self._thread.join(30)
+        self._thread.join(300)
 
     def __enter__(self) -> "OtherMember":
         return self

@@ -47,6 +47,9 @@ from spark_group_source.protocol.offsets import parse
 from spark_group_source.protocol.statistics import Statistics
 from spark_group_source.reader import records
 
+COMMAND_S = 300
+"""Ends a command that hangs."""
+
 
 @pytest.mark.parametrize(
     ("code", "count"),
@@ -189,7 +192,7 @@ def test_kafkas_tool_shows_the_settings_of_brokers(scene: Scene) -> None:
     assert program == "kafka-configs.sh"
     class_path = os.pathsep.join(map(str, jars.kafka_jars()))
     tool = [str(jars.java_path()), "-cp", class_path, "kafka.admin.ConfigCommand"]  # what the script of Kafka starts
-    done = subprocess.run([*tool, *words], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([*tool, *words], capture_output=True, text=True, timeout=COMMAND_S, check=True)
     assert "group.max.session.timeout.ms=1800000 " in done.stdout
 
 
@@ -270,7 +273,7 @@ def test_an_installation_is_satisfied_as_printed(
         (command,) = commands(provoke(patch))
     offline = ["--no-index", "--no-deps", "--dry-run", "--disable-pip-version-check"]
     program = [sys.executable, "-m", *shlex.split(command), *offline]
-    done = subprocess.run(program, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(program, capture_output=True, text=True, timeout=COMMAND_S, check=False)
     assert done.returncode == 0, done.stderr
     assert "already satisfied" in done.stdout and "does not provide the extra" not in done.stderr
 
@@ -295,14 +298,14 @@ def test_stores_are_converted_as_printed(jvm: None, tmp_path: Path) -> None:
     folder.mkdir()
     store, authority = folder / "trust.jks", Authority(tmp_path, "ours")
     words = ["-noprompt", "-file", str(authority.ca), "-storetype", "JKS", "-storepass", word, "-keystore", str(store)]
-    subprocess.run(["keytool", "-importcert", *words], check=True, capture_output=True, timeout=60)
+    subprocess.run(["keytool", "-importcert", *words], check=True, capture_output=True, timeout=COMMAND_S)
     (command,) = commands(error(lambda: translate({"ssl.truststore.location": str(store)})))
     parts = command.split(" && ")
     assert [part.split()[0] for part in parts] == ["keytool", "openssl"]
     answers = f"{word}\n" * 3  # the passwords are read from the terminal or, in a session without one, from the input
     for part in parts:
         words = shlex.split(part)
-        subprocess.run(words, input=answers, text=True, check=True, timeout=60, start_new_session=True)
+        subprocess.run(words, input=answers, text=True, check=True, timeout=COMMAND_S, start_new_session=True)
     pem = folder / "trust.pem"
     assert "BEGIN CERTIFICATE" in pem.read_text()
     accepted = translate({"ssl.truststore.location": str(pem), "ssl.truststore.type": "PEM"})

@@ -130,7 +130,7 @@ def test_ctrl_c_stops_everything_the_demo_started(tmp_path: Path) -> None:
             lambda: any("group_to_delta" in line for line in processes_that_know(tmp_path)), 120, what="the job"
         )
         os.killpg(demo.pid, signal.SIGINT)
-        shown, _ = demo.communicate(timeout=120)
+        shown, _ = demo.communicate(timeout=600)
     finally:
         if demo.poll() is None:
             demo.kill()

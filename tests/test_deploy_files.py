@@ -26,7 +26,7 @@ from spark_group_source.options.table import Options
 ROOT = Path(__file__).resolve().parent.parent
 DEPLOY = ROOT / "conf" / "deploy"
 SPARK = f"{compatibility.SPARK}.0"
-LINT_S = 60
+LINT_S = 300
 STYLE = YamlLintConfig("{extends: default, rules: {line-length: {max: 120}, document-start: disable}}")
 
 

@@ -65,12 +65,12 @@ def agent(reader: StreamReader) -> Iterator[tuple[ControlConnection, list[Prefet
 
 def test_an_agent_reconnects_with_its_identity_when_its_connection_is_lost(reader: StreamReader) -> None:
     with agent(reader) as (connection, requested):
-        await_until(lambda: reader.first, 20, what="the agent")
+        await_until(lambda: reader.first, what="the agent")
         positions = PrefetchPositions(positions={})
         reader.peers[0].send(positions)
-        await_until(lambda: requested == [positions], 20, what="the next positions")
+        await_until(lambda: requested == [positions], what="the next positions")
         reader.peers[0].drop("closed by the test")
-        await_until(lambda: len(reader.first) == 2, 20, what="the agent on another connection")
+        await_until(lambda: len(reader.first) == 2, what="the agent on another connection")
         first, second = reader.first
         assert (first.agent, first.executor, first.fresh) == (second.agent, "executor-1", True)
         assert not second.fresh, "it was accepted before"
@@ -83,7 +83,7 @@ def test_an_agent_reconnects_when_its_connection_is_silent_for_a_third_of_its_le
     """A connection that drops messages looks like a silent one."""
     reader.lease_ms = 3_000
     with agent(reader) as (connection, _):
-        await_until(lambda: len(reader.first) == 3, 20, what="the agent on a third connection")
+        await_until(lambda: len(reader.first) == 3, what="the agent on a third connection")
         assert {report.agent for report in reader.first} == {reader.first[0].agent}
         assert connection.end_reason == ""
 
@@ -94,9 +94,9 @@ def test_an_agent_ends_soon_after_all_addresses_refuse_connections(
     """Long before its lease ends: the stream reader listens as long as it runs."""
     monkeypatch.setattr(hosted_members, "REFUSED_S", 0.5)
     with agent(reader) as (connection, _):
-        await_until(lambda: reader.first, 20, what="the agent")
+        await_until(lambda: reader.first, what="the agent")
         reader.server.stop()
-        await_until(lambda: connection.end_reason, 20, what="the end of the agent")
+        await_until(lambda: connection.end_reason, what="the end of the agent")
         assert "the stream reader has ended" in connection.end_reason
 
 
@@ -106,16 +106,16 @@ def test_an_agent_ends_soon_after_its_port_belongs_to_the_stream_reader_of_anoth
     """With a fixed coordinatorPort the next run of a query listens where the last one did."""
     monkeypatch.setattr(hosted_members, "REFUSED_S", 0.5)
     with StreamReader() as reader, agent(reader) as (connection, _):
-        await_until(lambda: reader.first, 20, what="the agent")
+        await_until(lambda: reader.first, what="the agent")
         reader.server.stop()
         with RecordingServer(codec=CODEC, port=reader.port):
-            await_until(lambda: connection.end_reason, 20, what="the end of the agent")
+            await_until(lambda: connection.end_reason, what="the end of the agent")
         assert "belongs to another run" in connection.end_reason
 
 
 def test_an_agent_reports_that_it_ends(reader: StreamReader) -> None:
     with agent(reader) as (connection, _):
-        await_until(lambda: reader.first, 20, what="the agent")
+        await_until(lambda: reader.first, what="the agent")
         connection.stop(10)
-        await_until(lambda: reader.last, 20, what="its last report")
+        await_until(lambda: reader.last, what="its last report")
         assert connection.end_reason == "the agent ends"

@@ -57,7 +57,7 @@ def rows_of(batches: Iterator[Any], columns: Sequence[str] = COLUMNS[:-1]) -> li
 def ids_of(admin: AdminClient, name: str) -> dict[str, str]:
     from confluent_kafka import TopicCollection
 
-    described = admin.describe_topics(TopicCollection([name]))[name].result(30)
+    described = admin.describe_topics(TopicCollection([name]))[name].result(300)
     return {name: str(described.topic_id)}
 
 
@@ -154,7 +154,7 @@ def test_a_compacted_log_is_covered_up_to_its_end(
         rows = rows_of(read_batches(settings, [OffsetRange(tp, 0, end)]))
         return end if len(rows) < 400 else 0
 
-    end = await_until(compacted, 90, what="compaction")
+    end = await_until(compacted, what="compaction")
     folder = reader()
     agent_words.prefetch(folder, PrefetchPositions({tp: 0}))
     agent_words.await_prefetched(folder, {tp: end})
@@ -331,7 +331,7 @@ def test_a_full_agent_is_idle(topic: TopicFactory, produce: Produce, reader: Sta
         threading.Event().wait(2.0)
         return ticks() - before <= 10  # of 200
 
-    await_until(rested, 30, what="two seconds with a twentieth of a core at most")
+    await_until(rested, what="two seconds with a twentieth of a core at most")
 
 
 # ------------------------------------------------------------------------------------ recreated topics, errors
@@ -347,8 +347,8 @@ def test_records_of_a_deleted_topic_are_not_served_for_the_recreated_one(
     folder = reader()
     agent_words.prefetch(folder, PrefetchPositions({tp: 0}, topic_ids=old))
     agent_words.await_prefetched(folder, {tp: 50})
-    admin.delete_topics([name])[name].result(30)
-    await_until(lambda: admin.list_topics(name, timeout=10).topics[name].error, 30, what="deletion")
+    admin.delete_topics([name])[name].result(300)
+    await_until(lambda: admin.list_topics(name, timeout=10).topics[name].error, what="deletion")
     topic(name=name)
     produce(name, [f"new {i}" for i in range(80)], partition=0)
     new = ids_of(admin, name)

@@ -31,7 +31,7 @@ from spark_group_source.kafka import GroupMember
 from spark_group_source.local.broker import Broker
 from spark_group_source.model import TopicPartition
 
-WATCH_S = 60
+WATCH_S = 300
 
 
 def report(

@@ -53,7 +53,7 @@ RATE_PER_S = 100
 BATCH_MAX, DRAIN_MAX = 400, 100_000
 """Records of a batch, during the kills and afterwards."""
 PAUSE_S = 0.1
-END_S = 30
+END_S = 300
 OUTLIVES = "foreach_batch_worker"
 """Spark Connect's process for ``foreachBatch`` keeps trying to reach a killed server. It is killed at the next
 start."""
@@ -111,7 +111,7 @@ class Job:
             with suppress(psutil.NoSuchProcess):
                 if process.pid == self.process.pid or "java" in process.name():
                     process.kill()
-        self.process.wait(30)
+        self.process.wait(300)
         self._log.close()
         return tree
 
@@ -383,7 +383,7 @@ def producing(servers: str, topic: str, partitions: int) -> Iterator[Callable[[]
         yield lambda: sent
     finally:
         stop.set()
-        thread.join(60)
+        thread.join(300)
 
 
 @contextmanager
@@ -411,4 +411,4 @@ def watching(admin: AdminClient, group: str, read_table: Callable[[], Path]) -> 
         yield wrong
     finally:
         stop.set()
-        thread.join(60)
+        thread.join(300)

@@ -29,7 +29,7 @@ BURST, BURST_EACH = 12_000, 10
 SLOW_READ = {"kafka__max__partition__fetch__bytes": 1_000}
 """Small fetch responses: reads take long enough to be killed in the middle."""
 SAMPLE_S = 0.05
-FLUSH_S = 30.0
+FLUSH_S = 300.0
 
 
 @dataclass

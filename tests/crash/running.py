@@ -57,4 +57,4 @@ def script(
                 for each in (*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)):
                     with suppress(psutil.NoSuchProcess):
                         each.kill()
-            process.wait(30)
+            process.wait(300)

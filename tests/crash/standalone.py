@@ -49,7 +49,7 @@ class Standalone:
             with contextlib.suppress(psutil.Error):
                 for each in (*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)):
                     each.kill()
-            process.wait(30)
+            process.wait(300)
 
     def _spawn(self, name: str, main: str, *arguments: str) -> subprocess.Popen[bytes]:
         log4j = self.home / "log4j2.properties"

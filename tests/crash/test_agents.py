@@ -217,7 +217,7 @@ def test_agents_end_when_the_driver_is_killed(shared: PlacedJob) -> None:
     shared.await_spread(living, "an agent")
     mine = living()
     shared.process.kill()
-    shared.process.wait(30)
+    shared.process.wait(300)
     await_progress(lambda: not set(mine) & set(living()), living, what="the end of the agents")
 
 

@@ -109,7 +109,7 @@ def test_members_follow_executors_from_one_to_three_and_back_and_a_restart_has_t
             watched.await_committed()
             assert len(hosts()) == 3 and watched.run["generation"] == before, "a rebalance"
             watched.process.kill()
-            watched.process.wait(30)
+            watched.process.wait(300)
         with watched.running(**how):
             watched.send()
             watched.await_rows()

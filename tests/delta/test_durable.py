@@ -42,7 +42,7 @@ def test_a_stopped_query_commits_the_offsets_of_its_last_batch(scene: Scene) -> 
     one = scene.job(subscribe=name)
     query = one.start_into(DeltaSink(table), processingTime="1 hour")
     try:
-        await_until(lambda: query.lastProgress is not None, 60, what="the end of the batch")
+        await_until(lambda: query.lastProgress is not None, what="the end of the batch")
     finally:
         query.stop()
     assert len(living_rows(table, ["offset"])) == 10

@@ -53,7 +53,7 @@ def exporter(faulty: FaultyCluster, environment: Ahead) -> Iterator[Exporter]:
     thread.start()
     yield serving
     stop.set()
-    thread.join(30)
+    thread.join(300)
     serving.close()
 
 

@@ -11,7 +11,7 @@ from spark_group_source.model import TopicPartition
 
 pytestmark = pytest.mark.broker
 
-ANSWER_S = 20
+ANSWER_S = 120
 
 
 def asks(servers: str) -> AdminClient:

@@ -12,7 +12,7 @@ from spark_group_source.errors import BrokerUnavailable
 from spark_group_source.kafka import Environment
 from spark_group_source.kafka.environment import LibraryLog, create_client
 
-JOIN_S = 10.0
+JOIN_S = 120.0
 
 
 def _raise(exc: BaseException) -> NoReturn:

@@ -22,7 +22,7 @@ HADOOP_AWS = "3.5.0"
 """The version of Hadoop that Spark contains."""
 AWS_SDK = "2.35.4"
 """The version that this Hadoop is built with. Its ``bundle`` of all services has 600 MB."""
-PAGE_S = 10
+PAGE_S = 120
 
 App = Callable[..., Iterable[bytes]]
 

@@ -17,7 +17,7 @@ import psutil
 CHUNK_BYTES = 64 << 10
 CHUNKS_MAX = 1_024
 """Chunks on their way in one direction of a connection."""
-START_S = 10
+START_S = 120
 
 
 class SlowNetwork:

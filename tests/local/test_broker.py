@@ -54,10 +54,10 @@ def test_node_serves_groups_at_once_and_leaves_only_its_data(tmp_path: Path) -> 
                 "log_level": 0,
             }
             admin, pids = AdminClient(settings), dict(broker.pids)
-            assert len(admin.list_topics(timeout=30).topics["__consumer_offsets"].partitions) == 3
+            assert len(admin.list_topics(timeout=300).topics["__consumer_offsets"].partitions) == 3
             # these three belong to the three partitions of the offsets topic; an error would be raised here
             for group in admin.describe_consumer_groups(["a", "b", "c"]).values():
-                assert group.result(30).state is not None
+                assert group.result(300).state is not None
             if begins:
                 create_topic(admin, "kept")
                 produce_to(Producer(settings), "kept", ["1", "2", "3"])
@@ -124,7 +124,7 @@ def test_node_stops_in_order_below_a_process_that_ignores_signals(tmp_path: Path
         signal.signal(signal.SIGTERM, before)
     try:
         process.signal(signal.SIGTERM)
-        assert process.wait(10)
+        assert process.wait(300)
     finally:
         process.kill()
 
@@ -139,7 +139,7 @@ def test_cluster_answers_while_one_node_is_down(
     admin = AdminClient({"bootstrap.servers": cluster.bootstrap_servers, "log_level": 0})
     producer = Producer({"bootstrap.servers": cluster.bootstrap_servers, "acks": "all", "log_level": 0})
     create_topic(admin, "copies", 3)
-    copies = admin.list_topics("copies", timeout=30).topics["copies"].partitions.values()
+    copies = admin.list_topics("copies", timeout=300).topics["copies"].partitions.values()
     assert [len(p.replicas) for p in copies] == [3, 3, 3]
 
     first = cluster.pids[1]
@@ -150,7 +150,7 @@ def test_cluster_answers_while_one_node_is_down(
 
     cluster.start_node(1)
     assert sorted(cluster.pids) == [1, 2, 3] and cluster.pids[1] != first
-    await_until(lambda: len(admin.list_topics(timeout=30).brokers) == 3, what="three nodes in the cluster")
+    await_until(lambda: len(admin.list_topics(timeout=300).brokers) == 3, what="three nodes in the cluster")
     assert sum(end_offsets_of(admin, "copies").values()) == 3
 
     server = cluster.bootstrap_servers.split(",")[2]
@@ -161,7 +161,7 @@ def test_cluster_answers_while_one_node_is_down(
             AdminClient({"bootstrap.servers": server, "log_level": 0}).list_topics(timeout=2)
     finally:
         cluster.resume(3)
-    assert AdminClient({"bootstrap.servers": server, "log_level": 0}).list_topics(timeout=30).brokers
+    assert AdminClient({"bootstrap.servers": server, "log_level": 0}).list_topics(timeout=300).brokers
 
 
 # --- the command line -------------------------------------------------------------------------------------------------
@@ -185,7 +185,7 @@ def test_background_broker_is_started_shown_and_stopped(home: dict[str, str]) ->
     started = spark_group("broker", "start", "--port", str(port), "--topic", "orders:4", env=home)
     assert started.stdout.splitlines()[-1:] == [f"127.0.0.1:{port}"], started.stderr
     admin = AdminClient({"bootstrap.servers": f"127.0.0.1:{port}", "log_level": 0})
-    assert len(admin.list_topics(timeout=30).topics["orders"].partitions) == 4
+    assert len(admin.list_topics(timeout=300).topics["orders"].partitions) == 4
 
     document = json.loads((Path(home["XDG_STATE_HOME"]) / "spark-group-source" / "broker.json").read_text())
     shown = spark_group("broker", "status", env=home)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from prometheus_client.parser import text_string_to_metric_families
 
-SCRAPE_S = 10
+SCRAPE_S = 120
 OPERATORS = {">": operator.gt, "<": operator.lt, "==": operator.eq}
 RULE = re.compile(r"(?:increase\()?(\w+)(?:\[\w+\]\))? ([<>]|==) ([\d.]+)")
 

@@ -90,7 +90,7 @@ class Flow:
     def stop(self) -> None:
         self._stop.set()
         if self._thread.ident is not None:
-            self._thread.join(90)
+            self._thread.join(300)
         assert not self.failed, f"the producer failed: {self.failed[:3]}"
 
     def __enter__(self) -> "Flow":

@@ -18,7 +18,7 @@ from rebalance.child import Child
 from spark_group_source.model import TopicPartition
 
 PROGRAM = Path(__file__).with_name("member_process.py")
-END_S = 30
+END_S = 300
 
 KINDS = ("range", "cooperative-sticky", "consumer")
 """The assignors of a group: an eager and the incremental one of the classic protocol, and the broker's own

@@ -136,8 +136,8 @@ def _is(ask: Callable[[AdminClient, str], str], admin: AdminClient, group: str, 
 
 
 def _assignor(admin: AdminClient, group: str) -> str:
-    return str(admin.describe_consumer_groups([group])[group].result(30).partition_assignor)
+    return str(admin.describe_consumer_groups([group])[group].result(300).partition_assignor)
 
 
 def _kind(admin: AdminClient, group: str) -> str:
-    return str(admin.describe_consumer_groups([group])[group].result(30).type.name.lower())
+    return str(admin.describe_consumer_groups([group])[group].result(300).type.name.lower())

@@ -109,7 +109,7 @@ def test_the_error_of_a_client_without_a_token_has_the_reason() -> None:
         client.serve(100)
         return bool(client.errors)
 
-    await_until(is_reported, 30, what="the error")
+    await_until(is_reported, what="the error")
     code, words = client.errors[0]
     client.close()
     assert "the token function raised RuntimeError: no role is assumed" in words

@@ -10,7 +10,7 @@ from simulation.mutants import FOUND_BY, MUTANTS, Mutant, histories
 ROOT = Path(__file__).resolve().parent.parent.parent
 MUTANTS_MIN = 30
 FOUND, NOT_FOUND = 1, 0
-RUN_S_MAX = 200
+RUN_S_MAX = 1_000
 
 
 def test_mutants_have_distinct_rules_and_known_histories() -> None:

@@ -630,6 +630,6 @@ def test_ledgers_set_at_the_same_time_are_all_kept(spark: "SparkSession", table:
 
     with ThreadPoolExecutor(3) as pool:
         for done in [pool.submit(move, p) for p in range(3)]:
-            done.result(60)
+            done.result(300)
     found = read_ledger(spark, table, "etl")
     assert found is not None and found.offsets == {TopicPartition("orders", p): 3 for p in range(3)}
