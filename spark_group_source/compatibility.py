@@ -193,6 +193,9 @@ class CheckedPickle:
     of its own serializer. So the reader is pickled as bytes, together with a function that Spark pickles by value, like
     every function of a program's main module. The function reports what is missing before it unpickles the bytes.
 
+    Outside tasks it also sets the module search path of the process that pickled it. The planner's has the modules of
+    ``--py-files``. Spark passes these to the planner and to tasks, but not to the stream reader on the planner's host.
+
     Raises:
         SetupError: when unpickled where a package is missing, or has another version than on the driver.
     """
@@ -201,16 +204,21 @@ class CheckedPickle:
         from pyspark import cloudpickle
 
         state = self.__getstate__()
-        return _BY_VALUE, (spark_group_source.__version__, cloudpickle.dumps((type(self), state)))
+        content = cloudpickle.dumps((type(self), state))
+        return _BY_VALUE, (spark_group_source.__version__, tuple(sys.path), content)
 
 
-def _unpickle(version: str, content: bytes) -> Any:
+def _unpickle(version: str, path: Sequence[str], content: bytes) -> Any:
     """Check the packages, then unpickle. It runs where this module may be missing, so it uses only its arguments."""
     import importlib.util
     import pickle
     import socket
     import sys
 
+    from pyspark import TaskContext
+
+    if TaskContext.get() is None:  # on the host that pickled it
+        sys.path[:] = [*path, *(entry for entry in sys.path if entry not in path)]
     where = f"{sys.executable} on {socket.gethostname()}"
     problem = ""
     for name in ("spark_group_source", "confluent_kafka", "numpy", "pyarrow"):

@@ -71,7 +71,6 @@ class KafkaGroupDataSource(compatibility.CheckedPickle, DataSource):
         compatibility.check()
         super().__init__(dict(options))
         self._parsed = Options.parse(self.options)
-        self._path = tuple(sys.path)
         self._load = uuid.uuid4().hex
         """The id of this load(); Spark pickles the instance for every query that reads it."""
 
@@ -93,7 +92,7 @@ class KafkaGroupDataSource(compatibility.CheckedPickle, DataSource):
 
     def streamReader(self, schema: StructType) -> "GroupStreamReader":  # noqa: ARG002 - Spark's signature
         reader = AdmissionControlReader if compatibility.has_admission_control() else PlainReader
-        return reader(self._parsed, self._path, self._load)
+        return reader(self._parsed, self._load)
 
 
 class GroupStreamReader(compatibility.CheckedPickle, DataSourceStreamReader):
@@ -101,14 +100,11 @@ class GroupStreamReader(compatibility.CheckedPickle, DataSourceStreamReader):
 
     Args:
         options: the query's.
-        path: the planner's module search path. It has the modules of --py-files, which Spark 4.2 passes to the planner
-            and to executors, but not to the stream reader on the planner's host.
         load: the id of the load(), of which only one query may run at a time; empty: not checked.
     """
 
-    def __init__(self, options: Options, path: Sequence[str] = (), load: str = "") -> None:
+    def __init__(self, options: Options, load: str = "") -> None:
         self._options = options
-        self._path = tuple(path)
         self._load = load
         self._lock: LoadLock | None = None
         self._ran_batch = False
@@ -122,7 +118,7 @@ class GroupStreamReader(compatibility.CheckedPickle, DataSourceStreamReader):
 
     def __getstate__(self) -> dict[str, Any]:
         unopened = dict.fromkeys(("_lock", "_coordinator", "_control_server", "_endpoint"))
-        return {"_options": self._options, "_path": self._path, "_load": self._load, "_ran_batch": False, **unopened}
+        return {"_options": self._options, "_load": self._load, "_ran_batch": False, **unopened}
 
     # --- in the stream reader process -------------------------------------------------------------------------------
 
@@ -206,7 +202,6 @@ class GroupStreamReader(compatibility.CheckedPickle, DataSourceStreamReader):
             from spark_group_source.runtime.coordinator import Coordinator
 
             _prepare_process()
-            sys.path += [entry for entry in self._path if entry not in sys.path]
             if self._load and self._lock is None:
                 lock = LoadLock(self._load)
                 lock.acquire(wait_s=LOAD_WAIT_S)

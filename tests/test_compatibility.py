@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import os
 import pickle
 import re
 import subprocess
@@ -13,6 +14,7 @@ from typing import Any
 
 import pyspark
 import pytest
+from crash.standalone import python_without_package
 from pyspark import cloudpickle
 from pyspark.sql.types import StructType
 from typer.testing import CliRunner
@@ -264,6 +266,27 @@ def test_an_executor_with_another_version_reports_both(pickled: bytes, monkeypat
     monkeypatch.setattr(spark_group_source, "__version__", "9.9")
     with pytest.raises(ImportError, match=r"has spark-group-source 9\.9, but the driver has \d+\.\d+\.\d+\."):
         pickle.loads(pickled)
+
+
+def test_a_stream_reader_finds_the_package_where_the_planner_has_it(pickled: bytes, tmp_path: Path) -> None:
+    """Spark passes the modules of --py-files to the planner and to tasks, but not to the stream reader."""
+    assert unpickled_without_package(pickled, tmp_path).stdout.strip() == "KafkaGroupDataSource"
+
+
+def test_a_task_does_not_look_for_the_package_in_folders_of_the_drivers_host(pickled: bytes, tmp_path: Path) -> None:
+    task = "import pyspark; pyspark.TaskContext._setTaskContext(pyspark.TaskContext())"
+    assert "has no package spark_group_source" in unpickled_without_package(pickled, tmp_path, task).stderr
+
+
+def unpickled_without_package(pickled: bytes, home: Path, before: str = "") -> "subprocess.CompletedProcess[str]":
+    """Unpickle in a process whose Python has the package's dependencies only, and print the type of the source."""
+    (home / "pickled").write_bytes(pickled)
+    code = f"{before}\nimport pickle\nprint(type(pickle.load(open('pickled', 'rb'))[0]).__name__)"
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return subprocess.run(
+        [str(python_without_package(home)), "-c", code],
+        capture_output=True, text=True, cwd=home, env=environment, check=False,
+    )  # fmt: skip
 
 
 # --- the command line ------------------------------------------------------------------------------------------------

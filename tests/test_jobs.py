@@ -14,9 +14,10 @@ import pytest
 import typer
 from delta_files import living_rows
 from deltalake import DeltaTable
+from pyspark.errors import AnalysisException
 from typer.testing import CliRunner
 
-from spark_group_source import command_line
+from spark_group_source import KafkaGroupDataSource, command_line
 from spark_group_source.cli import run as job
 from spark_group_source.cli.app import app
 from spark_group_source.local import conf
@@ -233,6 +234,27 @@ def test_a_name_that_the_next_run_would_not_find_is_refused(
         job._refuse_lost_name(spark, table)
 
 
+@pytest.mark.parametrize("condition", ["", "DATA_SOURCE_ALREADY_EXISTS", "DATA_SOURCE_NOT_FOUND"])
+def test_the_job_registers_the_source_unless_spark_has_found_it(
+    condition: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Spark does not find it if the package came with --py-files; Spark 4.0 refuses what it has found."""
+    registered: list[object] = []
+
+    def register(source: object) -> None:
+        registered.append(source)
+        if condition:
+            error = AnalysisException("refused")
+            monkeypatch.setattr(error, "getCondition", lambda: condition)
+            raise error
+
+    session: Any = SimpleNamespace(dataSource=SimpleNamespace(register=register))
+    refused = condition == "DATA_SOURCE_NOT_FOUND"
+    with pytest.raises(AnalysisException, match="refused") if refused else nullcontext():
+        job._register_source(session)
+    assert registered == [KafkaGroupDataSource]
+
+
 def test_source_error_is_one_line_without_stack_trace(
     arguments: Any, spark: "SparkSession", tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
@@ -258,4 +280,6 @@ def test_reason_is_the_message_with_its_commands() -> None:
     with_commands = wrapped.replace("does not exist", f"does not exist:{commands}")
     assert job.reason(RuntimeError(with_commands)) == f"TopicMissing: topic 'a' does not exist:{commands}"
     assert job.reason(RuntimeError("first\nsecond")) == "first"
+    of_java = "An error occurred while calling o39.load.\n: org.apache.spark.NotFound: [NOT_FOUND] Failed\n\tat org."
+    assert job.reason(RuntimeError(of_java)) == "org.apache.spark.NotFound: [NOT_FOUND] Failed"
     assert job.reason(KeyError()) == "KeyError()"

@@ -58,7 +58,7 @@ WALLS: dict[str, set[str]] = {
     "delta": VALUES | {"protocol", "host"},  # the sink reports durable batches to the run on the same host
     "local": VALUES,
     "metrics": VALUES | {"options", "protocol", "kafka"},
-    "cli": VALUES | {"options", "protocol", "kafka", "host", "delta", "local", "metrics"},
+    "cli": VALUES | {"options", "protocol", "kafka", "host", "delta", "local", "metrics", "source"},
 }
 """What each package may import besides itself. These limits keep the protocol pure, and source and sink apart."""
 

@@ -128,6 +128,7 @@ def run(
         columns = tuple(partition_by or ())
         sink = DeltaSink(table, transform=transform, partition_by=columns, merge_schema=merge_schema)
         options = {name: value for name, value in source.items() if value is not None}
+        _register_source(spark)
         rows = spark.readStream.format("kafka-group").options(**options).load()
         writer = rows.writeStream.foreachBatch(sink).option("checkpointLocation", checkpoint)
         _stop_on_signals()
@@ -288,6 +289,19 @@ def _session(name: str) -> "SparkSession":
     return builder.getOrCreate()
 
 
+def _register_source(spark: "SparkSession") -> None:
+    """Register the source: Spark does not find it by itself if the package came with ``--py-files``."""
+    from pyspark.errors import AnalysisException
+
+    from spark_group_source.source import KafkaGroupDataSource
+
+    try:
+        spark.dataSource.register(KafkaGroupDataSource)
+    except AnalysisException as exc:
+        if exc.getCondition() != "DATA_SOURCE_ALREADY_EXISTS":  # Spark 4.0, where it has found the source by itself
+            raise
+
+
 def _check_delta(spark: "SparkSession") -> None:
     if _on_databricks() or not compatibility.has_delta_release():
         return  # without a release, DeltaSink writes natively
@@ -341,4 +355,6 @@ def reason(exc: BaseException) -> str:
     if found := _MESSAGE.findall(text):
         return ": ".join(found[-1])
     lines = [line.strip() for line in text.splitlines() if line.strip()]
+    if len(lines) > 1 and lines[0].startswith("An error occurred while calling"):  # py4j; Java's error follows
+        return lines[1].lstrip(": ")
     return lines[0] if lines else repr(exc)

@@ -45,14 +45,14 @@ class RevealingSource(KafkaGroupDataSource):
 
     def streamReader(self, schema: StructType) -> GroupStreamReader:
         reader = super().streamReader(schema)
-        return RevealingReader(reader._options, reader._path, self._secret_file)
+        return RevealingReader(reader._options, self._secret_file)
 
 
 class RevealingReader(AdmissionControlReader):
     """The reader of :class:`RevealingSource`."""
 
-    def __init__(self, options: Options, path: Sequence[str], secret_file: str) -> None:
-        super().__init__(options, path)
+    def __init__(self, options: Options, secret_file: str) -> None:
+        super().__init__(options)
         self._secret_file = secret_file
 
     def __getstate__(self) -> dict[str, Any]:
