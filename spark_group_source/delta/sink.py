@@ -326,6 +326,7 @@ class _BatchCommit:
 
                 for offset in (o for o in self.planned.offsets if o.group == group):
                     ledger_transfer.check_new_group(self.df.sparkSession, history, offset, ways)
+                self._refuse_uncounted_rows(history, group)
         except LedgerExpired as expired:
             return self._new_ledger(history, group, expired)
         return ledger
@@ -336,6 +337,32 @@ class _BatchCommit:
             history,
             ledger,
             after=-1 if known is None else known.table_version,
+        )
+
+    def _refuse_uncounted_rows(self, history: TableHistory, group: str) -> None:
+        """Refuse the first batch of a group if the table has rows at or behind its start, and the table's log does not
+        reach back to its creation: it may be a clone, and the log had the CLONE that names the table with the ledger.
+
+        Raises:
+            LedgerConflict: rows would be written twice.
+        """
+        if any(commit.version == 0 for commit in history.commits()):
+            return
+        starts = self._starts(group)
+        ends = self.table.row_ends(starts)
+        behind = sorted((tp, end) for tp, end in (ends or {}).items() if end > starts[tp])
+        if not behind:
+            return
+        table, (tp, end) = self.table.table, behind[0]
+        raise LedgerConflict(
+            f"table {table} has no ledger of group {group!r}, has rows of {tp} up to offset {end - 1}, and batch "
+            f"{self.planned.batch_id} starts at {starts[tp]}. The table's log does not reach back to its creation "
+            "(delta.logRetentionDuration), so it may be a clone of a table that has the ledger. Which records of the "
+            "batch it has is not recorded there, so nothing was written. Stop the query, run one of these commands, "
+            "and start the query with the same checkpoint:"
+            + command_line.alternatives(self._ways_to_continue(group, ends)),
+            table=table,
+            group=group,
         )
 
     def _log_ledger(self, history: TableHistory, group: str, ledger: Ledger | None) -> None:
@@ -419,9 +446,10 @@ class _BatchCommit:
         """
         table, batch_id, starts = self.table.table, self.planned.batch_id, self._starts(group)
         here = table_names.reset_command(group, table, "--to-checkpoint", self.planned.root, "--batch", str(batch_id))
-        behind = {tp: end for tp, end in (ends or {}).items() if end > starts[tp]}
-        if not behind:
+        if not any(end > starts[tp] for tp, end in (ends or {}).items()):
             return {f"continue where batch {batch_id} starts": here}
+        # Also the other partitions: after a reset the query reads the committed offsets of all, which may be behind.
+        behind = {tp: max(start, (ends or {}).get(tp, start)) for tp, start in starts.items()}
         to_ends = table_names.reset_command(group, table, *table_names.to_offsets(behind))
         return {
             "continue behind the rows in the table": to_ends,

@@ -268,6 +268,20 @@ def test_commands_for_an_expired_ledger_whose_rows_end_behind_the_batch(
     assert offsets_in(table) == list(range(30))
 
 
+def test_the_command_for_an_expired_ledger_names_partitions_whose_rows_end_at_the_batch_too(
+    query: Query, table: Path
+) -> None:
+    """The reset voids the batch, and the query reads the committed offset of each partition, which may be behind."""
+    for n in range(2):
+        ranges = {("orders", 0): (10 * n, 10 * n + 10), ("orders", 1): (5 * n, 5 * n + 5)}
+        query.run(query.sink(table), n, offset(n, ranges))
+    expire_log(table)
+    again = offset(1, {("orders", 0): (10, 20), ("orders", 1): (10, 12)})
+    behind, _ = commands(refused(lambda: query.run(query.sink(table), 1, again)))
+    named = shlex.split(behind)
+    assert json.loads(named[named.index("--to-offsets") + 1]) == {"orders": {"0": 20, "1": 10}}
+
+
 def test_a_reset_to_an_expired_ledger_names_the_end_of_the_rows(query: Query, table: Path, admin: OffsetModel) -> None:
     """A running query knows its ledger, and the command that it prints does not: it could only name Kafka's offsets."""
     query.run(query.sink(table), 0, offset(0, one(0, 10)))
@@ -373,6 +387,31 @@ def test_commands_for_a_clone_whose_source_cannot_be_read(
     query.run(query.sink(clone), 1, refused_batch)
     continue_query(query, clone, admin, 2, 30)
     assert rows(clone) == records(0, 30)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_commands_for_a_clone_whose_log_no_longer_has_the_clone(
+    query: Query, table: Path, admin: OffsetModel, again: bool
+) -> None:
+    for n in range(2):
+        query.run(query.sink(table), n, offset(n, one(n * 10, n * 10 + 10)))
+    clone = clone_of(table, 2, table.parent / "clone")
+    expire_log(clone)
+    admin.commit(15)
+    refused_batch = offset(2, one(15, 30))
+    printed = commands(refused(lambda: query.run(query.sink(clone), 2, refused_batch)))
+    run_command(printed[again])
+    query.run(query.sink(clone), 2, refused_batch)
+    continue_query(query, clone, admin, 3, 30)
+    assert offsets_in(clone) == sorted([*range(30), *(range(15, 20) if again else ())])
+
+
+def test_a_group_starts_at_the_end_of_the_rows_of_a_table_whose_log_was_cleaned_up(query: Query, table: Path) -> None:
+    query.run(query.sink(table), 0, offset(0, one(0, 10)))
+    clone = clone_of(table, 1, table.parent / "clone")
+    expire_log(clone)
+    query.run(query.sink(clone), 1, offset(1, one(10, 20)))
+    assert rows(clone) == records(0, 20)
 
 
 @pytest.mark.parametrize("first", ["restored", "replaced"])
