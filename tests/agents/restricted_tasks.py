@@ -1,9 +1,10 @@
 """Tasks of one executor, without Spark: a daemon that forks workers, as Spark's does, and their tasks one by one.
 
-Runs in: processes of tests. Arguments, as one JSON object: ``task``, the arguments of a PlannedTask; ``options``;
-``workers``, which run one after the other; ``tasks`` of each worker, the next one when the agents of the last one have
-ended, if ``wait``; ``threads``, how many more the workers' user may start. Prints a line for each task: how many agents
-its worker has started. Log lines are on standard error.
+Runs in: processes of tests. Arguments, as one JSON object: ``task``, the arguments of a PlannedTask, or null as with
+``memberHost=driver``; ``options``; ``workers``, which run one after the other; ``tasks`` of each worker, the next one
+when the agents of the last one have ended, if ``wait``; ``threads``, how many more the workers' user may start;
+``records``, how many of partition 0 each task reads. Prints a line for each task: how many agents its worker has
+started. Log lines are on standard error.
 """
 
 import json
@@ -19,17 +20,27 @@ import restricted
 from spark_group_source.agents import agent_folder
 from spark_group_source.agents.channel.handshake import Secret
 from spark_group_source.agents.task import PlannedTask
-from spark_group_source.model import Piece
+from spark_group_source.model import OffsetRange, Piece, TopicPartition
 from spark_group_source.options.table import Options
 from spark_group_source.source import GroupStreamReader, RangesPartition
 
 
 def main(
-    task: dict[str, Any], options: dict[str, str], *, workers: int, tasks: int, wait: bool, threads: int | None
+    task: dict[str, Any] | None,
+    options: dict[str, str],
+    *,
+    workers: int,
+    tasks: int,
+    wait: bool,
+    threads: int | None,
+    records: int = 0,
 ) -> None:
     logging.basicConfig(level="WARNING", format="%(message)s")
-    task |= {"addresses": tuple(map(tuple, task["addresses"])), "secret": Secret.from_hex(task["secret"])}
-    planned = PlannedTask(**task)
+    planned = None
+    if task is not None:
+        task |= {"addresses": tuple(map(tuple, task["addresses"])), "secret": Secret.from_hex(task["secret"])}
+        planned = PlannedTask(**task)
+    ranges = (OffsetRange(TopicPartition(options["subscribe"], 0), 0, records),) if records else ()
     reader = GroupStreamReader(Options.parse(options))
     for _ in range(workers):
         if os.fork() == 0:
@@ -38,7 +49,8 @@ def main(
                     restricted.limit_threads(threads)
                 started: list[subprocess.Popen[bytes]] = []
                 for _ in range(tasks):
-                    assert not list(reader.read(RangesPartition(Piece(), planned)))
+                    read = reader.read(RangesPartition(Piece(ranges), planned))
+                    assert sum(batch.num_rows for batch in read) == records
                     started += [agent for agent in agent_folder._started if agent not in started]
                     sys.stdout.write(f"{len(started)}\n")
                     sys.stdout.flush()
