@@ -51,6 +51,7 @@ class PositionLookups:
         self._period = 0
         self._knows_resets = False  # those from before this period
         self._reads_resets_of: int | None = None  # the period whose first lookup is in flight
+        self._first_lookup: tuple[TopicPartition, ...] = ()  # the partitions that it looks up
         self._failures = self._unanswered = 0
         self._retry_at_ms: int | None = None
         self._paused: frozenset[TopicPartition] = frozenset()  # those whose lookup is repeated then
@@ -64,7 +65,8 @@ class PositionLookups:
         paused = self._paused if self._retry_at_ms is not None else frozenset()
         if self._reads_resets_of is None and (tps := self._partitions.begin_lookups(paused)):
             notes_only = self._partitions_with_notes(tps)
-            self._reads_resets_of = self._period if notes_only else None
+            if notes_only:
+                self._reads_resets_of, self._first_lookup = self._period, tps
             self._out.order(ev.FetchCommittedOffsets(partitions=tps, notes_only=notes_only))
 
     def deadlines_ms(self) -> list[int]:
@@ -223,7 +225,8 @@ class PositionLookups:
         Args:
             reason: why it failed.
         """
-        self._reads_resets_of = None
+        if partitions == self._first_lookup:
+            self._reads_resets_of = None
         self._paused = frozenset(partitions)
         self._partitions.fail_lookups(partitions)
         self._retry_at_ms = self._out.now_ms + pause_ms(self._failures)

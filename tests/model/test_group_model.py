@@ -243,7 +243,10 @@ class GroupRun:
             }
         model.reset_number, model.seq = offset.reset_number, offset.seq - (not durable)
         positions = dict(offset.uncommitted) | {tp: pair[durable] for tp, pair in offset.ranges.items()}
-        model.memory = {tp: (at, offset.last_batches.get(tp, (model.seq, 0))[0]) for tp, at in positions.items()}
+        as_of = dict.fromkeys(offset.ranges, model.seq)  # the batch did not read the others
+        model.memory = {
+            tp: (at, as_of.get(tp, offset.last_batches.get(tp, (offset.seq - 1, 0))[0])) for tp, at in positions.items()
+        }
         model.start = {tp: start for tp, (_, start) in offset.last_batches.items()}
         if durable:
             model.unsure = {tp: start for tp, (start, _) in offset.ranges.items()}
@@ -360,7 +363,7 @@ class GroupRun:
         self.now_ms += ms
         for slot, leaving in self.model.leaving.items():
             if self.now_ms - self.revoked_at[slot] >= HOLD_BUDGET_MS:
-                for tp in [tp for tp in leaving if self.model.must_hold(tp, self.on_its_way())]:
+                for tp in list(leaving):
                     self.model.drop(tp)
         self.send(ev.Tick())
 

@@ -3,6 +3,7 @@
 import pytest
 from kit.harness import STREAM, GroupHarness, only, tps
 
+from spark_group_source.errors import BrokerUnavailable
 from spark_group_source.protocol import events as ev
 from spark_group_source.protocol.lookups import UNANSWERED_MAX
 from spark_group_source.protocol.offsets import StreamOffset
@@ -122,6 +123,15 @@ def test_first_lookup_reads_all_notes_for_a_reset(
     answered = pair.committed({A: 100})
     assert answered == [ev.FetchCommittedOffsets(partitions=(B,))]
     assert answered[0].notes_only == ()  # type: ignore[union-attr]
+
+
+def test_failure_of_an_earlier_lookup_does_not_repeat_the_first_lookup_of_all_notes(group: GroupHarness) -> None:
+    group.settled(A)
+    late = only(ev.FetchCommittedOffsets, group.assigned(B))[0]
+    group.lost(A, B)
+    assert set(only(ev.FetchCommittedOffsets, group.assigned(A))[0].notes_only) >= {B, C}
+    group.feed(ev.LookupFailed(partitions=late.partitions, error=BrokerUnavailable("no coordinator")))
+    assert group.assigned(C) == []
 
 
 def test_never_committed_partition_repeats_its_last_batch_after_a_reset(fresh: GroupHarness) -> None:
