@@ -1,6 +1,6 @@
 """An ordinary consumer of a simulated group: it processes, commits, and releases partitions at once.
 
-Runs in: tests. It processes at least once, as ordinary consumers do. Deliberately absent: periodic commits.
+Runs in: tests. It processes at least once, as ordinary consumers do. Deliberately absent: commits in a transaction.
 """
 
 from collections.abc import Callable
@@ -13,18 +13,32 @@ from kit.kafka_group import Code, Entry, Group
 from kit.world import Process, World
 from spark_group_source.model import TopicPartition
 
+UNSTORED_MAX = 3
+"""Offsets that it has processed and leaves out of a commit by timer, as if it were still at them."""
+
 
 class OrdinaryMember:
     """An ordinary consumer: it processes, commits, and releases partitions at once.
 
     Args:
         brief: whether it leaves after its first commit.
+        commits_every_ms: it commits by a timer, in the middle of what it processed; None: after each range.
     """
 
     def __init__(
-        self, world: World, cluster: Cluster, group: Group, truth: Invariants, *, name: str, brief: bool = False
+        self,
+        world: World,
+        cluster: Cluster,
+        group: Group,
+        truth: Invariants,
+        *,
+        name: str,
+        brief: bool = False,
+        commits_every_ms: int | None = None,
     ) -> None:
-        self._brief = brief
+        self.timed_commits = 0
+        self._brief, self._every_ms, self._timed_ms = brief, commits_every_ms, 0
+        self._stored: dict[TopicPartition, int] = {}  # where it started, or what it committed by timer last
         self.process = Process(world, name)
         self.reader = Reader(name, name)
         self._draws = self.process.draws("processing")
@@ -77,7 +91,8 @@ class OrdinaryMember:
             for tp, entry in found.items():
                 if tp in self._client.owned and tp not in self._at:
                     log = self._cluster.log(tp)
-                    self._at[tp] = entry.offset if entry is not None else 0 if log is None else log.first
+                    at = entry.offset if entry is not None else 0 if log is None else log.first
+                    self._at[tp] = self._stored[tp] = at
                     self._ids.pop(tp, None)
 
         self._world.note(f"{self.process.name} has {_names(op.tps)} in addition")
@@ -115,16 +130,30 @@ class OrdinaryMember:
             id_ = self._cluster.topics[tp.topic].id
             known, self._ids[tp] = self._ids.get(tp, id_), id_
             at = self._at[tp] = max(log.first, before) if known == id_ else log.first
+            self._stored[tp] = self._stored[tp] if known == id_ else at
             end = min(log.end, at + self._draws.between(1, 10))
             if end > at:
                 ranges[tp] = (at, end)
         if ranges:
             self._truth.processed_by(self.reader, ranges)
             self._at.update({tp: end for tp, (_, end) in ranges.items()})
-            self._busy = True
-            self._commit({tp: end for tp, (_, end) in ranges.items()}, self._free)
+            if self._every_ms is None:
+                self._busy = True
+                self._commit({tp: end for tp, (_, end) in ranges.items()}, self._free)
             if self._brief:
                 self.leave()
+        if self._every_ms is not None and self._world.now_ms - self._timed_ms >= self._every_ms:
+            self._commit_by_timer(UNSTORED_MAX if ranges else 0)
+
+    def _commit_by_timer(self, unstored_max: int) -> None:
+        draws, self._timed_ms = self.process.draws("timer"), self._world.now_ms
+        stored = {tp: at - draws.between(0, unstored_max) for tp, at in sorted(self._at.items())}
+        offsets = {tp: at for tp, at in stored.items() if at > self._stored.get(tp, at)}
+        if offsets:
+            self._busy = True
+            self._stored |= offsets
+            self.timed_commits += 1
+            self._commit(offsets, self._free)
 
     def _free(self) -> None:
         self._busy = False

@@ -95,6 +95,7 @@ class Scene:
         self.queries = [self._query(name) for name in ("a", "b")[: random.choice([1, 1, 2])]]
         truth.ledgers = bool(self.tables)
         self.others: list[OrdinaryMember] = []
+        self.others_commit_every_ms: int | None = None  # ordinary consumers commit by timer
         self.deleted: set[str] = set()  # topics that will be recreated
         self._at_rest_since_ms = 0  # when the group became stable
         self.closed = False  # an operator needs an empty group
@@ -201,7 +202,15 @@ class Scene:
         if self.closed:
             return
         name = f"other{len(self.others) + 1}"
-        other = OrdinaryMember(self.world, self.cluster, self.group, self.truth, name=name, brief=brief)
+        other = OrdinaryMember(
+            self.world,
+            self.cluster,
+            self.group,
+            self.truth,
+            name=name,
+            brief=brief,
+            commits_every_ms=None if brief else self.others_commit_every_ms,
+        )
         self.others.append(other)
         other.start()
 

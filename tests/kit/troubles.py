@@ -16,6 +16,9 @@ SMALL_COMMITS = (1, 2, 3)
 """How many offsets the coordinator accepts in one request."""
 NO_TOPIC_SHARE = 0.04
 NO_TOPIC_MS = (2_000, 20_000)
+TIMED_SHARE = 0.15
+"""Share of the histories in which ordinary consumers commit by timer."""
+TIMED_MS = (500, 5_000)
 LEADERLESS_SHARE = 0.3
 LEADERLESS_MS = (2_000, 15_000, 60_000, 200_000)
 """How long a partition has no leader: an election, or until a broker is repaired."""
@@ -33,11 +36,19 @@ class Troubles:
 
     @staticmethod
     def kinds() -> tuple[str, ...]:
-        return ("leaderless partition", "leaderless before it was read", "commit too large", "no topic matches")
+        return (
+            "leaderless partition",
+            "leaderless before it was read",
+            "commit too large",
+            "no topic matches",
+            "commit by timer",
+        )
 
     def outcome(self) -> dict[str, int]:
         """How often each kind happened."""
-        return dict(self.happened + Counter({"commit too large": self.scene.cluster.commits_refused}))
+        timed = sum(other.timed_commits for other in self.scene.others)
+        more = Counter({"commit too large": self.scene.cluster.commits_refused, "commit by timer": timed})
+        return dict(self.happened + more)
 
     def begin(self) -> None:
         draws = self.world.draws("trouble: sizes")
@@ -50,6 +61,10 @@ class Troubles:
         if draws.chance(LEADERLESS_SHARE):
             self.scene.leaders_return_ms = CALM_LEADERLESS_MS
             self.world.at(draws.choice([0, *LEADERLESS_EVERY_MS]), lambda: self._lose_leader(draws))
+
+        draws = self.world.draws("trouble: timers")
+        if draws.chance(TIMED_SHARE):
+            self.scene.others_commit_every_ms = draws.choice(TIMED_MS)
 
     def _no_topic(self, ms: int) -> None:
         """The queries subscribe to a pattern, and its topics are created later."""
