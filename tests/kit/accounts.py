@@ -164,15 +164,25 @@ class Accounts(Books):
             if tp in self.books and table in self.books[tp].rows:
                 self.books[tp].rows[table] = {row for row in self.books[tp].rows[table] if row < at}
 
-    def explains(self, tps: Iterable[TopicPartition]) -> bool:
+    def explains(self, tps: Iterable[TopicPartition], starts: Mapping[TopicPartition, int], party: str) -> bool:
         """Return whether a person is rightly needed: a checkpoint was lost, or an operator, retention, an election or a
-        new topic changed all of these partitions, or any partition if none is named."""
+        new topic changed all of these partitions, or any partition if none is named; or the refused batch of ``party``
+        starts at offsets that it cannot distinguish from an operator's rewind."""
         named = list(tps)
         if self.checkpoints_lost:
             return True
         if not named:
             return any(self._was_changed(tp) for tp in self.books) or bool(self._former)
-        return all(tp not in self.books or self._was_changed(tp) for tp in named)
+        unclear = {tp for tp, start in starts.items() if tp in self.books and self._is_ambiguous(tp, start, party)}
+        return all(tp not in self.books or tp in unclear or self._was_changed(tp) for tp in named)
+
+    def _is_ambiguous(self, tp: TopicPartition, start: int, party: str) -> bool:
+        """Return whether an ordinary consumer committed this start, and a query of another stream wrote its record:
+        only that one knows that Kafka had not its batch then, or that it wrote the batch after that commit."""
+        book = self.books[tp]
+        at = start - book.start
+        is_of_another = 0 <= at < len(book.first) and book.first[at].party != party
+        return is_of_another and any(entry.stream is None and entry.offset == start for _, entry in book.commits)
 
     def _was_changed(self, tp: TopicPartition) -> bool:
         book = self.books[tp]

@@ -249,7 +249,7 @@ class Scene:
         if isinstance(error, RebalanceTimeout):
             self._judge_timeout(run, error)
         query = run.query
-        if isinstance(error, (DataLoss, LedgerConflict)) and not self.truth.explains(_partitions_of(error)):
+        if isinstance(error, (DataLoss, LedgerConflict)) and not self._needs_a_person(run, error):
             raise self._violation(f"{run.process.name} needs a person, although nothing happened: {error}")
         if isinstance(error, (DataLoss, TopicMissing)):
             query.habits = replace(query.habits, options=query.habits.options | {"failOnDataLoss": "false"})
@@ -260,6 +260,11 @@ class Scene:
         delay_ms = self.world.draws(f"restarts of {query.name}").choice(START_AGAIN_MS)
         delay_ms = self._restarts_ms.pop(run.process.name, delay_ms)
         self.world.at(delay_ms, lambda: self.start(query) if query.runs[-1] is run else None)
+
+    def _needs_a_person(self, run: SparkRun, error: DataLoss | LedgerConflict) -> bool:
+        refused = error.fields.get("refused")
+        starts = {TopicPartition(t, p): start for t, p, start, _ in refused} if isinstance(refused, list) else {}
+        return self.truth.explains(_partitions_of(error), starts, run.reader.party)
 
     def _judge_fenced(self, run: SparkRun, error: SourceError) -> None:
         """The newest run of a query may be fenced only by an older run that was still initializing its producer when

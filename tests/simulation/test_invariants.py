@@ -192,3 +192,20 @@ def test_a_run_skips_no_record_from_the_committed_offset_on(scene: Scene, seq: i
     third = successor(scene, seq=seq)
     with pytest.raises(Violation, match="its last range ended at 4"):
         scene.truth.planned(third, offset(third, 2, start, 20))
+
+
+@pytest.mark.parametrize(("party", "start", "explained"), [("b", 4, True), ("a", 4, False), ("b", 3, False)])
+def test_only_a_query_that_did_not_write_the_records_may_take_an_ordinary_commit_for_a_rewind(
+    scene: Scene, party: str, start: int, explained: bool
+) -> None:
+    scene.truth.produce(TP, 10)
+    writer, client = scene.member("a.1", stream="a")
+    other, ordinary = scene.member("other")
+    scene.assign(client)
+    scene.truth.planned(writer, offset(writer, 0, 0, 10))
+    scene.truth.processed_by(writer, {TP: (0, 10)}, table="t")
+    scene.truth.ended(writer)
+    scene.assign(ordinary)
+    scene.truth.processed_by(other, {TP: (0, 4)})
+    scene.commit(other, 4)
+    assert scene.truth.explains([TP], {TP: start}, party) == explained
