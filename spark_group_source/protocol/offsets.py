@@ -47,6 +47,8 @@ class StreamOffset:
     """Partitions whose start came from a commit that no stream made."""
     started: frozenset[TopicPartition] = frozenset()
     """Partitions without a committed offset that start where ``startingOffsets`` says, after their first record."""
+    behind: Mapping[TopicPartition, int] = field(default_factory=dict)
+    """Partitions of ``ranges`` of which Kafka may lack earlier batches of this stream: how many offsets these read."""
     leader_epochs: Mapping[TopicPartition, int] = field(default_factory=dict)
     """The leader epochs under which the ends were read, where known (:class:`data_loss.LeaderEpochs`)."""
     truncated_from: Mapping[TopicPartition, int] = field(default_factory=dict)
@@ -102,7 +104,9 @@ class StreamOffset:
         for topic in sorted(by_topic.keys() | self.topic_ids.keys() | self.known.keys()):
             tps = sorted(by_topic.get(topic, ()))
             bounds = [self.ranges[tp] for tp in tps]
-            entry: dict[str, Any] = {"from": [start for start, _ in bounds]}
+            behind = [self.behind.get(tp, 0) for tp in tps]
+            entry: dict[str, Any] = {"behind": behind} if any(behind) else {}
+            entry |= {"from": [start for start, _ in bounds]}
             entry |= {"id": self.topic_ids.get(topic, ""), "known": self.known.get(topic, 0)}
             leaders = [self.leader_epochs.get(tp, UNKNOWN_EPOCH) for tp in tps]
             if any(epoch != UNKNOWN_EPOCH for epoch in leaders):
@@ -165,6 +169,7 @@ def _parse(doc: Mapping[str, Any]) -> StreamOffset:
     ids: dict[str, str] = {}
     known: dict[str, int] = {}
     leaders: dict[TopicPartition, int] = {}
+    behind: dict[TopicPartition, int] = {}
     for topic, entry in doc["topics"].items():
         if entry["id"]:  # empty for a topic of which no partition was assigned yet
             ids[topic] = str(entry["id"])
@@ -173,9 +178,13 @@ def _parse(doc: Mapping[str, Any]) -> StreamOffset:
         epochs = entry.get("leaders", UNKNOWN_EPOCH)
         if type(epochs) is int:
             epochs = [epochs] * len(tps)
-        for tp, start, size, epoch in zip(tps, entry["from"], entry["read"], epochs, strict=True):
-            if not (type(start) is type(size) is type(epoch) is int) or start < 0 or size < 0:
-                raise ValueError(f"range [{start!r}, +{size!r}), leader epoch {epoch!r} of {tp}")
+        late = entry.get("behind", [0] * len(tps))
+        for tp, start, size, epoch, count in zip(tps, entry["from"], entry["read"], epochs, late, strict=True):
+            are_numbers = type(start) is type(size) is type(epoch) is type(count) is int
+            if not are_numbers or size < 0 or not 0 <= count <= start:
+                raise ValueError(f"range [{start!r}, +{size!r}), leader epoch {epoch!r}, behind {count!r} of {tp}")
+            if count:
+                behind[tp] = count
             ranges[tp] = (start, start + size)
             if epoch != UNKNOWN_EPOCH:
                 leaders[tp] = epoch
@@ -195,6 +204,7 @@ def _parse(doc: Mapping[str, Any]) -> StreamOffset:
         reset_number=reset_number,
         followed=_partitions(doc.get("followed", {})),
         started=_partitions(doc.get("started", {})),
+        behind=behind,
         leader_epochs=leaders,
         truncated_from=_numbers(doc.get("truncated_from", {})),
         lost_from=_numbers(doc.get("lost_from", {})),

@@ -100,10 +100,11 @@ class Partitions:
             self._in_flight = offset.spans  # partitions join the batch as they are assigned
         for tp, (start, until) in offset.ranges.items():
             lost = offset.lost_from.get(tp)
+            first = start - offset.behind.get(tp, 0)
             if replay:
-                memory = Memory(Position(start, start, jumped_from=lost), LastBatch(self.seq, replays_next=True))
+                memory = Memory(Position(start, first, jumped_from=lost), LastBatch(self.seq, replays_next=True))
             else:
-                first = start if uncommitted else until
+                first = first if uncommitted else until
                 memory = Memory(Position(until, first), LastBatch(self.seq, start if lost is None else lost))
             if tp in offset.truncated_from:
                 memory.position.origin, memory.position.jumped_from = Origin.TRUNCATED, offset.truncated_from[tp]
@@ -289,7 +290,7 @@ class Partitions:
             is_inside = at.offset - at.uncommitted <= offset < at.offset and at.origin is Origin.STREAM
             if last.replays_next:  # a former run's batch: not counted when the partition was lost
                 self._counts.possible_duplicates += end - start
-            elif last.start is not None and last.start <= offset < at.offset:
+            elif last.start is not None and min(last.start, at.offset - at.uncommitted) <= offset < at.offset:
                 self._counts.possible_duplicates += at.offset - offset
         if start < end and start <= offset <= end:
             expected, is_inside = end, True

@@ -444,9 +444,7 @@ class SparkRun:
         self._step(5, self.query.habits.sink_ms_max)
         self.query.sink.write(self, offset, self._read)
         self._truth.durable(self.reader, offset)
-        # Where Kafka has not the batch before either, the checkpoint does not show where another consumer may start.
-        behind = self.watched is None or not self.watched.all_committed
-        if self.host_dies is not None and number not in self.query.checkpoint.commits and not behind:
+        if self.host_dies is not None and number not in self.query.checkpoint.commits:
             self.query.checkpoint.commits.add(number)
             self.host_dies()
             self.kill("its host dies")

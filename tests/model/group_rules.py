@@ -46,7 +46,7 @@ class Model:
     start: Offsets = field(default_factory=dict)
     """The start of the last batch of the checkpoint."""
     unsure: Offsets = field(default_factory=dict)
-    """The same, if the batch is durable and no run is known to have committed it."""
+    """From where on Kafka may lack batches of this stream, where no run is known to have committed them."""
     before: Offsets = field(default_factory=dict)
     """The position before a reset, without the last batch."""
     pending: Ranges = field(default_factory=dict)
@@ -89,7 +89,8 @@ class Model:
                 self.duplicates += end - start if tp in self.replayed else 0
                 if ours is not None and tp not in self.followed:
                     inside |= (self.unsure.get(tp, ours) if known is None else known) <= at < ours
-                if ours is not None and tp not in self.replayed and self.start.get(tp, ours) <= at < ours:
+                since = min(self.start.get(tp, ours or 0), self.unsure.get(tp, ours or 0) if known is None else known)
+                if ours is not None and tp not in self.replayed and tp in self.start and since <= at < ours:
                     self.duplicates += ours - at
             elif ours is not None and found.seq < as_of and not self.followed_back(found, tp, as_of):
                 at = max(at, ours)  # else the commit is as new as the memory, and may have followed a rewind
@@ -173,6 +174,10 @@ class Model:
     def plannable(self) -> Offsets:
         away = {tp for tps in self.leaving.values() for tp in tps} | self.foreign
         return {tp: at for tp, at in self.position.items() if tp not in away and not self.is_reading(tp)}
+
+    def base(self, tp: TopicPartition) -> int:
+        """From where on Kafka may lack batches of this stream."""
+        return self.committed.get(tp, self.began[tp])
 
     def must_hold(self, tp: TopicPartition, on_its_way: set[TopicPartition]) -> bool:
         if tp not in self.position:

@@ -207,6 +207,9 @@ class GroupRun:
         since = {tp: (model.memory[tp][1], model.start[tp]) for tp in away}
         assert offset.last_batches == since
         assert offset.followed == model.followed & ranges.keys()
+        assert offset.behind == {
+            tp: at - base for tp, at in model.due().items() if tp in ranges and (base := model.base(tp)) < at
+        }
         self.logged = offset
         model.in_flight = {tp: pair for tp, pair in ranges.items() if pair[0] < pair[1]}
         self.run.state = RunState.FETCHING_ENDS  # Spark's call has reached this state
@@ -248,9 +251,9 @@ class GroupRun:
             tp: (at, as_of.get(tp, offset.last_batches.get(tp, (offset.seq - 1, 0))[0])) for tp, at in positions.items()
         }
         model.start = {tp: start for tp, (_, start) in offset.last_batches.items()}
+        model.unsure = {tp: start - offset.behind.get(tp, 0) for tp, (start, _) in offset.ranges.items()}
         if durable:
-            model.unsure = {tp: start for tp, (start, _) in offset.ranges.items()}
-            model.start |= model.unsure
+            model.start |= {tp: start for tp, (start, _) in offset.ranges.items()}
             self.send(ev.NextBatchRequested(start=offset, new_stream=STREAM))
         else:
             model.in_flight = {tp: pair for tp, pair in offset.ranges.items() if pair[0] < pair[1]}

@@ -40,6 +40,7 @@ def stream_offsets(draw: st.DrawFn) -> StreamOffset:
         known={topic: draw(st.integers(0, 10_000)) for topic in named},
         ranges=read,
         followed=frozenset(draw(st.sets(st.sampled_from(sorted(read)), max_size=3))) if read else frozenset(),
+        behind={tp: start for tp, (start, _) in read.items() if start and draw(st.booleans())},
         started=frozenset(draw(st.sets(partitions, max_size=2))),
         leader_epochs=draw(st.dictionaries(st.sampled_from(sorted(read)), offsets, max_size=3)) if read else {},
         truncated_from=draw(st.dictionaries(partitions, offsets, max_size=2)),

@@ -3,13 +3,14 @@
 from typing import Literal
 
 import pytest
-from kit.harness import STREAM, GroupHarness, only, tps
+from kit.harness import STREAM, GroupHarness, only, rules_with, tps
 
 from spark_group_source.errors import BrokerUnavailable, DataLoss, OptionError
 from spark_group_source.model import EARLIEST, LATEST, StartAt, TopicPartition
 from spark_group_source.options.starting import StartingPosition
 from spark_group_source.protocol import events as ev
-from spark_group_source.protocol.offsets import StreamOffset
+from spark_group_source.protocol.offsets import StreamOffset, parse
+from spark_group_source.protocol.planner import Planner
 
 A, B, C, D = tps("orders", 0, 1, 2, 3)
 NEW = tps("orders", 4)[0]
@@ -338,6 +339,24 @@ def test_foreign_commit_after_the_whole_host_died_counts_as_no_move_where_the_si
     assert fresh.run.statistics().possible_duplicates == duplicates
     if offset != HAS_SINK:
         assert any(f"moved orders-0 from {HAS_SINK} to {offset}" in text for text in fresh.logged())
+
+
+@pytest.mark.parametrize(("offset", "followed"), [(99, True), (HAS_KAFKA, False), (120, False), (160, False)])
+@pytest.mark.parametrize("replay", [False, True])
+def test_the_same_holds_for_commits_in_earlier_batches_that_kafka_did_not_have_at_the_plan(
+    group: GroupHarness, offset: int, followed: bool, replay: bool
+) -> None:
+    group.reads({A: (HAS_KAFKA, HAS_SINK)})
+    group.durable()
+    group.feed(ev.OffsetCommitFailed(reason="timed out"))
+    planner = Planner(rules_with())
+    batch = planner.plan(group.run, {A: 180}, {}, lambda _: {}, first=False, unlimited=False, now_ms=0)
+    assert batch is not None and batch.behind == {A: HAS_SINK - HAS_KAFKA}
+    again = GroupHarness()
+    again.replay(parse(batch.to_json())) if replay else again.resume(parse(batch.to_json()))
+    again.assigned(A)
+    again.committed({A: by_no_stream(offset)})
+    assert again.followed() == ({A} if followed else frozenset())
 
 
 # --- truncated logs --------------------------------------------------------------------------------------------------
