@@ -2,8 +2,8 @@
 
 Runs in: tests. One simulated process stands for the driver JVM and the stream reader beside it: they run, freeze and
 end together. Its first thread is Spark's: it requests the next offset, writes it to the offset log, has the batch read
-and written by the sink, and writes the commit log. All code below those calls is the product's (``runtime``, ``kafka``,
-``protocol``).
+and written by the sink, and writes the commit log. The stream reader may die alone: then Spark's thread finishes
+the batch, and its next call fails. All code below those calls is the product's (``runtime``, ``kafka``, ``protocol``).
 Deliberately absent: tasks and rows (a record is its offset), Spark's own retries.
 """
 
@@ -43,6 +43,8 @@ UNREACHED_MS = 250
 ON_ITS_WAY_MS_MAX = 5_000
 """Time after its sender's end in which a request may reach a broker (``Misfortune.late_ms_max``)."""
 
+READER_DIES_MS_MAX = 400
+"""Maximum time after the start of a batch until the stream reader dies."""
 SERVED_MS_MAX = 1_000
 """Time in which a run notices a durable batch or a drain request between two calls of Spark."""
 SHRINK_MS = 20_000
@@ -107,6 +109,10 @@ class Query:
     void: dict[tuple[str, int], int] = field(default_factory=dict)  # by stream and batch: the reset that made it void
     threads_left: int | None = None  # how many threads its next run can start
     executors: Executors | None = None  # where its members may be placed
+
+
+class ReaderDied(Exception):
+    """The stream reader has died alone: Spark's next call fails, and with it the query."""
 
 
 class ConcurrentUpdate(Exception):
@@ -250,6 +256,7 @@ class SparkRun:
         self.calling_since_ms: int | None = None  # inside a call from Spark
         self.calling = ""
         self.host_dies: Do | None = None  # called when the host dies, which is right after the next batch
+        self.reader_dies = False  # alone, while the sink has the next batch
         self.marked: StreamOffset | None = None  # the batch that its sink marked as durable last
         self._lasting_since_ms: dict[tuple[str, int], int] = {}  # with the last durable batch
         self._triggered_ms = 0
@@ -316,7 +323,12 @@ class SparkRun:
 
     @property
     def healthy(self) -> bool:
-        return self.process.alive and not self.process.frozen
+        return self.process.alive and not self.process.frozen and not self.has_lost_reader
+
+    @property
+    def has_lost_reader(self) -> bool:
+        """Whether the stream reader has died, and only the driver is left."""
+        return self.process.survivor is not None
 
     def _counted(self) -> int:
         return 0 if self.watched is None else self.watched.counts.possible_duplicates
@@ -330,13 +342,13 @@ class SparkRun:
             self._query()
         except GreenletExit:
             raise
-        except (SourceError, ConcurrentUpdate) as exc:
+        except (SourceError, ConcurrentUpdate, ReaderDied) as exc:
             error = exc
             self._world.note(f"{self.process.name}: the query ends: {str(exc).splitlines()[0]}")
         except SystemExit:
             pass
         self._stopping = True
-        if self._coordinator is not None:
+        if self._coordinator is not None and not self.has_lost_reader:
             self._call("close()", self._coordinator.close)
         self._gone(error)
         self.process.kill("ends")
@@ -441,6 +453,9 @@ class SparkRun:
         self._call("partitions()", lambda: coordinator.replay(offset))
         if self.executors is not None:
             self.executors.task(self)
+        if self.reader_dies:
+            self.reader_dies = False
+            self._world.at(self._draws.between(0, READER_DIES_MS_MAX), self._lose_reader)
         self._step(5, self.query.habits.sink_ms_max)
         self.query.sink.write(self, offset, self._read)
         self._truth.durable(self.reader, offset)
@@ -470,7 +485,17 @@ class SparkRun:
 
     # --- helpers ----------------------------------------------------------------------------------------------------
 
+    def _lose_reader(self) -> None:
+        """The stream reader dies: the driver writes its batch to the end, unless it waits for an answer."""
+        if self.healthy and self._thread is not None:
+            if self.calling_since_ms is None and not self._stopping:
+                self.process.kill_all_but(self._thread, "its stream reader dies")
+            else:
+                self.kill("its stream reader dies during a call")
+
     def _call(self, name: str, call: Callable[[], Any]) -> Any:
+        if self.has_lost_reader:
+            raise ReaderDied("the stream reader has died")
         self.calling, self.calling_since_ms = name, self._world.now_ms
         try:
             return call()

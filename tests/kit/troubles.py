@@ -16,6 +16,10 @@ SMALL_COMMITS = (1, 2, 3)
 """How many offsets the coordinator accepts in one request."""
 NO_TOPIC_SHARE = 0.04
 NO_TOPIC_MS = (2_000, 20_000)
+READER_SHARE = 0.15
+"""Share of the histories without agents in which stream readers die alone."""
+READER_DEATHS = 2
+READER_MS = (1_000, 30_000)
 TIMED_SHARE = 0.15
 """Share of the histories in which ordinary consumers commit by timer."""
 TIMED_MS = (500, 5_000)
@@ -42,13 +46,16 @@ class Troubles:
             "commit too large",
             "no topic matches",
             "commit by timer",
+            "reader dies alone",
         )
 
     def outcome(self) -> dict[str, int]:
         """How often each kind happened."""
         timed = sum(other.timed_commits for other in self.scene.others)
-        more = Counter({"commit too large": self.scene.cluster.commits_refused, "commit by timer": timed})
-        return dict(self.happened + more)
+        died = sum(run.has_lost_reader for query in self.scene.queries for run in query.runs)
+        more = {"commit too large": self.scene.cluster.commits_refused, "commit by timer": timed}
+        more["reader dies alone"] = died
+        return dict(self.happened + Counter(more))
 
     def begin(self) -> None:
         draws = self.world.draws("trouble: sizes")
@@ -65,6 +72,16 @@ class Troubles:
         draws = self.world.draws("trouble: timers")
         if draws.chance(TIMED_SHARE):
             self.scene.others_commit_every_ms = draws.choice(TIMED_MS)
+
+        draws = self.world.draws("trouble: readers")
+        if draws.chance(READER_SHARE) and all(query.executors is None for query in self.scene.queries):
+            for _ in range(READER_DEATHS):
+                self.world.at(draws.between(*READER_MS), lambda: self._lose_reader(draws))
+
+    def _lose_reader(self, draws: Draws) -> None:
+        """The stream reader of a query dies during its next batch, and the driver lives on."""
+        if not self.scene.is_calm:
+            draws.choice(self.scene.queries).runs[-1].reader_dies = True
 
     def _no_topic(self, ms: int) -> None:
         """The queries subscribe to a pattern, and its topics are created later."""

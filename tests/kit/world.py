@@ -126,15 +126,18 @@ class World:
             self.hub.switch()  # returns only by being unwound
 
     def _bury(self) -> None:
+        while self._doomed:
+            self.bury(self._doomed.pop().threads)
+
+    def bury(self, threads: "list[Thread]") -> None:
         """Unwind dead threads. Their ``finally`` blocks run; the primitives only raise GreenletExit there."""
         silent = logging.root.manager.disable
         self.inert = True
         logging.disable()
         try:
-            while self._doomed:
-                for thread in self._doomed.pop().threads:
-                    self.current = thread
-                    thread.unwind()
+            for thread in threads:
+                self.current = thread
+                thread.unwind()
         finally:
             self.current, self.inert = None, False
             logging.disable(silent)
@@ -157,6 +160,7 @@ class Process:
         self.orphaned = False
         self.thawed_at_ms = 0
         self.cut_off_until_ms = 0  # no broker is reachable from here before this
+        self.survivor: Thread | None = None  # the only thread that runs on
         self.threads: list[Thread] = []
         self._due: dict[str, list[Do]] = {}
         world.processes.append(self)
@@ -175,7 +179,7 @@ class Process:
 
     def run(self, thread: str, do: Do) -> None:
         """Run a callback now, or when the process continues."""
-        if not self.alive:
+        if not self.alive or (self.survivor is not None and thread != self.survivor.name):
             return
         if self.frozen or thread in self._due:
             self._due.setdefault(thread, []).append(do)
@@ -197,6 +201,14 @@ class Process:
             self.alive = False
             self._due.clear()
             self.world.doom(self)
+
+    def kill_all_but(self, thread: "Thread", how: str) -> None:
+        """Kill all of its threads but one, which stands for another process. Only from the loop."""
+        self.world.note(f"{self.name}: {how}")
+        self.survivor = thread
+        others = [each for each in self.threads if each is not thread]
+        self.threads, self._due = [thread], {name: due for name, due in self._due.items() if name == thread.name}
+        self.world.bury(others)
 
     def freeze(self) -> None:
         """Stop it now, including the thread that calls this."""
@@ -275,6 +287,11 @@ class Thread:
         self._interrupt: BaseException | None = None
         self._joiners: list[Thread] = []
 
+    @property
+    def is_dead(self) -> bool:
+        """Whether its process has ended, perhaps without the survivor."""
+        return not self.process.alive or self.process.survivor not in (None, self)
+
     def begin(self) -> None:
         self._go(self._turn, woken=True)
 
@@ -284,12 +301,12 @@ class Thread:
         Raises:
             GreenletExit: the process is dead.
         """
-        if not self.process.alive:
+        if self.is_dead:
             raise GreenletExit
         if timeout_ms is not None:
             self._world.at(timeout_ms, partial(self._time_is_up, self._turn))
         self._world.hub.switch()
-        if not self.process.alive:
+        if self.is_dead:
             raise GreenletExit
         if self._interrupt is not None:
             error, self._interrupt = self._interrupt, None
@@ -378,7 +395,7 @@ def the_thread(world: World) -> Thread:
     me = world.current
     if me is None:
         raise RuntimeError("only a simulated thread can wait")
-    if not me.process.alive:
+    if me.is_dead:
         raise GreenletExit
     return me
 

@@ -222,3 +222,21 @@ def test_a_polling_thread_sees_an_item_at_its_next_poll(world: World) -> None:
         world.at(at_ms, lambda: start(process, "puts", lambda: orders.put_nowait("order")))
     world.run_until(5_000)
     assert seen == [("nothing", 2_000), ("order", 2_100), ("nothing", 4_100), ("order", 4_400)]
+
+
+def test_a_survivor_continues_when_the_other_threads_of_its_process_are_killed(world: World) -> None:
+    process = Process(world, "p")
+    environment = SimulatedEnvironment(process)
+    log: list[tuple[str, int]] = []
+
+    def count(name: str) -> None:
+        for _ in range(3):
+            environment.pause(0.1)
+            log.append((name, world.now_ms))
+
+    thread = process.spawn("survivor", lambda: count("survivor"))
+    start(process, "other", lambda: count("other"))
+    process.later("library", 200, lambda: log.append(("library", world.now_ms)))
+    world.at(150, lambda: process.kill_all_but(thread, "dies"))
+    world.run_until(1_000)
+    assert log == [("survivor", 100), ("other", 100), ("survivor", 200), ("survivor", 300)]
