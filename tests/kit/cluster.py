@@ -5,7 +5,7 @@ their own, records (only where a log begins and ends), compaction.
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,6 +63,8 @@ class Cluster:
         self.misfortune = Misfortune()
         self.offsets_max: int | None = None  # of one commit request; None: no limit
         self.commits_refused = 0  # because of their size
+        self.denied_until_ms: dict[str, int] = {}  # by topic: until then the queries' user may not read it
+        self.denials = 0
         self.producers: Counter[str] = Counter()  # how many each process made
         self.consumers: dict[str, list[Any]] = {}  # that each process made
         self._created = 0
@@ -147,6 +149,12 @@ class Cluster:
         refused = self.offsets_max is not None and offsets > self.offsets_max
         self.commits_refused += refused
         return refused
+
+    def is_denied(self, topics: Iterable[str]) -> bool:
+        """Whether the user of the queries lacks the right to read one of these topics."""
+        denied = any(self.denied_until_ms.get(topic, 0) > self.world.now_ms for topic in topics)
+        self.denials += denied
+        return denied
 
     # --- groups, and reaching them ----------------------------------------------------------------------------------
 

@@ -239,6 +239,9 @@ class FakeConsumer:
             if self._library.cluster.is_too_large(len(entries)):
                 reply(refusal(KafkaError.UNKNOWN, "Commit failed"))
                 return
+            if self._library.cluster.is_denied(tp.topic for tp in entries):
+                reply(refusal(KafkaError.TOPIC_AUTHORIZATION_FAILED, "Commit failed"))
+                return
             there = {tp: entry for tp, entry in entries.items() if self._library.cluster.log(tp) is not None}
             code = group.commit(member, generation, there, instance=instance) if there else Code.OK
             reply((code, {tp: KafkaError(Code.UNKNOWN_TOPIC.value) for tp in entries if tp not in there}))

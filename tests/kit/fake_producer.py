@@ -88,6 +88,10 @@ class FakeProducer:
             if cluster.is_too_large(len(entries)):
                 reply(refusal(KafkaError.UNKNOWN, "Failed to commit offsets", txn_requires_abort=True))
                 return
+            if cluster.is_denied(tp.topic for tp in entries):
+                denied = KafkaError.TOPIC_AUTHORIZATION_FAILED
+                reply(refusal(denied, "Failed to commit offsets to transaction", txn_requires_abort=True))
+                return
             if any(cluster.log(tp) is None for tp in entries):
                 # The library retries until its timeout, then returns the broker's own answer.
                 self._library.process.later(

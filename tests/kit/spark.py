@@ -20,7 +20,7 @@ from kit.environment import SimulatedEnvironment
 from kit.invariants import Invariants, Violation
 from kit.world import Do, Process, Thread, World
 from spark_group_source.agents import messages as ms
-from spark_group_source.errors import DataLoss, InvariantBroken, SourceError
+from spark_group_source.errors import AccessDenied, DataLoss, InvariantBroken, SourceError
 from spark_group_source.host import run_files
 from spark_group_source.model import OffsetRange, TopicPartition
 from spark_group_source.options.table import Options
@@ -473,6 +473,8 @@ class SparkRun:
         """Return the ranges that tasks read: the remaining part of each."""
         while self.process.cut_off() or any(self.cluster.is_leaderless(tp) for tp, _, _ in ranges):
             self._environment.pause(UNREACHED_MS / 1000)
+        if self.cluster.is_denied(tp.topic for tp, _, _ in ranges):
+            raise AccessDenied(f"no permission to read {ranges[0].tp.topic}")
         found = {}
         for tp, start, end in ranges:
             log = self.cluster.log(tp)

@@ -16,6 +16,10 @@ SMALL_COMMITS = (1, 2, 3)
 """How many offsets the coordinator accepts in one request."""
 NO_TOPIC_SHARE = 0.04
 NO_TOPIC_MS = (2_000, 20_000)
+DENIED_SHARE = 0.1
+"""Share of the histories in which the queries may not read a topic for some time."""
+DENIED_FROM_MS = (1_000, 30_000)
+DENIED_MS = (500, 5_000, 20_000)
 READER_SHARE = 0.15
 """Share of the histories without agents in which stream readers die alone."""
 READER_DEATHS = 2
@@ -47,6 +51,7 @@ class Troubles:
             "no topic matches",
             "commit by timer",
             "reader dies alone",
+            "topic denied",
         )
 
     def outcome(self) -> dict[str, int]:
@@ -54,7 +59,7 @@ class Troubles:
         timed = sum(other.timed_commits for other in self.scene.others)
         died = sum(run.has_lost_reader for query in self.scene.queries for run in query.runs)
         more = {"commit too large": self.scene.cluster.commits_refused, "commit by timer": timed}
-        more["reader dies alone"] = died
+        more |= {"reader dies alone": died, "topic denied": self.scene.cluster.denials}
         return dict(self.happened + Counter(more))
 
     def begin(self) -> None:
@@ -77,6 +82,17 @@ class Troubles:
         if draws.chance(READER_SHARE) and all(query.executors is None for query in self.scene.queries):
             for _ in range(READER_DEATHS):
                 self.world.at(draws.between(*READER_MS), lambda: self._lose_reader(draws))
+
+        draws = self.world.draws("trouble: permissions")
+        if draws.chance(DENIED_SHARE):
+            self.world.at(draws.between(*DENIED_FROM_MS), lambda: self._deny(draws))
+
+    def _deny(self, draws: Draws) -> None:
+        """An administrator takes the right to read a topic from the queries' user, for a while."""
+        if not self.scene.is_calm and self.scene.cluster.topics:
+            topic, ms = draws.choice(sorted(self.scene.cluster.topics)), draws.choice(DENIED_MS)
+            self.world.note(f"reading {topic} is denied for {ms} ms")
+            self.scene.cluster.denied_until_ms[topic] = self.world.now_ms + ms
 
     def _lose_reader(self, draws: Draws) -> None:
         """The stream reader of a query dies during its next batch, and the driver lives on."""
