@@ -284,7 +284,7 @@ class History:
         for name in self.dice.sample(names, len(names)):
             self.tell(f"  settled: {name or offered[name]}")
             if all(self.command(source, command) for command in offered[name]):
-                if name.startswith(LEAVES_OUT):
+                if name.startswith(LEAVES_OUT) or "records that the clone lacks are unknown" in str(error):
                     self.leave_out(source)
                 self.note_gone()
                 return None

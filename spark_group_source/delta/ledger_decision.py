@@ -259,16 +259,16 @@ def _refused_partitions(table: str, group: str, refused: Sequence[RefusedPartiti
             f"decided where this query starts, which is above the ledger of table {table}: {listed}. The records in "
             "between would never be read"
         )
-        purpose = "leave them out"
+        purpose, to = "leave them out", "--to-further"  # other partitions may be behind the ledger
     else:
         why = (
             f"a foreign commit moved group {group!r} back, below the ledger of table {table}: {listed}. These records "
             "would be written twice"
         )
-        purpose = "write them again"
+        purpose, to = "write them again, and continue at the offsets in Kafka", "--to-current"
     commands = {
         "continue where the table ends": table_names.reset_command(group, table, "--to-ledger"),
-        f"{purpose}, and continue at the offsets in Kafka": table_names.reset_command(group, table, "--to-current"),
+        purpose: table_names.reset_command(group, table, to),
     }
     return LedgerConflict(
         f"{why}, so nothing was written. Stop the query, run one of these commands, and start the query with the same "

@@ -78,7 +78,7 @@ def check_new_group(
                 why, offers = _renamed(cloned, table, batch, clone.source)
         except (GroupError, LedgerExpired, OSError, PySparkException) as exc:
             reason = str(exc).partition("\n")[0] or type(exc).__name__
-            why = f"{of_source}, whose ledgers cannot be read: {reason}"
+            why = f"{of_source}, whose ledgers cannot be read, so records that the clone lacks are unknown: {reason}"
             offers = dict(ways())
     if not why:
         why, offers = _renamed(history, table, batch)

@@ -9,6 +9,7 @@ import re
 import shlex
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,7 @@ from spark_group_source.delta.table_history import note_of
 from spark_group_source.delta.table_writer import open_existing
 from spark_group_source.errors import LedgerConflict, OptionError, SourceError
 from spark_group_source.host import run_files
+from spark_group_source.model import TopicPartition
 from spark_group_source.options.table import Options
 from spark_group_source.protocol.offsets import StreamOffset
 from spark_group_source.protocol.statistics import Statistics
@@ -164,6 +166,22 @@ def test_commands_after_the_committed_offset_was_lost(
     query.run(query.sink(table), 1, refused_batch)
     continue_query(query, table, admin, 2, 20)
     assert rows(table) == records(0, 10) + records(15 if skipped else 10, 20)
+
+
+def test_the_command_that_leaves_records_out_after_lost_offsets_writes_none_of_another_partition_again(
+    query: Query, table: Path, admin: OffsetModel
+) -> None:
+    """``startingOffsets`` are above the ledger in one partition, and below it in the other one."""
+    p1 = TopicPartition("orders", 1)
+    admin.partitions.append(p1)
+    query.run(query.sink(table), 0, offset(0, {P0: (0, 10), p1: (0, 10)}))
+    admin.commit(15)
+    admin.offsets[p1] = replace(admin.offsets[P0], offset=4)
+    started = offset(1, {P0: (15, 20), p1: (4, 10)}, started=[P0, p1])
+    _, leave_out = commands(refused(lambda: query.run(query.sink(table), 1, started)))
+    run_command(leave_out)
+    ledger = read_ledger(query.spark, str(table), "etl")
+    assert ledger is not None and ledger.offsets == {P0: 15, p1: 10}
 
 
 @pytest.mark.parametrize("position", ["ledger", "checkpoint", "checkpoint and table"])
