@@ -107,10 +107,10 @@ def describe(
         from spark_group_source.delta import ledger_store
 
         with common.table_history(table) as history:
-            for name, ledger in ledger_store.read_ledgers(history).items():
+            for name, ledger in ledger_store.read_ledgers(history, names).items():
                 if ledger is not None:
                     ledgers[name] = ledger.offsets
-                elif name in names:
+                else:
                     typer.echo(f"the ledger of group {name} is older than the log of table {table}", err=True)
     elsewhere = []
     if checkpoint is not None:

@@ -100,16 +100,21 @@ def require_ledger(
     return found
 
 
-def read_ledgers(history: TableHistory) -> dict[str, Ledger | None]:
-    """Read the ledgers of all groups that wrote to a table; None for a ledger that expired with the table's log.
+def read_ledgers(history: TableHistory, groups: Collection[str] | None = None) -> dict[str, Ledger | None]:
+    """Read the ledgers of groups that wrote to a table; None for a ledger that expired with the table's log.
 
     Where none is known to fit the rows it is the newest one.
+
+    Args:
+        groups: only these; None: all.
 
     Raises:
         LedgerConflict: one is damaged, a newer release wrote it, or a batch was committed behind a ``RESTORE``.
     """
     found: dict[str, Ledger | None] = {}
     for group in history.groups():
+        if groups is not None and group not in groups:
+            continue
         try:
             found[group] = ledger_to_reset(history, group)
         except LedgerExpired:

@@ -14,8 +14,11 @@ from typer.testing import CliRunner
 
 from spark_group_source.cli import common, report
 from spark_group_source.cli.app import app
-from spark_group_source.delta import ledger_store
+from spark_group_source.delta import ledger_store, restored_table
+from spark_group_source.delta.ledger_format import Ledger
 from spark_group_source.delta.ledger_store import set_ledger
+from spark_group_source.delta.table_history import LedgerExpired, TableHistory
+from spark_group_source.errors import LedgerConflict
 from spark_group_source.model import TopicPartition
 
 
@@ -65,8 +68,17 @@ def test_describe_reads_the_ledger_of_a_table_by_path_without_spark(
     query: Query, table: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     query.run(query.sink(table), 0, offset(0, {("orders", 0): (0, 5)}))
-    real = ledger_store.read_ledgers
-    monkeypatch.setattr(ledger_store, "read_ledgers", lambda history: {**real(history), "old": None})
+    for other in ("damaged", "old"):
+        set_ledger(query.spark, str(table), other, {TopicPartition("orders", 0): 1}, reason="r", reset_number=1)
+
+    def ledger_to_reset(history: TableHistory, name: str) -> Ledger | None:
+        if name == "damaged":
+            raise LedgerConflict("it is damaged")
+        if name == "old":
+            raise LedgerExpired(name, 1)
+        return restored_table.ledger_to_reset(history, name)
+
+    monkeypatch.setattr(f"{ledger_store.__name__}.ledger_to_reset", ledger_to_reset)
     found: dict[str, Any] = {}
 
     def read_group(_: object, name: str, ledger: Any, **__: object) -> report.GroupReport:
