@@ -18,13 +18,14 @@ table are committed, so the job may be stopped or killed at any time. On a signa
 in flight first, so that another member of the group does not read it again.
 """
 
+import functools
 import logging
 import os
 import re
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -34,7 +35,7 @@ from spark_group_source import compatibility
 from spark_group_source.cli.common import settings_in
 from spark_group_source.delta import table_names
 from spark_group_source.errors import GroupError
-from spark_group_source.host.run_files import drain
+from spark_group_source.host import run_files
 from spark_group_source.local.conf import DELTA_SETTINGS, delta_settings
 
 if TYPE_CHECKING:
@@ -134,8 +135,8 @@ def run(
         _stop_on_signals()
         _follow(writer.queryName(group).trigger(**timing))
     except Exception as exc:
-        if ASKED_TO_STOP.is_set():  # under spark-submit the JVM gets the signal too, and may end first
-            log.info("group %s: stopped by a signal; the next start continues at the table's position", group)
+        if ASKED_TO_STOP.is_set():  # the JVM received the signal, too, and ends at once
+            _log_signal(group)
             raise typer.Exit(0) from None
         log.debug("full traceback", exc_info=exc)
         log.error("%s", reason(exc))
@@ -244,7 +245,7 @@ def _follow(writer: "DataStreamWriter") -> None:
     while not query.awaitTermination(LOOK_S):
         last = _tell(query, last)
         if ASKED_TO_STOP.is_set():
-            log.info("received a signal; finishing the batch in flight and committing its offsets")
+            _log_signal(str(query.name))
             _drain(query)
             query.stop()
             return
@@ -252,13 +253,25 @@ def _follow(writer: "DataStreamWriter") -> None:
     log.info("the query has stopped; all available records are in the table")
 
 
+@functools.cache  # one line, wherever the signal is noticed first
+def _log_signal(group: str) -> None:
+    log.info(
+        "group %s: received a signal; finishing the batch in flight and committing its offsets, unless the signal ends "
+        "the JVM, too; the next start continues at the table's position",
+        group,
+    )
+
+
 def _drain(query: "StreamingQuery") -> None:
     """Finish the batch in flight. Otherwise the next owner of a partition could read its rows again."""
     from pyspark.sql import SparkSession
 
     jvm: Any = SparkSession.active()._jvm
+    driver = jvm.java.lang.ProcessHandle.current().pid()
+    if not any(doc["driver"] == driver for doc in run_files.read(str(query.name))):
+        return  # a signal to the process group has ended the stream reader, too
     try:
-        drain(str(query.name), driver=jvm.java.lang.ProcessHandle.current().pid())
+        run_files.drain(str(query.name), driver=driver)
     except GroupError as exc:
         log.warning("%s; the next start reads the records that are not in the table again", exc)
 
@@ -284,7 +297,9 @@ def _session(name: str) -> "SparkSession":
     if "PYSPARK_GATEWAY_PORT" not in os.environ and not _on_databricks():  # this process starts the JVM
         os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
         quiet = {"spark.ui.showConsoleProgress": "false"}  # its bars are written between the lines of the log
-        for key, value in (quiet | delta_settings()).items():
+        settings = quiet | delta_settings()
+        _start_jvm(settings)
+        for key, value in settings.items():
             builder = builder.config(key, value)
     return builder.getOrCreate()
 
@@ -300,6 +315,16 @@ def _register_source(spark: "SparkSession") -> None:
     except AnalysisException as exc:
         if exc.getCondition() != "DATA_SOURCE_ALREADY_EXISTS":  # Spark 4.0, where it has found the source by itself
             raise
+
+
+def _start_jvm(settings: Mapping[str, str]) -> None:
+    """Start the JVM in a process group of its own. A signal to this process's group, as by ``timeout``, would end the
+    JVM and the stream reader at once, before the batch in flight is finished."""
+    from pyspark import SparkConf, SparkContext
+    from pyspark.java_gateway import launch_gateway
+
+    conf = SparkConf().setAll(list(settings.items()))
+    SparkContext._ensure_initialized(gateway=launch_gateway(conf, {"process_group": 0}), conf=conf)
 
 
 def _check_delta(spark: "SparkSession") -> None:

@@ -1,0 +1,81 @@
+"""``spark-group run`` whose whole process group gets a signal, as by Ctrl-C, by ``timeout`` and at a container's end:
+Python, the JVM and the source's processes get it at the same time.
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import pytest
+from delta_files import living_rows
+from kafka_words import await_until
+
+from spark_group_source.local.broker import Broker
+from spark_group_source.local.jars import delta_jars
+
+ROOT = Path(__file__).resolve().parents[2]
+RUN = [sys.executable, "-m", "spark_group_source", "run"]
+END_S = 120
+"""The longest wait for the end of the processes."""
+
+
+@contextlib.contextmanager
+def processes(command: list[str], output: IO[str], env: dict[str, str]) -> Iterator["subprocess.Popen[bytes]"]:
+    """A command in a process group of its own, which is killed at the end."""
+    started = subprocess.Popen(command, stdout=output, stderr=output, env=env, start_new_session=True)
+    try:
+        yield started
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(started.pid, signal.SIGKILL)
+        started.wait(END_S)
+
+
+def submit() -> list[str]:
+    jars = ",".join(map(str, delta_jars()))
+    job = str(ROOT / "jobs" / "group_to_delta.py")
+    return [str(Path(sys.executable).with_name("spark-submit")), "--master", "local[2]", "--jars", jars, job]
+
+
+@pytest.mark.spark
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("number", "submitted"), [(signal.SIGTERM, False), (signal.SIGINT, False), (signal.SIGTERM, True)]
+)
+def test_signal_to_the_process_group_ends_in_one_line(
+    number: signal.Signals,
+    submitted: bool,
+    broker: Broker,
+    topic: Any,
+    group_id: str,
+    produce: Any,
+    committed: Any,
+    tmp_path: Path,
+) -> None:
+    name, table = topic(2), tmp_path / "table"
+    for partition in range(2):
+        produce(name, [f"{n}" for n in range(50)], partition=partition)
+    command = [*(submit() if submitted else RUN), "--bootstrap-servers", broker.bootstrap_servers]
+    command += ["--group", group_id, "--topics", name, "--table", str(table), "--trigger", "1 second"]
+    command += ["--checkpoint", str(tmp_path / "checkpoint")]
+    env = os.environ | {
+        "SPARK_CONF_DIR": str(ROOT / "conf"), "SPARK_LOCAL_DIRS": str(tmp_path), "PYTHONPATH": str(ROOT)
+    }  # fmt: skip
+    output = tmp_path / "output"
+    with output.open("w") as file, processes(command, file, env) as job:
+        await_until(lambda: (table / "_delta_log").exists() and len(living_rows(table)) == 100, what="the rows")
+        before = len(output.read_text())
+        os.killpg(job.pid, number)
+        code = job.wait(END_S)
+    said = output.read_text()[before:]
+    ours = [line for line in said.splitlines() if "spark_group_source" in line and "records in" not in line]
+    assert len(ours) == 1 and f"group {group_id}: received a signal" in ours[0], said
+    assert "Py4J" not in said, said
+    if not submitted:  # else the signal ends the JVM, too, which has its own exit code and logs what is interrupted
+        assert code == 0 and "Traceback" not in said and "Exception" not in said, said
+        assert list(committed(group_id).values()) == [50, 50], "the last batch is finished and committed"
