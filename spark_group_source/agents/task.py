@@ -102,9 +102,10 @@ def read_piece(options: Options, piece: Piece, task: PlannedTask, read: ReadOpti
     if not task.uses_agents or name == task.driver:
         yield from read_ranges(piece, read, counts)
         connection = _connection_of(task, None)
-        is_first = task.uses_agents and not connection.is_open
-        if is_first or counts.lost or options.max_bytes_per_trigger is not None:
+        if counts.lost or options.max_bytes_per_trigger is not None:
             connection.report(_report(task, name, counts), connect=True)
+        elif task.uses_agents and not connection.is_open:  # without counts, which later tasks do not report
+            connection.report(TaskEnded(plan=task.plan, task=task.number, executor=name), connect=True)
         return
     folder = open_folder(task.run, executor)
     connection = _connection_of(task, folder)
