@@ -48,7 +48,8 @@ class StreamOffset:
     started: frozenset[TopicPartition] = frozenset()
     """Partitions without a committed offset that start where ``startingOffsets`` says, after their first record."""
     behind: Mapping[TopicPartition, int] = field(default_factory=dict)
-    """Partitions of ``ranges`` of which Kafka may lack earlier batches of this stream: how many offsets these read."""
+    """How many offsets before its start, or its uncommitted position, a partition was read in batches of this stream
+    that Kafka may lack."""
     leader_epochs: Mapping[TopicPartition, int] = field(default_factory=dict)
     """The leader epochs under which the ends were read, where known (:class:`data_loss.LeaderEpochs`)."""
     truncated_from: Mapping[TopicPartition, int] = field(default_factory=dict)
@@ -96,7 +97,9 @@ class StreamOffset:
             "reset": self.reset_number,
             "started": _listed(self.started),
             "truncated_from": _nested(self.truncated_from),
-            "uncommitted": _nested(self.uncommitted),
+            "uncommitted": _nested(
+                {tp: [at, self.behind[tp]] if tp in self.behind else at for tp, at in self.uncommitted.items()}
+            ),
         }
         topics: dict[str, dict[str, Any]] = {}
         doc = {name: value for name, value in optional.items() if value}
@@ -188,6 +191,12 @@ def _parse(doc: Mapping[str, Any]) -> StreamOffset:
             ranges[tp] = (start, start + size)
             if epoch != UNKNOWN_EPOCH:
                 leaders[tp] = epoch
+    uncommitted: dict[TopicPartition, int] = {}
+    for tp, value in _flat(doc.get("uncommitted", {})).items():
+        at, count = value if isinstance(value, list) else (value, 0)
+        uncommitted[tp] = int(at)
+        if count:
+            behind[tp] = int(count)
     stream, seq = doc["stream"], doc["seq"]
     if not isinstance(stream, str) or type(seq) is not int or bool(stream) != (seq >= 0):
         raise ValueError(f"stream {stream!r}, seq {seq!r}")
@@ -208,7 +217,7 @@ def _parse(doc: Mapping[str, Any]) -> StreamOffset:
         leader_epochs=leaders,
         truncated_from=_numbers(doc.get("truncated_from", {})),
         lost_from=_numbers(doc.get("lost_from", {})),
-        uncommitted=_numbers(doc.get("uncommitted", {})),
+        uncommitted=uncommitted,
         last_batches={tp: (int(seq), int(start)) for tp, (seq, start) in _flat(doc.get("last_batches", {})).items()},
     )
 

@@ -94,7 +94,8 @@ class Partitions:
         self.reset_number = offset.reset_number
         for tp, at in offset.uncommitted.items():  # the batch itself did not read these
             seq, start = offset.last_batches.get(tp, (offset.seq - 1, None))
-            self._unassigned[tp] = Unassigned(Memory(Position(at, at), LastBatch(seq, start)))
+            first = at - offset.behind.get(tp, 0)
+            self._unassigned[tp] = Unassigned(Memory(Position(at, first), LastBatch(seq, start)))
         self.seq = offset.seq - 1 if replay else offset.seq
         if replay:
             self._in_flight = offset.spans  # partitions join the batch as they are assigned
@@ -401,6 +402,16 @@ class Partitions:
             return due
         unknown = ((tp, uncommitted_offset(each.memory)) for tp, each in self._unknown())
         return due | {tp: offset for tp, offset in unknown if offset is not None}
+
+    def behind(self) -> dict[TopicPartition, int]:
+        """Of uncommitted positions: how many offsets before them batches of this stream read that Kafka may lack."""
+        found = {tp: at.uncommitted for tp, at in self._due.items()}
+        found |= {
+            tp: memory.reached - memory.position.offset + memory.position.uncommitted
+            for tp, each in self._unknown()
+            if isinstance(memory := each.memory, Memory) and uncommitted_offset(memory) is not None
+        }
+        return {tp: count for tp, count in found.items() if count}
 
     def last_batches(self, tps: Iterable[TopicPartition]) -> dict[TopicPartition, tuple[int, int]]:
         """Of those that this run never had: the last batch that read them, and where it started (:func:`is_older`)."""

@@ -145,7 +145,7 @@ class Planner:
             reset_number=run.partitions.reset_number,
             followed=frozenset(tp for tp, at in jumps.items() if at.origin is Origin.FOLLOWED),
             started=frozenset(run.lookups.started & until.keys()),
-            behind={tp: at.uncommitted for tp, at in run.partitions.due.items() if tp in until and at.uncommitted},
+            behind=run.partitions.behind(),
             leader_epochs=leader_epochs(positions),
             truncated_from={tp: at.truncated_from for tp, at in jumps.items() if at.truncated_from is not None},
             lost_from={tp: at.lost_from for tp, at in jumps.items() if at.lost_from is not None},

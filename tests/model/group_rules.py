@@ -177,7 +177,8 @@ class Model:
 
     def base(self, tp: TopicPartition) -> int:
         """From where on Kafka may lack batches of this stream."""
-        return self.committed.get(tp, self.began[tp])
+        remembered, _ = self.memory.get(tp, (None, -1))
+        return self.committed.get(tp, self.began.get(tp, self.unsure.get(tp, remembered or 0)))
 
     def must_hold(self, tp: TopicPartition, on_its_way: set[TopicPartition]) -> bool:
         if tp not in self.position:

@@ -207,9 +207,8 @@ class GroupRun:
         since = {tp: (model.memory[tp][1], model.start[tp]) for tp in away}
         assert offset.last_batches == since
         assert offset.followed == model.followed & ranges.keys()
-        assert offset.behind == {
-            tp: at - base for tp, at in model.due().items() if tp in ranges and (base := model.base(tp)) < at
-        }
+        bases = {tp: model.base(tp) for tp in model.uncommitted()}
+        assert offset.behind == {tp: at - bases[tp] for tp, at in model.uncommitted().items() if at > bases[tp]}
         self.logged = offset
         model.in_flight = {tp: pair for tp, pair in ranges.items() if pair[0] < pair[1]}
         self.run.state = RunState.FETCHING_ENDS  # Spark's call has reached this state
@@ -251,7 +250,8 @@ class GroupRun:
             tp: (at, as_of.get(tp, offset.last_batches.get(tp, (offset.seq - 1, 0))[0])) for tp, at in positions.items()
         }
         model.start = {tp: start for tp, (_, start) in offset.last_batches.items()}
-        model.unsure = {tp: start - offset.behind.get(tp, 0) for tp, (start, _) in offset.ranges.items()}
+        starts = dict(offset.uncommitted) | {tp: start for tp, (start, _) in offset.ranges.items()}
+        model.unsure = {tp: start - offset.behind.get(tp, 0) for tp, start in starts.items()}
         if durable:
             model.start |= {tp: start for tp, (start, _) in offset.ranges.items()}
             self.send(ev.NextBatchRequested(start=offset, new_stream=STREAM))

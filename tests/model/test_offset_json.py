@@ -32,6 +32,9 @@ def stream_offsets(draw: st.DrawFn) -> StreamOffset:
         return StreamOffset.initial(group)
     read = draw(st.dictionaries(partitions, ranges(), max_size=8))
     named = {tp.topic for tp in read} | draw(st.sets(topics, max_size=2))
+    uncommitted = draw(st.dictionaries(partitions, offsets, max_size=3))
+    starts = uncommitted | {tp: start for tp, (start, _) in read.items()}
+    behind = {tp: start for tp, start in starts.items() if start and draw(st.booleans())}
     return StreamOffset(
         group=group,
         stream=draw(st.text("0123456789abcdef", min_size=1, max_size=12)),
@@ -40,13 +43,13 @@ def stream_offsets(draw: st.DrawFn) -> StreamOffset:
         known={topic: draw(st.integers(0, 10_000)) for topic in named},
         ranges=read,
         followed=frozenset(draw(st.sets(st.sampled_from(sorted(read)), max_size=3))) if read else frozenset(),
-        behind={tp: start for tp, (start, _) in read.items() if start and draw(st.booleans())},
+        behind=behind,
         started=frozenset(draw(st.sets(partitions, max_size=2))),
         leader_epochs=draw(st.dictionaries(st.sampled_from(sorted(read)), offsets, max_size=3)) if read else {},
         truncated_from=draw(st.dictionaries(partitions, offsets, max_size=2)),
         lost_from=draw(st.dictionaries(partitions, offsets, max_size=2)),
         reset_number=draw(st.integers(0, 5)),
-        uncommitted=draw(st.dictionaries(partitions, offsets, max_size=3)),
+        uncommitted=uncommitted,
     )
 
 

@@ -359,6 +359,21 @@ def test_the_same_holds_for_commits_in_earlier_batches_that_kafka_did_not_have_a
     assert again.followed() == ({A} if followed else frozenset())
 
 
+def test_plan_without_a_lost_partition_has_what_kafka_lacks_of_it(group: GroupHarness) -> None:
+    group.reads({A: (HAS_KAFKA, HAS_SINK)}, B)
+    group.durable()
+    group.feed(ev.OffsetCommitFailed(reason="timed out"))
+    group.lost(A)
+    planner = Planner(rules_with())
+    batch = planner.plan(group.run, {B: 180}, {}, lambda _: {}, first=False, unlimited=False, now_ms=0)
+    assert batch is not None and batch.uncommitted == {A: HAS_SINK}
+    again = GroupHarness()
+    again.resume(parse(batch.to_json()))
+    again.assigned(A)
+    again.committed({A: by_no_stream(120)})
+    assert again.followed() == set()
+
+
 # --- truncated logs --------------------------------------------------------------------------------------------------
 
 

@@ -255,6 +255,13 @@ MUTANTS = [
         "the plan reports to the sink which positions followed a foreign commit",
     ),
     Mutant(
+        "plans-without-what-kafka-lacks",
+        "protocol/planner.py",
+        "behind=run.partitions.behind(),",
+        "behind={},",
+        "a commit in a batch before the last that Kafka did not have at the plan is no rewind",
+    ),
+    Mutant(
         "overlaps-ranges",
         "protocol/planner.py",
         "ranges={tp: (backlogs[tp][0], end) for tp, end in until.items()},",
@@ -551,6 +558,7 @@ FOUND_BY: dict[str, tuple[str, int]] = {
     "plans-without-reset-number": ("eager", 2),
     "ignores-a-reset-that-the-sink-reports": ("cooperative", 101_586),
     "hides-a-rewind": ("cooperative", 181),
+    "plans-without-what-kafka-lacks": ("cooperative", 2_000_250),
     "overlaps-ranges": ("cooperative", 0),
     "commits-at-the-next-trigger-only": ("cooperative", 1),
     "drains-at-the-next-trigger-only": ("consumer", 7),
