@@ -14,7 +14,6 @@ import pytest
 import typer
 from delta_files import living_rows
 from deltalake import DeltaTable
-from pyspark.errors import AnalysisException
 from typer.testing import CliRunner
 
 from spark_group_source import KafkaGroupDataSource, command_line
@@ -234,25 +233,25 @@ def test_a_name_that_the_next_run_would_not_find_is_refused(
         job._refuse_lost_name(spark, table)
 
 
-@pytest.mark.parametrize("condition", ["", "DATA_SOURCE_ALREADY_EXISTS", "DATA_SOURCE_NOT_FOUND"])
-def test_the_job_registers_the_source_unless_spark_has_found_it(
-    condition: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Spark does not find it if the package came with --py-files; Spark 4.0 refuses what it has found."""
+@pytest.mark.parametrize("error", ["", "[DATA_SOURCE_NOT_FOUND] Failed to find", "[OTHER] Failed"])
+def test_the_job_registers_the_source_if_spark_has_not_found_it(error: str) -> None:
+    """Spark does not find it if the package came with --py-files."""
     registered: list[object] = []
 
-    def register(source: object) -> None:
-        registered.append(source)
-        if condition:
-            error = AnalysisException("refused")
-            monkeypatch.setattr(error, "getCondition", lambda: condition)
-            raise error
+    class Reader:
+        def load(self) -> str:
+            if error and not registered:
+                raise RuntimeError(error)
+            return "rows"
 
-    session: Any = SimpleNamespace(dataSource=SimpleNamespace(register=register))
-    refused = condition == "DATA_SOURCE_NOT_FOUND"
-    with pytest.raises(AnalysisException, match="refused") if refused else nullcontext():
-        job._register_source(session)
-    assert registered == [KafkaGroupDataSource]
+    found = SimpleNamespace(options=lambda **_: Reader())
+    session: Any = SimpleNamespace(
+        readStream=SimpleNamespace(format=lambda _: found), dataSource=SimpleNamespace(register=registered.append)
+    )
+    with pytest.raises(RuntimeError, match="OTHER") if "OTHER" in error else nullcontext():
+        rows: Any = job._load(session, {})
+        assert rows == "rows"
+    assert registered == ([KafkaGroupDataSource] if "NOT_FOUND" in error else [])
 
 
 def test_source_error_is_one_line_without_stack_trace(

@@ -129,9 +129,7 @@ def run(
         columns = tuple(partition_by or ())
         sink = DeltaSink(table, transform=transform, partition_by=columns, merge_schema=merge_schema)
         options = {name: value for name, value in source.items() if value is not None}
-        _register_source(spark)
-        rows = spark.readStream.format("kafka-group").options(**options).load()
-        writer = rows.writeStream.foreachBatch(sink).option("checkpointLocation", checkpoint)
+        writer = _load(spark, options).writeStream.foreachBatch(sink).option("checkpointLocation", checkpoint)
         _stop_on_signals()
         _follow(writer.queryName(group).trigger(**timing))
     except Exception as exc:
@@ -304,17 +302,18 @@ def _session(name: str) -> "SparkSession":
     return builder.getOrCreate()
 
 
-def _register_source(spark: "SparkSession") -> None:
-    """Register the source: Spark does not find it by itself if the package came with ``--py-files``."""
-    from pyspark.errors import AnalysisException
-
-    from spark_group_source.source import KafkaGroupDataSource
-
+def _load(spark: "SparkSession", options: Mapping[str, str]) -> "DataFrame":
+    """Load the source, and register it first where Spark does not find it by itself, as with ``--py-files``."""
+    reader = spark.readStream.format("kafka-group").options(**options)
     try:
-        spark.dataSource.register(KafkaGroupDataSource)
-    except AnalysisException as exc:
-        if exc.getCondition() != "DATA_SOURCE_ALREADY_EXISTS":  # Spark 4.0, where it has found the source by itself
+        return reader.load()
+    except Exception as exc:
+        if "DATA_SOURCE_NOT_FOUND" not in str(exc):
             raise
+        from spark_group_source.source import KafkaGroupDataSource
+
+        spark.dataSource.register(KafkaGroupDataSource)
+        return reader.load()
 
 
 def _start_jvm(settings: Mapping[str, str]) -> None:
