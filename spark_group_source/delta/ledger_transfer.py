@@ -74,6 +74,9 @@ def check_new_group(
                 why = f"{of_source}, which has a ledger of group {group!r}, and the clone has none: CLONE copies none"
                 offers["continue where the clone's rows end"] = f"{copy}\n    {to_ledger}"
                 offers["leave out the records in between"] = f"{copy}\n    {to_further}"
+            elif _was_cloned_from_ledger(spark, cloned, group):
+                why = f"{of_source}, which is a clone, too, so records that the clone lacks are unknown"
+                offers = dict(ways())
             else:
                 why, offers = _renamed(cloned, table, batch, clone.source)
         except (GroupError, LedgerExpired, OSError, PySparkException) as exc:
@@ -93,6 +96,18 @@ def check_new_group(
         table=table,
         group=group,
     )
+
+
+def _was_cloned_from_ledger(spark: "SparkSession", history: TableHistory, group: str) -> bool:
+    """Return whether a table from which this one was cloned, directly or not, has a ledger of the group."""
+    while (clone := find_clone(history)) is not None:
+        source = table_writer.TableWriter(spark, clone.source)
+        if not source.exists():
+            raise FileNotFoundError(f"there is no table {clone.source}")
+        history = source.history().at(clone.version)
+        if ledger_of_rows(history, group) is not None:
+            return True
+    return False
 
 
 def _renamed(

@@ -407,6 +407,20 @@ def test_commands_for_a_clone_whose_source_cannot_be_read(
     assert rows(clone) == records(0, 30)
 
 
+def test_commands_for_a_clone_of_a_clone_of_a_table_with_a_ledger(
+    query: Query, table: Path, admin: OffsetModel
+) -> None:
+    query.run(query.sink(table), 0, offset(0, one(0, 10)))
+    between = clone_of(table, 1, table.parent / "between")
+    clone = clone_of(between, 0, table.parent / "clone")
+    admin.commit(5)
+    refused_batch = offset(1, one(5, 20))
+    run_command(commands(refused(lambda: query.run(query.sink(clone), 1, refused_batch)))[0])
+    query.run(query.sink(clone), 1, refused_batch)
+    continue_query(query, clone, admin, 2, 20)
+    assert rows(clone) == records(0, 20)
+
+
 @pytest.mark.parametrize("again", [False, True])
 def test_commands_for_a_clone_whose_log_no_longer_has_the_clone(
     query: Query, table: Path, admin: OffsetModel, again: bool
