@@ -232,7 +232,7 @@ class History:
         said += [name for name in ("followed", "started", "truncated_from") if getattr(batch, name)]
         said += [f"reset {batch.reset_number}", f"kill {kill}" * bool(kill), "with another change" * bool(during)]
         self.tell(f"{source.group} batch {batch.seq} of {source.stream[:4]} by {source.sink.writer}: {' '.join(said)}")
-        self.moments = {"decided": during} if during else {kill: self.die}
+        self.moments = {"decided": during} if during else {kill: self.die} if kill else {}
         self.leave_out(source, {tp: batch.ranges[tp][0] for tp in batch.started})
         source.query.plan(batch.seq, batch)
         id_ = batch.topic_ids[source.kafka.topic]
