@@ -40,6 +40,9 @@ HISTORY_LIMITS = (2, 20, 1000)
 ROW_COMMANDS = frozenset({"DELETE", "UPDATE", "MERGE", "TRUNCATE"})
 """Operations with which a user changes single rows on purpose: the ledger does not follow them."""
 
+PARTIAL_OVERWRITE = ("predicate", "isDynamicPartitionOverwrite")
+"""Parameters of an overwrite that sets a part of the table only."""
+
 NOT_A_TABLE = {
     "TABLE_OR_VIEW_NOT_FOUND",
     "DELTA_MISSING_DELTA_TABLE",
@@ -102,8 +105,9 @@ class Commit(NamedTuple):
     sets_content: bool = False
     """Whether the operation sets the content of the table, or of a part of it: a ``REPLACE``, an overwrite, a clone."""
     replaces_rows: bool = False
-    """Whether the commit removed rows by an operation other than ROW_COMMANDS, such as a ``REPLACE``, an overwrite or a
-    clone into the table, or is a ``RESTORE``."""
+    """Whether the commit is a ``RESTORE``, sets the content of the whole table (a ``REPLACE``, an overwrite, a clone
+    into the table; it may bring back rows even if it removes none), or removed rows by an operation other than
+    ROW_COMMANDS."""
     written_ms: int | None = None
     """When it was committed, in ms since 1970 by the writer's clock; None where that is not known."""
 
@@ -122,7 +126,8 @@ class Commit(NamedTuple):
         modes = {str(parameters.get(name)).strip('"') for name in ("mode", "outputMode")}
         sets_content = "REPLACE TABLE" in operation or operation == "CLONE"
         sets_content = version > 0 and (sets_content or not modes.isdisjoint({"Overwrite", "Complete"}))
-        if removes_rows is None:
+        is_part = any(parameters.get(name) not in (None, "", "false") for name in PARTIAL_OVERWRITE)
+        if removes_rows is None or (sets_content and not is_part):  # it may bring back rows of an empty table
             removes_rows = sets_content
         replaces_rows = restore is not None or (removes_rows and operation not in ROW_COMMANDS)
         written: Any = info.get("timestamp")

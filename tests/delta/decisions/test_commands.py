@@ -421,6 +421,21 @@ def test_commands_for_a_clone_of_a_clone_of_a_table_with_a_ledger(
     assert rows(clone) == records(0, 20)
 
 
+def test_rows_that_an_overwrite_brings_back_into_an_empty_table_are_not_written_again(
+    query: Query, table: Path, admin: OffsetModel
+) -> None:
+    query.run(query.sink(table), 0, offset(0, one(0, 10)))
+    admin.commit(10)
+    written = DeltaTable(table).to_pyarrow_table()
+    DeltaTable(table).restore(0)
+    run_command(f"spark-group reset --bootstrap-servers {SERVERS} --group etl --to-ledger --table {table} --execute")
+    assert admin.position == 0
+    write_deltalake(table, written, mode="overwrite")
+    again = offset(1, one(0, 20), followed=FOLLOWED, reset_number=admin.resets)
+    assert "removed rows after the last commit" in str(refused(lambda: query.run(query.sink(table), 1, again)))
+    assert rows(table) == records(0, 10)
+
+
 @pytest.mark.parametrize("again", [False, True])
 def test_commands_for_a_clone_whose_log_no_longer_has_the_clone(
     query: Query, table: Path, admin: OffsetModel, again: bool

@@ -125,7 +125,7 @@ def test_G5_a_batch_above_the_ledger_is_refused_after_the_committed_offset_was_l
         "Kafka has no committed offsets of group 'etl' any more",
         "orders-0: starts at 120, the table holds up to 100",
         "--group etl --to-ledger --table /t --execute",
-        "--group etl --to-current --table /t --execute",
+        "--group etl --to-further --table /t --execute",
     ):
         assert part in str(error.value)
 
