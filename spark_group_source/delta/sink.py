@@ -448,8 +448,10 @@ class _BatchCommit:
         here = table_names.reset_command(group, table, "--to-checkpoint", self.planned.root, "--batch", str(batch_id))
         if not any(end > starts[tp] for tp, end in (ends or {}).items()):
             return {f"continue where batch {batch_id} starts": here}
-        # Also the other partitions: after a reset the query reads the committed offsets of all, which may be behind.
-        behind = {tp: max(start, (ends or {}).get(tp, start)) for tp, start in starts.items()}
+        # Of all partitions: after a reset the query reads the committed offsets of those that are not named, which may
+        # be behind the rows, or above rows that a RESTORE removed.
+        all_ends = self.table.row_ends() or {}
+        behind = {tp: all_ends.get(tp, start) for tp, start in starts.items()}
         to_ends = table_names.reset_command(group, table, *table_names.to_offsets(behind))
         return {
             "continue behind the rows in the table": to_ends,

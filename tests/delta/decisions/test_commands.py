@@ -286,18 +286,19 @@ def test_commands_for_an_expired_ledger_whose_rows_end_behind_the_batch(
     assert offsets_in(table) == list(range(30))
 
 
-def test_the_command_for_an_expired_ledger_names_partitions_whose_rows_end_at_the_batch_too(
-    query: Query, table: Path
+@pytest.mark.parametrize("p1", [5, 10], ids=["before the batch", "at the batch"])
+def test_the_command_for_an_expired_ledger_names_the_end_of_the_rows_of_each_partition(
+    query: Query, table: Path, p1: int
 ) -> None:
-    """The reset voids the batch, and the query reads the committed offset of each partition, which may be behind."""
+    """The reset voids the batch, and the query reads the committed offsets of partitions that are not named."""
     for n in range(2):
-        ranges = {("orders", 0): (10 * n, 10 * n + 10), ("orders", 1): (5 * n, 5 * n + 5)}
+        ranges = {("orders", 0): (10 * n, 10 * n + 10), ("orders", 1): (p1 * n // 2, p1 * (n + 1) // 2)}
         query.run(query.sink(table), n, offset(n, ranges))
     expire_log(table)
     again = offset(1, {("orders", 0): (10, 20), ("orders", 1): (10, 12)})
     behind, _ = commands(refused(lambda: query.run(query.sink(table), 1, again)))
     named = shlex.split(behind)
-    assert json.loads(named[named.index("--to-offsets") + 1]) == {"orders": {"0": 20, "1": 10}}
+    assert json.loads(named[named.index("--to-offsets") + 1]) == {"orders": {"0": 20, "1": p1}}
 
 
 def test_a_reset_to_an_expired_ledger_names_the_end_of_the_rows(query: Query, table: Path, admin: OffsetModel) -> None:
