@@ -5,8 +5,9 @@ same story again. After up to a minute and a half of faults (``faults``) comes a
 be processed and every offset committed. The product's own code runs: ``runtime``, ``kafka``, ``protocol``, ``agents``
 and the decisions of ``delta.ledger_decision`` and ``cli.reset``. Only Kafka, time, threads and Spark are models.
 
-Deliberately absent (not modelled): what agents read ahead, changed subscriptions, several groups, clocks that jump, and
-the duration of an event in the protocol.
+Deliberately absent (not modelled): what agents read ahead, changed subscriptions, several groups, clocks that jump, the
+duration of an event in the protocol, leader epochs (only its end shows that a log was truncated), thousands of
+partitions, and Delta's log (``table_histories``).
 """
 
 import logging
