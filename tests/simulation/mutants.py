@@ -120,13 +120,6 @@ MUTANTS = [
         "the stream's own position takes precedence over an older commit",
     ),
     Mutant(
-        "skips-records-of-a-recreated-topic",
-        P,
-        "if truncated or (recreated and offset < at.offset):",
-        "if truncated:",
-        "the offset committed in the deleted topic is no position in the recreated one",
-    ),
-    Mutant(
         "undoes-a-rewind",
         P,
         "if isinstance(memory, Memory) and is_older(committed, memory):",
@@ -544,7 +537,6 @@ FOUND_BY: dict[str, tuple[str, int]] = {
     "forgets-pending-changes": ("calm-cooperative", 0),
     "rereads-a-batch-durable-while-away": ("eager", 19),
     "accepts-an-older-commit": ("eager", 0),
-    "skips-records-of-a-recreated-topic": ("consumer", 182),
     "undoes-a-rewind": ("eager", 130),
     "claims-nothing": ("eager", 13),
     "ignores-a-pending-batch": ("eager", 19),
