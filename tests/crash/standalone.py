@@ -18,6 +18,9 @@ from kafka_words import await_progress, size_of
 
 import spark_group_source
 
+ELECTED, REGISTERED = "I have been elected leader", "Successfully registered with master"
+"""What a master and a worker log when they are ready."""
+
 
 class Standalone:
     """One master, and workers with one core each."""
@@ -37,8 +40,7 @@ class Standalone:
         known = ("--host", "127.0.0.1", "--cores", "1", "--memory", "1g", "--work-dir", str(self.home / f"w{number}"))
         self.workers.append(self._spawn(f"worker{number}", "worker.Worker", *known, self.url))
         log = self.home / f"worker{number}.log"
-        registered = "Successfully registered with master"
-        await_progress(lambda: registered in log.read_text(), self.progress, what="a worker")
+        await_progress(lambda: REGISTERED in log.read_text(), self.progress, what="a worker")
 
     def progress(self) -> object:
         """Progress for ``await_progress``: the logs of master and workers."""
@@ -52,20 +54,33 @@ class Standalone:
             process.wait(300)
 
     def _spawn(self, name: str, main: str, *arguments: str) -> subprocess.Popen[bytes]:
-        log4j = self.home / "log4j2.properties"
-        log4j.write_text(
-            "rootLogger.level=info\nrootLogger.appenderRef.out.ref=out\nappender.out.type=Console\n"
-            "appender.out.name=out\nappender.out.layout.type=PatternLayout\nappender.out.layout.pattern=%p %m%n%ex\n"
-        )
-        script = Path(pyspark.__file__).parent / "bin" / "spark-class"
-        options = f"{os.environ.get('SPARK_SUBMIT_OPTS', '')} -Dlog4j2.configurationFile={log4j}"
+        command, environment = daemon(self.home, main, *arguments)
         with (self.home / f"{name}.log").open("wb") as log:
             return subprocess.Popen(
-                [str(script), f"org.apache.spark.deploy.{main}", "--webui-port", "0", *arguments],
+                command,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, "SPARK_DAEMON_JAVA_OPTS": options, "SPARK_LOCAL_IP": "127.0.0.1"},
+                env={**os.environ, **environment, "SPARK_LOCAL_IP": "127.0.0.1"},
             )
+
+
+def daemon(home: Path, main: str, *arguments: str, java: str = "") -> tuple[list[str], dict[str, str]]:
+    """The command line and the environment of a master or worker that logs each step to its output.
+
+    Args:
+        home: a folder for its settings of the log.
+        main: its class, in ``org.apache.spark.deploy``.
+        java: more options of its JVM.
+    """
+    log4j = home / "log4j2.properties"
+    log4j.write_text(
+        "rootLogger.level=info\nrootLogger.appenderRef.out.ref=out\nappender.out.type=Console\n"
+        "appender.out.name=out\nappender.out.layout.type=PatternLayout\nappender.out.layout.pattern=%p %m%n%ex\n"
+    )
+    script = Path(pyspark.__file__).parent / "bin" / "spark-class"
+    options = f"{os.environ.get('SPARK_SUBMIT_OPTS', '')} -Dlog4j2.configurationFile={log4j} {java}"
+    command = [str(script), f"org.apache.spark.deploy.{main}", "--webui-port", "0", *arguments]
+    return command, {"SPARK_DAEMON_JAVA_OPTS": options}
 
 
 @contextlib.contextmanager
@@ -74,8 +89,7 @@ def standalone(home: Path, workers: int) -> Iterator[Standalone]:
     cluster = Standalone(home)
     try:
         log = home / "master.log"
-        elected = "I have been elected leader"
-        await_progress(lambda: elected in log.read_text(), cluster.progress, what="the master")
+        await_progress(lambda: ELECTED in log.read_text(), cluster.progress, what="the master")
         for _ in range(workers):
             cluster.add_worker()
         yield cluster
