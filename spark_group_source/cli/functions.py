@@ -76,6 +76,8 @@ def reset(
     """
     admin = common.admin_of(bootstrap_servers, group, options=options)
     scope: resetting.Scope = dict.fromkeys(topics, frozenset())
+    session = _session(spark) if table is not None and execute else None
+    since = resetting.table_version(session, table)
     if to != "ledger":
         destination = _destination(to)
     elif table is None:
@@ -83,8 +85,7 @@ def reset(
     else:
         destination = resetting.of_ledger(admin, group, table, _session(spark), scope)
     targets = resetting.resolve_targets(admin, group, destination, scope)
-    session = _session(spark) if table is not None and execute else None
-    return resetting.reset(admin, group, targets, spark=session, table=table, execute=execute)
+    return resetting.reset(admin, group, targets, spark=session, table=table, since=since, execute=execute)
 
 
 def _destination(to: Any) -> Destination:

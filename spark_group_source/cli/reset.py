@@ -347,6 +347,19 @@ def _of_void_batch(note: identifiers.Note | None, ledger: Ledger) -> bool:
     return note is not None and note.stream in ledger.void and note.reset_number < ledger.reset_number
 
 
+def table_version(spark: "SparkSession | None", table: str | None) -> int | None:
+    """The version of the table from which a reset is planned; None without a table.
+
+    Raises:
+        OptionError: there is no such Delta table.
+    """
+    if spark is None or table is None:
+        return None
+    from spark_group_source.delta.ledger_store import version_of
+
+    return version_of(spark, table)
+
+
 def reset(
     admin: GroupAdmin,
     group: str,
@@ -354,6 +367,7 @@ def reset(
     *,
     spark: "SparkSession | None" = None,
     table: str | None = None,
+    since: int | None = None,
     execute: bool,
 ) -> GroupReset:
     """Plan a reset to these offsets; with ``execute``, move the group and then, with a table, its ledger.
@@ -362,9 +376,12 @@ def reset(
     dies, Delta refuses), a query fails before it writes rows twice, and another reset with a higher number repairs it.
     In the other order every batch would be void, because the source would not know the reset.
 
+    Args:
+        since: the version of the table when the offsets were planned; None without a table.
+
     Raises:
         GroupError: the group has members; stop them first.
-        OptionError: there is nothing to move.
+        OptionError: there is nothing to move, or rows of the table were replaced meanwhile.
         LedgerConflict: the table's ledger is of a newer release.
     """
     if execute:
@@ -399,6 +416,7 @@ def reset(
             topic_ids=ids,
             reset_number=found.reset_number,
             deleted=gone,
+            since=since,
         )
     return GroupReset(group, moves, found.reset_number)
 
@@ -503,6 +521,7 @@ def reset_command(
     scope = scope_of(topic or [])
     admin = common.admin_of(bootstrap_servers, group, command_config)
     with common.session(table is not None) as spark:
+        since = table_version(spark, table)
         if to == "checkpoint":
             to = _of_checkpoint(admin, group, str(to_checkpoint), batch, scope, spark, table)
         elif to == "ledger":
@@ -513,7 +532,7 @@ def reset_command(
             to = _of_further(admin, group, table, spark, scope)
         targets = resolve_targets(admin, group, to, scope)
         new = not admin.committed(group) and admin.describe_group(group).state == DEAD
-        done = reset(admin, group, targets, spark=spark, table=table, execute=execute)
+        done = reset(admin, group, targets, spark=spark, table=table, since=since, execute=execute)
     if export:
         typer.echo(plan_text(targets.offsets), nl=False)
         for line in done.clamped():

@@ -122,6 +122,15 @@ def read_ledgers(history: TableHistory, groups: Collection[str] | None = None) -
     return found
 
 
+def version_of(spark: "SparkSession", table: str) -> int:
+    """Return the newest version of a table: what a reset reads of it from now on is at least as new.
+
+    Raises:
+        OptionError: there is no such Delta table.
+    """
+    return table_writer.open_existing(spark, table).history().version
+
+
 def set_ledger(
     spark: "SparkSession",
     table: str,
@@ -132,6 +141,7 @@ def set_ledger(
     reset_number: int,
     topic_ids: Mapping[str, str] = MappingProxyType({}),
     deleted: Iterable[str] = (),
+    since: int | None = None,
 ) -> Ledger:
     """Set the ledger of a group, in one Delta commit without rows.
 
@@ -144,15 +154,18 @@ def set_ledger(
         reset_number: the number of the reset: batches that were planned before it are void.
         topic_ids: the ids of the topics, where known; needed for topics that the ledger does not have yet.
         deleted: topics that no longer exist. A batch that still reads one is compared with its former offsets.
+        since: the version of the table from which the offsets were planned; None if they do not depend on its rows.
 
     Raises:
-        OptionError: there is no such Delta table, or it knows a newer reset.
+        OptionError: there is no such Delta table, it knows a newer reset, or its rows were replaced since then.
         LedgerConflict: a newer release wrote the ledger, or other writers won every attempt.
     """
     writer = table_writer.open_existing(spark, table)
 
     def attempt() -> Ledger:
         history = writer.history()
+        if since is not None:
+            _refuse_replaced_rows(history, since)
         old = _replaced_ledger(writer, history, group)
         if reset_number < old.reset_number:
             raise OptionError(
@@ -165,6 +178,18 @@ def set_ledger(
         return writer.commit_ledger(history, ledger.with_next_number(), reason, before=old)
 
     return table_writer.retry_races(attempt, what=f"setting the ledger of group {group!r} in table {table}")
+
+
+def _refuse_replaced_rows(history: TableHistory, since: int) -> None:
+    """Refuse offsets that were planned from rows which the table may not have any more."""
+    for commit in history.commits(after=since):
+        if commit.replaces_rows:
+            raise OptionError(
+                f"table {history.table} was changed by {commit.operation} (its version {commit.version}) while the "
+                "reset was running, so its ledger was not set, and the query's next batch is refused. Run the reset "
+                "again",
+                table=history.table,
+            )
 
 
 def _replaced_ledger(writer: table_writer.TableWriter, history: TableHistory, group: str) -> Ledger:

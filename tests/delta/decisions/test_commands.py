@@ -8,7 +8,7 @@ import json
 import re
 import shlex
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -97,6 +97,33 @@ def test_commands_after_a_restore(query: Query, table: Path, admin: OffsetModel,
     query.run(query.sink(table), 3, refused_batch)
     continue_query(query, table, admin, 4, 50)
     assert rows(table) == (records(0, 10) + records(30, 50) if missing else records(0, 50))
+
+
+def test_a_reset_during_a_restore_leaves_the_ledger_and_works_when_it_is_repeated(
+    query: Query, table: Path, admin: OffsetModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for n in range(2):
+        query.run(query.sink(table), n, offset(n, one(n * 10, n * 10 + 10)))
+    admin.commit(20)
+    move = admin.move_committed
+
+    def restore_meanwhile(
+        group: str, offsets: Mapping[TopicPartition, int], *, notes: Mapping[TopicPartition, str]
+    ) -> None:
+        move(group, offsets, notes=notes)
+        DeltaTable(table).restore(1)
+
+    reset = shlex.join(["spark-group", "reset", "--bootstrap-servers", SERVERS, "--group", "etl", "--to-ledger"])
+    reset += f" --table {table} --execute"
+    with monkeypatch.context() as patched:
+        patched.setattr(admin, "move_committed", restore_meanwhile)
+        shown = CliRunner().invoke(app, shlex.split(reset)[1:])
+    assert shown.exit_code == 1 and "was changed by RESTORE (its version 3) while the reset was running" in shown.output
+    refused(lambda: query.run(query.sink(table), 2, offset(2, one(20, 30), followed=FOLLOWED, reset_number=1)))
+    run_command(reset)
+    query.run(query.sink(table), 2, offset(2, one(20, 30), followed=FOLLOWED, reset_number=1))
+    continue_query(query, table, admin, 3, 30)
+    assert rows(table) == records(0, 30)
 
 
 @pytest.mark.parametrize("behind", [False, True], ids=["before", "during a batch"])
