@@ -73,8 +73,11 @@ def test_signal_to_the_process_group_ends_in_one_line(
         os.killpg(job.pid, number)
         code = job.wait(END_S)
     said = output.read_text()[before:]
-    ours = [line for line in said.splitlines() if "spark_group_source" in line and "records in" not in line]
-    assert len(ours) == 1 and f"group {group_id}: received a signal" in ours[0], said
+    # A traceback that Spark logs of the stream reader has its files.
+    lines = [line for line in said.splitlines() if not line.lstrip().startswith("File ")]
+    ours = [line for line in lines if "spark_group_source" in line and "records in" not in line]
+    assert len(ours) == 1 or (submitted and not ours), said  # a JVM that ends may end the job before its line
+    assert all(f"group {group_id}: received a signal" in line for line in ours), said
     assert "Py4J" not in said, said
     if not submitted:  # else the signal ends the JVM, too, which has its own exit code and logs what is interrupted
         assert code == 0 and "Traceback" not in said and "Exception" not in said, said
