@@ -158,4 +158,4 @@ def test_migration_covers_new_partitions_and_refuses_recreated_topics(scene: Sce
     full = scene.typed(*back, "/dev/full")
     assert (full.code, "--out /dev/full cannot be written: No space left" in full.output) == (1, True)
     code, text = planned({"0": 4, "1": 11})
-    assert (code, "which ends at 10: the topic was made again since" in text) == (1, True)
+    assert (code, "which ends at 10: the topic was recreated" in text) == (1, True)
