@@ -521,7 +521,7 @@ def reset_command(
     scope = scope_of(topic or [])
     admin = common.admin_of(bootstrap_servers, group, command_config)
     with common.session(table is not None) as spark:
-        since = table_version(spark, table)
+        since = table_version(spark, table) if execute else None
         if to == "checkpoint":
             to = _of_checkpoint(admin, group, str(to_checkpoint), batch, scope, spark, table)
         elif to == "ledger":

@@ -165,7 +165,7 @@ def set_ledger(
     def attempt() -> Ledger:
         history = writer.history()
         if since is not None:
-            _refuse_replaced_rows(history, since)
+            _refuse_replacement_since(history, since)
         old = _replaced_ledger(writer, history, group)
         if reset_number < old.reset_number:
             raise OptionError(
@@ -180,7 +180,7 @@ def set_ledger(
     return table_writer.retry_races(attempt, what=f"setting the ledger of group {group!r} in table {table}")
 
 
-def _refuse_replaced_rows(history: TableHistory, since: int) -> None:
+def _refuse_replacement_since(history: TableHistory, since: int) -> None:
     """Refuse offsets that were planned from rows which the table may not have any more."""
     for commit in history.commits(after=since):
         if commit.replaces_rows:
