@@ -33,6 +33,7 @@ from rebalance.ordinary import OrdinaryConsumer
 from rich.console import Console
 from rich.table import Table
 
+from bench import executors
 from spark_group_source import DeltaSink, KafkaGroupDataSource
 from spark_group_source.host import run_files
 from spark_group_source.local.broker import Broker, free_ports
@@ -47,14 +48,7 @@ SAMPLE_S, CONSUMER_S = 10.0, 30.0
 REPORT_SAMPLES = 6
 GROWTH_MAX, SMALL = 0.1, {"MiB": 16.0, "threads": 4.0, "files": 8.0}
 """A growth counts if it is more than this share and more than this amount."""
-SIGNS = {
-    "agent": "spark-group-agent",
-    "stream reader": "python_streaming_source_runner",
-    "worker": "pyspark.daemon",
-    "executor": "CoarseGrainedExecutorBackend",
-    "driver's JVM": "org.apache.spark.deploy.SparkSubmit",
-    "broker": "kafka.Kafka",
-}
+SIGNS = {**executors.SIGNS, "executor": "CoarseGrainedExecutorBackend", "broker": "kafka.Kafka"}
 DRIVER = "driver's Python"
 
 
@@ -69,19 +63,14 @@ class Sample(NamedTuple):
     files: int
 
 
-def sample(marker: str, at_s: float) -> dict[str, Sample]:
-    """What each kind of process of this benchmark holds; ``marker``: in the environment of all of them."""
+def sample(at_s: float) -> dict[str, Sample]:
+    """What each kind of process of this benchmark holds."""
     found: dict[str, list[Sample]] = defaultdict(list)
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error, OSError):
-            if process.pid != os.getpid() and process.environ().get("BENCH") != marker:
-                continue
-            command = " ".join(process.cmdline())
-            kind = next((kind for kind, sign in SIGNS.items() if sign in command), None)
-            kind = DRIVER if process.pid == os.getpid() else kind
-            if kind:
-                mib = process.memory_full_info().pss / 2**20
-                found[kind].append(Sample(at_s, 1, mib, process.num_threads(), process.num_fds()))
+    for pid, kind in [(os.getpid(), DRIVER), *executors.processes(SIGNS)]:
+        with contextlib.suppress(psutil.Error):
+            process = psutil.Process(pid)
+            mib = process.memory_full_info().pss / 2**20
+            found[kind].append(Sample(at_s, 1, mib, process.num_threads(), process.num_fds()))
     return {
         kind: Sample(at_s, *(sum(values) for values in list(zip(*one, strict=True))[1:])) for kind, one in found.items()
     }
@@ -148,7 +137,7 @@ def watch(query: "StreamingQuery", metrics_port: int, minutes: float) -> dict[st
         if not query.isActive:
             raise AssertionError(f"the query ended: {query.exception()}")
         at_s = time.monotonic() - began_s
-        for kind, one in sample(os.environ["BENCH"], at_s).items():
+        for kind, one in sample(at_s).items():
             taken[kind].append(one)
         with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{metrics_port}/metrics") as page:
             page.read()

@@ -176,19 +176,20 @@ class Run(NamedTuple):
 def cpu_s() -> dict[str, float]:
     """The CPU time of all processes of this benchmark, by kind."""
     found = dict.fromkeys(SIGNS, 0.0)
-    for pid, kind in _processes():
+    for pid, kind in processes(SIGNS):
         with contextlib.suppress(OSError, IndexError):
             fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
             found[kind] += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
     return found
 
 
-def _processes() -> Iterator[tuple[int, str]]:
+def processes(signs: Mapping[str, str]) -> Iterator[tuple[int, str]]:
+    """The processes of this benchmark, each with the first kind whose sign is in its command."""
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
             environ = (process / "environ").read_bytes().split(b"\0")
-            kind = next((kind for kind, sign in SIGNS.items() if sign in command), None)
+            kind = next((kind for kind, sign in signs.items() if sign in command), None)
             if kind and f"BENCH={os.environ['BENCH']}".encode() in environ:
                 yield int(process.name), kind
 
