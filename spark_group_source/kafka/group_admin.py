@@ -147,9 +147,15 @@ class GroupAdmin(Admin):
             raise CommitFailed(refused) from exc
         if isinstance(answer, Missing):
             raise CommitFailed(f"Kafka refused new offsets of group {group!r}: a topic does not exist")
-        failed = [f"{p.topic}-{p.partition}: {p.error}" for p in answer.topic_partitions if p.error is not None]
+        failed = [p for p in answer.topic_partitions if p.error is not None]
+        if any(p.error.code() == KafkaError.UNKNOWN_MEMBER_ID for p in failed):
+            raise CommitFailed(
+                f"Kafka refused new offsets of group {group!r}, because a member has joined. Stop the group's queries "
+                "and consumers, then repeat the command"
+            )
         if failed:
-            raise CommitFailed(f"Kafka refused new offsets of group {group!r}: {', '.join(failed[:10])}")
+            reasons = ", ".join(f"{p.topic}-{p.partition}: {p.error.str()}" for p in failed[:10])
+            raise CommitFailed(f"Kafka refused new offsets of group {group!r}: {reasons}")
 
 
 # --- deletion of committed offsets, by a ctypes call of librdkafka -------------------------------------------------
