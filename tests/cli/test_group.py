@@ -212,7 +212,12 @@ def notes(scene: Scene) -> dict[TopicPartition, Note]:
 
 
 def await_left(scene: Scene) -> None:
-    """Wait until the members of a failed query have left, which may be after its error."""
+    """Wait until the members of a failed query have left, which may be after its error.
+
+    A batch that Spark replays may fail before its members have joined: the group is empty, and then has members. So
+    the stream reader, which creates them, has to end first. No other query runs in this process.
+    """
+    await_until(lambda: not readers_below(), what="the end of the stream reader")
     await_until(lambda: describe(scene.admin, scene.group).state == "empty", what="the members that leave")
 
 
