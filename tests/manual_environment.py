@@ -139,7 +139,6 @@ class ManualConsumer:
     def __init__(self, environment: ManualEnvironment) -> None:
         self.environment = environment
         self.metadata = NOBODY
-        self.assigned: list[Any] = []
         self.callbacks: dict[str, Callable[[Any, list[Any]], None]] = {}
 
     def subscribe(self, topics: list[str], **callbacks: Callable[[Any, list[Any]], None]) -> None:
@@ -164,25 +163,18 @@ class ManualConsumer:
     def consumer_group_metadata(self) -> bytes:
         return self.metadata
 
-    def assignment(self) -> list[Any]:
-        return self.assigned
-
     def assign(self, partitions: list[Any]) -> None:
-        self.assigned = list(partitions)
+        assert not partitions
 
     def incremental_assign(self, partitions: list[Any]) -> None:
-        self.assigned = [*self.assigned, *partitions]
+        assert not partitions
 
     def incremental_unassign(self, partitions: list[Any]) -> None:
-        self.environment.answer("incremental_unassign", len(partitions))
-        self.assigned = []
+        assert not partitions
+        self.environment.answer("incremental_unassign")
 
     def unassign(self) -> None:
         self.environment.answer("unassign")
-        self.assigned = []
-
-    def pause(self, partitions: list[Any]) -> None:
-        assert partitions
 
     def unsubscribe(self) -> None:
         self.environment.answer("unsubscribe")

@@ -141,10 +141,6 @@ class FakeConsumer:
             return FakeMessage(refusal(KafkaError._ALL_BROKERS_DOWN, "1/1 brokers are down"))
         return None
 
-    def assignment(self) -> list[KafkaPartition]:
-        self._enter()
-        return to_kafka(self._client.owned) if self._client is not None else []
-
     def memberid(self) -> str | None:
         self._enter()
         return self._who()[0] or None
@@ -186,30 +182,26 @@ class FakeConsumer:
     def incremental_unassign(self, partitions: Iterable[KafkaPartition]) -> None:
         self._take(Kind.REVOKE, partitions, incremental=True)
 
-    def pause(self, partitions: Iterable[KafkaPartition]) -> None:
-        self._enter()
-        owned = self._client.owned if self._client is not None else frozenset()
-        if any(from_kafka(p) not in owned for p in partitions):
-            raise KafkaException(refusal(KafkaError._UNKNOWN_PARTITION))
-
     def _take(self, kind: Kind, partitions: Iterable[KafkaPartition] | None, *, incremental: bool) -> None:
         self._enter()
         if self._in is None:
             raise NotImplementedError("assignments outside of a callback are not simulated")
         if incremental != self._incremental or (kind is Kind.ASSIGN) != (self._in.kind is Kind.ASSIGN):
             raise KafkaException(KafkaError(KafkaError._STATE, "the call does not fit the rebalance"))
-        if partitions is not None and {from_kafka(p) for p in partitions} != self._in.tps:
-            raise KafkaException(refusal(KafkaError._INVALID_ARG))
+        if partitions:
+            raise NotImplementedError("a member that fetches is not simulated")
         self._in.done()
 
     def _call(self, op: Op) -> None:
-        """Run a callback. Partitions that it does not assign or unassign are assigned or unassigned afterwards, as in
-        the binding."""
+        """Run a callback. If it neither assigns nor unassigns, the binding would give the partitions to the library, or
+        take them from it, which fails."""
         op.begin()
         callback, self._in = self._callbacks.get(op.kind), op
         try:
             if callback is not None:
                 callback(self, to_kafka(op.tps))
+                if op.is_open:
+                    raise NotImplementedError("a member that fetches is not simulated")
         finally:
             self._in = None
             op.done()

@@ -49,7 +49,7 @@ class Op:
         self.kind, self.tps = kind, tps
         self.generation = client.generation
         self._client, self._then = client, then
-        self._open = True
+        self.is_open = True
 
     def begin(self) -> None:
         """The application starts to process the operation."""
@@ -59,9 +59,9 @@ class Op:
     def done(self) -> None:
         """The application has assigned or released the partitions. Only the first call counts."""
         client = self._client
-        if not self._open:
+        if not self.is_open:
             return
-        self._open = False
+        self.is_open = False
         if client.closed or not client.process.alive:
             return
         if self.kind is Kind.ASSIGN:

@@ -147,7 +147,7 @@ def test_G6_a_member_that_lost_its_membership_does_not_rejoin_by_itself(scene: S
     assert scene.doubts() == [False]
     assert scene.kinds() == ["Assigned", "Lost", "MemberFenced"]
     assert scene.reported[1] == ev.Lost(slot=3, client=2, partitions=())
-    assert scene.environment.called()[-3:] == ["unsubscribe", "poll", "close"]
+    assert scene.environment.called()[-4:] == ["unsubscribe", "unassign", "poll", "close"]
 
 
 def test_a_closing_member_does_not_report_an_uncertain_membership(scene: Scene) -> None:

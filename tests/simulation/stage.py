@@ -190,10 +190,8 @@ class Watched:
 
     def _on_assign(self, consumer: Any, partitions: list[KafkaPartition]) -> None:
         self._told("assigned", consumer, partitions)
-        (consumer.incremental_assign if self._incremental else consumer.assign)(partitions)
+        (consumer.incremental_assign if self._incremental else consumer.assign)([])
         self.owned |= {p.partition for p in partitions}
-        if partitions:
-            consumer.pause(partitions)
 
     def _on_revoke(self, consumer: Any, partitions: list[KafkaPartition]) -> None:
         self._told("revoked", consumer, partitions)
@@ -201,15 +199,18 @@ class Watched:
             self.stage.environment.pause(self.hold_s)
             if self.before_release is not None:
                 self.before_release(consumer)
-        self.owned -= {p.partition for p in partitions}
-        if self._incremental:
-            consumer.incremental_unassign(partitions)
-        else:
-            consumer.unassign()
+        self._release(consumer, partitions)
 
     def _on_lost(self, consumer: Any, partitions: list[KafkaPartition]) -> None:
         self._told("lost", consumer, partitions)
+        self._release(consumer, partitions)
+
+    def _release(self, consumer: Any, partitions: list[KafkaPartition]) -> None:
         self.owned -= {p.partition for p in partitions}
+        if self._incremental:
+            consumer.incremental_unassign([])
+        else:
+            consumer.unassign()
 
     def _told(self, kind: str, consumer: Any, partitions: list[KafkaPartition]) -> None:
         self.identity = (consumer.memberid(), consumer.consumer_group_metadata())

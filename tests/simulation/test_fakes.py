@@ -127,8 +127,14 @@ def test_a_join_replaces_the_retry_of_a_refused_join(play: Stage, monkeypatch: p
     play.until(lambda: bool(group.members), "join")
     group.remove(next(iter(group.members.values())), "tried out")
     play.environment.pause(0.1)
-    consumer.subscribe([topic, "u"])  # joins immediately
-    play.until(lambda: consumer.poll(0.1) is None and len(consumer.assignment()) == 2, "assignment")
+    assigned = list[Any]()
+
+    def assign(consumer: Any, partitions: list[Any]) -> None:
+        consumer.assign([])
+        assigned.extend(partitions)
+
+    consumer.subscribe([topic, "u"], on_assign=assign)  # joins immediately
+    play.until(lambda: consumer.poll(0.1) is None and len(assigned) == 2, "assignment")
     rebalances = group.rebalances
     play.environment.pause(5)
     assert group.rebalances == rebalances
