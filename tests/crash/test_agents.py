@@ -4,6 +4,7 @@ The tests without the mark ``soak`` share one application, in their order; the l
 """
 
 import base64
+import contextlib
 import json
 import os
 import signal
@@ -300,9 +301,11 @@ def test_members_follow_the_workers_of_a_cluster_that_gets_the_package_by_py_fil
             cluster.add_worker()
             watched.await_spread(lambda: len(set(hosts())) == 2, "a slot on the new worker's executor")
 
+            executors = psutil.Process(cluster.workers[0].pid).children(recursive=True)
             cluster.workers[0].kill()
-            for child in psutil.Process(cluster.workers[0].pid).children(recursive=True):
-                child.kill()
+            for process in executors:
+                with contextlib.suppress(psutil.NoSuchProcess):  # it ended with its worker
+                    process.kill()
             watched.await_spread(
                 lambda: hosts() and first not in hosts() and all(hosts()), "both slots on the remaining executor"
             )

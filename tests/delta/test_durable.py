@@ -1,7 +1,9 @@
 """The offsets of a run's last batch are committed too, although Spark does not report it to the source as durable."""
 
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
+import psutil
 import pytest
 from conftest import await_until
 from crash.killed import CALM, Application
@@ -90,7 +92,8 @@ def test_a_query_whose_host_is_lost_goes_on_after_a_consumer_that_read_a_part_ag
         job = host.start()
         await_until(lambda: scene.committed() == {TopicPartition(name, 0): 10}, HANG_S, what="the offsets in Kafka")
         for process in job.tree():
-            process.kill()
+            with suppress(psutil.NoSuchProcess):  # it ended with its parent
+                process.kill()
         host.end()
         stream = planned(host.home / "checkpoint")[0].stream
         for file in run_files.directory().glob(f"{stream}.*"):
