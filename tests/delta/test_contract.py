@@ -253,12 +253,24 @@ def test_new_columns_are_refused_unless_merged_and_wrong_types_always(query: Que
     assert len(commits(table)) == before
 
 
+def create_with_computed_columns(spark: "SparkSession", table: Path, *, generated: bool) -> None:
+    """The columns of ``records``, an identity column and, with ``generated``, a generated one. Spark 4.0's SQL cannot
+    declare them for Delta Lake 4.0.0."""
+    delta = spark._jvm.io.delta.tables.DeltaTable  # type: ignore[union-attr]
+    jspark = spark._jsparkSession
+    builder = delta.create(jspark).location(str(table))
+    for name, kind in (("topic", "string"), ("partition", "int"), ("offset", "long"), ("value", "string")):
+        builder = builder.addColumn(name, kind)
+    if generated:
+        tens = delta.columnBuilder(jspark, "tens").dataType("long")
+        builder = builder.addColumn(tens.generatedAlwaysAs("offset DIV 10").build())
+    numbered = delta.columnBuilder(jspark, "nr").dataType("bigint").generatedAlwaysAsIdentity()
+    builder.addColumn(numbered.build()).execute()
+
+
 def test_constraints_and_generated_columns_hold_until_the_constraint_is_dropped(query: Query, new_table: Path) -> None:
     spark = query.spark
-    spark.sql(
-        f"CREATE TABLE delta.`{new_table}` (topic string, partition int, offset long, value string, "
-        "tens long GENERATED ALWAYS AS (offset DIV 10), nr bigint GENERATED ALWAYS AS IDENTITY) USING delta"
-    )
+    create_with_computed_columns(spark, new_table, generated=True)
     spark.sql(f"ALTER TABLE delta.`{new_table}` ADD CONSTRAINT small CHECK (offset < 100)")
     sink = query.sink(new_table)
     query.run(sink, 0, offset(0, one(19, 21)))
@@ -279,10 +291,7 @@ def test_constraints_and_generated_columns_hold_until_the_constraint_is_dropped(
 def test_identity_values_stay_unique_after_a_lost_race(
     query: Query, new_table: Path, before_next_commit: BeforeNextCommit
 ) -> None:
-    query.spark.sql(
-        f"CREATE TABLE delta.`{new_table}` (topic string, partition int, offset long, value string, "
-        "nr bigint GENERATED ALWAYS AS IDENTITY) USING delta"
-    )
+    create_with_computed_columns(query.spark, new_table, generated=False)
     sink, other = query.sink(new_table), TopicPartition("other", 0)
     query.run(sink, 0, offset(0, one(0, 2)))
     before_next_commit(
