@@ -51,7 +51,7 @@ OLDEST_LIBRARIES: Final = {
     "confluent-kafka": "2.14.0",
     "deltalake": "1.6.0",
     "prometheus-client": "0.21.0",
-    "typer": "0.15.0",
+    "typer": "0.19.0",
     "rich": "13.0.0",
 }
 """The oldest versions that pyproject.toml admits."""
