@@ -87,11 +87,17 @@ class Invariants(Accounts):
                         self._close(tp, name, Cause.DEAD)
             book.away |= book.chain.keys() - {reader.party}
             begin = self._committed(tp)
-            if reader.party in book.chain and book.commits and book.commits[-1][1].stream != reader.party:
+            foreign = book.commits and book.commits[-1][1].stream != reader.party
+            if reader.party in book.chain and foreign and not self._is_replaced(reader):
                 book.chain[reader.party] = begin  # after a foreign commit: also inside its own batch
             if reader.party not in book.away:
                 begin = max(begin, book.chain.get(reader.party, begin))
             book.holders[client.name] = Holding(reader, self._world.now_ms, begin)
+
+    def _is_replaced(self, reader: Reader) -> bool:
+        """Whether a later run of its stream is alive, which decides where the stream continues."""
+        runs = self._readers.values()
+        return any(run.party == reader.party and run.number > reader.number and run.alive for run in runs)
 
     def released(self, tps: Tps, client: Client) -> None:
         """Partitions are released in order: their processed offsets must be committed and visible to a plain read."""
@@ -317,9 +323,9 @@ class Invariants(Accounts):
 
     def _goes_on(self, tp: TopicPartition, reader: Reader, start: int, end: int) -> int:
         """Return the position after a batch: its end, or the offset of a foreign commit inside it. In that case the
-        rest of the batch is read again, as a run cannot know whether the sink wrote it."""
+        rest of the batch is read again, as a run cannot know whether the sink wrote it. An ordinary consumer knows."""
         book = self.books[tp]
-        if not book.commits or book.commits[-1][1].stream == reader.party:
+        if reader.counted is None or not book.commits or book.commits[-1][1].stream == reader.party:
             return end
         committed = self._committed(tp)
         if not start <= committed < end:

@@ -123,7 +123,7 @@ class Publisher(run_files.Publisher):
     """Without files."""
 
     def __init__(self, query: Query) -> None:
-        self._query = query
+        self._query, self._stream = query, ""
         self.drain = self.drained = False
 
     @property
@@ -133,8 +133,7 @@ class Publisher(run_files.Publisher):
     def publish(
         self, statistics: Statistics, *, drained: bool = False, last_batch: int = -1, committed: bool = False
     ) -> None:
-        del statistics
-        self.drained = drained
+        self.drained, self._stream = drained, statistics.stream
 
     def durable_mark(self, stream: str) -> BatchKey:
         return self._query.durable.get(stream, run_files.NO_MARK)
@@ -146,7 +145,7 @@ class Publisher(run_files.Publisher):
         return self._query.void.get((stream, seq), 0)
 
     def close(self, committed: StreamOffset | None = None) -> None:
-        self._query.durable.clear()
+        self._query.durable.pop(self._stream, None)
         if committed is not None:
             self._query.committed[committed.stream] = BatchKey.of(committed)
 

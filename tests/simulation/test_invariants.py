@@ -209,3 +209,34 @@ def test_only_a_query_that_did_not_write_the_records_may_take_an_ordinary_commit
     scene.truth.processed_by(other, {TP: (0, 4)})
     scene.commit(other, 4)
     assert scene.truth.explains([TP], {TP: start}, party) == explained
+
+
+def test_an_ordinary_consumer_whose_commit_is_inside_what_it_processed_goes_on_at_the_end(scene: Scene) -> None:
+    """Its later records, for which it loses the partition before their commit, are read again."""
+    scene.truth.produce(TP, 10)
+    other, ordinary = scene.member("other")
+    scene.commit(other, 0)
+    scene.assign(ordinary)
+    scene.truth.processed_by(other, {TP: (0, 4)})
+    scene.commit(other, 4)
+    scene.truth.processed_by(other, {TP: (4, 10)})
+    scene.truth.released(TPS, ordinary)
+    second, client = scene.member("second")
+    scene.assign(client)
+    scene.truth.processed_by(second, {TP: (4, 10)})
+    assert scene.truth.causes == {Cause.UNTOLD: 6}
+
+
+def test_a_run_goes_on_where_it_ended_after_an_older_run_was_assigned_a_foreign_commit(scene: Scene) -> None:
+    scene.truth.produce(TP, 20)
+    (_, zombie), (second, client) = scene.member("a.1", stream="a"), scene.member("a.2", stream="a")
+    second.number = 1
+    other, ordinary = scene.member("other")
+    scene.assign(client)
+    scene.truth.planned(second, offset(second, 0, 0, 5))
+    scene.truth.processed_by(second, {TP: (0, 5)})
+    scene.assign(ordinary)
+    scene.truth.processed_by(other, {TP: (0, 8)})
+    scene.commit(other, 8)
+    scene.assign(zombie)
+    scene.truth.planned(second, offset(second, 1, 5, 10))
