@@ -109,15 +109,20 @@ class ClassicClient(Client):
 
     def _not_joined(self, code: Code) -> None:
         self._joining = False
-        if self.calling is not None or (
+        if code is Code.UNKNOWN_SERVER:  # the group cannot be stored; a cooperative member keeps its partitions
+            self._join_after_pause()
+        elif self.calling is not None or (
             code in (Code.UNKNOWN_MEMBER, Code.ILLEGAL_GENERATION) and not (self._group.incremental and self.owned)
         ):
             self._forget(code)
-            pause_ms, joins = self.process.draws(f"{self.thread} joins again").between(*JOIN_AGAIN_MS), self._joins
-            # Another join that was sent during the pause replaces the retry: the library has one state for both.
-            self._later(pause_ms, lambda: self._join() if self._joins == joins else None)
+            self._join_after_pause()
         else:
             self._failed(code)
+
+    def _join_after_pause(self) -> None:
+        pause_ms, joins = self.process.draws(f"{self.thread} joins again").between(*JOIN_AGAIN_MS), self._joins
+        # Another join that was sent during the pause replaces the retry: the library has one state for both.
+        self._later(pause_ms, lambda: self._join() if self._joins == joins else None)
 
     def _join_again(self) -> None:
         self._in_group = False

@@ -34,6 +34,7 @@ class ClassicGroup(Group):
     """
 
     incremental = False
+    record_bytes_max = 1_048_588  # max.message.bytes of the topic __consumer_offsets
     state = State.EMPTY
     generation = 0
     leader = ""
@@ -197,6 +198,13 @@ class ClassicGroup(Group):
                 takers = [m for m in ranked if topic in m.topics]
                 for at, tp in enumerate(tp for tp in everything if tp.topic == topic):
                     target[takers[at % len(takers)].id].add(tp)
+        if self._record_bytes(target) > self.record_bytes_max:
+            for member in members:
+                if member.sync_reply is not None:
+                    reply, member.sync_reply = member.sync_reply, None
+                    reply(Answer(Code.UNKNOWN_SERVER))
+            self._prepare()
+            return
         self.state = State.STABLE
         for member in members:
             member.assigned = target[member.id]
@@ -206,6 +214,18 @@ class ClassicGroup(Group):
         self.world.note(
             f"group: generation {self.generation}: " + ", ".join(f"{i}={len(t)}" for i, t in target.items())
         )
+
+    def _record_bytes(self, target: dict[str, set[TopicPartition]]) -> int:
+        """The size of GroupMetadataValue: ids, subscriptions and assignments of the members."""
+
+        def listed(tps: Collection[TopicPartition]) -> int:
+            return sum(6 + len(topic) for topic in {tp.topic for tp in tps}) + 4 * len(tps)
+
+        members = self.members.values()
+        names = sum(2 + len(topic) for member in members for topic in member.topics)
+        owned = sum(listed(member.owned) for member in members) if self.incremental else 0
+        ids = sum(len(member.id) + len(member.client_id) for member in members)
+        return ids + names + owned + sum(map(listed, target.values()))
 
     def _cooperative(self, members: list[Member], everything: list[TopicPartition]) -> dict[str, set[TopicPartition]]:
         claims: dict[TopicPartition, Member] = {}

@@ -28,6 +28,7 @@ STABLE_CHECK_MS = 10
 class Code(Enum):
     """The broker's error codes, with Kafka's numbers."""
 
+    UNKNOWN_SERVER = -1
     OK = 0
     UNKNOWN_TOPIC = 3
     ILLEGAL_GENERATION = 22

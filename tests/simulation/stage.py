@@ -131,6 +131,7 @@ class Watched:
     Args:
         hold_s: how long it holds a revocation.
         before_release: called inside the callback, at the end of that time.
+        client_id: its client.id, if that is not ``name``.
     """
 
     def __init__(
@@ -142,7 +143,9 @@ class Watched:
         instance: str | None = None,
         hold_s: float = 0.0,
         before_release: Callable[[Any], None] | None = None,
+        client_id: str = "",
     ) -> None:
+        self._client_id = client_id or name
         self.stage, self.name, self.hold_s, self.before_release = stage, name, hold_s, before_release
         self.told: list[tuple[str, tuple[int, ...]]] = []
         self.owned: set[int] = set()
@@ -163,14 +166,14 @@ class Watched:
 
     @property
     def generation(self) -> int:
-        """The generation in :attr:`identity`: a native int32 after ``CGMDv2:``."""
-        return int(struct.unpack_from("=i", self.identity[1], 7)[0])
+        """The generation in :attr:`identity`, a native int32 after ``CGMDv2:``; -1 before the first poll."""
+        return -1 if not self.identity[1] else int(struct.unpack_from("=i", self.identity[1], 7)[0])
 
     def count(self, kind: str) -> int:
         return sum(told == kind for told, _ in self.told)
 
     def _run(self) -> None:
-        consumer = self.stage.environment.consumer(self.stage.settings(self.name, self._instance))
+        consumer = self.stage.environment.consumer(self.stage.settings(self._client_id, self._instance))
         consumer.subscribe([self._topic], on_assign=self._on_assign, on_revoke=self._on_revoke, on_lost=self._on_lost)
         while not self._how and self.failed is None:
             self._poll(consumer)

@@ -199,3 +199,22 @@ def test_a_closed_consumer_accepts_no_calls(play: Stage) -> None:
             call()
     with pytest.raises(RuntimeError, match="closed"):
         consumer.subscribe([topic])
+
+
+@played(*CLASSIC, broker=True)
+def test_a_group_that_the_broker_cannot_store_gets_no_assignment(play: Stage) -> None:
+    """Each member takes 50 kB of the group's record, which may have 1 MiB. The members join again and again."""
+    topic, long = play.topic(4), "x" * 25_000
+    few = [Watched(play, topic, f"few-{n}", client_id=f"{long}{n}") for n in range(4)]
+    play.until(lambda: all(len(one.owned) == 1 for one in few), "assignment")
+    stored = few[0].generation
+    more = [Watched(play, topic, f"more-{n}", client_id=f"{long}{n}") for n in range(4, 24)]
+    play.until(lambda: all(one.generation > stored + 3 for one in more), "further generations")
+    assert [one.told for one in more] == [[]] * len(more)
+    assert {len(one.owned) for one in few} == {int(play.flavour == "cooperative-sticky")}, "which keep theirs"
+    assert not any(one.count("lost") for one in few)
+    for one in more:
+        one.stop()
+    play.until(lambda: all(len(one.owned) == 1 for one in few), "assignment for those that are left")
+    for one in few:
+        one.stop()
