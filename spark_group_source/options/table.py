@@ -317,7 +317,8 @@ class Options:
     group_members: int | Literal["auto"] = _option(
         "groupMembers", member_count(GROUP_MEMBERS_MAX), "members or auto", default="auto",
         doc="The number of group members that this query has, 1 to 1000. auto: one for each executor with an agent if "
-        "members run beside executors, otherwise 1.")
+        "members run beside executors, but only as many as fit into the record of a classic group with long lists of "
+        "topics; otherwise 1.")
     member_host: Literal["auto", "executor", "driver"] = _option(
         "memberHost", one_of("auto", "executor", "driver"), "auto, executor or driver", default="auto",
         doc="Where the members run: in the stream reader on the driver's host, or in agents beside executors, which "

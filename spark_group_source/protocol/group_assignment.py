@@ -103,7 +103,8 @@ class GroupAssignment:
         return RebalanceTimeout(
             f"group {rules.group!r} has not {done} within {waited_ms / 1000:.0f} s for all "
             f"{len(self._slots.all)} members of this query (slot states: {states}), so the query cannot continue. "
-            f"{other_driver}To see the members of the group: {command_line.in_sentence(describe)}. "
+            f"{other_driver}{self._slots.too_large}"
+            f"To see the members of the group: {command_line.in_sentence(describe)}. "
             f"The last events:\n{self._out.history()}",
             group=rules.group,
             waited_ms=waited_ms,

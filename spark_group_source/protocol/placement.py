@@ -222,6 +222,7 @@ class Placement:
         self._misfit_since_ms: int | None = None  # since when there are too few slots, or too many
         self._has_too_many = False
         self._has_logged_dynamic = False
+        self._logged_max = SLOTS_MAX  # the last limit of the number of members that a log line explained
 
     # --- events -----------------------------------------------------------------------------------------------------
 
@@ -373,12 +374,21 @@ class Placement:
     # --- changes ----------------------------------------------------------------------------------------------------
 
     def _adjust_slot_count(self) -> None:
-        """With ``auto_slots``: one slot for each ready agent. Slots are added at once for all agents that connected
-        together, and removed only when agents are gone for long, because each change is a rebalance."""
+        """With ``auto_slots``: one slot for each ready agent, as far as Kafka can store the group. Slots are added at
+        once for all agents that connected together, and removed only when agents are gone for long, because each change
+        is a rebalance."""
         if not (self._rules.auto_slots and self._may_place):
             return
         now_ms, slots = self._out.now_ms, self._slots.all
-        wanted = max(1, min(len(self._ready()), SLOTS_MAX))
+        ready, most = len(self._ready()), self._slots.members_max
+        wanted = max(1, min(ready, most))
+        if most not in (SLOTS_MAX, self._logged_max) and ready > most:
+            self._logged_max = most
+            self._out.log(
+                f"{ready} agents are ready, but only {most} members join: the topic names of more members might not "
+                "fit into the record in which Kafka stores this group. Set kafka.group.protocol to consumer to have "
+                "one member for each executor"
+            )
         if wanted == len(slots):
             self._misfit_since_ms = None
             return
@@ -390,7 +400,7 @@ class Placement:
             while len(slots) < wanted:
                 self._slots.add()
         elif wanted < len(slots) and misfit_ms >= self._rules.shrink_ms:
-            self._out.log(f"{len(slots) - wanted} agents are gone; their members leave the group")
+            self._out.log(f"{len(slots) - wanted} members are too many for the agents and topics; they leave the group")
             while len(slots) > wanted and self._may_leave(slots[-1]):
                 self._slots.remove_last()
             self._moving.intersection_update(range(len(slots)))

@@ -11,7 +11,7 @@ from typing import assert_never
 from spark_group_source.errors import Fenced, RebalanceTimeout, SourceError
 from spark_group_source.model import TopicPartition
 from spark_group_source.protocol import events as ev
-from spark_group_source.protocol import identifiers
+from spark_group_source.protocol import group_record, identifiers
 from spark_group_source.protocol.outbox import Outbox
 from spark_group_source.protocol.partitions import Partitions
 from spark_group_source.protocol.request_schedule import pause_ms
@@ -120,6 +120,12 @@ class Slots:
         self._holding: set[int] = set()  # in state REVOKING, so that a tick does not visit thousands of others
         self._wake_at_ms: dict[int, int] = {}  # when a slot joins again, or checks again whether it was replaced
         self._assigned_count = 0
+        self._unassigned_since_ms = 0
+        """Since when no slot has had an assignment, while none has one."""
+        self.members_max = SLOTS_MAX
+        """How many members with these topics the group may have; at least one."""
+        self.too_large = ""
+        """Why Kafka may be unable to store the group, for errors; empty if it fits."""
 
     # --- events -----------------------------------------------------------------------------------------------------
 
@@ -143,9 +149,11 @@ class Slots:
             static: whether members have instance ids.
             former_slots: of an earlier run; each gets a slot at first.
         """
-        self._stream, self._topics, self.static = stream, topics, static
+        self._stream, self.static = stream, static
         self._former_topics = former_topics if former_topics != topics and static and self._rules.classic else ()
         self.all += [Slot(number) for number in range(len(self.all), min(former_slots, SLOTS_MAX))]
+        self._set_topics(topics)
+        self._unassigned_since_ms = self._out.now_ms
         for slot in self.all:
             self.join(slot)
 
@@ -233,7 +241,7 @@ class Slots:
         if topics == self._topics:
             return  # a new subscription could cause a rebalance
         self._out.log(f"the subscription matches {len(topics)} topics now: {', '.join(topics[:10])}")
-        self._topics = topics
+        self._set_topics(topics)
         for slot in self.all:
             if slot.state not in (SlotState.CLOSED, SlotState.MOVING) and not self._is_rejoining(slot):
                 self._subscribe(slot)
@@ -342,6 +350,14 @@ class Slots:
         return self._assigned_count == len(self.all) and not self._resubscribed_in
 
     @property
+    def unassigned_since_ms(self) -> int | None:
+        """Since when no slot has had an assignment; None if one has, or holds a revocation, or checks whether it was
+        replaced, which has a bound of its own."""
+        if self._assigned_count or self._holding or any(slot.state is SlotState.CHECKING for slot in self.all):
+            return None
+        return self._unassigned_since_ms
+
+    @property
     def all_closed(self) -> bool:
         """Whether no slot has a member."""
         return all(slot.state is SlotState.CLOSED for slot in self.all)
@@ -375,6 +391,23 @@ class Slots:
         return None if assigned == self._assigned_count else "the assigned slots are miscounted"
 
     # --- changes ----------------------------------------------------------------------------------------------------
+
+    def _set_topics(self, topics: tuple[str, ...]) -> None:
+        """Set the subscribed topics; a warning names a classic group that Kafka may be unable to store."""
+        self._topics = topics
+        fitting = group_record.members_max(topics, cooperative=self._rules.cooperative) if self._rules.classic else None
+        self.members_max = SLOTS_MAX if fitting is None else max(1, min(fitting, SLOTS_MAX))
+        self.too_large = ""
+        if fitting is not None and fitting < len(self.all):
+            bytes_ = group_record.member_bytes(topics, cooperative=self._rules.cooperative)
+            self.too_large = (
+                f"The names of {len(topics)} topics take up to {bytes_} bytes for each of {len(self.all)} members in "
+                "the record in which Kafka stores this group. A record above max.message.bytes of the topic "
+                f"__consumer_offsets (default {group_record.RECORD_BYTES_MAX}) cannot be stored, and then no member "
+                "gets an assignment. Set kafka.group.protocol to consumer, a smaller groupMembers, or a larger "
+                "max.message.bytes for that topic, or subscribe to fewer topics. "
+            )
+            self._out.log(self.too_large.strip(), warn=True)
 
     def _is_rejoining(self, slot: Slot) -> bool:
         """Whether its members have had no assignment yet and subscribe to the former topics until they have one."""
@@ -541,9 +574,12 @@ class Slots:
     def _move(self, slot: Slot, cause: type) -> None:
         before = slot.state
         slot.state = to = next_state(SLOTS, before, cause, f"slot {slot.number}")
+        had_some = bool(self._assigned_count or self._holding)
         self._assigned_count += (to is SlotState.ASSIGNED) - (before is SlotState.ASSIGNED)
         if to is SlotState.REVOKING:
             self._holding.add(slot.number)
         else:
             self._holding.discard(slot.number)
             slot.revocation = None
+        if had_some and not (self._assigned_count or self._holding):
+            self._unassigned_since_ms = self._out.now_ms

@@ -371,6 +371,7 @@ def rules_of(options: Options) -> Rules:
         joining_budget_ms=options.max_poll_interval_ms + options.session_timeout_ms,
         broker_timeout_ms=options.broker_timeout_ms,
         classic=options.group_protocol == "classic",
+        cooperative=is_incremental(options.consumer_settings()),
         lease_ms=int(options.session_timeout_ms * LEASE_SHARE),
         member_host=options.member_host,
         leave_on_stop=options.leave_on_stop,

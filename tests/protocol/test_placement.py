@@ -414,6 +414,21 @@ def test_surplus_slot_leaves_when_its_agent_is_gone_for_long() -> None:
     assert g.feed(ev.MemberFailed(slot=1, client=3, reason="late")) == []
 
 
+@pytest.mark.parametrize(("classic", "members"), [(True, 2), (False, 3)])
+def test_no_more_slots_are_added_than_kafka_can_store(classic: bool, members: int) -> None:
+    """The record of a classic group has the topic names of each member."""
+    g = GroupHarness(1, auto_slots=True, classic=classic)
+    g.start_stream({f"orders.{number}.".ljust(200, "x"): 6 for number in range(1_000)})
+    g.assigned()
+    for host in ("h1", "h2", "h3"):
+        g.agent_connects(host)
+    g.send_heartbeats(READY_AFTER_MS)
+    for _ in range(2):
+        g.feed(ev.BatchBoundary())
+    assert len(g.run.slots.all) == members
+    assert sum("3 agents are ready, but only 2 members join" in text for text in g.logged()) == (members < 3)
+
+
 def test_last_slot_never_leaves() -> None:
     g = growing("h1")
     g.feed(ev.AgentEnded(agent="h1", reason="its executor is gone"))

@@ -363,6 +363,22 @@ def test_once_with_nothing_to_read_returns_the_start() -> None:
     assert run.state() is RunState.OPEN
 
 
+def test_members_that_lose_their_assignment_for_good_fail_the_run_after_its_budget() -> None:
+    """Nothing else would tell: each call ends, with nothing to read."""
+    run = RunHarness()
+    run.ends = {A: 5, B: 7}
+    run.batch()
+    run.latest()
+    run.silent = {ev.Join}
+    run.feed(ev.Lost(slot=0, client=1, partitions=(A, B)))
+    lost_ms = run.clock()
+    while run.clock() < lost_ms + JOINING_BUDGET_MS:
+        run.latest()
+        run.pass_time(1_000)
+    with pytest.raises(RebalanceTimeout, match="has not assigned partitions"):
+        run.latest()
+
+
 # --- runs that Spark may end after one batch, without another call ----------------------------------------------------
 
 

@@ -1,6 +1,7 @@
 """Members that join, fail, rejoin or are replaced; changed subscriptions; and the close of a run."""
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import pytest
 from kit.harness import GROUP, JOINING_BUDGET_MS, STREAM, Commands, GroupHarness, only, tps
@@ -8,6 +9,7 @@ from kit.harness import GROUP, JOINING_BUDGET_MS, STREAM, Commands, GroupHarness
 from spark_group_source.errors import Fenced, InvariantBroken, RebalanceTimeout
 from spark_group_source.options.starting import StartingPosition
 from spark_group_source.protocol import events as ev
+from spark_group_source.protocol import group_record
 from spark_group_source.protocol.offsets import StreamOffset
 from spark_group_source.protocol.rules import Rules
 from spark_group_source.protocol.slots import Revocation, Slot, Slots
@@ -353,3 +355,33 @@ def test_each_contradiction_between_slots_and_partitions_is_reported(
     spoil(pair.run.slots, pair.run.slots.all[0])
     with pytest.raises(InvariantBroken, match=why):
         pair.run.check()
+
+
+LONG = tuple(f"orders.{number}.".ljust(200, "x") for number in range(2_000))
+
+
+@pytest.mark.parametrize(
+    ("rules", "fits"),
+    [({}, False), ({"cooperative": True}, False), ({"classic": False}, True), ({"classic": False, "slots": 9}, True)],
+)
+def test_group_that_kafka_may_be_unable_to_store_is_warned_of(rules: dict[str, Any], fits: bool) -> None:
+    """Kafka stores a classic group as one record with the topic names of each member, and a KIP-848 group as several
+    ones. The error of a run without an assignment repeats the warning."""
+    g = GroupHarness(**({"slots": 2} | rules))
+    g.start_stream(dict.fromkeys(LONG, 6))
+    assert any("__consumer_offsets" in text for text in g.warned()) != fits
+    assert bool(g.run.slots.too_large) != fits
+
+
+@pytest.mark.parametrize(("cooperative", "fit"), [(False, 1), (True, 0)])
+def test_topic_names_count_once_more_for_cooperative_members(cooperative: bool, fit: int) -> None:
+    assert group_record.members_max(LONG, cooperative=cooperative) == fit
+    assert group_record.members_max(LONG[:500], cooperative=cooperative) == [4, 3][cooperative]
+    assert group_record.members_max((), cooperative=cooperative) is None
+
+
+def test_topics_that_are_added_may_make_the_group_too_large() -> None:
+    g = GroupHarness(2)
+    g.start_stream({"orders": 1})
+    g.feed(ev.TopicsChanged(topics=LONG))
+    assert sum("__consumer_offsets" in text for text in g.warned()) == 1
