@@ -93,9 +93,8 @@ def local_spark_settings(scratch: str | Path) -> dict[str, str]:
     Raises:
         SetupError: Delta's jars cannot be downloaded.
     """
-    defaults = {key: value for key, value in read_conf("spark-defaults.conf").items() if key not in DELTA_SETTINGS}
     return (
-        defaults
+        read_conf("spark-defaults.conf")
         | delta_settings()
         | {
             # Also the temporary directory: a killed JVM would leave files in /tmp.
