@@ -2,15 +2,18 @@
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
+import restricted
 from conftest import Offsets, Produce, TopicFactory
 from delta_files import living_rows
 from kafka_words import await_progress, size_of
@@ -46,17 +49,33 @@ class ConnectQueries:
         self.table = tmp_path / "table"
 
     @contextmanager
-    def running(self, name: str) -> Iterator["subprocess.Popen[str]"]:
-        """Run a query with the checkpoint of this name; it and its child processes are killed at the end."""
+    def running(
+        self,
+        name: str,
+        *,
+        master: str = "local[2]",
+        environment: Mapping[str, str] = os.environ,
+        spark: Mapping[str, str] | None = None,
+        **more: Any,
+    ) -> Iterator["subprocess.Popen[str]"]:
+        """Run a query with the checkpoint of this name; it and its child processes are killed at the end.
+
+        Args:
+            master: of the Connect server.
+            environment: of the server.
+            spark: more Spark settings.
+            more: options of the source.
+        """
         scratch = self.root / f"scratch-{name}"
         scratch.mkdir(exist_ok=True)
-        given = options_of(self.broker.bootstrap_servers, self.group, maxOffsetsPerTrigger=500)
+        given = options_of(self.broker.bootstrap_servers, self.group, maxOffsetsPerTrigger=500, **more)
         given |= {"servers": self.broker.bootstrap_servers, "group": self.group, "topic": self.topic}
         given |= {"table": str(self.table), "checkpoint": str(self.root / name), "scratch": str(scratch)}
         with (
             (self.root / f"{name}.log").open("a") as log,
             subprocess.Popen(
-                [sys.executable, str(JOB), json.dumps({**given, "connect": "local[2]"})],
+                [sys.executable, str(JOB), json.dumps({**given, "connect": master, "spark": spark or {}})],
+                env=environment,
                 stdout=log,
                 stderr=log,
                 text=True,
@@ -123,3 +142,41 @@ def test_spark_connect_writes_each_record_once_through_kills_a_lost_checkpoint_a
             produce(connected.topic, ["late"], partition=partition)
         stays(lambda: committed(connected.group) == ends, DRAINED_S, "a drained group")
     assert connected.rows() == Counter({(p, n): 1 for p in range(PARTITIONS) for n in range(sent // PARTITIONS)})
+
+
+ALL = (restricted.NO_PROC, restricted.READ_ONLY, restricted.OTHER_USER, restricted.PIDS_LIMIT, restricted.NO_EXEC)
+PYTHON = """#!/bin/sh
+if [ "$RESTRICTED" ]; then exec {restricted} "$@"; fi
+exec {python} "$@"
+"""
+"""The Python of executors and of the driver: only executors have the variable."""
+
+
+def test_spark_connect_with_all_restrictions_of_executors_at_once(connected: ConnectQueries, produce: Produce) -> None:
+    """Executors without /proc, with a read-only root but for one folder, another user, a limit of processes, no right
+    to start programs, and no way to the driver."""
+    for restriction in ALL:
+        if reason := restricted.obstacle(restriction):
+            pytest.skip(reason)
+    scratch, python = connected.root / "of-executors", connected.root / "python"
+    scratch.mkdir()
+    scratch.chmod(0o777)
+    limited = shlex.join(restricted.command(ALL, writable=[scratch]))
+    python.write_text(PYTHON.format(restricted=limited, python=sys.executable))
+    python.chmod(0o755)
+    variables = {"RESTRICTED": "yes", "TMPDIR": str(scratch)}
+    environment = os.environ | {"PYSPARK_PYTHON": str(python)}
+    given = {f"spark.executorEnv.{name}": text for name, text in variables.items()}
+    given["spark.python.worker.faulthandler.enabled"] = "false"  # its files are where only the JVM can write
+    unreachable = {"coordinatorHost": "no.such.host.invalid", "memberHost": "executor"}
+    with connected.running(
+        "first", master="local-cluster[2,1,1024]", environment=environment, spark=given, **unreachable
+    ) as query:
+        for batch in range(3):
+            for partition in range(PARTITIONS):
+                produce(connected.topic, [str(n) for n in range(100)], partition=partition)
+            connected.await_rows((batch + 1) * PARTITIONS * 100, query)
+    logs = [file.read_text() for file in scratch.parent.glob("scratch-first/worker-*/*/*/stderr")]
+    told = [log.count("this executor does not reach the stream reader") for log in logs]
+    assert sum(told) >= 1 and max(told) == 1, "each executor with tasks logs the reason once"
+    assert connected.rows() == Counter({(p, n): 1 for p in range(PARTITIONS) for n in range(300)})
