@@ -166,7 +166,7 @@ def transfer_ledger(
             next batch is refused.
 
     Raises:
-        OptionError: there is no such table or ledger, or the table has a ledger of the group already.
+        OptionError: there is no such table or ledger, or the table has another ledger of the group already.
         LedgerConflict: the ledger cannot be read.
     """
     origin = table_writer.open_existing(spark, source).history()
@@ -185,7 +185,10 @@ def transfer_ledger(
 
     def attempt() -> Ledger:
         history = writer.history()
-        if _has_ledger(history, group):
+        present = _ledger_or_expired(history, group)
+        if isinstance(present, Ledger) and ledger.has_same_content(present):
+            return present  # this command ran before
+        if present is not None:
             raise OptionError(
                 f"table {table} has a ledger of group {group!r} already. Nothing was written; reset with "
                 "--table moves it"
@@ -200,8 +203,8 @@ def transfer_ledger(
     return table_writer.retry_races(attempt, what=f"setting the ledger of group {group!r} in table {table}")
 
 
-def _has_ledger(history: TableHistory, group: str) -> bool:
+def _ledger_or_expired(history: TableHistory, group: str) -> Ledger | LedgerExpired | None:
     try:
-        return history.ledger(group) is not None
-    except LedgerExpired:
-        return True
+        return history.ledger(group)
+    except LedgerExpired as exc:
+        return exc
