@@ -148,6 +148,7 @@ class Host:
     def close(self) -> None:
         """Kill the host's processes and remove it."""
         self._end_processes()
+        _ip("link", "delete", self.link)  # the end of the namespace would delete it a while later
         _ip("netns", "delete", self.namespace)
 
     def _place(self, environment: Mapping[str, str] | None) -> dict[str, Any]:
