@@ -40,6 +40,9 @@ class Accounts(Books):
         self._former_holders: dict[TopicPartition, dict[str, Holding]] = {}  # consumers that still own them
         self._remade: set[str] = set()  # recreated topics
         self.checkpoints_lost = 0
+        self.reports_epochs = False  # brokers report leader epochs
+        self.went_back = 0  # ranges that start where a log was truncated
+        self.must_read_again = 0  # truncated partitions whose new records no stream may skip
         self.twice = 0
         self.processed = 0
         self.causes: dict[Cause, int] = defaultdict(int)
@@ -69,6 +72,11 @@ class Accounts(Books):
         for rows in book.rows.values():
             rows.difference_update(range(end, former))
         book.losses.append(Loss(self._nobody, end, Cause.NEW_LOG, former))
+        book.truncated.add(end)
+        book.replaced.update(range(end, former))
+        for held in book.holders.values():  # a run that goes back need not commit what it read of the former log
+            held.begin = min(held.begin, end)
+            held.until = None if held.until is None else min(held.until, end)
         advance(book)
 
     def deleted(self, tp: TopicPartition) -> None:

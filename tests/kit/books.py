@@ -34,6 +34,7 @@ class Reader:
     counted: Callable[[], int] | None = None  # its possible-duplicates count; None for ordinary consumers
     alive: bool = True
     closing: bool = False  # its members are being closed
+    fails_on_loss: bool = False  # failOnDataLoss
     known: Mapping[str, int] = field(default_factory=dict)  # partitions of each topic when its stream began
     began_ms: int = 0
     ended_ms: int = 0
@@ -77,6 +78,9 @@ class Book:
     start: int
     end: int
     longest: int = 0  # the furthest end before a truncation
+    truncated: set[int] = field(default_factory=set)  # where it was truncated
+    absent: bool = False  # a stream planned a batch without it: a later run may not know its leader epoch
+    replaced: set[int] = field(default_factory=set)  # truncated offsets that no reader has processed again
     stale: int = -1  # a former topic's progress: its plans and commits below may still arrive
     times: list[int] = field(default_factory=list)  # by offset, from ``start``
     first: list[Reader] = field(default_factory=list)

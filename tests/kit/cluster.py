@@ -17,6 +17,8 @@ from spark_group_source.model import TopicPartition
 
 HEARD_MS = (50, 5_000)
 """Time from a change of topics until the members of a group know it."""
+REPORTS_EPOCHS_SHARE = 0.8
+"""Share of the histories whose brokers report leader epochs; in the others only a short log shows a truncation."""
 
 
 @dataclass(slots=True)
@@ -28,11 +30,23 @@ class Log:
     held: int | None = None
     serves_from_ms: int = 0  # until then metadata has the partition, but no broker serves it
     leader_from_ms: int = 0  # until then it has no leader, as all brokers with its log are down
+    epoch: int = 0  # of its leader
+    begins: dict[int, int] = field(default_factory=dict)  # leader epochs after the first, and where each begins
 
     @property
     def stable(self) -> int:
         """The last stable offset."""
         return self.end if self.held is None else min(self.held, self.end)
+
+    def elect(self) -> None:
+        """Another leader continues at the end of the log."""
+        self.epoch += 1
+        self.begins = {epoch: at for epoch, at in self.begins.items() if at < self.end} | {self.epoch: self.end}
+
+    def epoch_end(self, epoch: int) -> int | None:
+        """Where the records of this leader epoch and of earlier ones end; None: no leader had it yet."""
+        later = [at for other, at in self.begins.items() if other > epoch]
+        return None if epoch > self.epoch else min(later, default=self.end)
 
 
 @dataclass(slots=True)
@@ -61,6 +75,7 @@ class Cluster:
         self.transactions = Transactions(world)
         self.transactions_allowed = True
         self.misfortune = Misfortune()
+        self.reports_epochs = world.draws("epochs").chance(REPORTS_EPOCHS_SHARE)
         self.offsets_max: int | None = None  # of one commit request; None: no limit
         self.commits_refused = 0  # because of their size
         self.denied_until_ms: dict[str, int] = {}  # by topic: until then the queries' user may not read it
@@ -137,6 +152,7 @@ class Cluster:
         """Elect a leader that does not have the records from ``end`` on."""
         log = self._log(tp)
         log.end = max(min(log.end, end), log.first)
+        log.elect()
 
     def _log(self, tp: TopicPartition) -> Log:
         log = self.log(tp)

@@ -153,7 +153,8 @@ class FakeAdmin:
         if log.serves_from_ms > self._world.now_ms:
             codes = (KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError.NOT_LEADER_FOR_PARTITION)
             return refusal(self._draws.choice(codes))
-        return SimpleNamespace(offset=_offset_of(log, value, committed), timestamp=-1, leader_epoch=None)
+        epoch = log.epoch if self._cluster.reports_epochs else None
+        return SimpleNamespace(offset=_offset_of(log, value, committed), timestamp=-1, leader_epoch=epoch)
 
     def _group(self, name: str) -> Any:
         found = self._cluster.groups.get(name)

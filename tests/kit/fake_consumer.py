@@ -17,7 +17,7 @@ from kit.fake_library import Answered, Library, from_kafka, refusal, to_kafka
 from kit.kafka_client import Client, Kind, Op, make_client
 from kit.kafka_group import Code, Entry
 from kit.misfortune import Ask
-from kit.wire import Partly, Reply
+from kit.wire import Partly, PendingRequest, Reply
 from kit.world import Process, Thread, the_thread, to_ms
 from spark_group_source.model import TopicPartition
 
@@ -38,8 +38,14 @@ Callback = Callable[["FakeConsumer", list[KafkaPartition]], Any]
 class FakeMessage:
     """The result of ``poll``: always an error, never a record."""
 
-    def __init__(self, error: KafkaError) -> None:
-        self._error = error
+    def __init__(self, error: KafkaError, tp: TopicPartition | None = None) -> None:
+        self._error, self._tp = error, tp
+
+    def topic(self) -> str | None:
+        return None if self._tp is None else self._tp.topic
+
+    def partition(self) -> int | None:
+        return None if self._tp is None else self._tp.partition
 
     def error(self) -> KafkaError:
         return self._error
@@ -170,7 +176,36 @@ class FakeConsumer:
 
     # --- inside callbacks -------------------------------------------------------------------------------------------
 
+    def seek(self, partition: KafkaPartition) -> None:
+        """Validate a position beyond the log, set with a leader epoch: the library reports where that epoch ends. It
+        retries what is not answered."""
+        self._enter()
+        tp, epoch = from_kafka(partition), partition.leader_epoch
+
+        def serve(reply: Reply) -> None:
+            log = self._library.cluster.log(tp)
+            if log is not None and max(log.leader_from_ms, log.serves_from_ms) <= self._world.now_ms:
+                reply(log.epoch_end(epoch))
+
+        def settle(answer: Any) -> None:
+            if not isinstance(answer, KafkaError | Partly) and not self._closed:
+                end, at = (-1, -1) if answer is None else (answer, epoch)
+                text = f"broker end offset is {end} (offset leader epoch {at})"
+                self._report(KafkaError(KafkaError._AUTO_OFFSET_RESET, text), tp)
+
+        PendingRequest(
+            self._library,
+            Ask.EPOCHS,
+            serve,
+            settle,
+            timeout_ms=COMMIT_MS_MAX,
+            timed_out=lambda: refusal(KafkaError._TIMED_OUT),
+        )
+
     def assign(self, partitions: Iterable[KafkaPartition]) -> None:
+        if self._client is None:  # it reads no records: only :meth:`seek` follows
+            self._enter()
+            return
         self._take(Kind.ASSIGN, partitions, incremental=False)
 
     def incremental_assign(self, partitions: Iterable[KafkaPartition]) -> None:
@@ -310,8 +345,8 @@ class FakeConsumer:
         self._fatal = KafkaError(KafkaError._FATAL, f"Fatal error: {words}: {what}: {words}")
         self._report(self._fatal)
 
-    def _report(self, error: KafkaError) -> None:
-        self._waiting.append(FakeMessage(error))
+    def _report(self, error: KafkaError, tp: TopicPartition | None = None) -> None:
+        self._waiting.append(FakeMessage(error, tp))
         self._wake()
 
     def _wake(self) -> None:

@@ -300,9 +300,7 @@ class Faults:
     def shrink_log(self, found: tuple[TopicPartition, Log]) -> None:
         """A leader without the last records is elected."""
         tp, log = found
-        self.scene.cluster.shrink(tp, log.end - self.draws.between(1, 8))
-        self.world.note(f"{tp} ends at {log.end} now")
-        self.scene.truth.shrunk(tp, log.end)
+        self.scene.truncate(tp, log.end - self.draws.between(1, 8))
 
     @of(_scene)
     def delete_topic(self, scene: Scene) -> bool:

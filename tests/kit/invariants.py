@@ -10,7 +10,7 @@ behaviour of the processes; changes from outside to partitions (``accounts``).
 from collections.abc import Iterable
 
 from kit.accounts import Accounts, Ranges, Violation, advance
-from kit.books import Cause, Holding, Loss, Range, Reader
+from kit.books import Book, Cause, Holding, Loss, Range, Reader
 from kit.kafka_client import Client, Tps
 from kit.kafka_group import Entry
 from spark_group_source.model import TopicPartition
@@ -217,6 +217,8 @@ class Invariants(Accounts):
 
     def planned(self, reader: Reader, offset: StreamOffset) -> None:
         """A batch is planned: its ranges start where the last ones ended, or at a foreign commit since."""
+        for tp, book in self.books.items():
+            book.absent |= reader.party in book.chain and tp not in offset.ranges
         for tp, (start, end) in self._of(offset.ranges):
             book = self.books[tp]
             last = book.chain.get(reader.party)
@@ -232,6 +234,11 @@ class Invariants(Accounts):
             if last is None and not book.commits and self._may_skip(tp, reader):
                 self._nobodys(tp, min(start, book.end))
             known = start in (last, self._after_durable_batch(tp, reader)) or start <= book.stale
+            if not known and last is not None and start < last and start in book.truncated | book.firsts:
+                if reader.fails_on_loss and book.truncated:
+                    self._break(f"{reader.name} goes back to {start} in {tp}, although it must fail on data loss")
+                self.went_back += 1
+                known = bool(book.truncated)
             if not known and not self._may_start(tp, reader, start, last):
                 self._break(f"{reader.name} plans {tp}[{start},{end}), but its last range ended at {last}")
             book.chain[reader.party] = end
@@ -276,6 +283,7 @@ class Invariants(Accounts):
             book = self.books[tp]
             known = book.flight.pop(reader, None) is not None or reader.counted is None  # else the batch is void
             book.reached[reader.party] = max(end, book.reached.get(reader.party, end))
+            book.replaced.difference_update(range(start, end))
             ever = max(book.end, book.start + len(book.times))  # the log may have been truncated since
             if book.again and end > ever:
                 continue  # read before the topic was deleted
@@ -376,7 +384,9 @@ class Invariants(Accounts):
         if begins:  # the next owner reads on from there
             book.losses.append(Loss(self._nobody, new.offset, Cause.NEW_LOG, old.offset))
         elif old.offset > book.stale:
-            if writer.counted is not None:
+            noted = parse_note(new.note).truncated_from is not None
+            went_back = noted and any(at <= new.offset for at in book.truncated)
+            if writer.counted is not None and not went_back:
                 self._break(f"{new.by} moved the committed offset of {tp} back from {old.offset} to {new.offset}")
             # An ordinary consumer may: a commit sent before it lost a partition may arrive after it is assigned again.
             book.losses.append(Loss(writer, new.offset, Cause.UNTOLD, old.offset))
@@ -397,6 +407,11 @@ class Invariants(Accounts):
                 self._break(f"{tp} offset {book.whole} of {book.end} was never processed")
             if self._committed(tp) < book.end > book.stale:
                 self._break(f"{tp} is committed at {self._committed(tp)}, but all up to {book.end} was processed")
+            skipped = [at for at in sorted(book.replaced) if book.nobodys <= at < book.end]
+            if book.truncated and self._knows_epochs(book):
+                self.must_read_again += 1
+                if skipped:
+                    self._break(f"{tp} offset {skipped[0]} replaces a truncated record, and was never read")
         for reader in self._readers.values():
             if reader.alive:
                 self._honest(reader)
@@ -409,6 +424,14 @@ class Invariants(Accounts):
             self._break(f"{reader.name} caused {twice} offsets to be read twice, and counted {reader.counted()}")
 
     # --- helpers ----------------------------------------------------------------------------------------------------
+
+    def _knows_epochs(self, book: Book) -> bool:
+        """Return whether one stream alone read this partition, and had it in each batch, so that it knows the leader
+        epoch of its position. A position from a commit has none."""
+        moved = book.moved or book.halfway or book.rewound or book.again or book.undone
+        moved = moved or book.absent or any(loss.cause is Cause.OPERATOR for loss in book.losses)
+        streams = {entry.stream for _, entry in book.commits} | book.reached.keys()
+        return self.reports_epochs and not moved and not self.checkpoints_lost and len(streams) == 1
 
     def _after_durable_batch(self, tp: TopicPartition, reader: Reader) -> int | None:
         """Return the end of the stream's last durable batch if an older run, which did not know this batch, committed

@@ -21,6 +21,7 @@ class Ask(Enum):
     TOPICS = "list topics"
     DESCRIBE = "describe topics"
     OFFSETS = "list offsets"
+    EPOCHS = "read the end of a leader epoch"
     GROUP = "describe the group"
     COMMITTED = "read committed offsets"
     COMMIT = "commit offsets"
@@ -49,6 +50,7 @@ REFUSALS: Final[Mapping[Ask, Sequence[int]]] = {
     Ask.TOPICS: (KafkaError._TRANSPORT, KafkaError._TIMED_OUT),
     Ask.DESCRIBE: (KafkaError._TIMED_OUT, KafkaError.REQUEST_TIMED_OUT, KafkaError.UNKNOWN),
     Ask.OFFSETS: (KafkaError._NOENT, KafkaError._TIMED_OUT, KafkaError._TRANSPORT),
+    Ask.EPOCHS: (KafkaError._TIMED_OUT,),
     Ask.GROUP: (*_COORDINATOR, KafkaError.COORDINATOR_LOAD_IN_PROGRESS, KafkaError._TRANSPORT),
     Ask.COMMITTED: (*_COORDINATOR, KafkaError._TIMED_OUT, KafkaError.UNKNOWN),
     Ask.COMMIT: (KafkaError._WAIT_COORD, KafkaError._TRANSPORT, KafkaError.REQUEST_TIMED_OUT, KafkaError.UNKNOWN),

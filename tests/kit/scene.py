@@ -4,6 +4,7 @@ Runs in: tests. The seed draws all of it. Deliberately absent: faults (``faults`
 """
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -100,6 +101,7 @@ class Scene:
         self._at_rest_since_ms = 0  # when the group became stable
         self.closed = False  # an operator needs an empty group
         self._restarts_ms: dict[str, int] = {}  # when a run that ends is started again, if not by START_AGAIN_MS
+        self.while_down: Callable[[], None] | None = None  # called once, when the next query has ended
         self.leaders_return_ms = 0  # how long partitions without a leader have none in the calm time
         self.operator = Operator(world, cluster, truth, GROUP, stop=self._stop_all, start=self._start_all)
         truth.pending = lambda: [at for query in self.queries if (at := query.checkpoint.pending()) is not None]
@@ -242,6 +244,9 @@ class Scene:
         self.ends["ended" if error is None else type(error).__name__] += 1
         if run is not run.query.runs[-1]:
             return
+        if self.while_down is not None:
+            while_down, self.while_down = self.while_down, None
+            while_down()
         if isinstance(error, Fenced) and self.cluster.transactions_allowed:
             self._judge_fenced(run, error)
         if isinstance(error, CommitFailed):
@@ -357,6 +362,16 @@ class Scene:
         """End the open transaction of the partition's records."""
         if (log := self.cluster.log(tp)) is not None:
             log.held = None
+
+    def truncate(self, tp: TopicPartition, end: int, *, grows: int = 0) -> None:
+        """Elect a leader without the records from ``end`` on, which appends ``grows`` other records."""
+        self.cluster.shrink(tp, end)
+        log = self.cluster.log(tp)
+        assert log is not None
+        self.world.note(f"{tp} ends at {log.end} now, leader epoch {log.epoch}")
+        self.truth.shrunk(tp, log.end)
+        self.cluster.produce(tp, grows)
+        self.truth.produce(tp, grows)
 
     def elect_leaders(self) -> None:
         """Every partition has a leader again."""

@@ -6,8 +6,7 @@ be processed and every offset committed. The product's own code runs: ``runtime`
 and the decisions of ``delta.ledger_decision`` and ``cli.reset``. Only Kafka, time, threads and Spark are models.
 
 Deliberately absent (not modelled): what agents read ahead, changed subscriptions, several groups, clocks that jump, the
-duration of an event in the protocol, leader epochs (only its end shows that a log was truncated), thousands of
-partitions, and Delta's log (``table_histories``).
+duration of an event in the protocol, thousands of partitions, and Delta's log (``table_histories``).
 """
 
 import logging
@@ -103,6 +102,7 @@ def telling(world: World, name: str, again: str = "") -> Iterator[None]:
 def _play(world: World, seed: int, protocol: str, *, agents: bool) -> Outcome:
     truth = Invariants(world)
     cluster = Cluster(world, PROTOCOLS[protocol], truth)
+    truth.reports_epochs = cluster.reports_epochs
     scene = Scene(world, cluster, truth, protocol, agents=agents)
     faults = AgentFaults(scene) if agents else Faults(scene)
     troubles = Troubles(scene)

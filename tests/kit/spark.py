@@ -7,8 +7,9 @@ the batch, and its next call fails. All code below those calls is the product's 
 Deliberately absent: tasks and rows (a record is its offset), Spark's own retries.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal, Protocol
 
 from greenlet import GreenletExit
@@ -252,10 +253,12 @@ class SparkRun:
         self.watched: WatchedRun | None = None
         self.publisher = Publisher(query)
         self.reader = Reader(self.process.name, self.process.name, self.number, self._counted)
+        self.reader.fails_on_loss = self.options.fail_on_data_loss
         self.calling_since_ms: int | None = None  # inside a call from Spark
         self.calling = ""
         self.host_dies: Do | None = None  # called when the host dies, which is right after the next batch
         self.reader_dies = False  # alone, while the sink has the next batch
+        self.after_plan: Callable[[StreamOffset], None] | None = None  # called once, with the next batch
         self.marked: StreamOffset | None = None  # the batch that its sink marked as durable last
         self._lasting_since_ms: dict[tuple[str, int], int] = {}  # with the last durable batch
         self._triggered_ms = 0
@@ -407,6 +410,9 @@ class SparkRun:
         self._only_what_is_stable(end)
         log.offsets[number] = end.to_json()
         self._truth.planned(self.reader, end)
+        if self.after_plan is not None:
+            after_plan, self.after_plan = self.after_plan, None
+            after_plan(end)
         return number
 
     def _await_trigger(self) -> None:
@@ -456,7 +462,7 @@ class SparkRun:
             self.reader_dies = False
             self._world.at(self._draws.between(0, READER_DIES_MS_MAX), self._lose_reader)
         self._step(5, self.query.habits.sink_ms_max)
-        self.query.sink.write(self, offset, self._read)
+        self.query.sink.write(self, offset, partial(self._read, offset.leader_epochs))
         self._truth.durable(self.reader, offset)
         if self.host_dies is not None and number not in self.query.checkpoint.commits:
             self.query.checkpoint.commits.add(number)
@@ -468,8 +474,11 @@ class SparkRun:
         self.query.checkpoint.commits.add(number)
         self._step(1, 30)
 
-    def _read(self, ranges: list[OffsetRange]) -> dict[TopicPartition, tuple[int, int]]:
-        """Return the ranges that tasks read: the remaining part of each."""
+    def _read(
+        self, epochs: Mapping[TopicPartition, int], ranges: list[OffsetRange]
+    ) -> dict[TopicPartition, tuple[int, int]]:
+        """Return the ranges that tasks read: the remaining part of each, without records that later leaders than the
+        planned one wrote (``epochs``)."""
         while self.process.cut_off() or any(self.cluster.is_leaderless(tp) for tp, _, _ in ranges):
             self._environment.pause(UNREACHED_MS / 1000)
         if self.cluster.is_denied(tp.topic for tp, _, _ in ranges):
@@ -478,6 +487,8 @@ class SparkRun:
         for tp, start, end in ranges:
             log = self.cluster.log(tp)
             first, last = (end, end) if log is None else (max(start, log.first), min(end, log.end))
+            if log is not None and tp in epochs and (until := log.epoch_end(epochs[tp])) is not None:
+                last = min(last, until)
             if (first, last) != (start, end) and self.options.fail_on_data_loss:
                 raise DataLoss(f"records of {tp}[{start},{end}) are gone")
             if first < last:

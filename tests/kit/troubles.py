@@ -10,6 +10,8 @@ from dataclasses import replace
 
 from kit.scene import PATTERN, Scene
 from kit.world import Draws
+from spark_group_source.model import TopicPartition
+from spark_group_source.protocol.offsets import StreamOffset
 
 SMALL_COMMITS_SHARE = 0.1
 SMALL_COMMITS = (1, 2, 3)
@@ -33,6 +35,9 @@ LEADERLESS_MS = (2_000, 15_000, 60_000, 200_000)
 CALM_LEADERLESS_MS = 45_000
 """How long such a partition waits while nothing else happens: no call may wait with it."""
 LEADERLESS_EVERY_MS = (3_000, 20_000)
+ELECTIONS_SHARE = 0.3
+"""Share of the histories with elections of leaders that answer at once, with and without all records."""
+ELECTIONS_EVERY_MS = (1_000, 15_000)
 
 
 class Troubles:
@@ -52,6 +57,12 @@ class Troubles:
             "commit by timer",
             "reader dies alone",
             "topic denied",
+            "election without loss",
+            "truncation between triggers",
+            "truncation of a planned batch",
+            "truncation while a query is down",
+            "stream went back to a truncation",
+            "truncated records read again",
         )
 
     def outcome(self) -> dict[str, int]:
@@ -60,6 +71,9 @@ class Troubles:
         died = sum(run.has_lost_reader for query in self.scene.queries for run in query.runs)
         more = {"commit too large": self.scene.cluster.commits_refused, "commit by timer": timed}
         more |= {"reader dies alone": died, "topic denied": self.scene.cluster.denials}
+        truth = self.scene.truth
+        more |= {"stream went back to a truncation": truth.went_back}
+        more |= {"truncated records read again": truth.must_read_again}
         return dict(self.happened + Counter(more))
 
     def begin(self) -> None:
@@ -86,6 +100,43 @@ class Troubles:
         draws = self.world.draws("trouble: permissions")
         if draws.chance(DENIED_SHARE):
             self.world.at(draws.between(*DENIED_FROM_MS), lambda: self._deny(draws))
+
+        draws = self.world.draws("trouble: elections")
+        if draws.chance(ELECTIONS_SHARE):
+            self.world.at(draws.between(*ELECTIONS_EVERY_MS), lambda: self._elect(draws))
+
+    def _elect(self, draws: Draws) -> None:
+        """A partition has another leader, with all records or with other ones after a truncation."""
+        if self.scene.is_calm:
+            return
+        self.world.at(draws.between(*ELECTIONS_EVERY_MS), lambda: self._elect(draws))
+        tps, kind = self.scene.partitions(), draws.choice(["all", "now", "planned", "down"])
+        lost, grows = draws.between(1, 8), draws.choice([0, 2, 12])
+        if not tps:
+            return
+        tp = draws.choice(tps)
+
+        def truncate(tp: TopicPartition, name: str) -> None:
+            log = self.scene.cluster.log(tp)
+            if log is not None and log.first < log.end and not self.scene.is_calm:
+                self.scene.truncate(tp, log.end - lost, grows=grows)
+                self.happened[name] += 1
+
+        def truncate_planned(offset: StreamOffset) -> None:
+            if ranges := sorted(r.tp for r in offset.batch()):
+                truncate(ranges[0], "truncation of a planned batch")
+
+        if kind == "all":
+            log = self.scene.cluster.log(tp)
+            assert log is not None
+            log.elect()
+            self.happened["election without loss"] += 1
+        elif kind == "now":
+            truncate(tp, "truncation between triggers")
+        elif kind == "planned":
+            draws.choice(self.scene.queries).runs[-1].after_plan = truncate_planned
+        else:
+            self.scene.while_down = lambda: truncate(tp, "truncation while a query is down")
 
     def _deny(self, draws: Draws) -> None:
         """An administrator takes the right to read a topic from the queries' user, for a while."""
@@ -120,6 +171,7 @@ class Troubles:
             log = self.scene.cluster.log(tp)
             assert log is not None
             log.leader_from_ms = self.world.now_ms + draws.choice(LEADERLESS_MS)
+            log.elect()
             self.world.note(f"{tp} has no leader until {log.leader_from_ms}")
             self.happened["leaderless before it was read" if tp in new else "leaderless partition"] += 1
         self.world.at(draws.between(*LEADERLESS_EVERY_MS), lambda: self._lose_leader(draws))

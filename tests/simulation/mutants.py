@@ -104,6 +104,21 @@ P, PS, M, S, E, L = (
 LE = H = "protocol/placement.py"
 
 MUTANTS = [
+    # --- truncated logs
+    Mutant(
+        "ignores-new-leaders",
+        L,
+        "known.epoch != leader and tp in positions",
+        "known.epoch > leader and tp in positions",
+        "a new leader is asked whether it has what was read",
+    ),
+    Mutant(
+        "stays-behind-a-truncation",
+        L,
+        "self._moved[tp] = end",
+        "self._moved[tp] = at",
+        "the records that replaced truncated ones are read",
+    ),
     # --- partitions
     Mutant(
         "rereads-a-batch-durable-while-away",
@@ -534,6 +549,8 @@ MUTANTS = [
 ]
 
 FOUND_BY: dict[str, tuple[str, int]] = {
+    "ignores-new-leaders": ("eager", 8),
+    "stays-behind-a-truncation": ("eager", 8),
     "forgets-pending-changes": ("calm-cooperative", 0),
     "rereads-a-batch-durable-while-away": ("eager", 19),
     "accepts-an-older-commit": ("eager", 0),
@@ -557,7 +574,7 @@ FOUND_BY: dict[str, tuple[str, int]] = {
     "takes-a-commit-below-what-is-durable-for-a-rewind": ("cooperative", 9),
     "takes-a-lost-host-for-a-normal-stop": ("cooperative", 9),
     "holds-nothing": ("eager", 0),
-    "releases-before-the-commit": ("eager", 1),
+    "releases-before-the-commit": ("eager", 2),
     "releases-unresolved-partitions": ("eager", 75),
     "holds-without-budget": ("eager", 38),
     "loses-without-counting": ("eager", 16),
@@ -572,8 +589,8 @@ FOUND_BY: dict[str, tuple[str, int]] = {
     "aborts-its-commits": ("eager", 1),
     "stops-at-a-failed-commit": ("eager", 2),
     "hides-a-fatal-error": ("cooperative", 43),
-    "stops-the-clock": ("eager", 1),
-    "writes-rows-twice": ("cooperative", 1),
+    "stops-the-clock": ("consumer", 0),
+    "writes-rows-twice": ("consumer", 1),
     "writes-void-plans": ("eager", 5),
     "moves-uncommitted-slots": ("eager", 30),
     "joins-before-its-transactional-id": ("eager", 0),

@@ -12,6 +12,7 @@ from kit.kafka_group import Books, Code, Entry
 from kit.misfortune import Misfortune
 from simulation.stage import CLASSIC, FLAVOURS, Stage, Watched, played, refused
 
+from spark_group_source.kafka import EpochEnds
 from spark_group_source.model import TopicPartition
 
 FROZEN_MS = 20_000
@@ -235,6 +236,24 @@ def test_a_log_is_trimmed_and_truncated_and_hides_uncommitted_records(play: Stag
     play.cluster.shrink(tp, 14)
     assert (log.first, log.end) == (12, 14)
     assert ends(play, tp) == {tp: 14}
+
+
+@played("range")
+def test_leader_epochs_end_where_a_later_leader_continues(play: Stage) -> None:
+    tp = TopicPartition(play.topic(1), 0)
+    log = play.cluster.log(tp)
+    assert log is not None
+    epoch_ends = EpochEnds({"bootstrap.servers": play.servers}, environment=play.environment)
+    play.cluster.produce(tp, 20)
+    log.elect()
+    play.cluster.produce(tp, 5)
+    assert epoch_ends.read({tp: 0}) == {tp: 20}
+    assert epoch_ends.read({tp: 1}) == {tp: 25}
+    play.cluster.shrink(tp, 18)
+    play.cluster.produce(tp, 30)
+    assert log.epoch == 2
+    assert epoch_ends.read({tp: 0}) == epoch_ends.read({tp: 1}) == {tp: 18}
+    assert epoch_ends.read({tp: 3}) == {tp: None}
 
 
 @played("range")
