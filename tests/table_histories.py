@@ -311,9 +311,12 @@ class History:
         shown = CliRunner().invoke(app, words[1:])
         if shown.exit_code == 0:
             return True
-        lines = next(iter(purposes(shown.output).values()), [])
+        name, lines = next(iter(purposes(shown.output).items()), ("", []))
         assert lines and depth < 2, f"{command}: {shown.output} {shown.exception!r}"
-        return all(self.command(source, line, depth + 1) for line in lines)
+        done = all(self.command(source, line, depth + 1) for line in lines)
+        if done and name.startswith(LEAVES_OUT):
+            self.leave_out(source)
+        return done
 
     # --- what happens ---------------------------------------------------------------------------------------------
 

@@ -127,12 +127,27 @@ def ledger_of_rows(history: TableHistory, group: str, replacement: Replacement |
             version.
         LedgerConflict: a batch was committed behind a ``RESTORE``, or the ledger cannot be read.
     """
+    try:
+        return _find_ledger_of_rows(history, group, replacement)
+    except _Unknown as exc:
+        raise _rows_replaced(history, group, exc.replacement) from None
+
+
+class _Unknown(Exception):
+    """No ledger is known to fit the rows since this commit."""
+
+    def __init__(self, replacement: Replacement) -> None:
+        super().__init__()
+        self.replacement = replacement
+
+
+def _find_ledger_of_rows(history: TableHistory, group: str, replacement: Replacement | None = None) -> Ledger | None:
     newest = history.ledger(group)
     replacement = replacement or (find_replacement(history, group) if newest is not None else None)
     if newest is None or replacement is None:
         return newest
     if replacement.restored_to is None:
-        raise _rows_replaced(history.table, group, replacement)
+        raise _Unknown(replacement)
     if replacement.concurrent_batch is not None:
         raise _batch_behind_restore(history.table, group, replacement)
     starts: dict[TopicPartition, int] = {}
@@ -146,10 +161,10 @@ def ledger_of_rows(history: TableHistory, group: str, replacement: Replacement |
         if oldest_read > replacement.restored_to + 1:
             raise LedgerExpired(group, None)
         is_before_first = first_number == 1  # then the log need not reach back further
-        restored = None if is_before_first else ledger_of_rows(history.at(replacement.restored_to), group)
+        restored = None if is_before_first else _find_ledger_of_rows(history.at(replacement.restored_to), group)
         restored = restored or Ledger(group=group)
     except LedgerExpired:
-        raise _rows_replaced(history.table, group, replacement) from None
+        raise _Unknown(replacement) from None
     same_topics = {
         name: topic.id
         for name, topic in restored.topics.items()
@@ -175,17 +190,16 @@ def ledger_to_reset(history: TableHistory, group: str) -> Ledger | None:
         return history.ledger(group)
 
 
-def _rows_replaced(table: str, group: str, replacement: Replacement) -> RowsReplaced:
-    undo = (
-        table_names.restore_command(table, replacement.version - 1),
-        table_names.reset_command(group, table, "--to-ledger"),
+def _rows_replaced(history: TableHistory, group: str, replacement: Replacement) -> RowsReplaced:
+    table, commands = history.table, {}
+    if (before := _version_before(history, group, replacement)) is not None:
+        undo = (table_names.restore_command(table, before), table_names.reset_command(group, table, "--to-ledger"))
+        commands["take the table back to the version before, and the group to the end of its rows"] = "\n    ".join(
+            undo
+        )
+    commands["keep the rows as they are, and continue behind the removed ones"] = table_names.reset_command(
+        group, table, "--to-further"
     )
-    commands = {
-        "take the table back to the version before, and the group to the end of its rows": "\n    ".join(undo),
-        "keep the rows as they are, and continue behind the removed ones": table_names.reset_command(
-            group, table, "--to-further"
-        ),
-    }
     return RowsReplaced(
         f"version {replacement.version} of table {table} ({replacement.operation}) removed rows after the last commit "
         f"of group {group!r}, and which of its records are left is unknown. The next batch could leave a gap, so "
@@ -195,6 +209,21 @@ def _rows_replaced(table: str, group: str, replacement: Replacement) -> RowsRepl
         group=group,
         replaced=replacement.version,
     )
+
+
+def _version_before(history: TableHistory, group: str, replacement: Replacement) -> int | None:
+    """The newest version before a replacement, and before all those in a row, whose ledger is known to fit its rows."""
+    before = replacement.version - 1
+    while before >= 0:
+        try:
+            _find_ledger_of_rows(history.at(before), group)
+        except _Unknown as exc:
+            before = exc.replacement.version - 1
+        except (LedgerConflict, LedgerExpired):
+            return None
+        else:
+            return before
+    return None
 
 
 def _batch_behind_restore(table: str, group: str, restore: Replacement) -> LedgerConflict:

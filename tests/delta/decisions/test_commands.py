@@ -489,6 +489,23 @@ def test_a_group_starts_at_the_end_of_the_rows_of_a_table_whose_log_was_cleaned_
     assert rows(clone) == records(0, 20)
 
 
+def test_a_table_that_was_overwritten_twice_is_taken_back_to_the_version_before_both(
+    query: Query, table: Path, admin: OffsetModel
+) -> None:
+    for n in range(2):
+        query.run(query.sink(table), n, offset(n, one(n * 10, n * 10 + 10)))
+    admin.commit(20)
+    for version in range(2):
+        write_deltalake(table, DeltaTable(table, version=version).to_pyarrow_table(), mode="overwrite")
+    restore, to_ledger, _ = commands(refused(lambda: query.run(query.sink(table), 2, offset(2, one(20, 30)))))
+    assert restore == f"RESTORE TABLE delta.`{table}` TO VERSION AS OF 2"
+    for command in (restore, to_ledger):
+        run_command(command)
+    query.run(query.sink(table), 2, offset(2, one(20, 30)))
+    continue_query(query, table, admin, 3, 40)
+    assert rows(table) == records(0, 40)
+
+
 @pytest.mark.parametrize("first", ["restored", "replaced"])
 def test_the_commands_that_leave_records_out_write_no_record_again(
     query: Query, table: Path, admin: OffsetModel, first: str

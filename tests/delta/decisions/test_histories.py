@@ -9,9 +9,11 @@ from table_changes import ByFiles
 from table_histories import play
 
 SOAK = 500
+CIRCLES = (213, 377, 479)
+"""Histories in which the commands of one refusal led to another one, and those of that one back."""
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", [*range(24), *CIRCLES])
 def test_each_record_is_in_the_table_once_or_the_command_of_the_refusal_leads_there(seed: int) -> None:
     play(seed, DeltaSession(), ByFiles())
 
