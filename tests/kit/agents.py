@@ -249,7 +249,6 @@ class Executors:
         self.agents: list[Agent] = []
         self.luck = luck
         self._double_since_ms: dict[tuple[SparkRun, str], int] = {}
-        self._transactional = False  # whether transactions were ever allowed, as far as anyone looked
         self._world, self._cluster, self._truth, self._draws = world, cluster, truth, draws
 
     def task(self, run: "SparkRun") -> None:
@@ -288,7 +287,7 @@ class Executors:
         if run.watched.closed:
             return None  # a closed run ignores its agents
         placement, now_ms = run.watched.placement, self._world.now_ms
-        self._transactional |= self._cluster.transactions_allowed
+        ever = self._cluster.had_transactions or self._cluster.transactions_allowed
         executors = [host.executor for host in placement.agents.all.values()]
         if len(executors) != len(set(executors)):
             return f"an executor has two agents: {executors}"
@@ -305,7 +304,7 @@ class Executors:
                 return f"slot {slot.number} moves for {moving_ms} ms"
             if slot.state in WITH_MEMBER and slot.agent != IN_READER and slot.agent not in placement.agents.all:
                 return f"slot {slot.number} is placed on agent {slot.agent}, which is gone"
-            if slot.agent != IN_READER and not self._transactional:
+            if slot.agent != IN_READER and not ever:
                 return f"slot {slot.number} is placed on an agent although transactions are refused"
             if slot.agent != IN_READER and run.query.habits.member_host == "driver":
                 return f"slot {slot.number} is placed on an agent although memberHost is driver"

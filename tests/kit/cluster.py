@@ -74,6 +74,7 @@ class Cluster:
         self.groups: dict[str, Group] = {}
         self.transactions = Transactions(world)
         self.transactions_allowed = True
+        self.had_transactions = True  # whether they were allowed at the start
         self.misfortune = Misfortune()
         self.reports_epochs = world.draws("epochs").chance(REPORTS_EPOCHS_SHARE)
         self.offsets_max: int | None = None  # of one commit request; None: no limit

@@ -80,7 +80,7 @@ class Scene:
             truth.add_partition(tp, log.first)
         self.group: Group = cluster.group(GROUP)
         random = world.draws("cluster")
-        cluster.transactions_allowed = random.random() < 0.7
+        cluster.transactions_allowed = cluster.had_transactions = random.random() < 0.7
         world.loss = random.choice([0.0, 0.0, 0.02, 0.1])
         world.delay_ms_max = random.choice([5, 15, 80])
         world.preempt = random.choice([0.0, 0.02, 0.1])
