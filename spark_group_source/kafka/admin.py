@@ -493,9 +493,10 @@ class EpochEnds:
     keeps no connection open between reads.
 
     librdkafka sends this request in one case only: before a consumer reads from a position that was set with a leader
-    epoch. So the consumer here, which joins no group, seeks to a position beyond every log, with the epoch in question.
+    epoch. So the consumer here, which joins no group, assigns a position beyond every log, with the epoch in question.
     The leader returns the end offset of that epoch; the library finds the position beyond it and reports an error,
-    whose text contains the end offset. A partition without such a text is unanswered.
+    whose text contains the end offset. A partition without such a text is unanswered. (A seek after the assignment is
+    too late: a fetch in between is answered with "out of range", which says nothing of epochs.)
 
     Args:
         settings: librdkafka settings of an admin client.
@@ -527,9 +528,9 @@ class EpochEnds:
         self._refusal.clear()
         consumer = self._environment.consumer(self._settings)
         try:
-            consumer.assign([to_kafka(tp, BEYOND) for tp in epochs])
-            for tp, epoch in epochs.items():
-                consumer.seek(KafkaPartition(tp.topic, tp.partition, BEYOND, leader_epoch=epoch))
+            consumer.assign(
+                [KafkaPartition(tp.topic, tp.partition, BEYOND, leader_epoch=epoch) for tp, epoch in epochs.items()]
+            )
             return self._answers(consumer, epochs)
         finally:
             with contextlib.suppress(KafkaException, RuntimeError):
@@ -542,14 +543,12 @@ class EpochEnds:
             message = consumer.poll(POLL_S)
             self._refusal.check()
             error = None if message is None else message.error()
-            if error is not None and error.code() == KafkaError._AUTO_OFFSET_RESET:
-                found[TopicPartition(message.topic(), message.partition())] = _parse_epoch_end(error.str())
+            if error is None or error.code() != KafkaError._AUTO_OFFSET_RESET:
+                continue
+            if text := _END.search(error.str()):  # another text is no answer
+                end, epoch = int(text[1]), int(text[2])
+                known = end >= 0 and epoch >= 0
+                found[TopicPartition(message.topic(), message.partition())] = end if known else None
         if not found:
             raise _no_answer()
         return found
-
-
-def _parse_epoch_end(text: str) -> int | None:
-    """Return the end offset in the library's error text; None: the leader knows no such epoch, or not the request."""
-    found = _END.search(text)
-    return int(found[1]) if found and int(found[1]) >= 0 and int(found[2]) >= 0 else None

@@ -94,6 +94,8 @@ def test_G10_a_truncation_between_two_batches_is_detected_even_if_the_log_has_gr
     assert json.loads(log[-1])["topics"][name]["leaders"] == 0
     truncate_log(alone, data, tp, 6)
     write(name, 100, 111)  # up to 18: the end of the log alone shows no truncation
+    ends = EpochEnds({"bootstrap.servers": alone.bootstrap_servers}, environment=Environment())
+    assert ends.read({tp: 0}) == {tp: 6}, "the end of the former leader epoch"
 
     with (
         Engine(options, log) as engine,
