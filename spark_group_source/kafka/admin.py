@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
 
-from confluent_kafka import IsolationLevel, KafkaError, KafkaException, TopicCollection
+from confluent_kafka import OFFSET_END, IsolationLevel, KafkaError, KafkaException, TopicCollection
 from confluent_kafka import TopicPartition as KafkaPartition
 from confluent_kafka import admin as kafka_admin
 
@@ -493,10 +493,11 @@ class EpochEnds:
     keeps no connection open between reads.
 
     librdkafka sends this request in one case only: before a consumer reads from a position that was set with a leader
-    epoch. So the consumer here, which joins no group, assigns a position beyond every log, with the epoch in question.
-    The leader returns the end offset of that epoch; the library finds the position beyond it and reports an error,
-    whose text contains the end offset. A partition without such a text is unanswered. (A seek after the assignment is
-    too late: a fetch in between is answered with "out of range", which says nothing of epochs.)
+    epoch. So the consumer here, which joins no group, is assigned the end of the log and seeks to a position beyond
+    every log, with the epoch in question. The leader returns the end offset of that epoch; the library finds the
+    position beyond it and reports an error, whose text contains the end offset. A broker without this request gets a
+    fetch of that position instead, which is out of range. Only a seek always sends the request before a fetch: after an
+    assignment of the position the library may fetch first.
 
     Args:
         settings: librdkafka settings of an admin client.
@@ -514,7 +515,7 @@ class EpochEnds:
         """Read where the records of each leader epoch and of earlier ones end. Unanswered partitions are left out.
 
         Returns:
-            The end offset; None: the leader does not know the epoch.
+            The end offset; None: the leader does not know the epoch, or not this request (Kafka before 2.0).
 
         Raises:
             BrokerUnavailable: no partition was answered in time.
@@ -528,9 +529,9 @@ class EpochEnds:
         self._refusal.clear()
         consumer = self._environment.consumer(self._settings)
         try:
-            consumer.assign(
-                [KafkaPartition(tp.topic, tp.partition, BEYOND, leader_epoch=epoch) for tp, epoch in epochs.items()]
-            )
+            consumer.assign([to_kafka(tp, OFFSET_END) for tp in epochs])
+            for tp, epoch in epochs.items():
+                consumer.seek(KafkaPartition(tp.topic, tp.partition, BEYOND, leader_epoch=epoch))
             return self._answers(consumer, epochs)
         finally:
             with contextlib.suppress(KafkaException, RuntimeError):
@@ -545,10 +546,12 @@ class EpochEnds:
             error = None if message is None else message.error()
             if error is None or error.code() != KafkaError._AUTO_OFFSET_RESET:
                 continue
-            if text := _END.search(error.str()):  # another text is no answer
+            tp = TopicPartition(message.topic(), message.partition())
+            if text := _END.search(error.str()):
                 end, epoch = int(text[1]), int(text[2])
-                known = end >= 0 and epoch >= 0
-                found[TopicPartition(message.topic(), message.partition())] = end if known else None
+                found[tp] = end if end >= 0 and epoch >= 0 else None
+            elif message.offset() == BEYOND:  # other errors are of the read before the seek
+                found[tp] = None
         if not found:
             raise _no_answer()
         return found

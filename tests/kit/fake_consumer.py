@@ -176,9 +176,10 @@ class FakeConsumer:
 
     # --- inside callbacks -------------------------------------------------------------------------------------------
 
-    def _validate(self, partition: KafkaPartition) -> None:
-        """Validate a position beyond the log, assigned with a leader epoch: the library reports where that epoch ends.
-        It retries what is not answered."""
+    def seek(self, partition: KafkaPartition) -> None:
+        """Validate a position beyond the log, set with a leader epoch: the library reports where that epoch ends. It
+        retries what is not answered."""
+        self._enter()
         tp, epoch = from_kafka(partition), partition.leader_epoch
 
         def serve(reply: Reply) -> None:
@@ -202,10 +203,8 @@ class FakeConsumer:
         )
 
     def assign(self, partitions: Iterable[KafkaPartition]) -> None:
-        if self._client is None:  # it reads no records
+        if self._client is None:  # it reads no records: only :meth:`seek` follows
             self._enter()
-            for partition in partitions:
-                self._validate(partition)
             return
         self._take(Kind.ASSIGN, partitions, incremental=False)
 

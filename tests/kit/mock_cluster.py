@@ -50,6 +50,7 @@ _CALLS: Signatures = {
     "mock_broker_set_down": (INT, POINTER, _I32),
     "mock_broker_set_up": (INT, POINTER, _I32),
     "mock_broker_set_rtt": (INT, POINTER, _I32, INT),
+    "mock_set_apiversion": (INT, POINTER, _I16, _I16, _I16),
     "mock_start_request_tracking": (None, POINTER),
     "mock_clear_requests": (None, POINTER),
     "mock_get_requests": (POINTERS, POINTER, c.POINTER(SIZE)),
@@ -69,6 +70,7 @@ class Api(IntEnum):
     FETCH = 1
     LIST_OFFSETS = 2
     METADATA = 3
+    OFFSET_FOR_LEADER_EPOCH = 23
 
 
 class MockCluster:
@@ -150,6 +152,10 @@ class MockCluster:
     def set_controller(self, broker: int) -> None:
         """Set the broker that admin clients use; default 1."""
         self._lib.mock_set_controller_id(self._cluster, broker)
+
+    def disable(self, api_key: int) -> None:
+        """Make the brokers report to new connections that they do not know this kind of request."""
+        self._check(self._lib.mock_set_apiversion(self._cluster, api_key, -1, -1))
 
     def set_broker_down(self, broker: int) -> None:
         """Close its connections and refuse new ones. Its partitions, and the controller if it is, become
