@@ -185,14 +185,17 @@ def transfer_ledger(
 
     def attempt() -> Ledger:
         history = writer.history()
-        present = _ledger_or_expired(history, group)
-        if isinstance(present, Ledger) and ledger.has_same_content(present):
-            return present  # this command ran before
+        taken = OptionError(
+            f"table {table} has a ledger of group {group!r} already. Nothing was written; reset with --table moves it"
+        )
+        try:
+            present = history.ledger(group)
+        except LedgerExpired:
+            raise taken from None
         if present is not None:
-            raise OptionError(
-                f"table {table} has a ledger of group {group!r} already. Nothing was written; reset with "
-                "--table moves it"
-            )
+            if ledger.has_same_content(present):
+                return present  # this command ran before
+            raise taken
         what = f"the ledger of group {former_group} in table {source}"
         return (
             writer.commit_ledger(history, ledger.with_next_number(), f"copy of {what}", decided_at)
@@ -201,10 +204,3 @@ def transfer_ledger(
         )
 
     return table_writer.retry_races(attempt, what=f"setting the ledger of group {group!r} in table {table}")
-
-
-def _ledger_or_expired(history: TableHistory, group: str) -> Ledger | LedgerExpired | None:
-    try:
-        return history.ledger(group)
-    except LedgerExpired as exc:
-        return exc

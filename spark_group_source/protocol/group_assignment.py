@@ -99,11 +99,12 @@ class GroupAssignment:
             if elsewhere
             else ""
         )
+        too_large = self._slots.too_large()
         describe = command_line.spark_group("describe", rules.connection, rules.group, "--members")
         return RebalanceTimeout(
             f"group {rules.group!r} has not {done} within {waited_ms / 1000:.0f} s for all "
             f"{len(self._slots.all)} members of this query (slot states: {states}), so the query cannot continue. "
-            f"{other_driver}{self._slots.too_large}"
+            f"{other_driver}{too_large and too_large + ' '}"
             f"To see the members of the group: {command_line.in_sentence(describe)}. "
             f"The last events:\n{self._out.history()}",
             group=rules.group,

@@ -53,7 +53,7 @@ class Rules:
     """The group protocol: classic, or KIP-848. KIP-848 members of a run that ends by itself are dynamic, because static
     ones cannot leave. A KIP-848 broker uses each member's own subscription, also of a static member that rejoins."""
     cooperative: bool = False
-    """Whether rebalances of the classic protocol are incremental (cooperative-sticky)."""
+    """Whether rebalances are incremental: cooperative-sticky of the classic protocol, and always by KIP-848."""
     lease_ms: int = 45_000
     """How long an agent may send no heartbeat; less than the group's session timeout."""
     member_host: Literal["auto", "executor", "driver"] = "auto"

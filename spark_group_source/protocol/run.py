@@ -674,7 +674,8 @@ class Run:
         has_enough = self.is_gathered if self._is_first or self._must_read_all else self._has_positions()
         if not has_enough:
             return self._wait_for_the_group(self._since_ms)
-        if (since_ms := self.slots.unassigned_since_ms) is not None and self._is_long_ago(since_ms):
+        since_ms = self.slots.unassigned_since_ms
+        if since_ms is not None and self._now_ms - self._waits_from_ms(since_ms) >= self.rules.joining_budget_ms:
             return self._wait_for_the_group(since_ms)  # each call would end soon, with nothing to read, for ever
         # A resumed run waits for all partitions at first: "nothing to read" must not mean "nothing assigned".
         late = self._is_resumed and not self.is_gathered
@@ -691,12 +692,13 @@ class Run:
         until_ms = self.placement.waits_until_ms()
         return None if until_ms is None or until_ms <= self._now_ms else ev.Wait(until_ms=until_ms)
 
-    def _is_long_ago(self, since_ms: int) -> bool:
-        return self._now_ms - max(since_ms, self.outage.ended_ms) >= self.rules.joining_budget_ms
+    def _waits_from_ms(self, since_ms: int) -> int:
+        """Return when a wait for the group begins to count: an outage does not."""
+        return max(since_ms, self.outage.ended_ms)
 
     def _wait_for_the_group(self, since_ms: int) -> ev.Step | None:
         """Wait for assignments and positions, with a warning after a while and an error after the joining budget."""
-        step = self._assignment.next_step(max(since_ms, self.outage.ended_ms))
+        step = self._assignment.next_step(self._waits_from_ms(since_ms))
         if isinstance(step, RebalanceTimeout):
             self._fail(step)
             return None

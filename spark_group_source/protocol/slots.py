@@ -124,8 +124,6 @@ class Slots:
         """Since when no slot has had an assignment, while none has one."""
         self.members_max = SLOTS_MAX
         """How many members with these topics the group may have; at least one."""
-        self.too_large = ""
-        """Why Kafka may be unable to store the group, for errors; empty if it fits."""
 
     # --- events -----------------------------------------------------------------------------------------------------
 
@@ -372,6 +370,19 @@ class Slots:
         overruns = [held.since_ms + self._rules.hold_budget_ms for _, held in self._held_revocations()]
         return overruns + list(self._wake_at_ms.values())
 
+    def too_large(self) -> str:
+        """Return why Kafka may be unable to store the group, for errors; empty if it fits."""
+        if self._fitting() >= len(self.all):
+            return ""
+        bytes_ = group_record.member_bytes(self._topics, cooperative=self._rules.cooperative)
+        return (
+            f"The names of {len(self._topics)} topics take up to {bytes_} bytes for each of {len(self.all)} members in "
+            "the record in which Kafka stores this group. A record above max.message.bytes of the topic "
+            f"__consumer_offsets (default {group_record.RECORD_BYTES_MAX}) cannot be stored, and then no member "
+            "gets an assignment. Set kafka.group.protocol to consumer, a smaller groupMembers, or a larger "
+            "max.message.bytes for that topic, or subscribe to fewer topics."
+        )
+
     def check(self) -> str | None:
         """The first contradiction, or None."""
         for slot in self.all:
@@ -395,19 +406,15 @@ class Slots:
     def _set_topics(self, topics: tuple[str, ...]) -> None:
         """Set the subscribed topics; a warning names a classic group that Kafka may be unable to store."""
         self._topics = topics
-        fitting = group_record.members_max(topics, cooperative=self._rules.cooperative) if self._rules.classic else None
-        self.members_max = SLOTS_MAX if fitting is None else max(1, min(fitting, SLOTS_MAX))
-        self.too_large = ""
-        if fitting is not None and fitting < len(self.all):
-            bytes_ = group_record.member_bytes(topics, cooperative=self._rules.cooperative)
-            self.too_large = (
-                f"The names of {len(topics)} topics take up to {bytes_} bytes for each of {len(self.all)} members in "
-                "the record in which Kafka stores this group. A record above max.message.bytes of the topic "
-                f"__consumer_offsets (default {group_record.RECORD_BYTES_MAX}) cannot be stored, and then no member "
-                "gets an assignment. Set kafka.group.protocol to consumer, a smaller groupMembers, or a larger "
-                "max.message.bytes for that topic, or subscribe to fewer topics. "
-            )
-            self._out.log(self.too_large.strip(), warn=True)
+        self.members_max = max(1, min(self._fitting(), SLOTS_MAX))
+        if text := self.too_large():
+            self._out.log(text, warn=True)
+
+    def _fitting(self) -> int:
+        """Return how many members with these topics Kafka can store."""
+        rules = self._rules
+        fitting = group_record.members_max(self._topics, cooperative=rules.cooperative) if rules.classic else None
+        return SLOTS_MAX if fitting is None else fitting
 
     def _is_rejoining(self, slot: Slot) -> bool:
         """Whether its members have had no assignment yet and subscribe to the former topics until they have one."""

@@ -370,7 +370,7 @@ def test_group_that_kafka_may_be_unable_to_store_is_warned_of(rules: dict[str, A
     g = GroupHarness(**({"slots": 2} | rules))
     g.start_stream(dict.fromkeys(LONG, 6))
     assert any("__consumer_offsets" in text for text in g.warned()) != fits
-    assert bool(g.run.slots.too_large) != fits
+    assert bool(g.run.slots.too_large()) != fits
 
 
 @pytest.mark.parametrize(("cooperative", "fit"), [(False, 1), (True, 0)])

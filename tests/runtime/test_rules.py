@@ -1,0 +1,24 @@
+"""The protocol's rules that follow from a query's options."""
+
+import pytest
+
+from spark_group_source.options.table import Options
+from spark_group_source.runtime.coordinator import rules_of
+
+QUERY = {"kafka.bootstrap.servers": "b", "kafka.group.id": "g", "subscribe": "a"}
+
+
+@pytest.mark.parametrize(
+    ("given", "classic", "cooperative"),
+    [
+        ({"kafka.partition.assignment.strategy": "range"}, True, False),
+        ({"kafka.partition.assignment.strategy": "cooperative-sticky"}, True, True),
+        ({"kafka.group.protocol": "consumer"}, False, True),
+    ],
+)
+def test_the_groups_protocol_decides_how_it_rebalances_and_is_stored(
+    given: dict[str, str], classic: bool, cooperative: bool
+) -> None:
+    """With cooperative-sticky Kafka's record of a group has each topic name a third time."""
+    rules = rules_of(Options.parse(QUERY | given))
+    assert (rules.classic, rules.cooperative) == (classic, cooperative)
