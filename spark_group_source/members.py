@@ -21,6 +21,7 @@ from spark_group_source.kafka import (
     Identity,
     MemberConsumer,
     MemberStale,
+    Notes,
     Queue,
     Thread,
     take_over_membership,
@@ -116,8 +117,8 @@ class _MembershipUncertain(Fenced):
 @dataclass(frozen=True, slots=True)
 class _Commit:
     part: MemberCommit
-    notes: Mapping[TopicPartition, str]
-    """The metadata of each partition's offset."""
+    notes: Notes
+    """What is committed beside each offset."""
     done: "Future[None]"
 
 
@@ -178,7 +179,7 @@ class Member(SlotMember):
         """Its identity in the group, as of its last poll; None while it is not a member."""
         return None if self._consumer is None else self._consumer.identity
 
-    def commit(self, part: MemberCommit, notes: Mapping[TopicPartition, str]) -> "Future[None]":
+    def commit(self, part: MemberCommit, notes: Notes) -> "Future[None]":
         """Commit offsets as this member, where transactions are denied.
 
         Returns:

@@ -207,7 +207,7 @@ class ManualProducer:
         self.environment.answer("begin_transaction")
 
     def send_offsets_to_transaction(self, offsets: list[Any], member: bytes, timeout: float) -> None:
-        entries = {TopicPartition(p.topic, p.partition): (p.offset, p.metadata) for p in offsets}
+        entries = {TopicPartition(p.topic, p.partition): (p.offset, p.metadata, p.leader_epoch) for p in offsets}
         self.environment.answer("send_offsets", (sent(member), entries))
 
     def commit_transaction(self, timeout: float) -> None:

@@ -18,6 +18,8 @@ from spark_group_source.kafka.translation import (
     GroupMember,
     ListedGroup,
     MemberStale,
+    Notes,
+    OffsetNote,
     Topic,
 )
 
@@ -35,7 +37,9 @@ __all__ = [
     "ListedGroup",
     "MemberConsumer",
     "MemberStale",
+    "Notes",
     "OffsetCommitter",
+    "OffsetNote",
     "Queue",
     "RecordTime",
     "RecordTimes",

@@ -14,7 +14,7 @@ from spark_group_source.error_codes import Meaning, Request, meaning
 from spark_group_source.errors import CommitFailed, GroupError
 from spark_group_source.kafka.consumer import Identity
 from spark_group_source.kafka.environment import COORDINATOR_IDLE, NEVER_JOINS, Environment
-from spark_group_source.kafka.translation import ClientInfo, CommitSizes, stale_member, to_kafka, translate
+from spark_group_source.kafka.translation import ClientInfo, CommitSizes, Notes, stale_member, to_kafka, translate
 from spark_group_source.model import TopicPartition
 
 TRANSACTION_TIMEOUT_S = 10.0
@@ -164,13 +164,13 @@ class OffsetCommitter:
     def commit(
         self,
         parts: Sequence[tuple[Identity, Mapping[TopicPartition, int]]],
-        notes: Mapping[TopicPartition, str],
+        notes: Notes,
     ) -> None:
         """Commit the *next* offset of each partition in one transaction, with as many requests as their size needs.
 
         Args:
             parts: for each member, its identity and the offsets of its partitions.
-            notes: the metadata of each partition's offset.
+            notes: what is committed beside each offset.
 
         Raises:
             Fenced: a newer process has the id. Final.

@@ -18,7 +18,14 @@ from spark_group_source import command_line
 from spark_group_source.error_codes import Meaning, Request, Suspicions, meaning
 from spark_group_source.errors import CommitFailed, Fenced, GroupError, OptionError
 from spark_group_source.kafka.environment import Environment
-from spark_group_source.kafka.translation import ClientInfo, CommitSizes, from_kafka, stale_member, translate
+from spark_group_source.kafka.translation import (
+    ClientInfo,
+    CommitSizes,
+    Notes,
+    from_kafka,
+    stale_member,
+    translate,
+)
 from spark_group_source.model import TopicPartition
 from spark_group_source.options.client import SESSION_TIMEOUT_MS
 
@@ -165,12 +172,12 @@ class MemberConsumer:
             self.identity = now
             self._on_identity(now)
 
-    def commit(self, offsets: Mapping[TopicPartition, int], notes: Mapping[TopicPartition, str]) -> None:
+    def commit(self, offsets: Mapping[TopicPartition, int], notes: Notes) -> None:
         """Commit offsets of any partitions of the group as this member.
 
         Args:
             offsets: the next offset of each partition.
-            notes: the metadata of each partition's offset.
+            notes: what is committed beside each offset.
 
         Raises:
             MemberStale: the membership has changed; nothing was committed.

@@ -69,8 +69,8 @@ class GroupOffsets:
             tp = TopicPartition(answer.topic, answer.partition)
             what = Meaning.SUCCESS if answer.error is None else meaning(Request.COMMITTED, answer.error.code())
             if what is Meaning.SUCCESS:
-                at = CommittedOffset(answer.offset, answer.metadata or "") if answer.offset >= 0 else None
-                answered[tp] = at
+                at = CommittedOffset(answer.offset, answer.metadata or "", answer.leader_epoch)
+                answered[tp] = at if answer.offset >= 0 else None
             elif what is Meaning.REFUSED and tp in optional:
                 answered[tp] = None
             elif what is not Meaning.RETRY:

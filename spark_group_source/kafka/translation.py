@@ -6,7 +6,7 @@ Runs in: wherever ``kafka`` does. Deliberately absent: sending requests.
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 from confluent_kafka import KafkaError
 from confluent_kafka import TopicPartition as KafkaPartition
@@ -165,7 +165,7 @@ def translate(
 
 
 def to_kafka(tp: TopicPartition, *more: Any) -> Any:
-    """Return the library's object for a partition; ``more``: offset, metadata."""
+    """Return the library's object for a partition; ``more``: offset, metadata, leader epoch."""
     return KafkaPartition(tp.topic, tp.partition, *more)
 
 
@@ -199,6 +199,19 @@ TOO_LARGE = frozenset(
 """The answers to a commit that is too large for the coordinator's log; brokers up to 4.2 report an unknown error."""
 
 
+class OffsetNote(NamedTuple):
+    """What is committed beside an offset."""
+
+    text: str
+    """Its metadata."""
+    leader_epoch: int = -1
+    """The epoch of a leader that had every record below the offset, for the consumer that continues there (KIP-320);
+    -1: not known."""
+
+
+Notes = Mapping[TopicPartition, OffsetNote]
+
+
 class CommitSizes:
     """Splits a commit of many offsets into requests that the group's coordinator accepts. One thread uses it.
 
@@ -214,18 +227,17 @@ class CommitSizes:
         self._bytes_max = COMMIT_BYTES_MAX
         self._accepted = 0  # commits since the limit was changed
 
-    def split(
-        self, offsets: Mapping[TopicPartition, int], notes: Mapping[TopicPartition, str]
-    ) -> Iterator[list[KafkaPartition]]:
+    def split(self, offsets: Mapping[TopicPartition, int], notes: Notes) -> Iterator[list[KafkaPartition]]:
         """Return the offsets with their notes, in requests of at most the limit, but at least one offset each."""
         batch: list[KafkaPartition] = []
         left = self._bytes_max
         for tp, offset in offsets.items():
-            size = self._size(tp.topic, notes[tp])
+            note = notes[tp]
+            size = self._size(tp.topic, note.text)
             if batch and size > left:
                 yield batch
                 batch, left = [], self._bytes_max
-            batch.append(to_kafka(tp, offset, notes[tp]))
+            batch.append(to_kafka(tp, offset, note.text, note.leader_epoch))
             left -= size
         if batch:
             yield batch
@@ -268,6 +280,8 @@ class CommittedOffset:
     offset: int
     metadata: str
     """The text that its committer stored with it; may be empty."""
+    leader_epoch: int | None = None
+    """The leader epoch of the records below it, if its committer stored one (KIP-320)."""
 
 
 @dataclass(frozen=True, slots=True)

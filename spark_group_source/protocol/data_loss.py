@@ -12,7 +12,7 @@ broker that just started and a new leader report the same for a moment. A suspic
 revokes the partitions of a deleted topic.
 """
 
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from typing import NamedTuple
 
 from spark_group_source.error_codes import Suspicions
@@ -139,7 +139,7 @@ class DataLossDetector:
         )
 
     def leader_epochs(self, positions: Offsets) -> dict[TopicPartition, int]:
-        """The leader epochs that a plan from these positions stores."""
+        """The leader epochs that a plan stores with these positions."""
         return self.known_epochs.at_ends(positions, self.ends, self._leader_epochs)
 
     # --- one check --------------------------------------------------------------------------------------------------
@@ -333,11 +333,29 @@ class LeaderEpochs:
     def remember(self, offset: StreamOffset) -> None:
         """Store the epochs of a plan, also of an earlier run: its ends were reported under them."""
         epochs = offset.leader_epochs
-        for tp, (_, until) in offset.ranges.items():
+        for tp, until in (*offset.uncommitted.items(), *offset.positions().items()):
             if (epoch := epochs.get(tp)) is None:
                 self._known.pop(tp, None)
             else:
                 self._known[tp] = _Known(until, epoch)
+
+    def learn(
+        self,
+        committed: Mapping[TopicPartition, ev.Committed | None],
+        position: Callable[[TopicPartition], int | None],
+    ) -> None:
+        """Take over the epochs of committed offsets that are positions now. Whoever committed one, with a later epoch
+        than the known one, has compared the log with that leader's since."""
+        for tp, at in committed.items():
+            if at is None or at.leader_epoch is None or position(tp) != at.offset:
+                continue
+            known = self._known.get(tp)
+            if known is None or at.offset > known.until or at.leader_epoch > known.epoch:
+                self._known[tp] = _Known(at.offset, at.leader_epoch)
+
+    def of(self, positions: Offsets) -> dict[TopicPartition, int]:
+        """The epochs to commit with these positions, so that whoever continues there finds a truncation."""
+        return {tp: epoch for tp, at in positions.items() if (epoch := self.epoch(tp, at)) is not None}
 
     def confirm(self, tp: TopicPartition, at: int, epoch: int) -> None:
         """A leader of this epoch has everything below ``at`` that was read."""
@@ -362,7 +380,8 @@ class LeaderEpochs:
         return found
 
     def at_ends(self, positions: Offsets, ends: Offsets, leader_epochs: Offsets) -> dict[TopicPartition, int]:
-        """The epochs that a plan from these positions up to these ends stores."""
+        """The epochs that a plan up to these ends stores with positions, also with those of partitions that it does not
+        read."""
         found = {}
         for tp, at in positions.items():
             epoch = leader_epochs.get(tp) if ends.get(tp, -1) >= at else self.epoch(tp, at)

@@ -247,13 +247,14 @@ class InternalFailure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Committed:
-    """A committed offset and the note in its metadata (:mod:`identifiers`).
+    """A committed offset, its leader epoch (KIP-320), and the note in its metadata (:mod:`identifiers`).
 
-    ``stream``: the id of the stream that committed it; None for a foreign commit. The other fields are those of
-    :class:`identifiers.Note`.
+    ``stream``: the id of the stream that committed it; None for a foreign commit. ``leader_epoch``: None if it was
+    committed without one. The other fields are those of :class:`identifiers.Note`.
     """
 
     offset: int
+    leader_epoch: int | None = None
     stream: str | None = None
     seq: int = -1
     reset_number: int = 0
@@ -559,7 +560,7 @@ class CommitOffsets:
     of a member that no longer holds the partition: a commit that was overtaken by a loss moves no offset back.
     ``followed``: partitions whose position came from a commit that no stream made. ``truncated_from``: partitions that
     went back because their log was truncated, and their position before that. These, ``stream``, ``seq`` and
-    ``reset_number`` are written into the note.
+    ``reset_number`` are written into the note. ``leader_epochs``: those of the offsets, where they are known (KIP-320).
     """
 
     offsets: Mapping[TopicPartition, int]
@@ -569,6 +570,7 @@ class CommitOffsets:
     reset_number: int = 0
     followed: frozenset[TopicPartition] = frozenset()
     truncated_from: Mapping[TopicPartition, int] = field(default_factory=dict)
+    leader_epochs: Mapping[TopicPartition, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -51,7 +51,8 @@ class StreamOffset:
     """How many offsets before its start, or its uncommitted position, a partition was read in batches of this stream
     that Kafka may lack."""
     leader_epochs: Mapping[TopicPartition, int] = field(default_factory=dict)
-    """The leader epochs under which the ends were read, where known (:class:`data_loss.LeaderEpochs`)."""
+    """The leader epochs under which the ends were read, and those of uncommitted positions, where known
+    (:class:`data_loss.LeaderEpochs`)."""
     truncated_from: Mapping[TopicPartition, int] = field(default_factory=dict)
     """Partitions that went back because their log was truncated or was recreated: their position before that."""
     lost_from: Mapping[TopicPartition, int] = field(default_factory=dict)
@@ -92,6 +93,7 @@ class StreamOffset:
             by_topic.setdefault(tp.topic, []).append(tp)
         optional = {
             "followed": _listed(self.followed),
+            "leaders": _nested({tp: epoch for tp, epoch in self.leader_epochs.items() if tp in self.uncommitted}),
             "last_batches": _nested(self.last_batches),
             "lost_from": _nested(self.lost_from),
             "reset": self.reset_number,
@@ -171,7 +173,7 @@ def _parse(doc: Mapping[str, Any]) -> StreamOffset:
     ranges: dict[TopicPartition, tuple[int, int]] = {}
     ids: dict[str, str] = {}
     known: dict[str, int] = {}
-    leaders: dict[TopicPartition, int] = {}
+    leaders = _numbers(doc.get("leaders", {}))
     behind: dict[TopicPartition, int] = {}
     for topic, entry in doc["topics"].items():
         if entry["id"]:  # empty for a topic of which no partition was assigned yet

@@ -387,6 +387,11 @@ class Partitions:
         yield from self.ours
         yield from self._unassigned
 
+    def position(self, tp: TopicPartition) -> int | None:
+        """The position of an assigned partition; None if it is not known."""
+        partition = self.ours.get(tp)
+        return partition.position.offset if isinstance(partition, Known) else None
+
     def plannable(self) -> dict[TopicPartition, int]:
         """The position of every partition that is ready."""
         return {

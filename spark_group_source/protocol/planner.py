@@ -146,7 +146,7 @@ class Planner:
             followed=frozenset(tp for tp, at in jumps.items() if at.origin is Origin.FOLLOWED),
             started=frozenset(run.lookups.started & until.keys()),
             behind=run.partitions.behind(),
-            leader_epochs=leader_epochs(positions),
+            leader_epochs=leader_epochs(positions | uncommitted),
             truncated_from={tp: at.truncated_from for tp, at in jumps.items() if at.truncated_from is not None},
             lost_from={tp: at.lost_from for tp, at in jumps.items() if at.lost_from is not None},
             uncommitted=uncommitted,

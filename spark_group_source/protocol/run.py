@@ -296,6 +296,7 @@ class Run:
             case ev.CommittedOffsetsRead():
                 self._broker_answered(Requester.LOOKUP)
                 self.lookups.committed_read(event, self.stream)
+                self.data_loss.known_epochs.learn(event.offsets, self.partitions.position)
             case ev.StartsResolved():
                 self._broker_answered(Requester.LOOKUP)
                 self._fail(self.lookups.starts_resolved(event))
@@ -576,6 +577,7 @@ class Run:
                     reset_number=self.partitions.reset_number,
                     followed=frozenset(followed),
                     truncated_from=truncated_from,
+                    leader_epochs=self.data_loss.known_epochs.of(offsets),
                 )
             )
 

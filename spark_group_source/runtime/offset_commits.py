@@ -14,7 +14,16 @@ from dataclasses import dataclass, replace
 from typing import NoReturn, cast
 
 from spark_group_source.errors import AccessDenied, CommitFailed, Fenced, SourceError
-from spark_group_source.kafka import Admin, Environment, GroupMember, GroupOffsets, MemberStale, OffsetCommitter
+from spark_group_source.kafka import (
+    Admin,
+    Environment,
+    GroupMember,
+    GroupOffsets,
+    MemberStale,
+    Notes,
+    OffsetCommitter,
+    OffsetNote,
+)
 from spark_group_source.members import Member, MemberCommit, SlotMember
 from spark_group_source.model import TopicPartition
 from spark_group_source.options.table import Options
@@ -219,9 +228,9 @@ class OffsetCommits:
         command, skipped = order.command, dict(order.skipped)
         at_ms = self._environment.wall_ms()
         plain = identifiers.note_text(command.stream, command.seq, command.reset_number, at_ms=at_ms)
-        notes = dict.fromkeys(command.offsets, plain)
+        texts = dict.fromkeys(command.offsets, plain)
         for tp in command.followed | command.truncated_from.keys():
-            notes[tp] = identifiers.note_text(
+            texts[tp] = identifiers.note_text(
                 command.stream,
                 command.seq,
                 command.reset_number,
@@ -229,6 +238,7 @@ class OffsetCommits:
                 truncated_from=command.truncated_from.get(tp),
                 at_ms=at_ms,
             )
+        notes = {tp: OffsetNote(text, command.leader_epochs.get(tp, -1)) for tp, text in texts.items()}
         try:
             self._commit(order.parts, notes, skipped)
         except CommitFailed:
@@ -251,9 +261,7 @@ class OffsetCommits:
             return ev.OffsetsCommitted(offsets=done, left_out=skipped)
         return ev.OffsetCommitFailed(reason="; ".join(sorted(set(skipped.values()))), stale=True)
 
-    def _commit(
-        self, parts: Sequence[MemberCommit], notes: Mapping[TopicPartition, str], skipped: dict[int, str]
-    ) -> None:
+    def _commit(self, parts: Sequence[MemberCommit], notes: Notes, skipped: dict[int, str]) -> None:
         """Commit and read back the parts of all unchanged members; add the slots of the others to ``skipped``."""
         while parts := self._of_unchanged_members(parts, skipped):
             try:
@@ -292,9 +300,7 @@ class OffsetCommits:
             member.submit(ev.Leave(slot=member.slot, leave=False))
             self._handle(ev.MemberFailed(slot=member.slot, client=member.client, reason=str(exc)))
 
-    def _commit_together(
-        self, parts: Sequence[MemberCommit], notes: Mapping[TopicPartition, str], *, complete: bool
-    ) -> bool:
+    def _commit_together(self, parts: Sequence[MemberCommit], notes: Notes, *, complete: bool) -> bool:
         """Commit all parts in one transaction or, where transactions are denied, each part by its member.
 
         Args:
@@ -331,9 +337,7 @@ class OffsetCommits:
         self._commit_denied_since_ms = None
         return True
 
-    def _commit_in_transaction(
-        self, parts: Sequence[MemberCommit], notes: Mapping[TopicPartition, str]
-    ) -> AccessDenied | None:
+    def _commit_in_transaction(self, parts: Sequence[MemberCommit], notes: Notes) -> AccessDenied | None:
         """Commit in a transaction. Returns the error if transactions are denied."""
         try:
             self._committer.prepare()
@@ -397,7 +401,7 @@ def _check_unchanged(parts: Sequence[MemberCommit]) -> None:
             raise MemberStale(reason, part=index)
 
 
-def _commit_by_members(parts: Sequence[MemberCommit], notes: Mapping[TopicPartition, str]) -> AccessDenied | None:
+def _commit_by_members(parts: Sequence[MemberCommit], notes: Notes) -> AccessDenied | None:
     """Let each member commit its part. Returns the error if one is denied."""
     for index, part in enumerate(parts):
         try:

@@ -239,4 +239,4 @@ def _committed(at: CommittedOffset | None, clock_start_ms: int) -> ev.Committed 
         return None
     note = identifiers.parse_note(at.metadata)
     at_ms = None if note.at_ms is None else note.at_ms - clock_start_ms
-    return ev.Committed(offset=at.offset, **note._replace(at_ms=at_ms)._asdict())
+    return ev.Committed(offset=at.offset, leader_epoch=at.leader_epoch, **note._replace(at_ms=at_ms)._asdict())

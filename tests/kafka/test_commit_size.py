@@ -7,14 +7,14 @@ from confluent_kafka import KafkaError
 from manual_environment import ManualEnvironment, metadata, refusal
 
 from spark_group_source.errors import CommitFailed
-from spark_group_source.kafka import Identity, MemberConsumer, OffsetCommitter
+from spark_group_source.kafka import Identity, MemberConsumer, OffsetCommitter, OffsetNote
 from spark_group_source.kafka.translation import COMMIT_BYTES_MAX, COMMITS_UNTIL_LARGER, OFFSET_BYTES, CommitSizes
 from spark_group_source.model import TopicPartition
 
 ME = Identity(1, "me", metadata(1, "me"))
-NOTE = "x" * 60
+NOTE = OffsetNote("x" * 60)
 TOPIC = "t" * 249
-OFFSET = OFFSET_BYTES + len("g") + len(TOPIC) + len(NOTE)
+OFFSET = OFFSET_BYTES + len("g") + len(TOPIC) + len(NOTE.text)
 TOO_LARGE = refusal(KafkaError.UNKNOWN, abort=True)
 
 
@@ -83,6 +83,8 @@ def test_member_splits_its_commit_as_well(environment: ManualEnvironment) -> Non
     environment.will("commit", TOO_LARGE, [], TOO_LARGE)
     consumer.commit(offsets, dict.fromkeys(offsets, NOTE))
     requests = environment.called("commit")
-    assert {entry for sent in requests for entry in sent} == {(TOPIC, p, at, NOTE) for (_, p), at in offsets.items()}
+    assert {entry for sent in requests for entry in sent} == {
+        (TOPIC, p, at, NOTE.text) for (_, p), at in offsets.items()
+    }
     assert len(requests[0]) * OFFSET <= COMMIT_BYTES_MAX
     assert max(map(len, requests[3:])) <= len(requests[0]) // 4

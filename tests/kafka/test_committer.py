@@ -5,10 +5,10 @@ from confluent_kafka import KafkaError
 from manual_environment import A0, A1, ManualEnvironment, metadata, refusal
 
 from spark_group_source.errors import AccessDenied, CommitFailed, Fenced
-from spark_group_source.kafka import Identity, MemberStale, OffsetCommitter
+from spark_group_source.kafka import Identity, MemberStale, OffsetCommitter, OffsetNote
 
 ONE, TWO = Identity(1, "one", metadata(1, "one")), Identity(2, "two", metadata(2, "two"))
-NOTES = {A0: "note 0", A1: "note 1"}
+NOTES = {A0: OffsetNote("note 0", 3), A1: OffsetNote("note 1")}
 TIMED_OUT = refusal(KafkaError._TIMED_OUT, retriable=True)
 FENCED = refusal(KafkaError._FENCED, fatal=True)
 
@@ -22,7 +22,7 @@ def test_offsets_are_committed_with_their_notes_as_their_members(
     environment: ManualEnvironment, committer: OffsetCommitter
 ) -> None:
     committer.commit([(ONE, {A0: 5}), (TWO, {A1: 7})], NOTES)
-    assert environment.called("send_offsets") == [(1, {A0: (5, "note 0")}), (2, {A1: (7, "note 1")})]
+    assert environment.called("send_offsets") == [(1, {A0: (5, "note 0", 3)}), (2, {A1: (7, "note 1", None)})]
     assert environment.called()[1:] == [
         "init_transactions",
         "begin_transaction",
@@ -162,7 +162,7 @@ def test_a_probe_neither_takes_over_the_id_nor_commits(
     committer.prepare()
     assert committer.probe(A0) is True
     assert environment.called()[-4:] == ["Consumer", "close", "send_offsets", "abort_transaction"]
-    assert environment.called("send_offsets") == [(-1, {A0: (0, None)})]
+    assert environment.called("send_offsets") == [(-1, {A0: (0, None, None)})]
 
 
 def test_a_probe_of_a_deleted_partition_is_answered(environment: ManualEnvironment, committer: OffsetCommitter) -> None:

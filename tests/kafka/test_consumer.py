@@ -7,7 +7,7 @@ from confluent_kafka import KafkaError, KafkaException
 from manual_environment import A0, A1, ManualConsumer, ManualEnvironment, metadata
 
 from spark_group_source.errors import AccessDenied, CommitFailed, GroupError
-from spark_group_source.kafka import MemberConsumer
+from spark_group_source.kafka import MemberConsumer, OffsetNote
 
 COOPERATIVE = {"bootstrap.servers": "b", "group.id": "g", "partition.assignment.strategy": "cooperative-sticky"}
 
@@ -74,13 +74,13 @@ def test_a_repeatedly_refused_login_fails_a_member_unless_its_token_may_have_exp
         for _ in range(4):
             consumer.poll(0)
         with pytest.raises(CommitFailed):
-            consumer.commit({A0: 5}, {A0: "note"})
+            consumer.commit({A0: 5}, {A0: OffsetNote("note")})
         return
     consumer.poll(0)
     with pytest.raises(AccessDenied):
         consumer.poll(0)
     with pytest.raises(AccessDenied):
-        consumer.commit({A0: 5}, {A0: "note"})
+        consumer.commit({A0: 5}, {A0: OffsetNote("note")})
 
 
 def test_a_repeatedly_lost_connection_does_not_fail_a_member(environment: ManualEnvironment) -> None:

@@ -43,6 +43,10 @@ class Log:
         self.epoch += 1
         self.begins = {epoch: at for epoch, at in self.begins.items() if at < self.end} | {self.epoch: self.end}
 
+    def epoch_of(self, offset: int) -> int:
+        """The epoch of the leader that wrote this record."""
+        return max((epoch for epoch, at in self.begins.items() if at <= offset), default=0)
+
     def epoch_end(self, epoch: int) -> int | None:
         """Where the records of this leader epoch and of earlier ones end; None: no leader had it yet."""
         later = [at for other, at in self.begins.items() if other > epoch]

@@ -310,7 +310,7 @@ class FakeConsumer:
             if entry is None:
                 answers.append(Answered(tp.topic, tp.partition, error=error))
             else:
-                answers.append(Answered(tp.topic, tp.partition, entry.offset, entry.note or None))
+                answers.append(Answered(tp.topic, tp.partition, entry.offset, entry.note or None, entry.leader_epoch))
         return answers
 
     @property

@@ -34,6 +34,7 @@ class Answered:
     partition: int
     offset: int = NO_OFFSET
     metadata: str | None = None
+    leader_epoch: int | None = None
     error: KafkaError | None = None
 
 
@@ -67,7 +68,9 @@ class Library:
     def entries(self, partitions: Iterable[KafkaPartition]) -> dict[TopicPartition, Entry]:
         """Convert the offsets of a commit into the coordinator's form."""
         return {
-            from_kafka(p): Entry(p.offset, parse_note(p.metadata or "").stream, self.process.name, 0, p.metadata or "")
+            from_kafka(p): Entry(
+                p.offset, parse_note(p.metadata or "").stream, self.process.name, 0, p.metadata or "", p.leader_epoch
+            )
             for p in partitions
         }
 

@@ -217,8 +217,6 @@ class Invariants(Accounts):
 
     def planned(self, reader: Reader, offset: StreamOffset) -> None:
         """A batch is planned: its ranges start where the last ones ended, or at a foreign commit since."""
-        for tp, book in self.books.items():
-            book.absent |= reader.party in book.chain and tp not in offset.ranges
         for tp, (start, end) in self._of(offset.ranges):
             book = self.books[tp]
             last = book.chain.get(reader.party)
@@ -426,12 +424,11 @@ class Invariants(Accounts):
     # --- helpers ----------------------------------------------------------------------------------------------------
 
     def _knows_epochs(self, book: Book) -> bool:
-        """Return whether one stream alone read this partition, and had it in each batch, so that it knows the leader
-        epoch of its position. A position from a commit has none."""
+        """Return whether one stream alone read this partition, so that it knows the leader epoch of its position."""
         moved = book.moved or book.halfway or book.rewound or book.again or book.undone
-        moved = moved or book.absent or any(loss.cause is Cause.OPERATOR for loss in book.losses)
+        moved = moved or any(loss.cause is Cause.OPERATOR for loss in book.losses)
         streams = {entry.stream for _, entry in book.commits} | book.reached.keys()
-        return self.reports_epochs and not moved and not self.checkpoints_lost and len(streams) == 1
+        return self.reports_epochs and not moved and None not in streams
 
     def _after_durable_batch(self, tp: TopicPartition, reader: Reader) -> int | None:
         """Return the end of the stream's last durable batch if an older run, which did not know this batch, committed
@@ -463,6 +460,8 @@ class Invariants(Accounts):
             # Under latest it may have started at a log end that was truncated since, or that retention has passed.
             lost = book.end < start <= book.longest or start < max(book.firsts, default=0)
             return start in known or (lost and self._may_skip(tp, reader))
+        if anyone and start in book.truncated and not reader.fails_on_loss:
+            return True  # the log was truncated below the committed offset
         return start in [entry.offset for entry in seen if anyone or entry.stream != reader.party]
 
 

@@ -53,6 +53,7 @@ class Entry(NamedTuple):
     by: str
     order: int
     note: str = ""
+    leader_epoch: int | None = None
 
 
 class Books:

@@ -47,6 +47,7 @@ class OrdinaryMember:
         self._client = make_client(self.process, "main", f"{name}/0.1", group, self, truth, instance=None)
         self._at: dict[TopicPartition, int] = {}
         self._ids: dict[TopicPartition, str] = {}  # the topic ids that its positions belong to
+        self._epochs: dict[TopicPartition, int] = {}  # leader epochs of the last records that it read
         self._busy = False
         self._next: Callable[[], None] | None = None  # a callback that waits for the current commit
 
@@ -94,6 +95,7 @@ class OrdinaryMember:
                     at = entry.offset if entry is not None else 0 if log is None else log.first
                     self._at[tp] = self._stored[tp] = at
                     self._ids.pop(tp, None)
+                    self._epochs.pop(tp, None)
 
         self._world.note(f"{self.process.name} has {_names(op.tps)} in addition")
         op.done()
@@ -134,6 +136,8 @@ class OrdinaryMember:
             end = min(log.end, at + self._draws.between(1, 10))
             if end > at:
                 ranges[tp] = (at, end)
+                if self._cluster.reports_epochs:
+                    self._epochs[tp] = log.epoch_of(end - 1)
         if ranges:
             self._truth.processed_by(self.reader, ranges)
             self._at.update({tp: end for tp, (_, end) in ranges.items()})
@@ -184,7 +188,10 @@ class OrdinaryMember:
 
         def commit(reply: Callable[[Code], None]) -> None:
             there = {tp: offset for tp, offset in offsets.items() if self._cluster.log(tp) is not None}
-            entries = {tp: Entry(offset, None, self.process.name, 0) for tp, offset in there.items()}
+            entries = {
+                tp: Entry(offset, None, self.process.name, 0, leader_epoch=self._epochs.get(tp))
+                for tp, offset in there.items()
+            }
             reply(self._group.commit(member, generation, entries))
 
         self.process.call("main", commit, answer)

@@ -9,7 +9,7 @@ import pytest
 from confluent_kafka import KafkaError
 from manual_environment import A0, A1, ManualConsumer, ManualEnvironment, metadata, refusal
 
-from spark_group_source.kafka import Environment, Identity, MemberStale
+from spark_group_source.kafka import Environment, Identity, MemberStale, OffsetNote
 from spark_group_source.kafka.consumer import TAKE_OVER_MS_MAX
 from spark_group_source.members import Member, MemberCommit
 from spark_group_source.model import TopicPartition
@@ -77,7 +77,7 @@ class Scene:
 
         def order() -> None:
             part = MemberCommit(self.member, identity or self.member.identity, dict.fromkeys(tps, 5))
-            self.done.append(self.member.commit(part, dict.fromkeys(tps, "x")))
+            self.done.append(self.member.commit(part, dict.fromkeys(tps, OffsetNote("x"))))
 
         return order
 

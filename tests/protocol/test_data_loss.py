@@ -9,7 +9,7 @@ from spark_group_source.errors import DataLoss, GroupError, TopicMissing
 from spark_group_source.model import TopicPartition
 from spark_group_source.protocol import events as ev
 from spark_group_source.protocol.data_loss import GRACE_MS, SILENT_MS_MAX, DataLossDetector
-from spark_group_source.protocol.offsets import StreamOffset
+from spark_group_source.protocol.offsets import StreamOffset, parse
 
 A, B = tps("orders", 0, 1)
 OTHER = tps("payments", 0)[0]
@@ -494,3 +494,53 @@ def test_plan_has_the_epoch_of_the_leader_that_reported_its_end() -> None:
     brokers.shrink(B, 50)
     brokers.check({B: 60})
     assert brokers.detector.leader_epochs({B: 60}) == {}, "a position beyond the end is not of this leader's log"
+
+
+# --- epochs of committed offsets ------------------------------------------------------------------------------------
+
+
+def committed(offset: int, epoch: int | None) -> dict[TopicPartition, ev.Committed | None]:
+    return {A: ev.Committed(offset=offset, leader_epoch=epoch), B: None}
+
+
+def test_a_committed_offset_has_the_epoch_with_which_it_was_committed() -> None:
+    """Also by an ordinary consumer. The plans of this stream know nothing of the partition."""
+    brokers = Brokers()
+    brokers.detector.known_epochs.learn(committed(100, 2), {A: 100, B: 90}.get)
+    brokers.elect(A, 4, has=60, end=200)
+    brokers.check({A: 100, B: 90})
+    assert brokers.requests[1].epoch_ends == {A: 2}
+    brokers.check({A: 100, B: 90}, after_ms=GRACE_MS)
+    assert "the log of orders-0 was truncated at 60, below the position 100" in str(brokers.error())
+
+
+@pytest.mark.parametrize(
+    ("offset", "epoch", "expected"),
+    [(100, 5, 5), (90, 2, 3), (90, 5, 5), (95, 5, 3), (90, None, 3)],
+    ids=["newer", "older", "newer below a plan", "not the position", "without epoch"],
+)
+def test_the_newest_known_epoch_of_a_position_counts(offset: int, epoch: int | None, expected: int) -> None:
+    """A plan up to 100 has epoch 3. Whoever committed with a later epoch has compared the log since."""
+    brokers = read_up_to_100()
+    at = 90 if offset == 95 else offset
+    brokers.detector.known_epochs.learn(committed(offset, epoch), {A: at}.get)
+    assert brokers.detector.known_epochs.of({A: at}) == {A: expected}
+
+
+def test_the_epoch_of_an_uncommitted_position_is_in_the_offset() -> None:
+    """The next run needs it if it gets the partition."""
+    brokers = read_up_to_100()
+    del brokers.ends[A]
+    brokers.check({B: 100})
+    offset = StreamOffset(
+        group="etl",
+        stream="s",
+        seq=1,
+        ranges={B: (100, 100)},
+        uncommitted={A: 100},
+        leader_epochs=brokers.detector.leader_epochs({A: 100, B: 100}),
+    )
+    assert offset.leader_epochs == {A: 3, B: 3}
+    next_run = Brokers().detector
+    next_run.restore(parse(offset.to_json()))
+    assert next_run.known_epochs.of({A: 100, B: 100}) == {A: 3, B: 3}

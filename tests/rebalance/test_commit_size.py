@@ -11,7 +11,7 @@ from kit.broker_cluster import BrokerCluster
 
 from rebalance.conftest import make_options
 from rebalance.runs import Run
-from spark_group_source.kafka import Environment, GroupOffsets, MemberConsumer
+from spark_group_source.kafka import Environment, GroupOffsets, MemberConsumer, OffsetNote
 from spark_group_source.model import TopicPartition
 
 pytestmark = [pytest.mark.broker, pytest.mark.slow]
@@ -69,7 +69,7 @@ def test_member_commits_all_offsets(small: BrokerCluster, group_id: str) -> None
             return len(assigned) == PARTITIONS
 
         await_until(is_member, what="a member with all partitions")
-        consumer.commit(dict.fromkeys(assigned, 7), dict.fromkeys(assigned, "x" * 60))
+        consumer.commit(dict.fromkeys(assigned, 7), dict.fromkeys(assigned, OffsetNote("x" * 60)))
     finally:
         consumer.close(leave=True)
     assert committed(small, group_id, topic) == {7}

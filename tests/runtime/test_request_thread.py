@@ -263,7 +263,7 @@ def test_check_whether_a_run_was_replaced(scene: Scene, call: str | None, answer
     assert type(event) is told and getattr(event, "slot", 1) == 1 and not getattr(event, "final", False)
     assert len(scene.environment.called("init_transactions")) == 1
     if call is None:
-        assert scene.environment.called("send_offsets") == [(-1, {A0: (0, None)})]
+        assert scene.environment.called("send_offsets") == [(-1, {A0: (0, None, None)})]
 
 
 def test_without_transactions_replacement_is_unclear(scene: Scene) -> None:
@@ -402,7 +402,7 @@ def test_without_a_matching_topic_replacement_is_unclear() -> None:
     question = ev.CheckReplaced(slot=1)
     scene.run(scene.order(question), scene.order(question))
     assert [type(event) for event in scene.handled] == [ev.ReplacedUnclear, ev.NotReplaced]
-    assert scene.environment.called("send_offsets") == [(-1, {TopicPartition("ab", 0): (0, None)})]
+    assert scene.environment.called("send_offsets") == [(-1, {TopicPartition("ab", 0): (0, None, None)})]
 
 
 # --- offset commits -------------------------------------------------------------------------------------------------
@@ -413,8 +413,8 @@ def test_offsets_are_committed_with_notes_and_read_back(scene: Scene) -> None:
     scene.run(scene.order(commit_command(reset_number=2, followed=frozenset({A1}))))
     assert scene.handled == [ev.OffsetsCommitted(offsets={A0: 5, A1: 6})]
     assert scene.environment.called("send_offsets") == [
-        (1, {A0: (5, "spark-group:s:4:2:at=7")}),
-        (2, {A1: (6, "spark-group:s:4:2:followed:at=7")}),
+        (1, {A0: (5, "spark-group:s:4:2:at=7", None)}),
+        (2, {A1: (6, "spark-group:s:4:2:followed:at=7", None)}),
     ]
 
 
@@ -474,7 +474,7 @@ def test_G3_offsets_are_committed_for_members_and_partitions_as_of_the_order(sce
     scene.run(ordered_then_changed)
     (done,) = scene.handled
     assert isinstance(done, ev.OffsetsCommitted) and (done.offsets, list(done.left_out)) == ({A1: 6}, [0])
-    assert scene.environment.called("send_offsets") == [(2, {A1: (6, "spark-group:s:4:0:at=7")})]
+    assert scene.environment.called("send_offsets") == [(2, {A1: (6, "spark-group:s:4:0:at=7", None)})]
 
 
 def test_G3_partitions_released_while_an_older_commit_is_finished_are_not_committed(scene: Scene) -> None:
@@ -493,7 +493,7 @@ def test_G3_partitions_released_while_an_older_commit_is_finished_are_not_commit
     failed, done = scene.handled
     assert isinstance(failed, ev.OffsetCommitFailed)
     assert isinstance(done, ev.OffsetsCommitted) and (done.offsets, list(done.left_out)) == ({A1: 6}, [0])
-    assert scene.environment.called("send_offsets")[2:] == [(2, {A1: (6, "spark-group:s:4:0:at=7")})]
+    assert scene.environment.called("send_offsets")[2:] == [(2, {A1: (6, "spark-group:s:4:0:at=7", None)})]
 
 
 def test_a_refused_commit_is_reported(scene: Scene) -> None:
@@ -517,7 +517,7 @@ def test_a_deleted_partition_does_not_delay_the_commits_of_the_others(scene: Sce
     scene.shows({A0: 5})
     scene.run(scene.order(commit_command()))
     assert scene.handled == [ev.OffsetsCommitted(offsets={A0: 5, A1: 6})]
-    assert scene.environment.called("send_offsets")[2:] == [(1, {A0: (5, "spark-group:s:4:0:at=7")})]
+    assert scene.environment.called("send_offsets")[2:] == [(1, {A0: (5, "spark-group:s:4:0:at=7", None)})]
 
 
 # --- members commit -------------------------------------------------------------------------------------------------
@@ -533,7 +533,7 @@ def test_without_transactions_each_member_commits_its_offsets(denied: Scene) -> 
     denied.shows({A0: 5, A1: 6})
     denied.run(denied.order(commit_command()))
     assert denied.handled == [ev.OffsetsCommitted(offsets={A0: 5, A1: 6})]
-    assert denied.members[1].committed == [({A1: 6}, {A1: "spark-group:s:4:0:at=7"})]
+    assert denied.members[1].committed == [({A1: 6}, {A1: ("spark-group:s:4:0:at=7", -1)})]
 
 
 @pytest.mark.parametrize("expelled", [False, True])

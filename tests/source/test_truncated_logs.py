@@ -2,12 +2,13 @@
 
 import json
 import logging
+import re
 import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from confluent_kafka import Producer
+from confluent_kafka import Consumer, ConsumerGroupTopicPartitions, Producer
 from confluent_kafka.admin import AdminClient
 from conftest import await_until, committed_of, create_topic, end_offsets_of, produce_to
 from kit.broker_cluster import BrokerCluster
@@ -37,7 +38,9 @@ def alone(jvm: None, data: Path) -> Iterator[BrokerCluster]:
 
 @pytest.fixture
 def name(alone: BrokerCluster, request: pytest.FixtureRequest) -> str:
-    return create_topic(AdminClient({"bootstrap.servers": alone.bootstrap_servers}), request.node.name, 1)
+    return create_topic(
+        AdminClient({"bootstrap.servers": alone.bootstrap_servers}), re.sub(r"\W", "-", request.node.name), 1
+    )
 
 
 @pytest.fixture
@@ -77,8 +80,8 @@ def _below(batches: bytes, end: int) -> bytes:
 
 
 def await_batch(engine: Engine) -> None:
-    """Trigger until a batch is read: a truncation is believed after a second report."""
-    await_until(lambda: engine.step() is not None, BACK_S, what="a batch")
+    """Trigger until a batch has records: a truncation is believed after a second report."""
+    await_until(lambda: engine.step() is not None and bool(engine.rows), BACK_S, what="a batch")
 
 
 def test_G10_a_truncation_between_two_batches_is_detected_even_if_the_log_has_grown_again(
@@ -129,3 +132,49 @@ def test_epoch_ends_are_parsed_from_librdkafkas_log(alone: BrokerCluster, name: 
     assert ends.read({tp: 0}) == {tp: 5}
     assert ends.read({tp: 7}) == {tp: None}, "an unknown epoch"
     assert ends.read({}) == {}
+
+
+@pytest.mark.parametrize("by", ["query", "consumer"])
+def test_G10_a_truncation_before_the_first_batch_of_a_checkpoint_is_detected(
+    alone: BrokerCluster, data: Path, name: str, write: Write, by: str
+) -> None:
+    """The committed offset has a leader epoch (KIP-320), whoever committed it."""
+    group, tp = f"g-{name}", TopicPartition(name, 0)
+    options = options_of(alone.bootstrap_servers, group, subscribe=name)
+    write(name, 0, 9)
+    if by == "query":
+        with Engine(options) as engine:
+            engine.run()
+            engine.plan()
+    else:
+        consume(alone, group, name, 10)
+    admin = AdminClient({"bootstrap.servers": alone.bootstrap_servers})
+    await_until(lambda: committed_of(admin, group) == {tp: 10}, what="the commit")
+    answer = admin.list_consumer_group_offsets([ConsumerGroupTopicPartitions(group)])[group].result()
+    assert [at.leader_epoch for at in answer.topic_partitions] == [0]
+
+    truncate_log(alone, data, tp, 6)
+    write(name, 100, 111)  # up to 18: the end of the log alone shows no truncation
+    with (
+        Engine(options) as engine,
+        pytest.raises(DataLoss, match=f"{name}-0 was truncated at 6, below the position 10"),
+    ):
+        await_batch(engine)
+    with Engine({**options, "failOnDataLoss": "false"}) as engine:
+        await_batch(engine)
+        assert engine.rows == rows_of(name, range(6, 18), 100)
+
+
+def consume(broker: BrokerCluster, group: str, topic: str, count: int) -> None:
+    """Read and commit so many records with an ordinary consumer."""
+    settings = {"bootstrap.servers": broker.bootstrap_servers, "group.id": group, "auto.offset.reset": "earliest"}
+    consumer = Consumer({**settings, "enable.auto.commit": False, "enable.auto.offset.store": False})
+    consumer.subscribe([topic])
+    try:
+        while count:
+            if (message := consumer.poll(1)) is not None and message.error() is None:
+                count -= 1
+                consumer.store_offsets(message)
+        consumer.commit(asynchronous=False)
+    finally:
+        consumer.close()
