@@ -3,13 +3,13 @@
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
 import pytest
-from kafka_words import await_progress
+from kafka_words import await_progress, await_until
 from typer.testing import CliRunner
 
 from rebalance.accounts import (
@@ -43,12 +43,16 @@ class Party(Recorded, Protocol):
 class HandOver(GroupScene):
     """A group that is handed between applications while records are produced."""
 
+    shown: Callable[[], str]
+    """Returns the output of the source's application, for errors."""
+
     def there_and_back(self, topic: str, strategy: str, ours: AbstractContextManager[Party]) -> None:
         """An application starts, the source takes over, an application takes over again; each record has one reader."""
         flowing = Flow(self.servers, topic, PARTITIONS)
         with self.ordinary(topic, strategy=strategy) as before, flowing as flow, ours as run:
+            self.shown = lambda: run.output
             await_progress(before.processed, before.progress, what="the ordinary application")
-            self.hand_over("spark-group", before.process)
+            self.hand_over("spark-group", before.process, run.process)
             at = len(run.records)
             await_progress(
                 lambda: len(run.records) > at + 100,
@@ -56,7 +60,7 @@ class HandOver(GroupScene):
                 what="records at ours alone",
             )
             with self.ordinary(topic, strategy=strategy) as after:
-                self.hand_over("ordinary", run.process)
+                self.hand_over("ordinary", run.process, after.process)
                 at = len(after.processed())
                 await_progress(
                     lambda: len(after.processed()) > at + 100, after.progress, what="records in the application alone"
@@ -65,12 +69,20 @@ class HandOver(GroupScene):
                 self.assert_once([topic], [run], [before, after])
                 self.await_committed(topic)
 
-    def hand_over(self, to: str, stop: "subprocess.Popen[Any]") -> None:
+    def hand_over(self, to: str, stop: "subprocess.Popen[Any]", newcomer: "subprocess.Popen[Any]") -> None:
         command = [sys.executable, str(JOB), "--bootstrap-servers", self.servers, "--to", to]
         command += ["--group", self.group, "--stop", str(stop.pid), "--wait-s", str(SPARK_S)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=2 * SPARK_S, check=False)
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert f"has all {PARTITIONS} partitions" in done.stdout
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as job:
+            try:
+                ended = [job, newcomer]
+                await_until(lambda: any(each.poll() is not None for each in ended), 2 * SPARK_S, what="the hand-over")
+                assert newcomer.poll() is None, f"the new application ended\n{self.shown()}"
+            finally:
+                job.kill()
+            assert job.stdout is not None
+            said = job.stdout.read()
+        assert job.returncode == 0, f"{said}\n{self.shown()}"
+        assert f"has all {PARTITIONS} partitions" in said
         assert stop.wait(SPARK_S) == 0, "it did not end in order"
 
 

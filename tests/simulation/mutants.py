@@ -106,6 +106,20 @@ LE = H = "protocol/placement.py"
 MUTANTS = [
     # --- truncated logs
     Mutant(
+        "takes-no-epoch-from-a-commit",
+        L,
+        "known is None or at.offset > known.until or at.leader_epoch > known.epoch",
+        "False",
+        "a committed offset has the leader epoch with which it was committed",
+    ),
+    Mutant(
+        "forgets-epochs-of-uncommitted-positions",
+        L,
+        "(*offset.uncommitted.items(), *offset.positions().items())",
+        "(*offset.positions().items(),)",
+        "the next run knows the leader epoch of a position that is not committed",
+    ),
+    Mutant(
         "ignores-new-leaders",
         L,
         "known.epoch != leader and tp in positions",
@@ -549,6 +563,8 @@ MUTANTS = [
 ]
 
 FOUND_BY: dict[str, tuple[str, int]] = {
+    "takes-no-epoch-from-a-commit": ("eager", 197),
+    "forgets-epochs-of-uncommitted-positions": ("cooperative", 2),
     "ignores-new-leaders": ("eager", 8),
     "stays-behind-a-truncation": ("eager", 8),
     "forgets-pending-changes": ("calm-cooperative", 0),
