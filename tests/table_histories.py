@@ -291,8 +291,8 @@ class History:
         raise AssertionError(f"no command can be run: {error}")
 
     def settle_recreated(self, source: Source) -> None:
-        """The log is gone, and rows of a former topic look like those of the present one: the user moves the group to
-        the end of the rows, as the error says ("another position of reset")."""
+        """The log is gone, and rows of a former topic look like those of the present one, or Kafka has no offsets: the
+        user moves the group to the end of the rows, as the error says ("another position of reset")."""
         topic, id_ = source.kafka.topic, source.kafka.topic_id
         ends = {
             str(p): max((n + 1 for t, i, q, n in self.present() if (t, i, q) == (topic, id_, p)), default=0)
@@ -312,6 +312,9 @@ class History:
         if shown.exit_code == 0:
             return True
         name, lines = next(iter(purposes(shown.output).items()), ("", []))
+        if not lines and "Kafka has no offsets of the group" in shown.output:
+            self.settle_recreated(source)
+            return True
         assert lines and depth < 2, f"{command}: {shown.output} {shown.exception!r}"
         done = all(self.command(source, line, depth + 1) for line in lines)
         if done and name.startswith(LEAVES_OUT):

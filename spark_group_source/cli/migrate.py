@@ -230,7 +230,7 @@ def _starting_offsets(admin: GroupAdmin, group: str, table: str | None, scope: S
         if spark is not None and table is not None:
             from spark_group_source.delta.ledger_store import require_ledger
 
-            ledger = require_ledger(spark, table, group)
+            ledger = require_ledger(spark, table, group, topics={tp.topic for tp in committed})
     if described.state == DEAD and not committed and ledger is None:
         raise missing_group(admin, group)
     known = {tp.topic for tp in (*committed, *(ledger.offsets if ledger else ()))}

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 def read_ledger(
-    spark: "SparkSession", table: str, group: str, *, to_reset: bool = False, topics: Collection[str] = ()
+    spark: "SparkSession", table: str, group: str, *, to_reset: bool = False, topics: Collection[str] | None = None
 ) -> Ledger | None:
     """Read the ledger of one group in a table; None if the group never wrote to it.
 
@@ -33,7 +33,8 @@ def read_ledger(
     Args:
         table: a path or a table name.
         to_reset: whether a reset will replace it: then it is the newest one where none is known to fit the rows.
-        topics: of the group. If the ledger expired, the error names the position behind the rows of these topics.
+        topics: of the group's committed offsets, where they are known. If the ledger expired, the error names the
+            position behind the rows of these topics.
 
     Raises:
         OptionError: there is no such Delta table.
@@ -47,14 +48,18 @@ def read_ledger(
     except LedgerExpired as exc:
         purposes: dict[str, tuple[str, ...]] = {"continue at the group's offsets in Kafka": ("--to-current",)}
         ends = writer.row_ends() if topics else None
-        if ends := {tp: end for tp, end in (ends or {}).items() if tp.topic in topics}:
+        if ends := {tp: end for tp, end in (ends or {}).items() if tp.topic in (topics or ())}:
             purposes = {"continue behind the rows in the table": table_names.to_offsets(ends)} | purposes
+        commands = {purpose: table_names.reset_command(group, table, *to) for purpose, to in purposes.items()}
         raise LedgerDamaged(
             f"the last commit of group {group!r} in table {table} is older than the table's log "
             "(delta.logRetentionDuration), so its ledger cannot be read. The group's next batch starts a new ledger at "
-            "the query's positions; to set it now, run this command (or the same with another position of reset):"
-            + command_line.alternatives(
-                {purpose: table_names.reset_command(group, table, *to) for purpose, to in purposes.items()}
+            "the query's positions; "
+            + (
+                "Kafka has no offsets of the group: to set both now, name its positions with reset --to-offsets"
+                if topics is not None and not topics
+                else "to set it now, run this command (or the same with another position of reset):"
+                + command_line.alternatives(commands)
             ),
             table=table,
             group=group,
@@ -86,7 +91,7 @@ def counted_ledger(spark: "SparkSession", table: str, group: str, topics: Collec
 
 
 def require_ledger(
-    spark: "SparkSession", table: str, group: str, *, to_reset: bool = False, topics: Collection[str] = ()
+    spark: "SparkSession", table: str, group: str, *, to_reset: bool = False, topics: Collection[str] | None = None
 ) -> Ledger:
     """Read the ledger of one group, like :func:`read_ledger`.
 

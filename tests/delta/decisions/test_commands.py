@@ -348,6 +348,30 @@ def test_a_reset_to_an_expired_ledger_names_the_end_of_the_rows(query: Query, ta
     assert offsets_in(table) == list(range(30))
 
 
+def test_no_offsets_are_offered_for_an_expired_ledger_where_kafka_has_none(
+    query: Query, table: Path, admin: OffsetModel
+) -> None:
+    query.run(query.sink(table), 0, offset(0, one(0, 10)))
+    expire_log(table)
+    words = [
+        "reset",
+        "--bootstrap-servers",
+        "broker-1:9092,broker-2:9092",
+        "--group",
+        "etl",
+        "--table",
+        str(table),
+        "--execute",
+    ]
+    shown = CliRunner().invoke(app, [*words, "--to-ledger"])
+    assert shown.exit_code == 1 and commands(shown.output) == []
+    assert (
+        "Kafka has no offsets of the group: to set both now, name its positions with reset --to-offsets" in shown.output
+    )
+    assert CliRunner().invoke(app, [*words, "--to-offsets", '{"orders":{"0":10}}']).exit_code == 0
+    assert admin.position == 10
+
+
 @pytest.mark.parametrize("damaged", [False, True], ids=["expired", "damaged"])
 def test_command_for_a_ledger_that_cannot_be_read(query: Query, table: Path, admin: OffsetModel, damaged: bool) -> None:
     query.run(query.sink(table), 0, offset(0, one(0, 10)))
