@@ -74,15 +74,15 @@ def reset(
         GroupError: the group has members; stop them first.
         CommitFailed: Kafka refused.
     """
+    if to == "ledger" and table is None:
+        raise OptionError("to='ledger' needs table=, the Delta table with the ledger")
+    destination = None if to == "ledger" else _destination(to)
     admin = common.admin_of(bootstrap_servers, group, options=options)
     scope: resetting.Scope = dict.fromkeys(topics, frozenset())
     session = _session(spark) if table is not None and execute else None
     since = resetting.table_version(session, table)
-    if to != "ledger":
-        destination = _destination(to)
-    elif table is None:
-        raise OptionError("to='ledger' needs table=, the Delta table with the ledger")
-    else:
+    if destination is None:
+        assert table is not None
         destination = resetting.of_ledger(admin, group, table, _session(spark), scope)
     targets = resetting.resolve_targets(admin, group, destination, scope)
     return resetting.reset(admin, group, targets, spark=session, table=table, since=since, execute=execute)

@@ -2,13 +2,18 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from datetime import datetime
 from types import SimpleNamespace
+from typing import Any
 
+import pytest
 from confluent_kafka import KafkaError
 from manual_environment import A0, A1, ManualEnvironment, refusal
 
+from spark_group_source import reset
 from spark_group_source.cli.reset import plan_reset, start_offsets
 from spark_group_source.delta.ledger_format import Ledger
+from spark_group_source.errors import OptionError
 from spark_group_source.kafka import CommittedOffset, GroupAdmin, Topic
 from spark_group_source.model import StartAt, TopicPartition
 from spark_group_source.protocol.identifiers import Note, note_text, parse_note, reset_text
@@ -95,3 +100,21 @@ def test_partition_deleted_during_the_request_is_left_out() -> None:
     environment.will("list_offsets", {A0: no_record, A1: there}, {A0: unknown})
     environment.will("describe_topics", {"a": gone})
     assert start_offsets(admin, [A0, A1], StartAt("time", 7)) == {A1: 5}
+
+
+@pytest.mark.parametrize(
+    ("to", "why"),
+    [
+        ("newest", "must be 'earliest', 'latest', 'ledger', an offset, a time"),
+        (-1, "must be 'earliest'"),
+        (datetime.fromisoformat("2026-01-31T12:00:00"), "has no time zone"),
+    ],
+)
+def test_a_wrong_position_is_refused_before_table_and_brokers_are_asked(to: Any, why: str) -> None:
+    with pytest.raises(OptionError, match=why):
+        reset("etl", "nowhere:1", to=to, table="/no/such/table", execute=True)
+
+
+def test_a_reset_to_the_ledger_needs_a_table() -> None:
+    with pytest.raises(OptionError, match="needs table="):
+        reset("etl", "nowhere:1", to="ledger")
