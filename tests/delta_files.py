@@ -39,4 +39,4 @@ def living_files(table: Path) -> list[Path]:
                     files.pop(file, None)
     if deleting := [path for path, vector in files if vector != "null"]:
         raise ValueError(f"{deleting[0]} has a deletion vector, which this reader does not apply")
-    return [table / path for path, _ in files]
+    return [table / path.removeprefix("file:") for path, _ in files]  # a shallow clone names files of its source
