@@ -63,7 +63,8 @@ class DataLossDetector:
         self._now_ms = 0
         self._leader_epochs: Offsets = {}  # of the leaders that answered with the ends
         self._moved: dict[TopicPartition, int] = {}  # new positions of partitions whose records are lost
-        self._truncated: set[TopicPartition] = set()  # those of them whose log was truncated
+        self._truncated: dict[TopicPartition, int] = {}  # of truncated ones: how far they were read before
+        self._before_truncation: set[TopicPartition] = set()  # they are read up to where their log was truncated
         self._recreated: set[str] = set()  # recreated topics whose first records are known
         self._reason = ""
         # --- across checks
@@ -96,7 +97,8 @@ class DataLossDetector:
         self._left = (self._left | {tp.topic for tp in self._positions}) - {tp.topic for tp in positions}
         self._positions, self._now_ms, self.took_ms = positions, now_ms, 0
         self.error, self.warnings, self.missing_topics = None, [], []
-        self._moved, self._truncated, self._recreated, self._reason = {}, set(), set(), ""
+        self._moved, self._truncated, self._recreated, self._reason = {}, {}, set(), ""
+        self._before_truncation = set()
         self._checked.intersection_update(positions)  # a partition that is assigned again is checked like a new one
         self._short.keep(positions)
         self._maybe_truncated.keep(positions)
@@ -135,12 +137,13 @@ class DataLossDetector:
             offsets=self._moved,
             reason=self._reason,
             topics=tuple(sorted(self._recreated)),
-            truncated=frozenset(self._truncated),
+            truncated=self._truncated,
         )
 
     def leader_epochs(self, positions: Offsets) -> dict[TopicPartition, int]:
         """The leader epochs that a plan stores with these positions."""
-        return self.known_epochs.at_ends(positions, self.ends, self._leader_epochs)
+        found = self.known_epochs.at_ends(positions, self.ends, self._leader_epochs)
+        return found | self.known_epochs.of({tp: at for tp, at in positions.items() if tp in self._before_truncation})
 
     # --- one check --------------------------------------------------------------------------------------------------
 
@@ -235,30 +238,36 @@ class DataLossDetector:
 
     def _check_leaders(self, tps: list[TopicPartition], answer: ev.LogEndsRead) -> None:
         """Whether new leaders have what earlier ones reported before it was planned."""
-        open_ = set()
+        open_, capped = set(), dict[TopicPartition, int]()
         for tp in tps:
             at, end = self._positions[tp], answer.epoch_ends.get(tp)
+            read_to = self.known_epochs.until(tp)  # beyond the position if another consumer's commit moved it back
             if tp not in answer.epoch_ends or tp not in answer.firsts:
                 open_.add(tp)
-            elif end is None or end >= at:
+            elif end is None or end >= read_to:
                 self._maybe_truncated.clear(tp)
-                self.known_epochs.confirm(tp, at, self._leader_epochs[tp])
+                self.known_epochs.confirm(tp, read_to, self._leader_epochs[tp])
             elif not self._maybe_truncated.report(tp, self._now_ms):
                 open_.add(tp)
+            elif end > at:
+                capped[tp] = min(end, self.ends.get(tp, end))
             else:
-                self._truncated_at(tp, at, max(end, answer.firsts[tp]), answer.log_ends.get(tp, self.ends[tp]))
-        self.ends = {tp: end for tp, end in self.ends.items() if tp not in open_} if open_ else self.ends
+                self._truncated_at(tp, read_to, max(end, answer.firsts[tp]), answer.log_ends.get(tp, self.ends[tp]))
+        self._before_truncation = set(capped)
+        if open_ or capped:
+            self.ends = {tp: capped.get(tp, end) for tp, end in self.ends.items() if tp not in open_}
 
-    def _truncated_at(self, tp: TopicPartition, at: int, end: int, log_end: int) -> None:
+    def _truncated_at(self, tp: TopicPartition, read_to: int, end: int, log_end: int) -> None:
+        at = self._positions[tp]
         text = (
-            f"the log of {tp} was truncated at {end}, below the position {at}: the new leader did not have the records "
-            f"from there on. The log ends at {log_end} now, with other records, none of which was read"
+            f"the log of {tp} was truncated at {end}, below the position {read_to}: the new leader did not have the "
+            f"records from there on. The log ends at {log_end} now, with other records, none of which was read"
         )
         self._lost(tp, text, available=end)
         if self.error is None:
             self.records_lost += max(0, self._proven_ends.get(tp, at) - at)
             self._moved[tp] = end
-            self._truncated.add(tp)
+            self._truncated[tp] = read_to
             self._maybe_truncated.clear(tp)
             self.known_epochs.confirm(tp, end, self._leader_epochs[tp])
 
@@ -334,9 +343,10 @@ class LeaderEpochs:
         """Store the epochs of a plan, also of an earlier run: its ends were reported under them."""
         epochs = offset.leader_epochs
         for tp, until in (*offset.uncommitted.items(), *offset.positions().items()):
+            known = self._known.get(tp)
             if (epoch := epochs.get(tp)) is None:
                 self._known.pop(tp, None)
-            else:
+            elif known is None or known.epoch != epoch or known.until < until:
                 self._known[tp] = _Known(until, epoch)
 
     def learn(
@@ -364,6 +374,10 @@ class LeaderEpochs:
     def forget(self, topics: frozenset[str] | set[str]) -> None:
         """Forget topics that were recreated: their epochs start again."""
         self._known = {tp: known for tp, known in self._known.items() if tp.topic not in topics}
+
+    def until(self, tp: TopicPartition) -> int:
+        """How far the partition is known to be read or planned."""
+        return self._known[tp].until
 
     def epoch(self, tp: TopicPartition, at: int) -> int | None:
         """The leader epoch under which, or before which, everything below ``at`` was written; None if not known."""

@@ -402,13 +402,14 @@ class RecordsMissing:
     """Positions that must change because their records, or their whole topic, are gone.
 
     ``offsets``: the new positions. ``topics``: recreated topics; what is remembered of their other partitions belongs
-    to the deleted ones. ``truncated``: the partitions that go back to the point where their log was truncated.
+    to the deleted ones. ``truncated``: the partitions that go back to the point where their log was truncated, and how
+    far they were read before.
     """
 
     offsets: Mapping[TopicPartition, int]
     reason: str
     topics: tuple[str, ...] = ()
-    truncated: frozenset[TopicPartition] = frozenset()
+    truncated: Mapping[TopicPartition, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

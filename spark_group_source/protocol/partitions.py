@@ -188,21 +188,21 @@ class Partitions:
     def skip_missing(
         self,
         offsets: Mapping[TopicPartition, int],
-        topics: Collection[str] = (),
-        truncated: Collection[TopicPartition] = (),
+        topics: Collection[str],
+        truncated: Mapping[TopicPartition, int],
     ) -> None:
         """Move partitions whose next records are missing to positions that are not committed.
 
         Args:
             offsets: the new positions.
             topics: those that were recreated.
-            truncated: the partitions that go back to where their log was truncated.
+            truncated: the partitions that go back to where their log was truncated, and how far they were read before.
         """
         for tp, offset in offsets.items():
             partition = self.ours.get(tp)
             if isinstance(partition, Known) and partition.is_ready:
                 next_state(PARTITIONS, state_of(partition), ev.RecordsMissing, tp)
-                _jump(partition.position, offset, recreated=tp.topic in topics, truncated=tp in truncated)
+                _jump(partition.position, offset, recreated=tp.topic in topics, read_to=truncated.get(tp))
                 self._update_due(tp, partition)
         for tp, each in self._unknown() if topics else ():
             if tp.topic in topics and tp not in offsets and not isinstance(each, Resolving):
@@ -576,9 +576,15 @@ def _checkpoint_start(memory: AnyMemory) -> int | None:
     return memory.last_batch.start if isinstance(memory, Memory) else None
 
 
-def _jump(at: Position, offset: int, *, recreated: bool, truncated: bool) -> None:
-    """Records are missing: the partition continues at ``offset``, which is not committed."""
-    if truncated or (recreated and offset < at.offset):
+def _jump(at: Position, offset: int, *, recreated: bool, read_to: int | None) -> None:
+    """Records are missing: the partition continues at ``offset``, which is not committed.
+
+    Args:
+        read_to: how far it was read, if its log was truncated.
+    """
+    if read_to is not None:
+        at.origin, at.jumped_from = Origin.TRUNCATED, read_to
+    elif recreated and offset < at.offset:
         at.origin, at.jumped_from = Origin.TRUNCATED, at.offset
     elif recreated:
         at.origin, at.jumped_from = Origin.STREAM, None

@@ -79,7 +79,6 @@ class Book:
     end: int
     longest: int = 0  # the furthest end before a truncation
     truncated: set[int] = field(default_factory=set)  # where it was truncated
-    led_back: bool = False  # a stream followed another one's commit back: the table may have records that are truncated
     replaced: set[int] = field(default_factory=set)  # truncated offsets that no reader has processed again
     stale: int = -1  # a former topic's progress: its plans and commits below may still arrive
     times: list[int] = field(default_factory=list)  # by offset, from ``start``

@@ -89,7 +89,6 @@ class Invariants(Accounts):
             begin = self._committed(tp)
             foreign = book.commits and book.commits[-1][1].stream != reader.party
             if reader.party in book.chain and foreign and not self._is_replaced(reader):
-                book.led_back |= begin < book.chain[reader.party]
                 book.chain[reader.party] = begin  # after a foreign commit: also inside its own batch
             if reader.party not in book.away:
                 begin = max(begin, book.chain.get(reader.party, begin))
@@ -425,9 +424,9 @@ class Invariants(Accounts):
     # --- helpers ----------------------------------------------------------------------------------------------------
 
     def _knows_epochs(self, book: Book) -> bool:
-        """Return whether the streams of the group alone read this partition, each further than before, so that the
-        leader epoch of each position is known."""
-        moved = book.moved or book.halfway or book.rewound or book.again or book.undone or book.led_back
+        """Return whether the streams of the group alone read this partition, so that the leader epoch of each position
+        is known."""
+        moved = book.moved or book.halfway or book.rewound or book.again or book.undone
         moved = moved or any(loss.cause is Cause.OPERATOR for loss in book.losses)
         streams = {entry.stream for _, entry in book.commits} | book.reached.keys()
         return self.reports_epochs and not moved and None not in streams

@@ -431,9 +431,30 @@ def test_partition_continues_where_its_log_was_truncated_without_failOnDataLoss(
     (said,) = brokers.check({A: 100}, after_ms=GRACE_MS)
     assert f"truncated at {continues_at}" in said and f"The log ends at {end} now" in said
     found = brokers.detector.records_missing
-    assert found is not None and found.offsets == {A: continues_at} and found.truncated == {A}
+    assert found is not None and found.offsets == {A: continues_at} and found.truncated == {A: 100}
     brokers.plan({A: (continues_at, end)})
     assert brokers.check({A: end}) == [] and brokers.detector.records_missing is None
+
+
+@pytest.mark.parametrize("limit", [60, 50], ids=["at once", "in two batches"])
+def test_a_partition_that_was_moved_back_is_read_up_to_the_truncation_first(limit: int) -> None:
+    """Another consumer's commit moved it from 100 to 40. The sink has the records up to 100, and those from 60 on are
+    others now."""
+    brokers = read_up_to_100(fail=False)
+    brokers.elect(A, 4, has=60, end=200)
+    brokers.check({A: 40})
+    assert brokers.detector.ends == {}, "a suspicion"
+    for start, end in [(40, limit), (limit, 60)]:
+        if start < end:
+            brokers.check({A: start}, after_ms=GRACE_MS)
+            assert (brokers.detector.ends, brokers.detector.records_missing) == ({A: 60}, None)
+            brokers.plan({A: (start, end)})
+    (said,) = brokers.check({A: 60})
+    assert "truncated at 60, below the position 100" in said
+    found = brokers.detector.records_missing
+    assert found is not None and found.offsets == {A: 60} and found.truncated == {A: 100}
+    brokers.plan({A: (60, 200)})
+    assert brokers.check({A: 200}) == [] and brokers.detector.records_missing is None
 
 
 def test_unread_offsets_of_a_truncated_log_are_counted() -> None:

@@ -113,6 +113,13 @@ MUTANTS = [
         "a committed offset has the leader epoch with which it was committed",
     ),
     Mutant(
+        "reads-over-a-truncation",
+        L,
+        "elif end is None or end >= read_to:",
+        "elif end is None or end >= at:",
+        "a position that was moved back to before a truncation reads up to it, and goes back there",
+    ),
+    Mutant(
         "forgets-epochs-of-uncommitted-positions",
         L,
         "(*offset.uncommitted.items(), *offset.positions().items())",
@@ -564,6 +571,7 @@ MUTANTS = [
 
 FOUND_BY: dict[str, tuple[str, int]] = {
     "takes-no-epoch-from-a-commit": ("eager", 197),
+    "reads-over-a-truncation": ("consumer", 394),
     "forgets-epochs-of-uncommitted-positions": ("cooperative", 2),
     "ignores-new-leaders": ("eager", 8),
     "stays-behind-a-truncation": ("eager", 8),
