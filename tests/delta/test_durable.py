@@ -80,7 +80,6 @@ def test_between_two_triggers_offsets_are_committed_partitions_released_and_a_dr
 
 
 @pytest.mark.crash
-@pytest.mark.timeout(300)  # two starts of Spark
 def test_a_query_whose_host_is_lost_goes_on_after_a_consumer_that_read_a_part_again(scene: Scene) -> None:
     """Driver, JVM and stream reader die at once, and no run file is left. Kafka gets the consumer's commit in place of
     the query's, as if they had died before that."""
