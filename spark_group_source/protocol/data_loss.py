@@ -354,10 +354,14 @@ class LeaderEpochs:
         committed: Mapping[TopicPartition, ev.Committed | None],
         position: Callable[[TopicPartition], int | None],
     ) -> None:
-        """Take over the epochs of committed offsets that are positions now. Whoever committed one, with a later epoch
-        than the known one, has compared the log with that leader's since."""
+        """Take over the epochs of committed offsets that are positions now. The stream that committed one, with a later
+        epoch than the known one, has compared the log with that leader's since.
+
+        Epochs of foreign commits are not believed. Some clients commit a wrong one: IBM/sarama commits epoch 0, or that
+        of an earlier leader (its issues 2694 and 3418). With it every later election would look like a truncation.
+        """
         for tp, at in committed.items():
-            if at is None or at.leader_epoch is None or position(tp) != at.offset:
+            if at is None or at.stream is None or at.leader_epoch is None or position(tp) != at.offset:
                 continue
             known = self._known.get(tp)
             if known is None or at.offset > known.until or at.leader_epoch > known.epoch:

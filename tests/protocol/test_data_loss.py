@@ -521,11 +521,11 @@ def test_plan_has_the_epoch_of_the_leader_that_reported_its_end() -> None:
 
 
 def committed(offset: int, epoch: int | None) -> dict[TopicPartition, ev.Committed | None]:
-    return {A: ev.Committed(offset=offset, leader_epoch=epoch), B: None}
+    return {A: ev.Committed(offset=offset, leader_epoch=epoch, stream="s2"), B: None}
 
 
 def test_a_committed_offset_has_the_epoch_with_which_it_was_committed() -> None:
-    """Also by an ordinary consumer. The plans of this stream know nothing of the partition."""
+    """By another stream of the group. The plans of this stream know nothing of the partition."""
     brokers = Brokers()
     brokers.detector.known_epochs.learn(committed(100, 2), {A: 100, B: 90}.get)
     brokers.elect(A, 4, has=60, end=200)
@@ -533,6 +533,19 @@ def test_a_committed_offset_has_the_epoch_with_which_it_was_committed() -> None:
     assert brokers.requests[1].epoch_ends == {A: 2}
     brokers.check({A: 100, B: 90}, after_ms=GRACE_MS)
     assert "the log of orders-0 was truncated at 60, below the position 100" in str(brokers.error())
+
+
+@pytest.mark.parametrize("epoch", [0, 5], ids=["none", "of an earlier leader"])
+def test_the_epoch_of_a_foreign_commit_is_not_believed(epoch: int) -> None:
+    """Some clients commit a wrong one: the leader of epoch 6 would seem to have truncated the log at 60."""
+    brokers = read_up_to_100()
+    foreign = {A: ev.Committed(offset=150, leader_epoch=epoch)}
+    brokers.detector.known_epochs.learn(foreign, {A: 150}.get)
+    assert brokers.detector.known_epochs.of({A: 150}) == {}
+    brokers.elect(A, 6, has=60, end=200)
+    brokers.check({A: 150})
+    assert brokers.requests[1].epoch_ends == {}
+    assert (brokers.error(), brokers.detector.ends) == (None, {A: 200})
 
 
 @pytest.mark.parametrize(
