@@ -42,12 +42,13 @@ class OrdinaryMember:
         self.process = Process(world, name)
         self.reader = Reader(name, name)
         self._draws = self.process.draws("processing")
+        self._commits_epoch_0 = self.process.draws("epochs").chance(0.5)  # as IBM/sarama does
         self._world, self._cluster, self._group, self._truth = world, cluster, group, truth
         truth.reads_as(name, self.reader)
         self._client = make_client(self.process, "main", f"{name}/0.1", group, self, truth, instance=None)
         self._at: dict[TopicPartition, int] = {}
         self._ids: dict[TopicPartition, str] = {}  # the topic ids that its positions belong to
-        self._epochs: dict[TopicPartition, int] = {}  # leader epochs of the last records that it read
+        self._epochs: dict[TopicPartition, int] = {}  # leader epochs that it commits
         self._busy = False
         self._next: Callable[[], None] | None = None  # a callback that waits for the current commit
 
@@ -137,7 +138,7 @@ class OrdinaryMember:
             if end > at:
                 ranges[tp] = (at, end)
                 if self._cluster.reports_epochs:
-                    self._epochs[tp] = log.epoch_of(end - 1)
+                    self._epochs[tp] = 0 if self._commits_epoch_0 else log.epoch_of(end - 1)
         if ranges:
             self._truth.processed_by(self.reader, ranges)
             self._at.update({tp: end for tp, (_, end) in ranges.items()})

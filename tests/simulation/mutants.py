@@ -113,6 +113,13 @@ MUTANTS = [
         "a committed offset has the leader epoch with which it was committed",
     ),
     Mutant(
+        "believes-foreign-epochs",
+        L,
+        "if at is None or at.stream is None or at.leader_epoch is None",
+        "if at is None or at.leader_epoch is None",
+        "a wrong leader epoch in another consumer's commit is no truncation",
+    ),
+    Mutant(
         "reads-over-a-truncation",
         L,
         "elif end is None or end >= read_to:",
@@ -571,6 +578,7 @@ MUTANTS = [
 
 FOUND_BY: dict[str, tuple[str, int]] = {
     "takes-no-epoch-from-a-commit": ("eager", 197),
+    "believes-foreign-epochs": ("cooperative", 1),
     "reads-over-a-truncation": ("consumer", 394),
     "forgets-epochs-of-uncommitted-positions": ("cooperative", 2),
     "ignores-new-leaders": ("eager", 8),
