@@ -96,7 +96,7 @@ TESTED: dict[str, tuple[int, str]] = {
     ),
     "delta/ledger_decision.py: _unknown_reset": (1, f"{SINK}test_command_for_a_stream_that_does_not_know_a_reset"),
     "delta/ledger_format.py: _damage_refused": (1, f"{SINK}test_command_for_a_ledger_that_cannot_be_read"),
-    "delta/ledger_store.py: read_ledger": (1, f"{SINK}test_command_for_a_ledger_that_cannot_be_read"),
+    "delta/ledger_store.py: _new_ledger": (1, f"{SINK}test_command_for_a_ledger_that_cannot_be_read"),
     "delta/restored_table.py: _batch_behind_restore": (2, f"{SINK}test_commands_for_a_batch_behind_a_restore"),
     "delta/restored_table.py: _rows_replaced": (3, f"{SINK}test_commands_after_rows_were_replaced"),
     "delta/restored_table.py: refuse_replaced_rows": (2, f"{SINK}test_commands_after_a_restore"),

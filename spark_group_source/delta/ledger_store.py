@@ -46,24 +46,26 @@ def read_ledger(
         history = writer.history()
         return ledger_to_reset(history, group) if to_reset else ledger_of_rows(history, group)
     except LedgerExpired as exc:
-        purposes: dict[str, tuple[str, ...]] = {"continue at the group's offsets in Kafka": ("--to-current",)}
-        ends = writer.row_ends() if topics else None
-        if ends := {tp: end for tp, end in (ends or {}).items() if tp.topic in (topics or ())}:
-            purposes = {"continue behind the rows in the table": table_names.to_offsets(ends)} | purposes
-        commands = {purpose: table_names.reset_command(group, table, *to) for purpose, to in purposes.items()}
         raise LedgerDamaged(
             f"the last commit of group {group!r} in table {table} is older than the table's log "
             "(delta.logRetentionDuration), so its ledger cannot be read. The group's next batch starts a new ledger at "
-            "the query's positions; "
-            + (
-                "Kafka has no offsets of the group: to set both now, name its positions with reset --to-offsets"
-                if topics is not None and not topics
-                else "to set it now, run this command (or the same with another position of reset):"
-                + command_line.alternatives(commands)
-            ),
+            f"the query's positions; {_new_ledger(writer, table, group, topics)}",
             table=table,
             group=group,
         ) from exc
+
+
+def _new_ledger(writer: table_writer.TableWriter, table: str, group: str, topics: Collection[str] | None) -> str:
+    """How to set a new ledger at once, after the old one expired."""
+    if topics is not None and not topics:
+        return "Kafka has no offsets of the group: to set both now, name its positions with reset --to-offsets"
+    purposes: dict[str, tuple[str, ...]] = {"continue at the group's offsets in Kafka": ("--to-current",)}
+    if topics and (ends := {tp: end for tp, end in (writer.row_ends() or {}).items() if tp.topic in topics}):
+        purposes = {"continue behind the rows in the table": table_names.to_offsets(ends)} | purposes
+    commands = {purpose: table_names.reset_command(group, table, *to) for purpose, to in purposes.items()}
+    return "to set it now, run this command (or the same with another position of reset):" + command_line.alternatives(
+        commands
+    )
 
 
 def counted_ledger(spark: "SparkSession", table: str, group: str, topics: Collection[str]) -> Ledger:

@@ -210,6 +210,7 @@ class OffsetNote(NamedTuple):
 
 
 Notes = Mapping[TopicPartition, OffsetNote]
+"""Of each offset in a commit."""
 
 
 class CommitSizes:

@@ -64,7 +64,7 @@ class DataLossDetector:
         self._leader_epochs: Offsets = {}  # of the leaders that answered with the ends
         self._moved: dict[TopicPartition, int] = {}  # new positions of partitions whose records are lost
         self._truncated: dict[TopicPartition, int] = {}  # of truncated ones: how far they were read before
-        self._before_truncation: set[TopicPartition] = set()  # they are read up to where their log was truncated
+        self._capped: dict[TopicPartition, int] = {}  # partitions that are read up to where their log was truncated
         self._recreated: set[str] = set()  # recreated topics whose first records are known
         self._reason = ""
         # --- across checks
@@ -98,7 +98,7 @@ class DataLossDetector:
         self._positions, self._now_ms, self.took_ms = positions, now_ms, 0
         self.error, self.warnings, self.missing_topics = None, [], []
         self._moved, self._truncated, self._recreated, self._reason = {}, {}, set(), ""
-        self._before_truncation = set()
+        self._capped = {}
         self._checked.intersection_update(positions)  # a partition that is assigned again is checked like a new one
         self._short.keep(positions)
         self._maybe_truncated.keep(positions)
@@ -143,7 +143,8 @@ class DataLossDetector:
     def leader_epochs(self, positions: Offsets) -> dict[TopicPartition, int]:
         """The leader epochs that a plan stores with these positions."""
         found = self.known_epochs.at_ends(positions, self.ends, self._leader_epochs)
-        return found | self.known_epochs.of({tp: at for tp, at in positions.items() if tp in self._before_truncation})
+        found.update(self.known_epochs.of({tp: positions[tp] for tp in self._capped.keys() & positions.keys()}))
+        return found
 
     # --- one check --------------------------------------------------------------------------------------------------
 
@@ -238,7 +239,7 @@ class DataLossDetector:
 
     def _check_leaders(self, tps: list[TopicPartition], answer: ev.LogEndsRead) -> None:
         """Whether new leaders have what earlier ones reported before it was planned."""
-        open_, capped = set(), dict[TopicPartition, int]()
+        open_ = set()
         for tp in tps:
             at, end = self._positions[tp], answer.epoch_ends.get(tp)
             read_to = self.known_epochs.until(tp)  # beyond the position if another consumer's commit moved it back
@@ -250,12 +251,11 @@ class DataLossDetector:
             elif not self._maybe_truncated.report(tp, self._now_ms):
                 open_.add(tp)
             elif end > at:
-                capped[tp] = min(end, self.ends.get(tp, end))
+                self._capped[tp] = min(end, self.ends.get(tp, end))
             else:
                 self._truncated_at(tp, read_to, max(end, answer.firsts[tp]), answer.log_ends.get(tp, self.ends[tp]))
-        self._before_truncation = set(capped)
-        if open_ or capped:
-            self.ends = {tp: capped.get(tp, end) for tp, end in self.ends.items() if tp not in open_}
+        if open_ or self._capped:
+            self.ends = {tp: self._capped.get(tp, end) for tp, end in self.ends.items() if tp not in open_}
 
     def _truncated_at(self, tp: TopicPartition, read_to: int, end: int, log_end: int) -> None:
         at = self._positions[tp]
@@ -342,7 +342,7 @@ class LeaderEpochs:
     def remember(self, offset: StreamOffset) -> None:
         """Store the epochs of a plan, also of an earlier run: its ends were reported under them."""
         epochs = offset.leader_epochs
-        for tp, until in (*offset.uncommitted.items(), *offset.positions().items()):
+        for tp, until in {**offset.uncommitted, **offset.positions()}.items():
             known = self._known.get(tp)
             if (epoch := epochs.get(tp)) is None:
                 self._known.pop(tp, None)

@@ -91,10 +91,11 @@ class StreamOffset:
         by_topic: dict[str, list[TopicPartition]] = {}
         for tp in self.ranges:
             by_topic.setdefault(tp.topic, []).append(tp)
+        epochs = self.leader_epochs
         optional = {
             "followed": _listed(self.followed),
-            "leaders": _nested({tp: epoch for tp, epoch in self.leader_epochs.items() if tp in self.uncommitted}),
             "last_batches": _nested(self.last_batches),
+            "leaders": _nested({tp: epochs[tp] for tp in self.uncommitted if tp in epochs}),
             "lost_from": _nested(self.lost_from),
             "reset": self.reset_number,
             "started": _listed(self.started),
@@ -113,7 +114,7 @@ class StreamOffset:
             entry: dict[str, Any] = {"behind": behind} if any(behind) else {}
             entry |= {"from": [start for start, _ in bounds]}
             entry |= {"id": self.topic_ids.get(topic, ""), "known": self.known.get(topic, 0)}
-            leaders = [self.leader_epochs.get(tp, UNKNOWN_EPOCH) for tp in tps]
+            leaders = [epochs.get(tp, UNKNOWN_EPOCH) for tp in tps]
             if any(epoch != UNKNOWN_EPOCH for epoch in leaders):
                 entry["leaders"] = leaders if len(set(leaders)) > 1 else leaders[0]
             entry |= {"partitions": _runs(tp.partition for tp in tps), "read": [end - start for start, end in bounds]}

@@ -29,6 +29,7 @@ from spark_group_source.model import TopicPartition
 from spark_group_source.options.table import Options
 from spark_group_source.protocol import events as ev
 from spark_group_source.protocol import identifiers
+from spark_group_source.protocol.offsets import UNKNOWN_EPOCH
 
 log = logging.getLogger(__name__)
 
@@ -238,7 +239,7 @@ class OffsetCommits:
                 truncated_from=command.truncated_from.get(tp),
                 at_ms=at_ms,
             )
-        notes = {tp: OffsetNote(text, command.leader_epochs.get(tp, -1)) for tp, text in texts.items()}
+        notes = {tp: OffsetNote(text, command.leader_epochs.get(tp, UNKNOWN_EPOCH)) for tp, text in texts.items()}
         try:
             self._commit(order.parts, notes, skipped)
         except CommitFailed:

@@ -129,8 +129,8 @@ MUTANTS = [
     Mutant(
         "forgets-epochs-of-uncommitted-positions",
         L,
-        "(*offset.uncommitted.items(), *offset.positions().items())",
-        "(*offset.positions().items(),)",
+        "{**offset.uncommitted, **offset.positions()}.items()",
+        "offset.positions().items()",
         "the next run knows the leader epoch of a position that is not committed",
     ),
     Mutant(
