@@ -145,6 +145,20 @@ def test_never_committed_partition_repeats_its_last_batch_after_a_reset(fresh: G
     assert fresh.run.plannable() == {A: 20, B: 40}
 
 
+def test_never_committed_partition_repeats_its_last_batch_when_the_reset_is_found_later(fresh: GroupHarness) -> None:
+    """Its position was known already, and its commit had failed, when a partition of the reset was assigned."""
+    fresh.durable({A: (100, 150), B: (40, 50)})
+    fresh.assigned(B)
+    fresh.committed({B: None})
+    fresh.feed(ev.OffsetCommitFailed(reason="coordinator moved"))
+    assert fresh.run.plannable() == {B: 50}
+    fresh.assigned(A)
+    fresh.committed({A: reset(20)})
+    fresh.committed({A: reset(20), B: None})
+    fresh.commit_succeeds(fresh.tick(ms=100))
+    assert fresh.run.plannable() == {A: 20, B: 40}
+
+
 def test_response_without_a_requested_note_is_retried(group: GroupHarness) -> None:
     asked = group.assigned(A)
     silent = ev.CommittedOffsetsRead(
