@@ -32,7 +32,7 @@ from delta_files import living_rows
 from kit import frames
 from offset_model import END, SERVERS, OffsetModel
 from sink_source import SCHEMA
-from sink_words import Query, expire_log, notes
+from sink_words import Query, actions, expire_log, notes
 from sink_words import commits as commits_of
 from table_changes import MISSING_FILES, ByFiles, ByStatements, Changes
 from typer.testing import CliRunner
@@ -148,8 +148,11 @@ class History:
         self.table = home / "table"
         self.gone: set[Record] = set()
         """Records that a user removed, or left out."""
-        self.gone_at: dict[int, set[Record]] = {}
-        """By version of the table; a RESTORE to a version removes these records again."""
+        self.behind: set[str] = set()
+        """Topics of which a batch was committed behind a RESTORE: records that the RESTORE brought back may be in the
+        table twice until the group's next batch, which must be refused."""
+        self.noted: dict[int, tuple[set[Record], set[str]]] = {}
+        """``gone`` and ``behind`` by version of the table; a RESTORE to a version makes them so again."""
         self.moments: dict[str, Callable[[], object]] = {}
         """What happens, once, at a moment of a commit."""
         self.story: list[str] = []
@@ -168,7 +171,7 @@ class History:
         """Fail if a record is in the table twice, or one that the source read is missing."""
         found = self.present()
         self.gone -= found.keys()
-        doubled = sorted(record for record, n in found.items() if n > 1)
+        doubled = sorted(record for record, n in found.items() if n > 1 and record[0] not in self.behind)
         assert not doubled, f"doubled: {doubled}"
         if source is not None:
             missing = sorted(self.read(source) - found.keys() - self.gone)
@@ -188,7 +191,7 @@ class History:
         self.gone |= records - self.present().keys()
 
     def note_gone(self) -> None:
-        self.gone_at[self.versions()[-1]] = set(self.gone)
+        self.noted[self.versions()[-1]] = set(self.gone), set(self.behind)
 
     def versions(self) -> list[int]:
         return sorted(int(path.stem) for path in (self.table / "_delta_log").glob("*.json"))
@@ -235,6 +238,7 @@ class History:
         self.moments = {"decided": during} if during else {kill: self.die} if kill else {}
         self.leave_out(source, {tp: batch.ranges[tp][0] for tp in batch.started})
         source.query.plan(batch.seq, batch)
+        before = self.versions()[-1]
         id_ = batch.topic_ids[source.kafka.topic]
         records = [(r.tp, n) for r in batch.batch() for n in range(r.start, r.end)]
         rows = [(*tp, n, f"{id_}/{tp.partition}/{n}") for tp, n in records]
@@ -253,6 +257,11 @@ class History:
             return False
         source.at = ends
         source.end |= {(id_, tp.partition): max(n, source.end.get((id_, tp.partition), 0)) for tp, n in ends.items()}
+        self.behind -= {source.kafka.topic}
+        commits = zip(self.versions(), commits_of(self.table), strict=True)
+        *others, _ = (info["operation"] for n, c in commits if n >= before for info in actions(c, "commitInfo"))
+        if "RESTORE" in others[1:]:
+            self.behind |= {source.kafka.topic}
         self.judge(None if during else source)
         self.at("noted")
         note = note_text(source.stream, batch.seq, batch.reset_number)
@@ -273,6 +282,7 @@ class History:
 
     def settle(self, source: Source, error: Exception) -> None:
         """Run the commands for one of the purposes that an error names."""
+        self.behind -= {source.kafka.topic}
         offered = purposes(str(error))
         if "Start the query again" in str(error):
             return None
@@ -345,7 +355,9 @@ class History:
         return True
 
     def restore_gone(self, version: int) -> None:
-        self.gone |= self.gone_at[max(n for n in self.gone_at if n <= version)]
+        gone, behind = self.noted[max(n for n in self.noted if n <= version)]
+        self.gone |= gone
+        self.behind |= behind
 
     def happen(self, name: str) -> None:
         """Let one thing happen to the table, to a group, or to its topic."""
@@ -452,7 +464,7 @@ class History:
         commits = zip(versions, commits_of(self.table), strict=True)
         first = {doc["group"] for n, commit in commits if n <= version for doc in notes(commit)}
         self.restore_gone(version)
-        self.table, self.gone_at = clone, {}
+        self.table, self.noted = clone, {}
         for source in self.sources.values():
             source.sink = None
             if source.group not in first:

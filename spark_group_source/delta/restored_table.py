@@ -230,8 +230,9 @@ def _batch_behind_restore(table: str, group: str, restore: Replacement) -> Ledge
     return LedgerConflict(
         f"table {table} was restored to version {restore.restored_to} (by its version {restore.version}) while a batch "
         f"of group {group!r} was being written: the batch is version {restore.concurrent_batch}. Its rows are in the "
-        "table and the rows before them are missing. Stop the queries that write the table, restore it without the "
-        "batch, move the group back, and start the queries with the same checkpoints:"
+        "table; rows before them may be missing, and rows that the RESTORE brought back may be there twice. Stop the "
+        "queries that write the table, restore it without the batch, move the group back, and start the queries with "
+        "the same checkpoints:"
         + command_line.sequence(
             (
                 table_names.restore_command(table, restore.version),

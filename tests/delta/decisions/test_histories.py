@@ -11,9 +11,11 @@ from table_histories import play
 SOAK = 500
 CIRCLES = (213, 377, 479)
 """Histories in which the commands of one refusal led to another one, and those of that one back."""
+BEHIND_A_RESTORE = 971
+"""A batch is committed behind a RESTORE that brought its records back: the next batch is refused."""
 
 
-@pytest.mark.parametrize("seed", [*range(24), *CIRCLES])
+@pytest.mark.parametrize("seed", [*range(24), *CIRCLES, BEHIND_A_RESTORE])
 def test_each_record_is_in_the_table_once_or_the_command_of_the_refusal_leads_there(seed: int) -> None:
     play(seed, DeltaSession(), ByFiles())
 
