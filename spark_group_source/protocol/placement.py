@@ -214,8 +214,7 @@ class Placement:
         self.transactional = False
         """Whether the brokers allow transactions, as far as is known. If not, all members live in the stream reader,
         where they commit their offsets themselves."""
-        self._moves: list[tuple[Slot, str]] = []  # moves that could not start yet, and where to
-        self._moves_since_ms: int | None = None  # since when moves are waiting
+        self._moves_since_ms: int | None = None  # since when moves are waiting that could not start yet
         self._next_check_ms = 0
         self._moving: set[int] = set()  # slots that moved, and for which the next plan waits
         self._unassigned_ms_max = min(UNASSIGNED_LEASES_MAX * rules.lease_ms, rules.joining_budget_ms // 2)
@@ -256,22 +255,20 @@ class Placement:
             self._recall_all()
         self._adjust_slot_count()
         self._moving = {n for n in self._moving if self._is_on_the_move(self._slots.all[n])}
-        if not self._moves and now_ms < self._next_check_ms:
+        if self._moves_since_ms is None and now_ms < self._next_check_ms:
             return
-        self._moves = self._misplaced()
-        waiting = []
-        for slot, agent in self._moves:
+        are_waiting = False
+        for slot, agent in self._misplaced():
             if all(map(self._is_committed, slot.held)):
                 self._move(slot, agent)
             else:
-                waiting.append((slot, agent))
-        self._moves = waiting
-        if not waiting:
+                are_waiting = True
+        if not are_waiting:
             self._moves_since_ms, self._next_check_ms = None, now_ms + PLACEMENT_INTERVAL_MS
         elif self._moves_since_ms is None:
             self._moves_since_ms = now_ms
         elif now_ms - self._moves_since_ms >= MOVE_START_MS_MAX:
-            self._moves, self._moves_since_ms, self._next_check_ms = [], None, now_ms + MOVE_RETRY_MS
+            self._moves_since_ms, self._next_check_ms = None, now_ms + MOVE_RETRY_MS
 
     def tick(self) -> None:
         if not self.has_agents:
@@ -404,7 +401,6 @@ class Placement:
             while len(slots) > wanted and self._may_leave(slots[-1]):
                 self._slots.remove_last()
             self._moving.intersection_update(range(len(slots)))
-            self._moves = [(slot, agent) for slot, agent in self._moves if slot.number < len(slots)]
 
     def _may_leave(self, slot: Slot) -> bool:
         return self._slots.may_move(slot) and all(map(self._is_committed, slot.held))

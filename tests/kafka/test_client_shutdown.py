@@ -14,8 +14,8 @@ from conftest import Produce, TopicFactory, await_until
 from kit.broker_cluster import BrokerCluster
 from streams import Engine, options_of
 
-from spark_group_source.errors import TopicMissing
-from spark_group_source.kafka import Environment
+from spark_group_source.errors import BrokerUnavailable, TopicMissing
+from spark_group_source.kafka import Admin, Environment
 
 
 class Watching(Environment):
@@ -32,6 +32,16 @@ class Watching(Environment):
 
     def ended(self) -> bool:
         return bool(self.made) and not [client for made in self.made if (client := made()) is not None]
+
+
+def test_replaced_admin_clients_are_destroyed_when_the_admin_is_closed() -> None:
+    environment = Watching()
+    admin = Admin({"bootstrap.servers": "127.0.0.1:1"}, environment=environment, retries=0)
+    with pytest.raises(BrokerUnavailable):
+        admin.describe_group("g")
+    assert len(environment.made) > 1 and not environment.ended()
+    admin.close()
+    assert environment.ended()
 
 
 def test_the_admin_clients_of_a_run_are_destroyed_when_it_stops(

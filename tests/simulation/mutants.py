@@ -466,8 +466,8 @@ MUTANTS = [
     Mutant(
         "moves-uncommitted-slots",
         LE,
-        "        for slot, agent in self._moves:\n            if all(map(self._is_committed, slot.held)):",
-        "        for slot, agent in self._moves:\n            if True:",
+        "        for slot, agent in self._misplaced():\n            if all(map(self._is_committed, slot.held)):",
+        "        for slot, agent in self._misplaced():\n            if True:",
         "a slot moves only when all its positions are committed",
         agents=True,
     ),

@@ -513,13 +513,14 @@ def test_a_group_starts_at_the_end_of_the_rows_of_a_table_whose_log_was_cleaned_
     assert rows(clone) == records(0, 20)
 
 
-def test_a_table_that_was_overwritten_twice_is_taken_back_to_the_version_before_both(
-    query: Query, table: Path, admin: OffsetModel
+@pytest.mark.parametrize("times", [1, 2])
+def test_an_overwritten_table_is_taken_back_to_the_version_before_the_overwrites(
+    query: Query, table: Path, admin: OffsetModel, times: int
 ) -> None:
     for n in range(2):
         query.run(query.sink(table), n, offset(n, one(n * 10, n * 10 + 10)))
     admin.commit(20)
-    for version in range(2):
+    for version in range(times):
         write_deltalake(table, DeltaTable(table, version=version).to_pyarrow_table(), mode="overwrite")
     restore, to_ledger, _ = commands(refused(lambda: query.run(query.sink(table), 2, offset(2, one(20, 30)))))
     assert restore == f"RESTORE TABLE delta.`{table}` TO VERSION AS OF 2"
