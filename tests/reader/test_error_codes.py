@@ -15,7 +15,7 @@ from operator import itemgetter
 from typing import Any
 
 import pytest
-from confluent_kafka import Producer, TopicCollection
+from confluent_kafka import KafkaError, Producer, TopicCollection
 from confluent_kafka.admin import AdminClient
 from kafka_words import await_until
 from kit.fake_reader import FakeChunk, Message
@@ -23,7 +23,7 @@ from kit.mock_cluster import Api, MockCluster
 from reading import read as read_batches
 
 from spark_group_source.error_codes import Meaning, Request, meaning
-from spark_group_source.errors import AccessDenied, DataLoss, GroupError, TopicMissing
+from spark_group_source.errors import AccessDenied, DataLoss, GroupError, ReadTimeout, TopicMissing
 from spark_group_source.model import OffsetRange, TopicPartition
 from spark_group_source.reader import broker_checks, native_client, range_reader, records
 from spark_group_source.reader.broker_checks import ReadDeadline
@@ -242,6 +242,14 @@ def test_temporary_metadata_errors_are_waited_out(monkeypatch: pytest.MonkeyPatc
             assert rows_of(cluster, topic_ids=planned) == list(range(COUNT))
 
     each([3, 100, 5, 29], play)
+
+
+def test_a_topic_that_brokers_never_confirm_ends_the_wait_for_it(cluster: MockCluster, read: Read) -> None:
+    planned = {"orders": topic_id(cluster)}
+    assert read(0, 1) == [0]  # the client keeps the topic's leaders
+    cluster.set_topic_error("orders", KafkaError.LEADER_NOT_AVAILABLE)
+    with pytest.raises(ReadTimeout):
+        read(topic_ids=planned, progress_timeout_s=1)
 
 
 def test_an_unreachable_broker_is_not_data_loss(

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from itertools import islice
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -472,6 +473,25 @@ def test_records_after_a_damaged_batch_are_fetched_again_with_it(monkeypatch: py
     client = DamagedBatch()
     assert list(offsets_by(client, of("t", 1, 9))) == [(0, offset) for offset in range(1, 9)]
     assert client.reassigned == [(T0, 3)]
+
+
+class LargeRecords(FakeClient):
+    """Each fetch returns one large record."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows_max: list[int] = []
+
+    def poll(self, rows_max: int, wait_s: float) -> FakeChunk:
+        self.rows_max.append(rows_max)
+        return FakeChunk([Message(T0, len(self.rows_max), value=bytes(records.BATCH_BYTES_MAX // 4))])
+
+
+def test_after_large_records_a_poll_returns_fewer() -> None:
+    """The rows of a poll are in memory twice: in the client, and in the batch."""
+    client = LargeRecords()
+    assert list(islice(offsets_by(client, of("t", 1, 100)), 2)) == [(0, 1), (0, 2)]
+    assert client.rows_max[0] > 4 >= client.rows_max[1]
 
 
 def test_a_position_that_reaches_the_end_without_a_record_finishes_the_range() -> None:
