@@ -652,7 +652,7 @@ def test_the_client_is_reused_and_replaced_after_an_error(topic: TopicFactory, p
     name = topic()
     produce(name, ["0", "1", "2"], partition=0)
 
-    def idle() -> list[object]:
+    def idle() -> list[NativeClient]:
         return list(range_reader.idle_clients.values())
 
     range_reader.close_idle_clients()
@@ -663,7 +663,7 @@ def test_the_client_is_reused_and_replaced_after_an_error(topic: TopicFactory, p
     assert idle() == first
     with pytest.raises(GroupError):
         read(of(name, 0, 4), progress_timeout_s=0.2)
-    assert idle() == []
+    assert idle() == [] and first[0].rk is None, "it is closed"
     assert offsets(read(of(name, 0, 3))) == [0, 1, 2]
     assert idle() != first
 
