@@ -16,6 +16,8 @@ STAMP := .stamps/venv
 LOCAL := .stamps/local
 BIN := $(VENV)/bin
 export PYTHON
+# Containers often set this. Tests start hundreds of Python processes: each would compile the package again.
+unexport PYTHONDONTWRITEBYTECODE
 
 # Test processes: twice the number of cores of a small machine, because many tests wait. With ARGS one process, in which
 # -s and --pdb work.
