@@ -128,13 +128,9 @@ class RequestThread:
         try:
             act()
         except Exception as exc:
-            error = (
-                exc
-                if isinstance(exc, SourceError)
-                else InvariantBroken(f"unexpected error in the request thread: {exc!r}")
-            )
             group = self._options.group_id
             log.warning("group %s: unexpected error in the request thread; the query fails", group, exc_info=exc)
+            error = InvariantBroken(f"unexpected error in the request thread: {exc!r}")
             self._handle(ev.InternalFailure(error=error))
             self._environment.pause(WAKE_S)
 
