@@ -100,6 +100,7 @@ def test_slots_are_recalled_when_transactions_are_refused(holds: bool) -> None:
 def test_slot_moves_by_closing_and_joining_under_the_same_instance_id() -> None:
     g = settled((A, B))
     g.agent_connects("h1", executor="7")
+    assert not any("instance ids" in text for text in g.logged()), "its members have some"
     g.tick(ms=READY_AFTER_MS - 1)
     assert begun(g) == [], "an agent must have stayed"
     g.send_heartbeats(1_000)
