@@ -105,11 +105,11 @@ TESTED: dict[str, tuple[int, str]] = {
     "delta/table_names.py: ledger_command": (1, f"{SINK}test_commands_for_a_renamed_group"),
     "cli/ledger.py: _show_transfer": (1, f"{SINK}test_commands_for_a_renamed_group"),
     "delta/sink.py: DeltaSink._read_properties": (1, STATEMENTS),
-    "delta/sink.py: _BatchCommit._ways_to_continue": (
+    "delta/sink.py: BatchCommit._ways_to_continue": (
         2,
         f"{SINK}test_commands_for_an_expired_ledger_whose_rows_end_behind_the_batch",
     ),
-    "delta/sink.py: _BatchCommit._log_decision": (1, f"{SINK}test_command_that_writes_left_out_rows_again"),
+    "delta/sink.py: BatchCommit._log_decision": (1, f"{SINK}test_command_that_writes_left_out_rows_again"),
     "delta/sink.py: _second_write": (2, f"{SINK}test_commands_for_a_second_write_of_a_batch"),
     # groups and brokers
     "cli/migrate.py: _offsets": (1, BROKER),

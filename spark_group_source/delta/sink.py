@@ -10,10 +10,10 @@ A batch goes through these steps, in this order:
    (:meth:`DeltaSink.__call__`, :func:`guarded_write`);
 2. read the ledger of each group, and refuse the batch if a ``RESTORE``, a ``REPLACE`` or an overwrite removed rows
    that it counts
-   (:meth:`_BatchCommit._read_ledger`, :mod:`restored_table`);
+   (:meth:`BatchCommit._read_ledger`, :mod:`restored_table`);
 3. decide what is written (:func:`ledger_decision.decide`);
 4. commit the rows, the group's next ``SetTransaction`` number and the note with the ledger
-   (:meth:`_BatchCommit._commit`, :mod:`table_writer`). Of two commits with one number Delta lets one through; the
+   (:meth:`BatchCommit._commit`, :mod:`table_writer`). Of two commits with one number Delta lets one through; the
    other sink starts again at step 2;
 5. report the batch as durable to the run on this host (:meth:`DeltaSink._report`).
 
@@ -158,7 +158,7 @@ class DeltaSink:
         planned = read_planned(spark, batch_id, self.checkpoint)
         table = self._open_table(df, planned)
         with guarded_write(self._table_id, table.table, planned) as write:
-            batch = _BatchCommit(self, table, df, planned, write)
+            batch = BatchCommit(self, table, df, planned, write)
             durable = table_writer.retry_races(batch.attempt, what=f"batch {planned.batch_id} to table {self.table}")
         if table.log is not None:
             self._idle_logs.append(table.log)
@@ -235,7 +235,7 @@ def _is_called_by_spark(caller: "FrameType") -> bool:
     return "pyspark" in Path(caller.f_code.co_filename).parts
 
 
-class _BatchCommit:
+class BatchCommit:
     """The commit of one batch, attempted until no other writer is faster."""
 
     def __init__(
@@ -474,7 +474,7 @@ class _BatchCommit:
         numbers = {APP_PREFIX + group: ledger.number for group, ledger in ledgers.items()}
         version = self.table.commit(
             history,
-            self._rows_without(decision.drop) if decision.reads_rows else None,
+            self.rows_without(decision.drop) if decision.reads_rows else None,
             numbers or {planned.query_id: planned.batch_id},
             note_of(texts, read=history.version),
             needed=bool(decision.drop) or decision.changes_ledger or (not ledgers and planned.other_sources > 0),
@@ -490,7 +490,8 @@ class _BatchCommit:
             "table %s: batch %d of query %s is version %d", sink.table, planned.batch_id, planned.query_id, version
         )
 
-    def _rows_without(self, drop: tuple[OffsetRange, ...]) -> "DataFrame":
+    def rows_without(self, drop: tuple[OffsetRange, ...]) -> "DataFrame":
+        """Return the rows to write."""
         if drop not in self._rows:
             self._rows[drop] = self.sink._transformed(without_ranges(self.df, drop, self.sink.table))
         return self._rows[drop]

@@ -122,7 +122,8 @@ class Operator:
                 self._truth.half_done(plan.offsets)
             elif table is not None:
                 ids = {tp.topic: topics[tp.topic].id for tp in plan.offsets}
-                table.set_ledger(plan.offsets, topic_ids=ids, reset_number=plan.reset_number)
+                gone = {tp.topic for tp in known} - topics.keys()
+                table.set_ledger(plan.offsets, topic_ids=ids, reset_number=plan.reset_number, deleted=gone)
 
     def settle(self, table: Table, tables: Sequence[Table]) -> None:
         """Resolve a LedgerConflict as its message says: continue at the table's offsets, or write the rows again.

@@ -1,24 +1,32 @@
 """The sinks of a simulated query: a table with a ledger, a sink that is idempotent by batch id, and a plain one.
 
-Runs in: tests. The product decides what a table with a ledger does with a batch (``delta.ledger_decision.decide``); the
-table, its commits and an operator's resets are modelled here. Deliberately absent: files, and rows other than their
-offsets.
+Runs in: tests. What ships writes to a table with a ledger, over a model of its log. Deliberately absent: files,
+rows other than their offsets, changes of the table by its users (``table_histories`` has them), and the write guard.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
 
-from kit.invariants import Invariants
+from kit.invariants import Invariants, Violation
 from kit.spark import Read, SparkRun
 from kit.world import World
-from spark_group_source.delta import ledger_decision
-from spark_group_source.delta.ledger_decision import WriteBatch
+from spark_group_source.delta import ledger_store, table_writer
+from spark_group_source.delta.checkpoint import PlannedBatch
 from spark_group_source.delta.ledger_format import Ledger
+from spark_group_source.delta.sink import BatchCommit, DeltaSink, TableWrite
+from spark_group_source.delta.table_history import Commit, CommitRace, TableHistory
+from spark_group_source.delta.table_writer import TableWriter
 from spark_group_source.errors import LedgerConflict
 from spark_group_source.model import OffsetRange, TopicPartition
 from spark_group_source.protocol.offsets import BatchKey, StreamOffset
 
 WRITE_MS = (5, 60)
 """The time between reading the table and the commit, in which another writer may commit."""
+LOG_RETENTION_MS = 30 * 24 * 3_600_000
+NO_ROWS: Any = SimpleNamespace(sparkSession=None)
+"""In place of a batch's DataFrame."""
 
 
 class Plain:
@@ -50,16 +58,59 @@ class Idempotent:
             self._truth.processed_by(run.reader, rows)
 
 
+class TableLog:
+    """A model of a table's log: its commits, and the newest ``SetTransaction`` of each application.
+
+    Args:
+        is_described: whether it is read by ``DESCRIBE HISTORY``, which does not report these numbers.
+    """
+
+    def __init__(self, table: str, *, is_described: bool) -> None:
+        self.table, self._is_described = table, is_described
+        self._commits = [Commit.of(0, {"operation": "CREATE TABLE"})]
+        self._numbers: dict[str, int] = {}
+
+    def newest(self) -> int:
+        return len(self._commits) - 1
+
+    def commits(self, newest: int, after: int) -> Iterator[Commit]:
+        yield from reversed(self._commits[after + 1 : newest + 1])
+
+    def number(self, app_id: str) -> int | None:
+        return None if self._is_described else self._numbers.get(app_id, -1)
+
+    def restored_to(self, restore: Commit) -> int | None:
+        raise AssertionError("nothing restores this table")
+
+    def commit(self, read: int, numbers: Mapping[str, int], note: str) -> int:
+        """Commit, unless a commit has one of the numbers: Delta lets one of two through. Returns the version."""
+        if any(self._numbers.get(app_id, -1) >= number for app_id, number in numbers.items()):
+            raise CommitRace(f"another commit has the number {dict(numbers)}")
+        self._numbers |= numbers
+        version = len(self._commits)
+        self._commits.append(Commit.of(version, {"operation": "WRITE", "userMetadata": note, "readVersion": read}))
+        return version
+
+
 class Table:
-    """A table with the ledger of one group. Several queries may write to it."""
+    """A table with the ledger of one group. Several queries may write to it.
+
+    What ships reads the log, decides, and makes the note of each commit (``delta.sink``, ``delta.table_history``), and
+    sets the ledger for an operator (``delta.ledger_store``).
+    """
 
     def __init__(self, world: World, truth: Invariants, name: str, group: str) -> None:
         self.name = name
         self.conflicts = 0
         self.voids = 0
-        self._world, self._truth, self._group = world, truth, group
-        self.ledger: Ledger | None = None
+        self.world, self.truth, self._group = world, truth, group
+        self.log = TableLog(f"/{name}", is_described=world.draws(f"log/{name}").chance(0.3))
+        self._sinks: dict[str, DeltaSink] = {}  # by the name of the driver's process
+
+    @property
+    def ledger(self) -> Ledger | None:
         """The ledger in the newest version of the table; None before the first commit."""
+        return TableHistory(self.log).ledger(self._group)
 
     def write(self, run: SparkRun, offset: StreamOffset, read: Read) -> None:
         """Write one batch, attempting it until no other writer is faster.
@@ -67,46 +118,106 @@ class Table:
         Raises:
             LedgerConflict: it must not be written.
         """
-        while True:
-            seen = self.ledger
+        sink = self._sinks.setdefault(run.process.name, self._new_sink())
+        query_id = run.query.checkpoint.query_id
+        planned = PlannedBatch(query_id=query_id, batch_id=offset.seq, offsets=(offset,), root=f"/{run.query.name}")
+        batch = SimulatedCommit(
+            sink, SimulatedWriter(self, run, offset, read), NO_ROWS, planned, TableWrite(offset.seq)
+        )
+        for _ in range(table_writer.COMMIT_ATTEMPTS_MAX):
             try:
-                decision = ledger_decision.decide([offset], {self._group: seen}, table=self.name, batch_id=offset.seq)
+                durable = batch.attempt()
+                break
+            except CommitRace:
+                pass
             except LedgerConflict:
                 self.conflicts += 1
                 raise
-            if not isinstance(decision, WriteBatch) or self._commit(run, offset, read, seen, decision):
-                break
-        for done in decision.durable:
+        else:
+            raise Violation(f"table {self.name}: batch {offset.seq} lost every race, against few writers")
+        for done in durable:
             run.query.durable[done.stream] = BatchKey.of(done)
             run.marked = None if run.watched is None else run.watched.plan
-        if offset not in decision.durable and self.ledger is not None:
-            run.query.void[offset.stream, offset.seq] = self.ledger.reset_number
+        if offset not in durable and (ledger := sink._ledgers.get(offset.group)) is not None:
+            run.query.void[offset.stream, offset.seq] = ledger.reset_number
 
-    def _commit(
-        self, run: SparkRun, offset: StreamOffset, read: Read, seen: Ledger | None, decision: WriteBatch
-    ) -> bool:
-        rows = read(_without(offset.batch(), decision.drop)) if decision.reads_rows else {}
-        run.pause(*WRITE_MS)
-        if not (rows or decision.drop or decision.changes_ledger):
-            return True
-        if self.ledger is not seen:
-            return False
-        if any(comparison.void for comparison in decision.comparisons):
-            self.voids += 1
-        self._world.note(lambda: f"table {self.name}: batch {offset.seq} of {offset.stream}, without {decision.drop}")
-        self.ledger = decision.ledgers[self._group].with_next_number()
-        self._truth.processed_by(run.reader, rows, table=self.name)
-        self._truth.has_already({r.tp: (r.start, r.end) for r in decision.drop}, table=self.name)
-        return True
+    def _new_sink(self) -> DeltaSink:
+        sink = DeltaSink(f"/{self.name}")
+        sink._table_id, sink._log_retention_ms = self.name, LOG_RETENTION_MS
+        return sink
 
     def set_ledger(
-        self, offsets: Mapping[TopicPartition, int], *, topic_ids: Mapping[str, str], reset_number: int
+        self,
+        offsets: Mapping[TopicPartition, int],
+        *,
+        topic_ids: Mapping[str, str],
+        reset_number: int,
+        deleted: Collection[str],
     ) -> None:
-        """Set the ledger like ``spark-group reset`` (``delta.ledger_store.set_ledger``)."""
-        old = self.ledger or Ledger(group=self._group)
-        self._truth.ledger_moved(self.name, offsets)
-        self._world.note(lambda: f"table {self.name}: the ledger is set by reset #{reset_number}")
-        self.ledger = old.after_reset(reset_number, offsets, topic_ids).with_next_number()
+        """Set the ledger, as ``spark-group reset`` does."""
+        self.truth.ledger_moved(self.name, offsets)
+        self.world.note(lambda: f"table {self.name}: the ledger is set by reset #{reset_number}")
+        with patch.object(table_writer, "open_existing", lambda *_: SimulatedWriter(self)):
+            ledger_store.set_ledger(
+                NO_ROWS.sparkSession,
+                self.log.table,
+                self._group,
+                offsets,
+                reason="a reset",
+                topic_ids=topic_ids,
+                reset_number=reset_number,
+                deleted=deleted,
+            )
+
+
+class SimulatedCommit(BatchCommit):
+    """The commit of a batch. Its rows are what is left out of it: :class:`SimulatedWriter` reads the others."""
+
+    def rows_without(self, drop: tuple[OffsetRange, ...]) -> Any:
+        return drop
+
+
+class SimulatedWriter(TableWriter):
+    """Commits to a :class:`TableLog`.
+
+    Args:
+        run, offset, read: the driver, its batch and how to read it; None for a commit of an operator.
+    """
+
+    def __init__(
+        self,
+        table: Table,
+        run: SparkRun | None = None,
+        offset: StreamOffset | None = None,
+        read: Read | None = None,
+    ) -> None:
+        self.table = table.log.table
+        self._source = table.log
+        self._table, self._run, self._offset, self._read = table, run, offset, read
+
+    def identity(self) -> str:
+        return self._table.name
+
+    def row_ends(self, starts: Mapping[TopicPartition, int] | None = None) -> dict[TopicPartition, int] | None:
+        raise AssertionError("the log has every ledger")
+
+    def commit(
+        self, history: TableHistory, rows: Any, numbers: Mapping[str, int], note: str, *, needed: bool
+    ) -> int | None:
+        table, run, offset = self._table, self._run, self._offset
+        if run is None or offset is None or self._read is None:
+            return table.log.commit(history.version, numbers, note)
+        drop: tuple[OffsetRange, ...] = tuple(offset.batch()) if rows is None else rows
+        found = {} if rows is None else self._read(_without(offset.batch(), drop))
+        run.pause(*WRITE_MS)
+        if not (found or needed):
+            return None
+        version = table.log.commit(history.version, numbers, note)
+        table.voids += rows is None
+        table.world.note(lambda: f"table {table.name}: batch {offset.seq} of {offset.stream}, without {drop}")
+        table.truth.processed_by(run.reader, found, table=table.name)
+        table.truth.has_already({r.tp: (r.start, r.end) for r in drop}, table=table.name)
+        return version
 
 
 def _without(ranges: list[OffsetRange], drop: tuple[OffsetRange, ...]) -> list[OffsetRange]:
