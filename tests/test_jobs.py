@@ -14,6 +14,7 @@ import pytest
 import typer
 from delta_files import living_rows
 from deltalake import DeltaTable
+from quick_spark import submit
 from typer.testing import CliRunner
 
 from spark_group_source import KafkaGroupDataSource, command_line
@@ -21,7 +22,6 @@ from spark_group_source.cli import run as job
 from spark_group_source.cli.app import app
 from spark_group_source.local import conf
 from spark_group_source.local.broker import Broker
-from spark_group_source.local.jars import delta_jars
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -78,10 +78,8 @@ def test_submitted_job_parses_records_and_continues_after_restart(
     asked = ["--bootstrap-servers", broker.bootstrap_servers, "--group", group_id, "--topics", name]
     asked += ["--table", str(table), "--checkpoint", str(tmp_path / "checkpoint"), "--option-file", str(options)]
     asked += ["--schema", "id BIGINT, name STRING", "--partition-by", "partition", "--option", "groupMembers=2"]
-    jars = ",".join(map(str, delta_jars()))
-    submit = [str(Path(sys.executable).with_name("spark-submit")), "--master", "local[2]", "--jars", jars, str(JOB)]
 
-    first = run([*submit, *asked], tmp_path, RACK="r1")
+    first = run(submit("--master", "local[2]", str(JOB), *asked), tmp_path, RACK="r1")
 
     assert first.returncode == 0, first.stderr
     found = living_rows(table)

@@ -14,12 +14,13 @@ from typing import IO, Any
 import pytest
 from delta_files import living_rows
 from kafka_words import await_until
+from quick_spark import submit
 
 from spark_group_source.local.broker import Broker
-from spark_group_source.local.jars import delta_jars
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN = [sys.executable, "-m", "spark_group_source", "run"]
+JOB = str(ROOT / "jobs" / "group_to_delta.py")
 END_S = 120
 """The longest wait for the end of the processes."""
 
@@ -34,12 +35,6 @@ def processes(command: list[str], output: IO[str], env: dict[str, str]) -> Itera
         with contextlib.suppress(ProcessLookupError):
             os.killpg(started.pid, signal.SIGKILL)
         started.wait(END_S)
-
-
-def submit() -> list[str]:
-    jars = ",".join(map(str, delta_jars()))
-    job = str(ROOT / "jobs" / "group_to_delta.py")
-    return [str(Path(sys.executable).with_name("spark-submit")), "--master", "local[2]", "--jars", jars, job]
 
 
 @pytest.mark.spark
@@ -60,7 +55,8 @@ def test_signal_to_the_process_group_ends_in_one_line(
     name, table = topic(2), tmp_path / "table"
     for partition in range(2):
         produce(name, [f"{n}" for n in range(50)], partition=partition)
-    command = [*(submit() if submitted else RUN), "--bootstrap-servers", broker.bootstrap_servers]
+    start = submit("--master", "local[2]", JOB) if submitted else RUN
+    command = [*start, "--bootstrap-servers", broker.bootstrap_servers]
     command += ["--group", group_id, "--topics", name, "--table", str(table), "--trigger", "1 second"]
     command += ["--checkpoint", str(tmp_path / "checkpoint")]
     env = os.environ | {
@@ -68,7 +64,11 @@ def test_signal_to_the_process_group_ends_in_one_line(
     }  # fmt: skip
     output = tmp_path / "output"
     with output.open("w") as file, processes(command, file, env) as job:
-        await_until(lambda: (table / "_delta_log").exists() and len(living_rows(table)) == 100, what="the rows")
+        await_until(
+            lambda: job.poll() is not None or ((table / "_delta_log").exists() and len(living_rows(table)) == 100),
+            what="the rows",
+        )
+        assert job.poll() is None, output.read_text()
         before = len(output.read_text())
         os.killpg(job.pid, number)
         code = job.wait(END_S)

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 from delta_files import living_rows
+from quick_spark import submit
 
 from crash.standalone import package_as_zip, python_without_package, standalone
 from spark_group_source import compatibility
 from spark_group_source.local.broker import Broker
-from spark_group_source.local.jars import delta_jars
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 JOB_S = 300
@@ -57,15 +57,14 @@ def test_a_cluster_runs_the_job_with_archives_and_without_them_the_error_names_t
     asked: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("PYTHONPATH", raising=False)
-    submit = [str(Path(sys.executable).with_name("spark-submit")), "--jars", ",".join(map(str, delta_jars()))]
-    submit += ["--conf", "spark.executor.memory=512m", "--conf", "spark.driver.host=127.0.0.1"]
+    words = submit("--conf", "spark.executor.memory=512m", "--conf", "spark.driver.host=127.0.0.1")
     here = {"PYSPARK_PYTHON": str(python_with_package_on_the_driver(tmp_path)), "SPARK_CONF_DIR": str(ROOT / "conf")}
     archive = package_as_zip(tmp_path)
     with standalone(tmp_path / "cluster", workers=1) as cluster:
-        submit += ["--master", cluster.url]
+        words += ["--master", cluster.url]
         job = [str(ROOT / "jobs" / "group_to_delta.py"), *asked]
 
-        without = run([*submit, *job], tmp_path, **here)
+        without = run([*words, *job], tmp_path, **here)
 
         assert without.returncode == 1, without.stderr
         said = [line for line in without.stdout.splitlines() if " ERROR spark_group_source.cli.run: " in line]
@@ -74,7 +73,7 @@ def test_a_cluster_runs_the_job_with_archives_and_without_them_the_error_names_t
         assert living_rows(tmp_path / "table") == []
 
         sent = ["--archives", f"{archive}#ours", "--conf", "spark.executorEnv.PYTHONPATH=ours"]
-        ended = run([*submit, *sent, *job], tmp_path, **here)
+        ended = run([*words, *sent, *job], tmp_path, **here)
 
     assert ended.returncode == 0, ended.stderr
     assert len(living_rows(tmp_path / "table")) == RECORDS
