@@ -372,6 +372,16 @@ def test_transactions_are_used_again_when_they_are_allowed_again(scene: Scene) -
     assert len(scene.environment.called("commit_transaction")) == 1
 
 
+def test_a_single_refusal_of_transactions_counts_anew_after_one_was_allowed(scene: Scene) -> None:
+    """A starting broker, or one with a new ACL, refuses for a moment."""
+    scene.environment.will("init_transactions", DENIED)
+    scene.environment.will("send_offsets", DENIED)
+    scene.topics_there(a=2)
+    scene.run(*[lambda: None] * 12, scene.order(commit_command()))  # 6 s; the id is taken over after 5 s
+    assert [type(event) for event in scene.handled] == [ev.OffsetCommitFailed]
+    assert not any(member.committed for member in scene.members.values())
+
+
 def test_a_run_that_may_not_commit_at_all_fails_with_that_reason(scene: Scene) -> None:
     barred = refusal(KafkaError.GROUP_AUTHORIZATION_FAILED, abort=True)
     scene.environment.will("send_offsets", barred, barred, barred)
