@@ -393,6 +393,17 @@ def test_a_recreated_topic_is_data_loss_even_if_its_log_covers_the_plan(cluster:
     assert read(5, COUNT, topic_ids={"orders": topic_id(cluster)}) == list(range(5, COUNT))
 
 
+def test_a_recreated_topic_is_reported_as_such_even_if_its_first_records_were_deleted(
+    cluster: MockCluster, read: Read
+) -> None:
+    """Nothing is concluded from the new log while the old topic may be gone."""
+    planned = {"orders": topic_id(cluster)}
+    recreate(cluster)
+    cluster.delete_records(TP, 8)
+    with pytest.raises(DataLoss, match="was deleted and recreated"):
+        read(3, 12, topic_ids=planned)
+
+
 def test_a_recreated_topic_is_skipped_in_full_and_counted(
     cluster: MockCluster, read: Read, caplog: pytest.LogCaptureFixture
 ) -> None:
