@@ -18,7 +18,6 @@ from spark_group_source.delta.ledger_format import Ledger
 from spark_group_source.delta.sink import BatchCommit, DeltaSink, TableWrite
 from spark_group_source.delta.table_history import Commit, CommitRace, TableHistory
 from spark_group_source.delta.table_writer import TableWriter
-from spark_group_source.errors import LedgerConflict
 from spark_group_source.model import OffsetRange, TopicPartition
 from spark_group_source.protocol.offsets import BatchKey, StreamOffset
 
@@ -101,8 +100,6 @@ class Table:
 
     def __init__(self, world: World, truth: Invariants, name: str, group: str) -> None:
         self.name = name
-        self.conflicts = 0
-        self.voids = 0
         self.world, self.truth, self._group = world, truth, group
         self.log = TableLog(f"/{name}", is_described=world.draws(f"log/{name}").chance(0.3))
         self._sinks: dict[str, DeltaSink] = {}  # by the name of the driver's process
@@ -128,11 +125,8 @@ class Table:
             try:
                 durable = batch.attempt()
                 break
-            except CommitRace:
+            except CommitRace:  # without the pause of ``table_writer.retry_races``, which would be real time
                 pass
-            except LedgerConflict:
-                self.conflicts += 1
-                raise
         else:
             raise Violation(f"table {self.name}: batch {offset.seq} lost every race, against few writers")
         for done in durable:
@@ -213,7 +207,6 @@ class SimulatedWriter(TableWriter):
         if not (found or needed):
             return None
         version = table.log.commit(history.version, numbers, note)
-        table.voids += rows is None
         table.world.note(lambda: f"table {table.name}: batch {offset.seq} of {offset.stream}, without {drop}")
         table.truth.processed_by(run.reader, found, table=table.name)
         table.truth.has_already({r.tp: (r.start, r.end) for r in drop}, table=table.name)
