@@ -83,9 +83,10 @@ ROOT = Path(__file__).resolve().parent.parent
 SHARED_SPARK = ("tests/delta/", "tests/source/", "tests/rebalance/test_spark.py", "tests/security/test_spark.py")
 """Spark tests that share one session. The others share a second one, or start programs with their own Spark."""
 
-LANES = ("tables", "programs", "cluster", "security")
+LANES = ("tables", "programs", "platforms", "cluster", "security")
 """Groups of tests that run one after another in one worker, because they share expensive processes; the longest first.
-All tests that start a Spark are in the first two, so at most two run at a time."""
+All tests that start a Spark are in the first two, so at most two run at a time; in `make test-all` in the first three:
+otherwise one worker would still run those of "platforms" when the others have ended."""
 
 SHARED_JAVA_OPTIONS = ("-Xms256m", "-Xmx1g", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-Xshare:auto")
 """For the broker that all workers share; at the end it has the topics of all tests."""
@@ -116,7 +117,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         _check_levels(item)
     items.sort(
         key=lambda item: (
-            LANES.index(lane) if (lane := _lane(item.nodeid.split("::")[0])) else len(LANES),
+            LANES.index(lane) if (lane := _lane(item.nodeid, config.option.markexpr)) else len(LANES),
             item.get_closest_marker("slow") is None,
         )
     )
@@ -134,11 +135,14 @@ def _check_levels(item: pytest.Item) -> None:
 
 
 @functools.cache
-def _lane(file: str) -> str | None:
+def _lane(nodeid: str, selected: str) -> str | None:
     """The lane of a file's tests, from its text: the scheduler of pytest-xdist knows only names."""
+    file = nodeid.split("::", maxsplit=1)[0]
     text = (ROOT / file).read_text()
     if "mark.spark" in text or "mark.crash" in text:
-        return "tables" if file.startswith(SHARED_SPARK) else "programs"
+        if file.startswith(SHARED_SPARK):
+            return "tables"
+        return "platforms" if "mark.full" in text and "not full" not in selected else "programs"
     if file.startswith("tests/faults/") or re.search(r"\bcluster: ", text):
         return "cluster"
     return "security" if file.startswith("tests/security/") else None
@@ -158,7 +162,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class Lanes(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types
         def _split_scope(self, nodeid: str) -> str:
-            return _lane(nodeid.split("::", maxsplit=1)[0]) or nodeid
+            return _lane(nodeid, config.option.markexpr) or nodeid
 
     config.option.loadscopereorder = False  # otherwise the lane with the most tests starts first
     return Lanes(config, log)
