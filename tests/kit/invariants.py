@@ -237,6 +237,9 @@ class Invariants(Accounts):
                     self._break(f"{reader.name} goes back to {start} in {tp}, although it must fail on data loss")
                 self.went_back += 1
                 known = bool(book.truncated)
+                for held in book.holders.values():
+                    if held.reader is reader and held.until is not None:
+                        held.until = min(held.until, start)  # it may commit this before it reads more
             if not known and not self._may_start(tp, reader, start, last):
                 self._break(f"{reader.name} plans {tp}[{start},{end}), but its last range ended at {last}")
             book.chain[reader.party] = end
@@ -434,9 +437,11 @@ class Invariants(Accounts):
     def _after_durable_batch(self, tp: TopicPartition, reader: Reader) -> int | None:
         """Return the end of the stream's last durable batch if an older run, which did not know this batch, committed
         an offset inside it after another member's commit. The commit's note shows that it precedes the batch; the sink
-        has all records between the two."""
+        has all records between the two. A run that was replaced, and does not know it yet, continues there too."""
         book = self.books[tp]
         batch = book.durable.get(reader.party)
+        if batch is not None and self._is_replaced(reader):
+            return batch.end
         if batch is None or not book.commits:
             return None
         last = book.commits[-1][1]
