@@ -224,6 +224,7 @@ def test_recreated_topic_is_not_read_before_all_its_first_records_are_known() ->
     assert moved(brokers.detector) == {}
     assert brokers.detector.ends == {}  # else B would continue in the middle of the new topic
     assert not brokers.detector.is_complete(SILENT_MS_MAX)
+    assert (brokers.detector.warnings, brokers.detector.records_lost) == ([], 0), "counted when the query moves on"
     brokers.firsts[B] = 0
     brokers.check({A: 100, B: 4})
     assert moved(brokers.detector) == {A: 0, B: 0}
@@ -455,6 +456,21 @@ def test_a_partition_that_was_moved_back_is_read_up_to_the_truncation_first(limi
     assert found is not None and found.offsets == {A: 60} and found.truncated == {A: 100}
     brokers.plan({A: (60, 200)})
     assert brokers.check({A: 200}) == [] and brokers.detector.records_missing is None
+
+
+@pytest.mark.proves("G10", level="core")
+@pytest.mark.parametrize("is_known", [True, False], ids=["first records known", "a partition without a leader"])
+def test_truncated_log_is_found_in_the_check_that_finds_a_recreated_topic(is_known: bool) -> None:
+    brokers = read_up_to_100(fail=False)
+    brokers.check({A: 100, OTHER: 90})
+    brokers.elect(A, 4, has=60, end=200)
+    brokers.check({A: 100, OTHER: 90})
+    brokers.recreate("payments")
+    if not is_known:
+        del brokers.firsts[OTHER]
+    said = brokers.check({A: 100, OTHER: 90}, after_ms=GRACE_MS)
+    assert moved(brokers.detector) == {A: 60} | ({OTHER: 0} if is_known else {})
+    assert len(said) == (2 if is_known else 1) and "the log of orders-0 was truncated at 60" in said[0]
 
 
 def test_unread_offsets_of_a_truncated_log_are_counted() -> None:
