@@ -181,6 +181,9 @@ class Known:
     from before the batch would mean that the batch comes after it."""
     until: int | None = None
     """The end of what the batch in flight reads; None if it does not read the partition."""
+    durable: Memory | None = None
+    """What was remembered when the position became a foreign commit inside what is durable. It holds again if the
+    partition is lost before the position is committed under this stream's name."""
 
     @property
     def is_ready(self) -> bool:
@@ -214,6 +217,12 @@ def is_older(committed: ev.Committed, memory: Memory) -> bool:
     # stream ended there.
     put_back = committed.seq == last.seq - 1 and last.start is not None and at < last.start
     return not put_back
+
+
+def is_after_pending(committed: ev.Committed | None, memory: Memory) -> bool:
+    """Whether a commit of this stream was made when the pending batch was durable, which is the one after the last: the
+    commit accounts for it."""
+    return committed is not None and committed.seq > memory.last_batch.seq
 
 
 def after_batch(at: int, batch: tuple[int, int]) -> int:

@@ -30,6 +30,7 @@ from spark_group_source.protocol.partition_states import (
     Unresolved,
     VoidedMemory,
     after_batch,
+    is_after_pending,
     is_older,
     uncommitted_offset,
 )
@@ -123,10 +124,13 @@ class Partitions:
         """The partition is not assigned any more. Its position is remembered, with a pending batch."""
         partition = self.ours[tp]
         next_state(PARTITIONS, state_of(partition), cause, tp)
-        if isinstance(partition, Known):
-            memory: AnyMemory = Memory(partition.position, LastBatch(self.seq))
-        else:
+        memory: AnyMemory
+        if not isinstance(partition, Known):
             memory = partition.memory
+        elif partition.is_foreign and partition.durable is not None:
+            memory = partition.durable
+        else:
+            memory = Memory(partition.position, LastBatch(self.seq))
         self._recount(tp, state_of(partition), PartitionState.UNASSIGNED)
         del self.ours[tp]
         self._unassigned[tp] = Unassigned(memory)
@@ -173,6 +177,8 @@ class Partitions:
                 at = due[tp] = partition.position
                 if partition.is_foreign:  # continues at the foreign commit
                     self._update_known(tp, partition, ev.ForeignCommit, is_foreign=True)
+                    if partition.durable is not None:
+                        partition.durable.pending = (start, end)
                     continue
                 at.offset, partition.until = partition.until, None
                 if at.origin is not truncated:
@@ -264,8 +270,9 @@ class Partitions:
             at = _own_position(partition.memory, committed)
             self._set_known(tp, Known(partition.slot, at), ev.CommittedOffsetsRead)
             return None
-        at, moved_from = self._foreign_position(tp, partition.memory, committed)
-        self._set_known(tp, Known(partition.slot, at, is_foreign=True), ev.ForeignCommit)
+        at, moved_from, is_inside = self._foreign_position(tp, partition.memory, committed)
+        durable = partition.memory if is_inside and isinstance(partition.memory, Memory) else None
+        self._set_known(tp, Known(partition.slot, at, is_foreign=True, durable=durable), ev.ForeignCommit)
         return moved_from
 
     def apply_start(self, tp: TopicPartition, partition: Resolving, offset: int) -> None:
@@ -274,7 +281,7 @@ class Partitions:
 
     def _foreign_position(
         self, tp: TopicPartition, memory: AnyMemory, committed: ev.Committed
-    ) -> tuple[Position, int | None]:
+    ) -> tuple[Position, int | None, bool]:
         """The commit of another stream, an operator or an ordinary consumer wins, also inside a batch of this stream.
 
         The commit may have replaced the last note of a reset, and then the sink skipped the batch. Between this
@@ -305,7 +312,7 @@ class Partitions:
             committed_ms=committed.at_ms,
             checkpoint_start=_checkpoint_start(memory),
         )
-        return at, expected if offset != expected else None
+        return at, expected if offset != expected else None, is_inside
 
     def _set_known(self, tp: TopicPartition, partition: Known, cause: type) -> None:
         """Store a position that is known now. If the batch in flight reads the partition, it joins the batch."""
@@ -557,7 +564,7 @@ def _own_position(memory: AnyMemory, committed: ev.Committed | None) -> Position
             truncated_from = committed.truncated_from
         is_followed = committed.followed and offset == committed.offset
     first = offset
-    if isinstance(memory, Memory) and memory.pending is not None:
+    if isinstance(memory, Memory) and memory.pending is not None and not is_after_pending(committed, memory):
         offset = after_batch(first, memory.pending)
         is_followed = is_followed and offset == first
     origin = Origin.FOLLOWED if is_followed else Origin.STREAM

@@ -341,6 +341,50 @@ def test_foreign_commit_after_the_whole_host_died_counts_as_no_move_where_the_si
         assert any(f"moved orders-0 from {HAS_SINK} to {offset}" in text for text in fresh.logged())
 
 
+@pytest.mark.parametrize("restart", [False, True])
+@pytest.mark.parametrize(("offset", "followed"), [(99, True), (HAS_KAFKA, False), (120, False), (HAS_SINK, True)])
+def test_foreign_commit_that_was_seen_before_the_partition_was_lost_again_counts_the_same(
+    fresh: GroupHarness, offset: int, followed: bool, restart: bool
+) -> None:
+    """The first time it was not committed under this stream's name: the request failed, for example."""
+    fresh.resume(fresh.offset({A: (HAS_KAFKA, HAS_SINK)}, 7))
+    fresh.assigned(A, B)
+    fresh.committed({A: by_no_stream(offset), B: None})
+    fresh.resolved({B: 0})
+    fresh.feed(ev.OffsetCommitFailed(reason="timed out"))
+    fresh.lost(A)
+    if restart:
+        batch = Planner(rules_with()).plan(fresh.run, {B: 10}, {}, lambda _: {}, first=False, unlimited=False, now_ms=0)
+        assert batch is not None
+        fresh = GroupHarness()
+        fresh.resume(parse(batch.to_json()))
+    fresh.assigned(A, generation=2)
+    fresh.committed({A: by_no_stream(offset)})
+    fresh.tick(ms=10_000)
+    fresh.commit_succeeds()
+    assert fresh.run.plannable()[A] == offset
+    assert fresh.followed() & {A} == ({A} if followed else frozenset())
+
+
+@pytest.mark.parametrize("claimed", [False, True])
+def test_the_same_holds_inside_a_batch_that_became_durable_in_between(group: GroupHarness, claimed: bool) -> None:
+    """Or Kafka has the commit under this stream's name, and only the answer was lost."""
+    group.reads({A: (100, 150)})
+    group.lost(A)
+    group.assigned(A)
+    group.committed({A: by_no_stream(120)})
+    group.durable()
+    group.feed(ev.OffsetCommitFailed(reason="timed out"))
+    group.lost(A)
+    group.assigned(A, generation=2)
+    own = ev.Committed(offset=120, stream=STREAM, seq=group.run.seq)
+    group.committed({A: own if claimed else by_no_stream(120)})
+    group.tick(ms=10_000)
+    group.commit_succeeds()
+    assert group.run.plannable() == {A: 120}
+    assert group.followed() == frozenset()
+
+
 @pytest.mark.parametrize(("offset", "followed"), [(99, True), (HAS_KAFKA, False), (120, False), (160, False)])
 @pytest.mark.parametrize("replay", [False, True])
 def test_the_same_holds_for_commits_in_earlier_batches_that_kafka_did_not_have_at_the_plan(

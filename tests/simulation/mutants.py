@@ -179,9 +179,16 @@ MUTANTS = [
     Mutant(
         "claims-nothing",
         P,
-        "self._set_known(tp, Known(partition.slot, at, is_foreign=True), ev.ForeignCommit)",
+        "self._set_known(tp, Known(partition.slot, at, is_foreign=True, durable=durable), ev.ForeignCommit)",
         "self._set_known(tp, Known(partition.slot, at), ev.CommittedOffsetsRead)",
         "a foreign commit is committed under the stream's name before it is read",
+    ),
+    Mutant(
+        "forgets-what-is-durable",
+        P,
+        "elif partition.is_foreign and partition.durable is not None:",
+        "elif False:",
+        "a foreign commit inside what is durable is no move back, also when the partition is lost before it is claimed",
     ),
     Mutant(
         "ignores-a-pending-batch",
@@ -603,6 +610,7 @@ FOUND_BY: dict[str, tuple[str, int]] = {
     "accepts-an-older-commit": ("eager", 0),
     "undoes-a-rewind": ("eager", 130),
     "claims-nothing": ("eager", 13),
+    "forgets-what-is-durable": ("eager", 20_439),
     "ignores-a-pending-batch": ("eager", 19),
     "keeps-the-plan-over-a-reset": ("eager", 41),
     "keeps-positions-over-a-reset": ("consumer", 104),
