@@ -155,7 +155,8 @@ class Accounts(Books):
         Rows before the start of its ledger count as present if another query read from the rewound offset first, so
         that this query does not know of the rewind: a ledger has one number per partition. An operator who rewinds
         behind the start of a table has to move both (``spark-group reset --table``). So has one whose reset did not
-        reach the table: then everything below the ledger counts as present.
+        reach the table: then everything below the ledger counts as present. After a lost checkpoint only the ledger may
+        show that records were read which a truncated log has replaced since: it knows no leader epochs.
         """
         for tp, (start, end) in self._of(ranges):
             book = self.books[tp]
@@ -163,6 +164,8 @@ class Accounts(Books):
             left_out = range(max(start, book.start), end)
             before = book.rewound if book.took - {table} else 0
             before = end if book.halfway else before
+            if self.checkpoints_lost:
+                book.replaced.difference_update(left_out)
             for row in book.rows.get(table, set()).intersection(left_out) | {r for r in left_out if r < before}:
                 if row < book.end:
                     book.times[row - book.start] = max(1, book.times[row - book.start])
