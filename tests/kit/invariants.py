@@ -237,9 +237,6 @@ class Invariants(Accounts):
                     self._break(f"{reader.name} goes back to {start} in {tp}, although it must fail on data loss")
                 self.went_back += 1
                 known = bool(book.truncated)
-                for held in book.holders.values():
-                    if held.reader is reader and held.until is not None:
-                        held.until = min(held.until, start)  # it may commit this before it reads more
             if not known and not self._may_start(tp, reader, start, last):
                 self._break(f"{reader.name} plans {tp}[{start},{end}), but its last range ended at {last}")
             book.chain[reader.party] = end
@@ -379,14 +376,17 @@ class Invariants(Accounts):
         book.away |= book.chain.keys() - {writer.party}
         if old is None or new.offset >= old.offset:
             return
+        noted = parse_note(new.note).truncated_from is not None
+        went_back = noted and any(at <= new.offset for at in book.truncated)
+        for held in book.holders.values() if went_back else ():
+            if held.reader is writer and held.until is not None:
+                held.until = min(held.until, new.offset)  # it may release the partition before it reads more
         back = {reader for reader in book.back if reader.party == writer.party}  # or a former run
         begins = book.again and (bool(back) or new.offset in (book.start, *book.firsts))
         book.back -= back
         if begins:  # the next owner reads on from there
             book.losses.append(Loss(self._nobody, new.offset, Cause.NEW_LOG, old.offset))
         elif old.offset > book.stale:
-            noted = parse_note(new.note).truncated_from is not None
-            went_back = noted and any(at <= new.offset for at in book.truncated)
             if writer.counted is not None and not went_back:
                 self._break(f"{new.by} moved the committed offset of {tp} back from {old.offset} to {new.offset}")
             # An ordinary consumer may: a commit sent before it lost a partition may arrive after it is assigned again.
