@@ -6,7 +6,7 @@ be processed and every offset committed. The product's own code runs: ``runtime`
 and the decisions of ``delta.ledger_decision`` and ``cli.reset``. Only Kafka, time, threads and Spark are models.
 
 Deliberately absent (not modelled): what agents read ahead, changed subscriptions, several groups, clocks that jump, the
-duration of an event in the protocol, thousands of partitions, and Delta's log (``table_histories``).
+duration of an event in the protocol, and changes of a table by others (``table_histories``).
 """
 
 import logging

@@ -16,6 +16,11 @@ from spark_group_source.protocol.offsets import StreamOffset
 SMALL_COMMITS_SHARE = 0.1
 SMALL_COMMITS = (1, 2, 3)
 """How many offsets the coordinator accepts in one request."""
+THOUSANDS_SHARE = 0.015
+THOUSANDS = (1_000, 2_000)
+"""How many partitions a topic gets in addition. A request has at most :data:`THOUSANDS_IN_COMMIT` offsets then."""
+THOUSANDS_IN_COMMIT = (300, 800)
+THOUSANDS_FROM_MS = (0, 30_000)
 NO_TOPIC_SHARE = 0.04
 NO_TOPIC_MS = (2_000, 20_000)
 DENIED_SHARE = 0.1
@@ -53,6 +58,7 @@ class Troubles:
             "leaderless partition",
             "leaderless before it was read",
             "commit too large",
+            "thousands of partitions",
             "no topic matches",
             "commit by timer",
             "reader dies alone",
@@ -80,6 +86,11 @@ class Troubles:
         draws = self.world.draws("trouble: sizes")
         if draws.chance(SMALL_COMMITS_SHARE):
             self.scene.cluster.offsets_max = draws.choice(SMALL_COMMITS)
+        draws = self.world.draws("trouble: thousands")
+        if draws.chance(THOUSANDS_SHARE):
+            self.scene.cluster.offsets_max = draws.choice(THOUSANDS_IN_COMMIT)
+            self.world.at(draws.between(*THOUSANDS_FROM_MS), lambda: self._grow(draws.choice(THOUSANDS)))
+
         draws = self.world.draws("trouble: topics")
         if draws.chance(NO_TOPIC_SHARE):
             self._no_topic(draws.choice(NO_TOPIC_MS))
@@ -104,6 +115,13 @@ class Troubles:
         draws = self.world.draws("trouble: elections")
         if draws.chance(ELECTIONS_SHARE):
             self.world.at(draws.between(*ELECTIONS_EVERY_MS), lambda: self._elect(draws))
+
+    def _grow(self, count: int) -> None:
+        """A topic gets so many partitions that no request has room for all."""
+        if self.scene.cluster.topics and not self.scene.is_calm:
+            for tp in self.scene.cluster.grow(min(self.scene.cluster.topics), count):
+                self.scene.truth.add_partition(tp, 0)
+            self.happened["thousands of partitions"] += 1
 
     def _elect(self, draws: Draws) -> None:
         """A partition has another leader, with all records or with other ones after a truncation."""
