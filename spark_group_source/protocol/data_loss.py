@@ -180,16 +180,14 @@ class DataLossDetector:
             self._check_lengths(answer)
             return
 
-        if not self._fail:
-            moved = tuple(tp for tp in self._positions if tp.topic in recreated)
-            answer = yield ev.ReadLogEnds(firsts=moved)
-            recreated = self._move_to_recreated(recreated, answer.firsts)
         lost = {tp: at for tp, at in self._positions.items() if tp.topic in recreated}
-        if lost:
-            self.records_lost += sum(max(0, former_ends.get(tp, 0) - at) for tp, at in lost.items())
-            text = f"topic {min(recreated)} was deleted and recreated, its old records are lost"
-            self._reason = f"{text}; the query continues with its new records"
-            self._lost(min(lost), text, available=self.ends.get(min(lost), 0))
+        self.records_lost += sum(max(0, former_ends.get(tp, 0) - at) for tp, at in lost.items())
+        text = f"topic {min(recreated)} was deleted and recreated, its old records are lost"
+        self._reason = f"{text}; the query continues with its new records"
+        self._lost(min(lost), text, available=self.ends.get(min(lost), 0))
+        if self.error is None:
+            answer = yield ev.ReadLogEnds(firsts=tuple(lost))
+            self._move_to_recreated(recreated, lost, answer.firsts)
 
     def _warn_of_silence(self) -> None:
         """A partition without a leader waits while the others are read. Log when that starts and when it is over."""
@@ -218,19 +216,14 @@ class DataLossDetector:
         self.ends = {tp: end for tp, end in self.ends.items() if tp.topic in existing}
         self._missing.clear(*existing)
 
-    def _move_to_recreated(self, recreated: Mapping[str, str], firsts: Offsets) -> dict[str, str]:
-        """Move partitions to the first records of recreated topics. Returns those topics with their new ids.
-
-        A topic without all its first records keeps its old id and is not read: the next check requests them again.
-        """
-        silent = {tp.topic for tp in self._positions if tp.topic in recreated and tp not in firsts}
-        self.ends = {tp: end for tp, end in self.ends.items() if tp.topic not in silent}
-        found = {name: id_ for name, id_ in recreated.items() if name not in silent}
-        self._recreated = set(found)
-        self.topic_ids.update(found)
+    def _move_to_recreated(self, recreated: Mapping[str, str], lost: Offsets, firsts: Offsets) -> None:
+        """Move partitions of recreated topics to their first records. Where no broker reports one, that is offset 0, as
+        in every new log, and the next check compares it."""
+        self._moved.update({tp: firsts.get(tp, 0) for tp in lost})
+        self._checked -= lost.keys() - firsts.keys()
+        self._recreated = set(recreated)
+        self.topic_ids.update(recreated)
         self.known_epochs.forget(self._recreated)
-        self._moved.update({tp: at for tp, at in firsts.items() if tp.topic in found})
-        return found
 
     def _check_firsts(self, firsts: Offsets) -> None:
         """Whether the position of a new partition is still in the log. Later losses are found while reading."""

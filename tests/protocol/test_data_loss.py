@@ -215,19 +215,20 @@ def test_recreated_topic_continues_at_its_first_record_without_failOnDataLoss() 
     assert brokers.detector.records_missing is None
 
 
-def test_recreated_topic_is_not_read_before_all_its_first_records_are_known() -> None:
+def test_partition_of_a_recreated_topic_without_a_leader_starts_at_its_first_record_when_it_has_one() -> None:
+    """The others are read at once."""
     brokers = Brokers(fail=False)
     brokers.check({A: 100, B: 4})
     brokers.recreate("orders")
-    del brokers.firsts[B]
-    brokers.check({A: 100, B: 4})
-    assert moved(brokers.detector) == {}
-    assert brokers.detector.ends == {}  # else B would continue in the middle of the new topic
-    assert not brokers.detector.is_complete(SILENT_MS_MAX)
-    assert (brokers.detector.warnings, brokers.detector.records_lost) == ([], 0), "counted when the query moves on"
-    brokers.firsts[B] = 0
+    del brokers.firsts[B], brokers.ends[B]
     brokers.check({A: 100, B: 4})
     assert moved(brokers.detector) == {A: 0, B: 0}
+    assert brokers.detector.ends == {A: 10}
+    assert brokers.check({A: 0, B: 0}) == []
+    assert not brokers.detector.is_complete(SILENT_MS_MAX) and brokers.detector.is_complete(100)
+    brokers.firsts[B], brokers.ends[B] = 3, 10
+    (said,) = brokers.check({A: 10, B: 0})
+    assert "orders-1 from 0 on are lost: it starts at 3 now" in said and moved(brokers.detector) == {B: 3}
 
 
 def test_empty_topic_id_is_ignored() -> None:
@@ -459,18 +460,15 @@ def test_a_partition_that_was_moved_back_is_read_up_to_the_truncation_first(limi
 
 
 @pytest.mark.proves("G10", level="core")
-@pytest.mark.parametrize("is_known", [True, False], ids=["first records known", "a partition without a leader"])
-def test_truncated_log_is_found_in_the_check_that_finds_a_recreated_topic(is_known: bool) -> None:
+def test_truncated_log_is_found_in_the_check_that_finds_a_recreated_topic() -> None:
     brokers = read_up_to_100(fail=False)
     brokers.check({A: 100, OTHER: 90})
     brokers.elect(A, 4, has=60, end=200)
     brokers.check({A: 100, OTHER: 90})
     brokers.recreate("payments")
-    if not is_known:
-        del brokers.firsts[OTHER]
-    said = brokers.check({A: 100, OTHER: 90}, after_ms=GRACE_MS)
-    assert moved(brokers.detector) == {A: 60} | ({OTHER: 0} if is_known else {})
-    assert len(said) == (2 if is_known else 1) and "the log of orders-0 was truncated at 60" in said[0]
+    truncated, recreated = brokers.check({A: 100, OTHER: 90}, after_ms=GRACE_MS)
+    assert moved(brokers.detector) == {A: 60, OTHER: 0}
+    assert "the log of orders-0 was truncated at 60" in truncated and "topic payments" in recreated
 
 
 def test_unread_offsets_of_a_truncated_log_are_counted() -> None:

@@ -129,8 +129,8 @@ MUTANTS = [
     Mutant(
         "forgets-a-truncation-for-a-recreated-topic",
         L,
-        "self._moved.update({tp: at for tp, at in firsts.items() if tp.topic in found})",
-        "self._moved = {tp: at for tp, at in firsts.items() if tp.topic in found}",
+        "self._moved.update({tp: firsts.get(tp, 0) for tp in lost})",
+        "self._moved = {tp: firsts.get(tp, 0) for tp in lost}",
         "a check that finds a truncated log and a recreated topic moves the partitions of both",
     ),
     Mutant(
