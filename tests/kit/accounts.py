@@ -73,7 +73,9 @@ class Accounts(Books):
             rows.difference_update(range(end, former))
         book.losses.append(Loss(self._nobody, end, Cause.NEW_LOG, former))
         book.truncated.add(end)
-        book.replaced.update(range(end, former))
+        for offset in range(end, former):
+            parties = {party for party, reached in book.reached.items() if reached > offset}
+            book.replaced[offset] = book.replaced.get(offset, set()) | parties
         for held in book.holders.values():  # a run that goes back need not commit what it read of the former log
             held.begin = min(held.begin, end)
             held.until = None if held.until is None else min(held.until, end)
@@ -149,14 +151,14 @@ class Accounts(Books):
             book.whole = max(book.nobodys, min(book.whole, at))
             advance(book)
 
-    def has_already(self, ranges: Ranges, *, table: str) -> None:
+    def has_already(self, reader: Reader, ranges: Ranges, *, table: str) -> None:
         """A table dropped rows that it has. A reset that did not move this table wanted them processed again.
 
         Rows before the start of its ledger count as present if another query read from the rewound offset first, so
         that this query does not know of the rewind: a ledger has one number per partition. An operator who rewinds
         behind the start of a table has to move both (``spark-group reset --table``). So has one whose reset did not
-        reach the table: then everything below the ledger counts as present. After a lost checkpoint only the ledger may
-        show that records were read which a truncated log has replaced since: it knows no leader epochs.
+        reach the table: then everything below the ledger counts as present. If only the ledger shows that records were
+        read which a truncated log has replaced since, as another stream read them, nobody knows their leader epoch.
         """
         for tp, (start, end) in self._of(ranges):
             book = self.books[tp]
@@ -164,8 +166,9 @@ class Accounts(Books):
             left_out = range(max(start, book.start), end)
             before = book.rewound if book.took - {table} else 0
             before = end if book.halfway else before
-            if self.checkpoints_lost:
-                book.replaced.difference_update(left_out)
+            for row in left_out:
+                if reader.party not in book.replaced.get(row, {reader.party}):
+                    del book.replaced[row]
             for row in book.rows.get(table, set()).intersection(left_out) | {r for r in left_out if r < before}:
                 if row < book.end:
                     book.times[row - book.start] = max(1, book.times[row - book.start])

@@ -79,7 +79,8 @@ class Book:
     end: int
     longest: int = 0  # the furthest end before a truncation
     truncated: set[int] = field(default_factory=set)  # where it was truncated
-    replaced: set[int] = field(default_factory=set)  # truncated offsets that no reader has processed again
+    replaced: dict[int, set[str]] = field(default_factory=dict)
+    """Truncated offsets that no reader has processed again, each with the parties that had planned the record."""
     stale: int = -1  # a former topic's progress: its plans and commits below may still arrive
     times: list[int] = field(default_factory=list)  # by offset, from ``start``
     first: list[Reader] = field(default_factory=list)

@@ -281,7 +281,8 @@ class Invariants(Accounts):
             book = self.books[tp]
             known = book.flight.pop(reader, None) is not None or reader.counted is None  # else the batch is void
             book.reached[reader.party] = max(end, book.reached.get(reader.party, end))
-            book.replaced.difference_update(range(start, end))
+            for offset in range(start, end):
+                book.replaced.pop(offset, None)
             ever = max(book.end, book.start + len(book.times))  # the log may have been truncated since
             if book.again and end > ever:
                 continue  # read before the topic was deleted
@@ -362,7 +363,7 @@ class Invariants(Accounts):
             self._moved(tp, writer, new)
             return
         if old is None and self._may_skip(tp, writer):
-            self._nobodys(tp, min(new.offset, book.end))
+            self._nobodys(tp, min(new.offset, max(book.end, book.longest)))  # it started at an end that was truncated
         # The writer still assumes the former topic, or it assumed it when it ordered this commit and has restarted at
         # the beginning since: a commit names a topic, not its id (OffsetCommit up to version 9, the newest that
         # librdkafka sends).
@@ -397,7 +398,9 @@ class Invariants(Accounts):
     def finished(self) -> bool:
         """Return whether all is processed and committed. Commits below a former topic's progress are not judged."""
         return all(
-            book.whole >= book.end and (self._committed(tp) >= book.end or book.end <= book.stale)
+            book.whole >= book.end
+            and (self._committed(tp) >= book.end or book.end <= book.stale)
+            and not self._skipped(book)
             for tp, book in self.books.items()
         )
 
@@ -408,11 +411,9 @@ class Invariants(Accounts):
                 self._break(f"{tp} offset {book.whole} of {book.end} was never processed")
             if self._committed(tp) < book.end > book.stale:
                 self._break(f"{tp} is committed at {self._committed(tp)}, but all up to {book.end} was processed")
-            skipped = [at for at in sorted(book.replaced) if book.nobodys <= at < book.end]
-            if book.truncated and self._knows_epochs(book):
-                self.must_read_again += 1
-                if skipped:
-                    self._break(f"{tp} offset {skipped[0]} replaces a truncated record, and was never read")
+            self.must_read_again += bool(book.truncated and self._knows_epochs(book))
+            if skipped := self._skipped(book):
+                self._break(f"{tp} offset {skipped[0]} replaces a truncated record, and was never read")
         for reader in self._readers.values():
             if reader.alive:
                 self._honest(reader)
@@ -425,6 +426,11 @@ class Invariants(Accounts):
             self._break(f"{reader.name} caused {twice} offsets to be read twice, and counted {reader.counted()}")
 
     # --- helpers ----------------------------------------------------------------------------------------------------
+
+    def _skipped(self, book: Book) -> list[int]:
+        """Return the offsets of records that replace truncated ones, and that nobody has read."""
+        found = [at for at in sorted(book.replaced) if book.nobodys <= at < book.end]
+        return found if found and self._knows_epochs(book) else []
 
     def _knows_epochs(self, book: Book) -> bool:
         """Return whether the streams of the group alone read this partition, so that the leader epoch of each position

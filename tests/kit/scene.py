@@ -288,7 +288,8 @@ class Scene:
         if outlived and any(other.reader.party == run.reader.party for other in older):
             return
         rest_ms = max(self._at_rest_since_ms, run.process.thawed_at_ms, run.process.cut_off_until_ms)
-        if self.world.now_ms - rest_ms > PATIENCE_MS_MAX and not self._unanswered:
+        failed_ms = self.world.now_ms if run.watched is None else run.watched.failed_ms or self.world.now_ms
+        if failed_ms - rest_ms > PATIENCE_MS_MAX and not self._unanswered:
             raise self._violation(f"{run.process.name} timed out waiting for a stable group: {error}")
 
     # --- activity ---------------------------------------------------------------------------------------------------

@@ -209,7 +209,7 @@ class SimulatedWriter(TableWriter):
         version = table.log.commit(history.version, numbers, note)
         table.world.note(lambda: f"table {table.name}: batch {offset.seq} of {offset.stream}, without {drop}")
         table.truth.processed_by(run.reader, found, table=table.name)
-        table.truth.has_already({r.tp: (r.start, r.end) for r in drop}, table=table.name)
+        table.truth.has_already(run.reader, {r.tp: (r.start, r.end) for r in drop}, table=table.name)
         return version
 
 

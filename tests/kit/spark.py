@@ -167,6 +167,8 @@ class WatchedRun(Run):
         super().__init__(rules)
         self._process, self._reader, self._truth = process, reader, truth
         self._planned_seq = -1
+        self.failed_ms: int | None = None
+        """When the run failed: maybe long before Spark's next call, which reports it."""
 
     def longest_hold_ms(self, now_ms: int) -> int:
         """Return how long the oldest revocation has been held."""
@@ -213,6 +215,8 @@ class WatchedRun(Run):
         except InvariantBroken as exc:
             self._break(str(exc))
         for command in commands:
+            if isinstance(command, ev.Fail):
+                self.failed_ms = self._process.world.now_ms
             broken = isinstance(command, ev.Fail) and isinstance(command.error, InvariantBroken)
             if isinstance(command, ev.Fail) and broken and NO_THREAD not in str(command.error):
                 self._break(str(command.error))
