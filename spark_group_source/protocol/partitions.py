@@ -267,7 +267,7 @@ class Partitions:
             that reads it.
         """
         if committed is None or committed.stream == stream:
-            at = _own_position(partition.memory, committed)
+            at = _own_position(partition.memory, committed, self.reset_number)
             self._set_known(tp, Known(partition.slot, at), ev.CommittedOffsetsRead)
             return None
         at, moved_from, is_inside = self._foreign_position(tp, partition.memory, committed)
@@ -543,11 +543,12 @@ def _require_change(tp: TopicPartition, before: PartitionState, cause: type, aft
         raise InvariantBroken(f"{tp}: {cause.__name__} leads from state {before.value} to {after.value}")
 
 
-def _own_position(memory: AnyMemory, committed: ev.Committed | None) -> Position:
+def _own_position(memory: AnyMemory, committed: ev.Committed | None, reset_number: int) -> Position:
     """The position where no foreign commit is in the way.
 
     Without a committed offset (it expired or was deleted) the stream continues where it was. A commit of this stream
-    wins over the memory if it is later: the stream may have followed a foreign commit back since.
+    wins over the memory if it is later: the stream may have followed a foreign commit back since. It has if the commit
+    knows nothing of the group's last reset: only a foreign commit after the reset can have replaced the reset's note.
     """
     remembered = memory.position if isinstance(memory, Memory) else None
     truncated_from = remembered.truncated_from if remembered else None
@@ -562,7 +563,8 @@ def _own_position(memory: AnyMemory, committed: ev.Committed | None) -> Position
             offset = max(offset, known) if truncated_from is None else known
         else:
             truncated_from = committed.truncated_from
-        is_followed = committed.followed and offset == committed.offset
+        is_followed = committed.followed or committed.reset_number < reset_number
+        is_followed = is_followed and offset == committed.offset
     first = offset
     if isinstance(memory, Memory) and memory.pending is not None and not is_after_pending(committed, memory):
         offset = after_batch(first, memory.pending)

@@ -81,6 +81,21 @@ def test_reset_that_only_the_sink_reports_voids_the_last_batch(group: GroupHarne
     assert group.run.partitions.reset_number == 3
 
 
+@pytest.mark.parametrize(("reset_number", "followed"), [(2, True), (3, False)])
+def test_own_commit_that_does_not_know_the_reset_is_a_foreign_move(
+    group: GroupHarness, reset_number: int, followed: bool
+) -> None:
+    """It was made at a foreign commit after the reset, inside a batch that the reset has voided. The sink refuses it if
+    the table's ledger, which the reset has set, is beyond it."""
+    group.settled(A)
+    batch = group.offset({A: (100, 150)}, group.run.seq + 1)
+    group.planned(batch)
+    group.feed(ev.NextBatchRequested(start=batch, new_stream="another", void_by=3))
+    group.committed({A: ev.Committed(offset=100, stream=STREAM, seq=0, reset_number=reset_number)})
+    assert group.run.plannable() == {A: 100}
+    assert group.followed() == ({A} if followed else frozenset())
+
+
 def test_reset_that_the_sink_reported_to_an_earlier_run_is_applied_at_the_start(fresh: GroupHarness) -> None:
     past = StreamOffset(group="etl", stream=STREAM, seq=3, known={"orders": 2}, ranges={A: (100, 150)})
     fresh.feed(

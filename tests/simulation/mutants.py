@@ -184,6 +184,13 @@ MUTANTS = [
         "a foreign commit is committed under the stream's name before it is read",
     ),
     Mutant(
+        "trusts-commits-from-before-a-reset",
+        P,
+        "is_followed = committed.followed or committed.reset_number < reset_number",
+        "is_followed = committed.followed",
+        "a commit of the stream that knows nothing of the group's last reset is a foreign move",
+    ),
+    Mutant(
         "forgets-what-is-durable",
         P,
         "elif partition.is_foreign and partition.durable is not None:",
@@ -610,6 +617,7 @@ FOUND_BY: dict[str, tuple[str, int]] = {
     "accepts-an-older-commit": ("eager", 0),
     "undoes-a-rewind": ("eager", 130),
     "claims-nothing": ("eager", 13),
+    "trusts-commits-from-before-a-reset": ("consumer", 30_894),
     "forgets-what-is-durable": ("eager", 20_439),
     "ignores-a-pending-batch": ("eager", 19),
     "keeps-the-plan-over-a-reset": ("eager", 41),
