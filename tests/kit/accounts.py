@@ -72,7 +72,7 @@ class Accounts(Books):
         for rows in book.rows.values():
             rows.difference_update(range(end, former))
         book.losses.append(Loss(self._nobody, end, Cause.NEW_LOG, former))
-        book.truncated.add(end)
+        book.truncated.append(end)
         for offset in range(end, former):
             parties = {party for party, reached in book.reached.items() if reached > offset}
             book.replaced[offset] = book.replaced.get(offset, set()) | parties
@@ -150,6 +150,10 @@ class Accounts(Books):
                     book.times[i] = 0
             book.whole = max(book.nobodys, min(book.whole, at))
             advance(book)
+
+    def truncations(self, tps: Iterable[TopicPartition]) -> dict[TopicPartition, int]:
+        """Return how often each log was truncated."""
+        return {tp: len(self.books[tp].truncated) for tp in tps if tp in self.books}
 
     def has_already(self, reader: Reader, ranges: Ranges, *, table: str) -> None:
         """A table dropped rows that it has. A reset that did not move this table wanted them processed again.

@@ -78,7 +78,7 @@ class Book:
     start: int
     end: int
     longest: int = 0  # the furthest end before a truncation
-    truncated: set[int] = field(default_factory=set)  # where it was truncated
+    truncated: list[int] = field(default_factory=list)  # where it was truncated, in order
     replaced: dict[int, set[str]] = field(default_factory=dict)
     """Truncated offsets that no reader has processed again, each with the parties that had planned the record."""
     stale: int = -1  # a former topic's progress: its plans and commits below may still arrive

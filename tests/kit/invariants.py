@@ -7,7 +7,7 @@ yet. A process that survives and is notified of the loss must have counted these
 behaviour of the processes; changes from outside to partitions (``accounts``).
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from kit.accounts import Accounts, Ranges, Violation, advance
 from kit.books import Book, Cause, Holding, Loss, Range, Reader
@@ -232,7 +232,7 @@ class Invariants(Accounts):
             if last is None and not book.commits and self._may_skip(tp, reader):
                 self._nobodys(tp, min(start, book.end))
             known = start in (last, self._after_durable_batch(tp, reader)) or start <= book.stale
-            if not known and last is not None and start < last and start in book.truncated | book.firsts:
+            if not known and last is not None and start < last and start in book.firsts.union(book.truncated):
                 if reader.fails_on_loss and book.truncated:
                     self._break(f"{reader.name} goes back to {start} in {tp}, although it must fail on data loss")
                 self.went_back += 1
@@ -268,12 +268,21 @@ class Invariants(Accounts):
                 if (free or reader.party in book.away) and done > start:
                     book.losses.append(Loss(reader, start, Cause.DEAD, done))
 
-    def processed_by(self, reader: Reader, ranges: Ranges, *, again: bool = False, table: str = "") -> None:
+    def processed_by(
+        self,
+        reader: Reader,
+        ranges: Ranges,
+        *,
+        again: bool = False,
+        table: str = "",
+        when_read: Mapping[TopicPartition, int] | None = None,
+    ) -> None:
         """These offsets took effect: as rows in a table, or by processing in an ordinary consumer.
 
         Args:
             again: the sink had written the same batch before.
             table: the table with a ledger that contains the rows.
+            when_read: how often their logs had been truncated when the rows were read; None: just now.
         """
         for tp, (start, end) in self._of(ranges):
             if start == end:
@@ -281,7 +290,9 @@ class Invariants(Accounts):
             book = self.books[tp]
             known = book.flight.pop(reader, None) is not None or reader.counted is None  # else the batch is void
             book.reached[reader.party] = max(end, book.reached.get(reader.party, end))
-            for offset in range(start, end):
+            since = book.truncated[when_read[tp] :] if when_read and tp in when_read else []
+            lasts_to = min([end, *since])  # the records from there on have others in their place
+            for offset in range(start, lasts_to):
                 book.replaced.pop(offset, None)
             ever = max(book.end, book.start + len(book.times))  # the log may have been truncated since
             if book.again and end > ever:
@@ -299,9 +310,9 @@ class Invariants(Accounts):
                 rows = book.rows.setdefault(table, set())
                 # Recreated topic: a batch that was planned under the former id may have read either log, and the ledger
                 # attributes its rows to the former one.
-                if not book.again and (twice := sorted(rows.intersection(range(start, end)))):
+                if not book.again and (twice := sorted(rows.intersection(range(start, lasts_to)))):
                     self._break(f"{reader.name} writes {tp} offset {twice[0]} into {table} a second time")
-                rows.update(range(start, end))
+                rows.update(range(start, lasts_to))
             self._grow(book, book.end)
             for offset in range(start, end):
                 at = offset - book.start

@@ -203,12 +203,13 @@ class SimulatedWriter(TableWriter):
             return table.log.commit(history.version, numbers, note)
         drop: tuple[OffsetRange, ...] = tuple(offset.batch()) if rows is None else rows
         found = {} if rows is None else self._read(_without(offset.batch(), drop))
+        when_read = table.truth.truncations(found)
         run.pause(*WRITE_MS)
         if not (found or needed):
             return None
         version = table.log.commit(history.version, numbers, note)
         table.world.note(lambda: f"table {table.name}: batch {offset.seq} of {offset.stream}, without {drop}")
-        table.truth.processed_by(run.reader, found, table=table.name)
+        table.truth.processed_by(run.reader, found, table=table.name, when_read=when_read)
         table.truth.has_already(run.reader, {r.tp: (r.start, r.end) for r in drop}, table=table.name)
         return version
 
