@@ -792,8 +792,10 @@ class Run:
         waited_ms = self._now_ms - self._unsettled_since_ms
         if waited_ms >= self.rules.joining_budget_ms:
             self._fail(self._assignment.timeout("reached a stable assignment", waited_ms))
-        else:
-            self._move(ev.GroupUnstable)
+            return
+        if self.placement.has_agents:
+            self._apply(ev.BatchBoundary())  # a slot whose offsets cannot be committed on its agent has to return
+        self._move(ev.GroupUnstable)
 
     def _draining(self) -> ev.Step | None:
         """Plan no more batches; wait until all durable offsets are committed."""
