@@ -127,13 +127,6 @@ MUTANTS = [
         "a position that was moved back to before a truncation reads up to it, and goes back there",
     ),
     Mutant(
-        "forgets-a-truncation-for-a-recreated-topic",
-        L,
-        "self._moved.update({tp: firsts.get(tp, 0) for tp in lost})",
-        "self._moved = {tp: firsts.get(tp, 0) for tp in lost}",
-        "a check that finds a truncated log and a recreated topic moves the partitions of both",
-    ),
-    Mutant(
         "forgets-epochs-of-uncommitted-positions",
         L,
         "{**offset.uncommitted, **offset.positions()}.items()",
@@ -616,7 +609,6 @@ FOUND_BY: dict[str, tuple[str, int]] = {
     "takes-no-epoch-from-a-commit": ("eager", 197),
     "believes-foreign-epochs": ("cooperative", 1),
     "reads-over-a-truncation": ("consumer", 394),
-    "forgets-a-truncation-for-a-recreated-topic": ("eager", 20_838),
     "forgets-epochs-of-uncommitted-positions": ("cooperative", 2),
     "ignores-new-leaders": ("eager", 8),
     "stays-behind-a-truncation": ("eager", 8),
