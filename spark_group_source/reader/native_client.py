@@ -19,6 +19,7 @@ minutes that this broker is dead. So an overdue request is resent, after a metad
 request stays open, because its broker may only be slow; the first response counts.
 """
 
+import contextlib
 import ctypes as c
 import functools
 import itertools
@@ -52,6 +53,7 @@ from spark_group_source.librdkafka import (
     text,
 )
 from spark_group_source.model import TopicPartition
+from spark_group_source.reader.record_headers import NotHeaders, RecordHeaders, parse
 from spark_group_source.reader.records import (
     ClientEvent,
     HeaderRow,
@@ -92,6 +94,10 @@ _MESSAGE_BYTES = 104
 """The bytes read of each message: the public struct of 72, and the private fields up to the timestamp."""
 _ERR, _RKT, _PARTITION, _PAYLOAD, _LEN, _KEY, _KEY_LEN, _OFFSET, _STAMP_TYPE, _STAMP = 0, 1, 2, 3, 4, 5, 6, 7, 11, 12
 """The 8-byte word of each field; err and partition are the low halves, the timestamp's type is the high half."""
+
+_HEADERS_AT = 120
+"""Where a message has the length of its unparsed headers (32 bits), and in the next word their address. Records in the
+formats before Kafka 0.11 have none."""
 
 _OFFSET_INVALID = -1001
 
@@ -202,7 +208,9 @@ class NativeChunk:
         self.events: list[ClientEvent] = []
         self.sizes: Ints = np.zeros(0, dtype=np.int64)
         """Key and value bytes of each row; plus header bytes after :meth:`count_headers`."""
+        self._headers: RecordHeaders | None = None
         self._header_rows: list[HeaderRow] = []
+        """The headers of each row, if they were read one by one."""
         self._addresses: Words = words_at(block + 8, count) if count else np.zeros(0, dtype=np.uint64)
         if count:
             self._read()
@@ -249,7 +257,11 @@ class NativeChunk:
 
     def count_headers(self) -> None:
         """Read the headers, and add their bytes to ``sizes``."""
-        self._header_rows = self._headers()
+        self._headers = self._parse_headers()
+        if self._headers is not None:
+            self.sizes = self.sizes + self._headers.row_bytes()
+            return
+        self._header_rows = self._headers_by_call()
         self.sizes = self.sizes + header_bytes(self._header_rows)
 
     def batch(self, slices: Sequence[RowSlice], columns: Sequence[str]) -> pa.RecordBatch:
@@ -265,7 +277,10 @@ class NativeChunk:
             at = np.concatenate([np.arange(one.first, one.last) for one in slices])
             rows, addresses = self._rows[at], self._addresses[at]
         stamps, stamp_types = self._timestamps(rows, addresses)
-        headers = [row for one in slices for row in self._header_rows[one.first : one.last]]
+        headers = None
+        if "headers" in columns:
+            rows_of = [row for one in slices for row in self._header_rows[one.first : one.last]]
+            headers = header_column(rows_of) if self._headers is None else self._headers.column(slices)
         return build_batch(
             columns,
             slices,
@@ -274,7 +289,7 @@ class NativeChunk:
             offset=np.ascontiguousarray(rows[:, _OFFSET]).view(np.int64),
             timestamp_ms=stamps,
             timestamp_type=stamp_types,
-            headers=header_column(headers) if "headers" in columns else None,
+            headers=headers,
         )
 
     def _timestamps(self, rows: Words, addresses: Words) -> tuple[Ints, npt.NDArray[np.int32]]:
@@ -298,7 +313,26 @@ class NativeChunk:
             kinds[at] = kind.value
         return stamps, kinds
 
-    def _headers(self) -> list[HeaderRow]:
+    def _parse_headers(self) -> RecordHeaders | None:
+        """The headers as the broker sent them. None if they are not where they are expected, right behind the value, or
+        if that cannot be seen: no row has a key or a value."""
+        rows = self._rows
+        has_value, has_key = rows[:, _PAYLOAD] != 0, rows[:, _KEY] != 0
+        if self._client.headers_by_call or not (has_value | has_key).any():
+            return None
+        words = gather(self._addresses + np.uint64(_HEADERS_AT), 16, 8).view(np.uint64).reshape(-1, 2)
+        at, lengths = words[:, 1], words[:, 0].astype(np.uint32).astype(np.int64)
+        value_end = rows[:, _PAYLOAD] + rows[:, _LEN]
+        key_end = rows[:, _KEY] + rows[:, _KEY_LEN] + np.uint64(1)  # and one byte for the length of a null value
+        expected = np.where(has_value, value_end, np.where(has_key, key_end, at))
+        if (at == expected).all() and at.all():
+            with contextlib.suppress(NotHeaders):
+                return parse(at, lengths)
+        log.warning("librdkafka has headers elsewhere in its messages; reading them one by one, which is slower")
+        self._client.headers_by_call = True
+        return None
+
+    def _headers_by_call(self) -> list[HeaderRow]:
         get, get_all = self._lib.message_headers, self._lib.header_get_all
         handle, name, value, size = c.c_void_p(), c.c_char_p(), c.c_void_p(), c.c_size_t()
         rows: list[HeaderRow] = []
@@ -508,6 +542,7 @@ class NativeClient(Client):
     def __init__(self, settings: Mapping[str, str]) -> None:
         super().__init__(library(), CONSUMER, settings)
         self.stamps_by_call = False
+        self.headers_by_call = False
         """Whether timestamps are read with the public function."""
         self._topics: set[str] = set()
         """Topics whose metadata was requested."""

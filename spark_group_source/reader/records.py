@@ -328,7 +328,8 @@ def variable_width(values: Sequence[bytes | None], kind: pa.DataType) -> pa.Arra
 def header_bytes(rows: Sequence[HeaderRow]) -> Ints:
     """The memory in bytes that the headers of each row take in Arrow."""
     return np.array(
-        [sum(len(name) + len(value or b"") + HEADER_BYTES for name, value in row) for row in rows], dtype=np.int64
+        [sum(len(name.encode()) + len(value or b"") + HEADER_BYTES for name, value in row) for row in rows],
+        dtype=np.int64,
     )
 
 
@@ -372,6 +373,11 @@ def _memory(address: int, typestr: str, count: int, stride: int) -> npt.NDArray[
 def words_at(address: int, count: int) -> Words:
     """A view of ``count`` 8-byte words."""
     return _memory(address, "<u8", count, 8)
+
+
+def bytes_from(address: int, count: int) -> npt.NDArray[np.uint8]:
+    """A view of ``count`` bytes; only accessed ones must exist."""
+    return _memory(address, "|u1", count, 1)
 
 
 def can_gather(addresses: Words, size: int) -> bool:

@@ -321,13 +321,19 @@ _headers = st.lists(
 _records = st.lists(st.tuples(_bytes, _bytes, st.integers(0, 4_000_000_000_000), _headers), min_size=1, max_size=30)
 
 
+@pytest.mark.parametrize("headers_at", [native_client._HEADERS_AT, 96, 88], ids=["as expected", "zeros", "numbers"])
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(written=_records, compression=st.sampled_from(["none", "lz4", "zstd", "gzip", "snappy"]))
 def test_any_record_is_read_as_it_was_written(
     written: list[tuple[bytes | None, bytes | None, int, list[tuple[str, bytes | None]]]],
     compression: str,
     round_trip: tuple[str, str],
+    headers_at: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Also with a librdkafka that has headers elsewhere in its messages: then they are read one by one."""
+    monkeypatch.setattr(native_client, "_HEADERS_AT", headers_at)
+    range_reader.close_idle_clients()
     servers, name = round_trip
     producer = Producer({"bootstrap.servers": servers, "compression.type": compression})
     placed: list[int] = []
