@@ -353,9 +353,11 @@ class LeaderEpochs:
         self,
         committed: Mapping[TopicPartition, ev.Committed | None],
         position: Callable[[TopicPartition], int | None],
+        stream: str,
     ) -> None:
         """Take over the epochs of committed offsets that are positions now. The stream that committed one, with a later
-        epoch than the known one, has compared the log with that leader's since.
+        epoch than the known one, has compared the log with that leader's since; but another stream only up to where it
+        was itself, and this ``stream`` may have read further.
 
         Epochs of foreign commits are not believed. Some clients commit a wrong one: IBM/sarama commits epoch 0, or that
         of an earlier leader (its issues 2694 and 3418). With it every later election would look like a truncation.
@@ -364,7 +366,9 @@ class LeaderEpochs:
             if at is None or at.stream is None or at.leader_epoch is None or position(tp) != at.offset:
                 continue
             known = self._known.get(tp)
-            if known is None or at.offset > known.until or at.leader_epoch > known.epoch:
+            is_own = at.stream == stream
+            is_compared = known is not None and (is_own or at.offset == known.until)
+            if known is None or at.offset > known.until or (is_compared and at.leader_epoch > known.epoch):
                 self._known[tp] = _Known(at.offset, at.leader_epoch)
 
     def of(self, positions: Offsets) -> dict[TopicPartition, int]:

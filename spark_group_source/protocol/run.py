@@ -296,7 +296,7 @@ class Run:
             case ev.CommittedOffsetsRead():
                 self._broker_answered(Requester.LOOKUP)
                 self.lookups.committed_read(event, self.stream)
-                self.data_loss.known_epochs.learn(event.offsets, self.partitions.position)
+                self.data_loss.known_epochs.learn(event.offsets, self.partitions.position, self.stream)
             case ev.StartsResolved():
                 self._broker_answered(Requester.LOOKUP)
                 self._fail(self.lookups.starts_resolved(event))

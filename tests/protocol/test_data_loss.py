@@ -541,7 +541,7 @@ def committed(offset: int, epoch: int | None) -> dict[TopicPartition, ev.Committ
 def test_a_committed_offset_has_the_epoch_with_which_it_was_committed() -> None:
     """By another stream of the group. The plans of this stream know nothing of the partition."""
     brokers = Brokers()
-    brokers.detector.known_epochs.learn(committed(100, 2), {A: 100, B: 90}.get)
+    brokers.detector.known_epochs.learn(committed(100, 2), {A: 100, B: 90}.get, "s1")
     brokers.elect(A, 4, has=60, end=200)
     brokers.check({A: 100, B: 90})
     assert brokers.requests[1].epoch_ends == {A: 2}
@@ -554,7 +554,7 @@ def test_the_epoch_of_a_foreign_commit_is_not_believed(epoch: int) -> None:
     """Some clients commit a wrong one: the leader of epoch 6 would seem to have truncated the log at 60."""
     brokers = read_up_to_100()
     foreign = {A: ev.Committed(offset=150, leader_epoch=epoch)}
-    brokers.detector.known_epochs.learn(foreign, {A: 150}.get)
+    brokers.detector.known_epochs.learn(foreign, {A: 150}.get, "s1")
     assert brokers.detector.known_epochs.of({A: 150}) == {}
     brokers.elect(A, 6, has=60, end=200)
     brokers.check({A: 150})
@@ -563,15 +563,18 @@ def test_the_epoch_of_a_foreign_commit_is_not_believed(epoch: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("offset", "epoch", "expected"),
-    [(100, 5, 5), (90, 2, 3), (90, 5, 5), (95, 5, 3), (90, None, 3)],
-    ids=["newer", "older", "newer below a plan", "not the position", "without epoch"],
+    ("offset", "epoch", "stream", "expected"),
+    [(100, 5, "s1", 5), (90, 2, "s2", 3), (90, 5, "s2", 5), (90, 5, "s1", 3), (95, 5, "s2", 3), (90, None, "s2", 3)],
+    ids=["newer", "older", "newer below a plan", "below this stream's plan", "not the position", "without epoch"],
 )
-def test_the_newest_known_epoch_of_a_position_counts(offset: int, epoch: int | None, expected: int) -> None:
-    """A plan up to 100 has epoch 3. Whoever committed with a later epoch has compared the log since."""
+def test_the_newest_known_epoch_of_a_position_counts(
+    offset: int, epoch: int | None, stream: str, expected: int
+) -> None:
+    """A plan up to 100 has epoch 3. Whoever committed with a later epoch has compared the log since; but another stream
+    ("s2", as seen from "s1") only up to where it was."""
     brokers = read_up_to_100()
     at = 90 if offset == 95 else offset
-    brokers.detector.known_epochs.learn(committed(offset, epoch), {A: at}.get)
+    brokers.detector.known_epochs.learn(committed(offset, epoch), {A: at}.get, stream)
     assert brokers.detector.known_epochs.of({A: at}) == {A: expected}
 
 

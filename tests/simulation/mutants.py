@@ -108,9 +108,16 @@ MUTANTS = [
     Mutant(
         "takes-no-epoch-from-a-commit",
         L,
-        "known is None or at.offset > known.until or at.leader_epoch > known.epoch",
+        "known is None or at.offset > known.until or (is_compared and at.leader_epoch > known.epoch)",
         "False",
         "a committed offset has the leader epoch with which it was committed",
+    ),
+    Mutant(
+        "believes-another-streams-check",
+        L,
+        "is_own = at.stream == stream",
+        "is_own = True",
+        "another stream has compared a truncated log only up to where it was itself",
     ),
     Mutant(
         "believes-foreign-epochs",
@@ -607,6 +614,7 @@ MUTANTS = [
 
 FOUND_BY: dict[str, tuple[str, int]] = {
     "takes-no-epoch-from-a-commit": ("eager", 197),
+    "believes-another-streams-check": ("cooperative", 50_632),
     "believes-foreign-epochs": ("cooperative", 1),
     "reads-over-a-truncation": ("consumer", 394),
     "forgets-epochs-of-uncommitted-positions": ("cooperative", 2),
