@@ -34,7 +34,7 @@ from confluent_kafka import Producer
 from kit.broker_cluster import BrokerCluster
 from kit.slow_network import SlowNetwork
 
-from bench.throughput import BROKER_JAVA, OURS, QUERY_S, SPARKS, fill, session
+from bench.report import BROKER_JAVA, OURS, QUERY_S, SPARKS, fill, session
 from spark_group_source.agents.agent_folder import AgentFolder, agents_directory
 from spark_group_source.host.run_files import directory
 from spark_group_source.local.broker import Broker, free_ports

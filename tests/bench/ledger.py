@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bench.throughput import session
+from bench.report import session
 from spark_group_source.delta.sink import DeltaSink
 from spark_group_source.model import TopicPartition
 from spark_group_source.protocol.offsets import StreamOffset

@@ -34,7 +34,7 @@ from kafka_words import create_topic
 from sink_source import offset
 from sink_words import Query, actions, commits, one, rows
 
-from bench.throughput import session
+from bench.report import session
 from spark_group_source.delta import table_writer
 from spark_group_source.delta.table_writer import Writer
 from spark_group_source.local.broker import Broker

@@ -19,7 +19,7 @@ from confluent_kafka.admin import AdminClient, NewTopic  # type: ignore[attr-def
 from rich.console import Console
 from rich.table import Table
 
-from bench.throughput import session
+from bench.report import session
 from spark_group_source.local.broker import Broker
 
 if TYPE_CHECKING:

@@ -1,0 +1,441 @@
+"""Compare this source and Spark's own Kafka connector, case by case, in one run.
+
+``python -m tests.bench report [--rounds N] [--quick] [--only CASE ...] [--json FILE] [--png FILE]``
+
+One broker and one Spark (``local[2]``). In each case the sources take turns; every measurement is a new query with a
+new checkpoint (and a new group). A case is warmed up once; its figure is the median of the rounds, shown with the
+lowest and the highest. The last column is a ratio: how many times as fast as Spark's connector, or as cheap. Cases:
+
+- ``noop``, ``delta``, ``columns``: a full topic with the AvailableNow trigger, into no table, into a Delta table, and
+  with only ``value`` and ``timestamp``. ``delta`` also has a program without Spark: a consumer and ``deltalake``.
+- ``1 KiB`` to ``1 MB``, ``lz4``, ``zstd``, ``headers``: the same with other records.
+
+CPU time is that of all processes but the broker. Broker, JVM and Python share the machine's cores, so the figures serve
+to compare the sources, not to plan capacity.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from confluent_kafka import Consumer, Producer
+from confluent_kafka.admin import AdminClient, NewTopic  # type: ignore[attr-defined]  # the stub hides it
+
+from spark_group_source.delta.sink import DeltaSink
+from spark_group_source.local.broker import Broker
+from spark_group_source.local.conf import local_spark_settings
+from spark_group_source.local.jars import spark_kafka_jars
+from spark_group_source.protocol.offsets import parse
+from spark_group_source.source import KafkaGroupDataSource
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+    from pyspark.sql.streaming import DataStreamWriter, StreamingQuery
+
+BROKER_JAVA = ("-Xms512m", "-Xmx1g", "-XX:+UseSerialGC")
+"""With both compilers: the broker must not be the bottleneck."""
+QUERY_S = 300
+"""Bound of one run; a run takes seconds."""
+OURS, SPARKS, BY_HAND = "kafka-group", "kafka", "by hand"
+RECORD_MAX = 1_200_000
+"""Bytes that the broker accepts, for records of 1 MB."""
+LARGE = 100_000_000
+"""Bytes of the topics with large records."""
+LATENCY_S, SETTLE_S = 15, 10
+"""Duration of a latency measurement, and of the production before it."""
+EVERY_S, BATCHES = 0.5, 8
+"""Of the case ``partitions``: the interval of the records, and how many batches are measured."""
+IDLE_S = 20
+CHILD = "--child"
+SAMPLE_S = 0.1
+SIGNS = {
+    "agent": "spark-group-agent",
+    "stream reader": "python_streaming_source_runner",
+    "worker": "pyspark.daemon",
+    "JVM": "org.apache.spark.deploy.SparkSubmit",
+}
+"""Kinds of processes, by what their command contains."""
+
+Figures = dict[str, float]
+Write = Callable[["DataStreamWriter", str, Path], "DataStreamWriter"]
+"""Adds the sink: from a writer, the source's name and a scratch folder."""
+
+
+class Lab(NamedTuple):
+    spark: "SparkSession"
+    servers: str
+    scratch: Path
+    topics: set[str]
+    """Those that are filled."""
+
+    def folder(self) -> Path:
+        return self.scratch / uuid.uuid4().hex
+
+
+class Case(NamedTuple):
+    measure: Callable[[Lab, str], Figures]
+    """One measurement of a source: its figures, in units that their names give."""
+    topic: Mapping[str, Any] = {}
+    """What to fill before, as :func:`fill` takes it."""
+    kinds: tuple[str, ...] = (OURS, SPARKS)
+    rounds_max: int = 99
+    is_quick: bool = False
+
+
+class Stream(NamedTuple):
+    """Records that are produced at a constant rate, and the time that the sink takes for each batch."""
+
+    per_s: float = 1_000
+    record_bytes: int = 100
+    sink_s: float = 0.0
+
+
+# --- records, session, query -----------------------------------------------------------------------------------------
+
+
+def fill(
+    servers: str, topic: str, *, records: int, size: int, partitions: int, codec: str = "none", headers: int = 0
+) -> None:
+    """Create the topic with ``records`` records of ``size`` bytes, evenly over the partitions. Half of each is random,
+    so that it does not compress well."""
+    new = NewTopic(topic, partitions, 1, config={"max.message.bytes": str(RECORD_MAX)})
+    admin = AdminClient({"bootstrap.servers": servers})
+    admin.create_topics([new])[topic].result(30)
+    producer = Producer(
+        {
+            "bootstrap.servers": servers,
+            "linger.ms": 50,
+            "batch.size": 1_000_000,
+            "message.max.bytes": RECORD_MAX,
+            "compression.type": codec,
+            "queue.buffering.max.messages": 200_000,
+        }
+    )
+    extra: Any = [(f"header-{number}", b"x" * 20) for number in range(headers)] or None
+    for number in range(records):
+        value = (b"%012d" % number + os.urandom(size // 2)).ljust(size, b".")[:size]
+        while True:
+            try:
+                producer.produce(topic, value, partition=number % partitions, headers=extra)
+                break
+            except BufferError:
+                producer.poll(0.1)
+    if producer.flush(QUERY_S):
+        raise TimeoutError(f"the records were not written within {QUERY_S} s")
+
+
+def session(scratch: Path) -> "SparkSession":
+    from pyspark.sql import SparkSession
+
+    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)  # the workers' Python; the setting alone has no effect
+    settings = local_spark_settings(scratch)
+    jars = ",".join([settings["spark.jars"], *map(str, spark_kafka_jars())])
+    builder = SparkSession.builder.master("local[2]").appName("bench")
+    for key, value in {**settings, "spark.jars": jars}.items():
+        builder = builder.config(key, value)
+    made = builder.getOrCreate()
+    made.sparkContext.setLogLevel("OFF")
+    made.dataSource.register(KafkaGroupDataSource)
+    return made
+
+
+def noop(writer: "DataStreamWriter", _: str, __: Path) -> "DataStreamWriter":
+    return writer.format("noop")
+
+
+def delta(writer: "DataStreamWriter", kind: str, folder: Path) -> "DataStreamWriter":
+    if kind == OURS:
+        return writer.foreachBatch(DeltaSink(folder / "table"))
+    return writer.format("delta").option("path", str(folder / "table"))
+
+
+def writer_of(
+    lab: Lab,
+    kind: str,
+    topic: str,
+    write: Write = noop,
+    *,
+    select: Sequence[str] = (),
+    folder: Path | None = None,
+    options: Mapping[str, str] = {},
+) -> "DataStreamWriter":
+    """A query on a topic that is not started. Without a folder its checkpoint and its group are new."""
+    folder = folder or lab.folder()
+    reader = lab.spark.readStream.format(kind).option("kafka.bootstrap.servers", lab.servers)
+    reader = reader.option("subscribe", topic).option("startingOffsets", "earliest").options(**options)
+    if kind == OURS:
+        reader = reader.option("kafka.group.id", f"bench-{folder.name}")
+        reader = reader.option("columns", ",".join(select)) if select else reader
+    rows = reader.load()
+    writer = write((rows.select(*select) if select else rows).writeStream, kind, folder)
+    return writer.option("checkpointLocation", str(folder / "checkpoint"))
+
+
+@contextlib.contextmanager
+def running(writer: "DataStreamWriter") -> Iterator["StreamingQuery"]:
+    query = writer.start()
+    try:
+        yield query
+    finally:
+        query.stop()
+
+
+def done(query: "StreamingQuery") -> list[Any]:
+    """The progress of each batch with rows."""
+    return [progress for progress in query.recentProgress if progress["numInputRows"]]
+
+
+def await_(holds: Callable[[], bool], what: str, query: "StreamingQuery | None" = None) -> None:
+    pause, until_s = threading.Event(), time.monotonic() + QUERY_S
+    while not holds():
+        if query is not None and not query.isActive:
+            raise AssertionError(f"the query ended: {query.exception()}")
+        if time.monotonic() > until_s:
+            raise TimeoutError(f"{what} took more than {QUERY_S} s")
+        pause.wait(0.1)
+
+
+def ended_s(progress: Any) -> float:
+    """When a batch ended, on the clock of ``time.time()``."""
+    began_s = datetime.fromisoformat(progress["timestamp"]).timestamp()
+    return float(began_s + progress["durationMs"]["triggerExecution"] / 1000)
+
+
+def ends(source: Any) -> dict[int, int]:
+    """The end of a batch in each partition of its only topic."""
+    end = source["endOffset"]
+    doc = json.loads(end) if isinstance(end, str) else end
+    if "topics" in doc:
+        return {tp.partition: until for tp, until in parse(doc).positions().items()}
+    (only,) = doc.values()  # Spark's own
+    return {int(partition): until for partition, until in only.items()}
+
+
+class Usage:
+    """Measures the CPU time of Spark's processes, and the peak memory of each kind. What a process uses after its last
+    sample is missing."""
+
+    def __init__(self) -> None:
+        self.cpu_s = 0.0
+        self.peak_mib: dict[str, int] = {}
+        self._before, self._ticks = dict[int, int](), dict[int, int]()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="usage", daemon=True)
+
+    def __enter__(self) -> "Usage":
+        self._sample()
+        self._before = dict(self._ticks)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+        self._sample()
+        used = sum(ticks - self._before.get(pid, 0) for pid, ticks in self._ticks.items())
+        self.cpu_s = used / os.sysconf("SC_CLK_TCK")
+
+    def _watch(self) -> None:
+        while not self._stop.wait(SAMPLE_S):
+            self._sample()
+
+    def _sample(self) -> None:
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError, StopIteration):
+                command = (process / "cmdline").read_bytes().decode(errors="replace")
+                kind = next(kind for kind, sign in SIGNS.items() if sign in command)
+                fields = (process / "stat").read_text().rpartition(")")[2].split()
+                self._ticks[int(process.name)] = int(fields[11]) + int(fields[12])
+                peak = next(x for x in (process / "status").read_text().splitlines() if x.startswith("VmHWM:"))
+                self.peak_mib[kind] = max(self.peak_mib.get(kind, 0), int(peak.split()[1]) // 1024)
+
+
+# --- cases -----------------------------------------------------------------------------------------------------------
+
+
+def backlog(
+    topic: str, records: int, write: Write = noop, *, select: Sequence[str] = (), options: Mapping[str, str] = {}
+) -> Any:
+    """A case: read a full topic."""
+
+    def measure(lab: Lab, kind: str) -> Figures:
+        began_s = time.monotonic()
+        if kind == BY_HAND:
+            per_s = by_hand(lab, topic, records) / (time.monotonic() - began_s)
+            return {"records/s of the tasks": per_s, "records/s of the query": per_s}
+        writer = writer_of(lab, kind, topic, write, select=select, options=options).trigger(availableNow=True)
+        began_s = time.monotonic()
+        with Usage() as usage:
+            query = writer.start()
+            if not query.awaitTermination(QUERY_S):
+                query.stop()
+                raise TimeoutError(f"the query did not end within {QUERY_S} s")
+        query_s = time.monotonic() - began_s
+        rows = sum(progress["numInputRows"] for progress in done(query))
+        if rows != records:
+            raise AssertionError(f"{kind} read {rows} rows of {records}")
+        tasks_s = sum(progress["durationMs"]["addBatch"] for progress in done(query)) / 1000
+        return {
+            "records/s of the tasks": rows / tasks_s,
+            "records/s of the query": rows / query_s,
+            "CPU s": usage.cpu_s,
+            **{f"peak MiB, {kind}": mib for kind, mib in usage.peak_mib.items() if kind != "JVM"},
+        }
+
+    return measure
+
+
+def by_hand(lab: Lab, topic: str, records: int) -> int:
+    """What one writes without Spark: it is neither exactly once nor parallel."""
+    import pyarrow as pa
+    from deltalake import write_deltalake
+
+    settings = {"bootstrap.servers": lab.servers, "group.id": uuid.uuid4().hex, "auto.offset.reset": "earliest"}
+    consumer = Consumer(settings | {"enable.auto.commit": "false"})
+    consumer.subscribe([topic])
+    found: list[Any] = []
+    while len(found) < records:
+        found += consumer.consume(10_000, 1.0)
+    columns = {
+        "key": pa.array([record.key() for record in found], pa.binary()),
+        "value": pa.array([record.value() for record in found], pa.binary()),
+        "topic": pa.array([record.topic() for record in found]),
+        "partition": pa.array([record.partition() for record in found], pa.int32()),
+        "offset": pa.array([record.offset() for record in found], pa.int64()),
+        "timestamp": pa.array([record.timestamp()[1] * 1000 for record in found], pa.timestamp("us", tz="UTC")),
+        "timestampType": pa.array([0] * len(found), pa.int32()),
+    }
+    write_deltalake(lab.folder() / "table", pa.table(columns))
+    consumer.commit(asynchronous=False)
+    consumer.close()
+    return len(found)
+
+
+def cases(million: int) -> dict[str, Case]:
+    """All cases, by name."""
+    full = {"topic": "full", "records": million, "size": 100}
+    sizes = {"1 KiB": 1_024, "100 KiB": 102_400, "1 MB": 1_000_000}
+    formats: dict[str, dict[str, Any]] = {"lz4": {"codec": "lz4"}, "zstd": {"codec": "zstd"}, "headers": {"headers": 3}}
+    found = {
+        "noop": Case(backlog("full", million), full, is_quick=True),
+        "columns": Case(backlog("full", million, select=("value", "timestamp")), full),
+        "delta": Case(backlog("full", million, delta), full, (OURS, SPARKS, BY_HAND), is_quick=True),
+    }
+    for name, size in sizes.items():
+        topic, records = f"of-{size}", max(4, min(million, LARGE // size))
+        found[name] = Case(backlog(topic, records), {"topic": topic, "records": records, "size": size})
+    for name, form in formats.items():
+        options = {"includeHeaders": "true"} if "headers" in form else {}
+        content = {"topic": name, "records": million // 2, "size": 100, **form}
+        found[name] = Case(backlog(name, million // 2, options=options), content)
+    return found
+
+
+# --- report ----------------------------------------------------------------------------------------------------------
+
+
+def ratio(figure: str, medians: Mapping[str, float]) -> float | None:
+    """How many times as fast, or as cheap, as Spark's connector; None if only one of them has such a figure."""
+    if "peak" in figure or not {OURS, SPARKS} <= medians.keys():
+        return None
+    ours, sparks = medians[OURS], medians[SPARKS]
+    return ours / sparks if "records/s" in figure else sparks / ours
+
+
+def play(lab: Lab, chosen: Mapping[str, Case], rounds: int) -> dict[str, Any]:
+    """Measure the cases. Prints each figure, and returns all."""
+    report: dict[str, Any] = {}
+    for name, case in chosen.items():
+        if case.topic and case.topic["topic"] not in lab.topics:
+            fill(lab.servers, partitions=4, **case.topic)
+            lab.topics.add(case.topic["topic"])
+        if case.rounds_max > 1:  # a warm-up
+            for kind in case.kinds:
+                case.measure(lab, kind)
+        found: dict[str, dict[str, list[float]]] = {}
+        for number in range(min(rounds, case.rounds_max)):
+            for kind in case.kinds if number % 2 else reversed(case.kinds):
+                for figure, value in case.measure(lab, kind).items():
+                    found.setdefault(figure, {}).setdefault(kind, []).append(value)
+        for figure, values in found.items():
+            times = ratio(figure, {kind: statistics.median(each) for kind, each in values.items()})
+            report[f"{name}: {figure}"] = {**values, "ratio": times}
+            shown = "  ".join(f"{kind} {shorter(values[kind])}" for kind in case.kinds if kind in values)
+            print(f"{name + ': ' + figure:50} {shown}" + (f"  {times:5.2f} x" if times else ""), flush=True)
+    return report
+
+
+def shorter(values: Sequence[float]) -> str:
+    """The median, with the lowest and highest."""
+    digits = 0 if statistics.median(values) >= 100 else 2
+    low, middle, high = (f"{value:,.{digits}f}" for value in (min(values), statistics.median(values), max(values)))
+    return f"{middle} ({low} to {high})"
+
+
+def draw(report: Mapping[str, Any], machine: str, path: Path) -> None:
+    """Draw the ratios as bars."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    compared = {name: figure["ratio"] for name, figure in report.items() if figure["ratio"]}
+    names, ratios = list(compared), list(compared.values())
+    figure, axes = plt.subplots(figsize=(9, 0.3 * len(names) + 1.5))
+    axes.barh(names, ratios, color=["#2a7" if each >= 1 else "#c63" for each in ratios])
+    axes.axvline(1, color="black", linewidth=1)
+    axes.invert_yaxis()
+    axes.set_xscale("log")
+    for at, each in enumerate(ratios):
+        axes.text(each, at, f" {each:.2f}", va="center", fontsize=8)
+    axes.set_xlabel(f"times as fast, or as cheap, as Spark's connector ({machine})")
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+def machine() -> str:
+    with open("/proc/meminfo") as file:
+        gib = int(file.readline().split()[1]) / 2**20
+    return f"{os.cpu_count()} cores, {gib:.0f} GiB, {platform.system()}, Python {platform.python_version()}"
+
+
+def main(arguments: Sequence[str]) -> int:
+    every = cases(1_000_000)
+    parser = argparse.ArgumentParser(prog="python -m tests.bench report", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--quick", action="store_true", help="one round of the most important cases")
+    parser.add_argument("--only", action="append", choices=list(every), metavar="CASE", help="once or more")
+    parser.add_argument("--json", type=Path, help="where to write all figures")
+    parser.add_argument("--png", type=Path, help="where to draw the ratios")
+    chosen = parser.parse_args(arguments)
+    wanted = {name: case for name, case in every.items() if name in (chosen.only or every)}
+    wanted = {name: case for name, case in wanted.items() if case.is_quick or not chosen.quick}
+    settings = {"message.max.bytes": str(RECORD_MAX)}
+    with (
+        tempfile.TemporaryDirectory(prefix="bench-") as folder,
+        Broker(java_options=BROKER_JAVA, settings=settings) as broker,
+    ):
+        spark = session(Path(folder))
+        try:
+            lab = Lab(spark, broker.bootstrap_servers, Path(folder), set())
+            print(f"{machine()}, Spark {spark.version}: median (lowest to highest), and the ratio", flush=True)
+            report = play(lab, wanted, 1 if chosen.quick else chosen.rounds)
+        finally:
+            spark.stop()
+    if chosen.json:
+        chosen.json.write_text(json.dumps({"machine": machine(), "figures": report}, indent=1))
+    if chosen.png:
+        draw(report, machine(), chosen.png)
+    return 0
