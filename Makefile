@@ -4,7 +4,8 @@
 #   make test-all   also slow tests: notebooks, submitted jobs, Spark Connect, three brokers
 #   make prove G=3   the tests of one guarantee, here G3, at each level
 #   make check   style and types      make soak    the long tests
-#   make bench   the benchmarks       make docs    the site of docs/, into build/site
+#   make bench   this source next to Spark's own connector; ARGS="report --quick", or the name of another benchmark
+#   make docs    the site of docs/, into build/site
 #   make matrix  the tests on each version of Spark and Kafka that is supported; hours; ARGS="--cell 'Spark 4.0.0'"
 #   make structure   files, import levels, cycles, files with one importer, duplicate class names
 #   make mutants SEED=1 COUNT=200   random changes of the product's decisions, and which of them no test finds
@@ -52,7 +53,7 @@ structure: $(STAMP)
 	@$(BIN)/python -m tests.structure
 
 bench: $(STAMP)
-	@$(BIN)/python -m tests.bench $(ARGS)
+	@$(BIN)/python -m tests.bench $(or $(ARGS),report)
 
 matrix: $(STAMP)
 	@$(BIN)/python -m tests.matrix $(ARGS)

@@ -17,7 +17,6 @@ Broker, JVM and Python share the machine's cores, so the figures serve to compar
 
 import argparse
 import contextlib
-import itertools
 import json
 import os
 import statistics
@@ -30,15 +29,27 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from confluent_kafka import Producer
 from kit.broker_cluster import BrokerCluster
 from kit.slow_network import SlowNetwork
 
-from bench.report import BROKER_JAVA, OURS, QUERY_S, SPARKS, fill, session
+from bench.report import (
+    BROKER_JAVA,
+    LATENCY_S,
+    OURS,
+    SETTLE_S,
+    SIGNS,
+    SPARKS,
+    Flow,
+    Stream,
+    await_,
+    done,
+    ended_s,
+    fill,
+    session,
+)
 from spark_group_source.agents.agent_folder import AgentFolder, agents_directory
 from spark_group_source.host.run_files import directory
 from spark_group_source.local.broker import Broker, free_ports
-from spark_group_source.protocol.offsets import parse
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -57,23 +68,6 @@ FLOOR = "floor"
 BOUND_WARM = 5
 """Batches of the idle source before the measured ones."""
 EVERY_S = 6
-LATENCY_S, SETTLE_S = 20, 15
-"""Duration of a latency measurement, and of the production before it."""
-POLL_S = 0.25
-SIGNS = {
-    "agent": "spark-group-agent",
-    "stream reader": "python_streaming_source_runner",
-    "worker": "pyspark.daemon",
-    "Spark's JVM": "org.apache.spark.deploy.SparkSubmit",
-}
-
-
-class Stream(NamedTuple):
-    """Records that are produced at a constant rate, and the time that the sink takes for each batch."""
-
-    per_s: int = 1_000
-    record_bytes: int = 100
-    sink_s: float = 0.0
 
 
 LARGE_STREAM = Stream(per_s=20_000, record_bytes=1_000, sink_s=1.0)
@@ -111,7 +105,7 @@ def floor(rows: int, size: int, partitions: int) -> Any:
             return [InputPartition(number) for number in range(partitions)]
 
         def read(self, partition: InputPartition) -> Any:
-            from datetime import UTC, datetime
+            from datetime import UTC
 
             import pyarrow as pa
 
@@ -157,8 +151,6 @@ class Batch(NamedTuple):
     began_s: float
     ended_s: float
     tasks_s: float
-    ends: dict[int, int]
-    """The next offset of each partition."""
 
 
 class Run(NamedTuple):
@@ -207,24 +199,11 @@ def rows_from_memory() -> int:
 
 def batches_of(query: "StreamingQuery") -> list[Batch]:
     found = []
-    for p in _done(query):
-        began_s = datetime.fromisoformat(p["timestamp"]).timestamp()
-        took = p["durationMs"]
-        ended_s = began_s + took["triggerExecution"] / 1000
-        found.append(Batch(p["numInputRows"], began_s, ended_s, took["addBatch"] / 1000, _ends(p["sources"][0])))
+    for p in done(query):
+        end_s, took = ended_s(p), p["durationMs"]
+        began_s = end_s - took["triggerExecution"] / 1000
+        found.append(Batch(p["numInputRows"], began_s, end_s, took["addBatch"] / 1000))
     return found
-
-
-def _done(query: "StreamingQuery") -> list[Any]:
-    return [p for p in query.recentProgress if p["numInputRows"]]
-
-
-def _ends(source: Any) -> dict[int, int]:
-    end = source["endOffset"]
-    doc = json.loads(end) if isinstance(end, str) else end
-    if "topics" not in doc:  # Spark's own
-        return {}
-    return {tp.partition: until for tp, until in parse(doc).positions().items()}
 
 
 class Bench:
@@ -296,61 +275,24 @@ class Bench:
         query = writer.option("checkpointLocation", str(self._scratch / uuid.uuid4().hex)).start()
         before = cpu_s()
         try:
-            await_(lambda: len(_done(query)) > BOUND_WARM + rounds, "batches of the idle source", query)
-            used, done = cpu_s(), _done(query)
+            await_(lambda: len(done(query)) > BOUND_WARM + rounds, "batches of the idle source", query)
+            used, found = cpu_s(), done(query)
         finally:
             query.stop()
-        rates = [records / p["durationMs"]["addBatch"] * 1000 for p in done[BOUND_WARM:]]
+        rates = [records / p["durationMs"]["addBatch"] * 1000 for p in found[BOUND_WARM:]]
         used_by = ", ".join(
-            f"{name} {(used[name] - before[name]) / records / len(done) * 1e6:.2f}"
-            for name in ("worker", "Spark's JVM")
+            f"{name} {(used[name] - before[name]) / records / len(found) * 1e6:.2f}" for name in ("worker", "JVM")
         )
         print(f"  rows/s of the tasks, median: {statistics.median(rates):,.0f}; CPU s a million: {used_by}", flush=True)
 
     def latency(self, kind: str, stream: Stream) -> None:
         """Measure the time from each record's timestamp to the end of its batch."""
-        topic, partitions = f"latency-{uuid.uuid4().hex[:8]}", 4
-        fill(self._servers, topic, records=partitions, size=100, partitions=partitions)
-        written = [[time.time()] for _ in range(partitions)]
-        stop = threading.Event()
-        producer = Producer({"bootstrap.servers": self._servers, "linger.ms": 1})
-        value = os.urandom(stream.record_bytes)
-
-        def produce() -> None:
-            began_s, count = time.time(), 0
-            while not stop.wait(0.01):
-                while count < (time.time() - began_s) * stream.per_s:
-                    at_s = time.time()
-                    try:
-                        producer.produce(topic, value, partition=count % partitions)
-                    except BufferError:
-                        producer.poll(0.1)
-                        continue
-                    written[count % partitions].append(at_s)
-                    count += 1
-                producer.poll(0)
-
-        thread = threading.Thread(target=produce, name="producer", daemon=True)
-        with self.query(kind, topic, sink_s=stream.sink_s) as query:
-            thread.start()
+        with Flow(self._servers, stream) as flow, self.query(kind, flow.topic, sink_s=stream.sink_s) as query:
             threading.Event().wait(SETTLE_S + LATENCY_S)
-            stop.set()
-            thread.join(10)
-            producer.flush(10)
-            found = batches_of(query)
+            found = flow.latency(query)
             from_memory = rows_from_memory()
-        if len(found) < 2:
-            raise AssertionError(f"{kind}: {len(found)} batches in {SETTLE_S + LATENCY_S} s: {query.exception()}")
-        since_s = found[-1].ended_s - LATENCY_S
-        took_s = []
-        for before, batch in itertools.pairwise(found):
-            if batch.ended_s >= since_s:
-                for p, end in batch.ends.items():
-                    took_s += [batch.ended_s - at_s for at_s in written[p][before.ends.get(p, 0) : end]]
-        took_s.sort()
-        median_ms, p99_ms = statistics.median(took_s) * 1000, took_s[len(took_s) * 99 // 100] * 1000
         print(
-            f"  {kind:9} p50 {median_ms:5.0f} ms, p99 {p99_ms:5.0f} ms, {len(took_s):,} records in {LATENCY_S} s; "
+            f"  {kind:9} p50 {found['p50 ms']:5.0f} ms, p99 {found['p99 ms']:5.0f} ms; "
             f"{from_memory:,} rows from memory in all",
             flush=True,
         )
@@ -385,16 +327,6 @@ def network(spark: "SparkSession", scratch: Path, rounds: int) -> None:
                     bench.latency(kind, LARGE_STREAM)
                     cores = (proxy.cpu_s - cpu_before_s) / (time.monotonic() - before_s)
                     print(f"            the proxy used {cores:.2f} cores", flush=True)
-
-
-def await_(holds: Callable[[], bool], what: str, query: "StreamingQuery | None" = None) -> None:
-    pause, until_s = threading.Event(), time.monotonic() + QUERY_S
-    while not holds():
-        if query is not None and not query.isActive:
-            raise AssertionError(f"the query ended: {query.exception()}")
-        if time.monotonic() > until_s:
-            raise TimeoutError(f"{what} took more than {QUERY_S} s")
-        pause.wait(POLL_S)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -9,6 +9,10 @@ lowest and the highest. The last column is a ratio: how many times as fast as Sp
 - ``noop``, ``delta``, ``columns``: a full topic with the AvailableNow trigger, into no table, into a Delta table, and
   with only ``value`` and ``timestamp``. ``delta`` also has a program without Spark: a consumer and ``deltalake``.
 - ``1 KiB`` to ``1 MB``, ``lz4``, ``zstd``, ``headers``: the same with other records.
+- ``latency``: the time from a record's timestamp to the end of its batch, at a constant rate.
+- ``first``: from ``start()`` to the end of the first batch. ``restart``: from the start of a program, whose predecessor
+  was killed, to its first rows.
+- ``partitions``: one new record in each of 1,000 partitions, every half second. ``idle``: no records at all.
 
 CPU time is that of all processes but the broker. Broker, JVM and Python share the machine's cores, so the figures serve
 to compare the sources, not to plan capacity.
@@ -16,10 +20,13 @@ to compare the sources, not to plan capacity.
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import platform
+import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import threading
@@ -323,9 +330,161 @@ def by_hand(lab: Lab, topic: str, records: int) -> int:
     return len(found)
 
 
+class Flow:
+    """Produces records to a new topic at a constant rate, and knows when each was produced."""
+
+    def __init__(self, servers: str, stream: Stream, partitions: int = 4) -> None:
+        self.topic = f"flow-{uuid.uuid4().hex[:8]}"
+        fill(servers, self.topic, records=partitions, size=100, partitions=partitions)
+        self.written_s = [[time.time()] for _ in range(partitions)]
+        self._stream, self._stop = stream, threading.Event()
+        self._producer = Producer({"bootstrap.servers": servers, "linger.ms": 1})
+        self._thread = threading.Thread(target=self._produce, name="flow", daemon=True)
+
+    def __enter__(self) -> "Flow":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join(10)
+        self._producer.flush(10)
+
+    def _produce(self) -> None:
+        began_s, count, value = time.time(), 0, os.urandom(self._stream.record_bytes)
+        while not self._stop.wait(0.01):
+            while count < (time.time() - began_s) * self._stream.per_s:
+                partition, at_s = count % len(self.written_s), time.time()
+                try:
+                    self._producer.produce(self.topic, value, partition=partition)
+                except BufferError:
+                    self._producer.poll(0.1)
+                    continue
+                self.written_s[partition].append(at_s)
+                count += 1
+            self._producer.poll(0)
+
+    def latency(self, query: "StreamingQuery") -> Figures:
+        """From each record's timestamp to the end of its batch, of the last :data:`LATENCY_S`."""
+        found, took_ms = done(query), []
+        if len(found) < 2:
+            raise AssertionError(f"{len(found)} batches: {query.exception()}")
+        since_s = ended_s(found[-1]) - LATENCY_S
+        for before, batch in itertools.pairwise(found):
+            if (end_s := ended_s(batch)) >= since_s:
+                starts = ends(before["sources"][0])
+                for p, end in ends(batch["sources"][0]).items():
+                    took_ms += [(end_s - at_s) * 1000 for at_s in self.written_s[p][starts.get(p, 0) : end]]
+        took_ms.sort()
+        return {"p50 ms": statistics.median(took_ms), "p99 ms": took_ms[len(took_ms) * 99 // 100]}
+
+
+def latency(per_s: float) -> Any:
+    """A case: batch after batch of a steady stream."""
+
+    def measure(lab: Lab, kind: str) -> Figures:
+        with Flow(lab.servers, Stream(per_s)) as flow, running(writer_of(lab, kind, flow.topic)) as query:
+            threading.Event().wait(SETTLE_S + LATENCY_S)
+            return flow.latency(query)
+
+    return measure
+
+
+def first(topic: str) -> Any:
+    """A case: the first batch of a new query."""
+
+    def measure(lab: Lab, kind: str) -> Figures:
+        writer, began_s = writer_of(lab, kind, topic), time.time()
+        with running(writer) as query:
+            await_(lambda: bool(done(query)), "the first batch", query)
+            return {"s": ended_s(done(query)[0]) - began_s}
+
+    return measure
+
+
+def idle(topic: str) -> Any:
+    """A case: a query without records."""
+
+    def measure(lab: Lab, kind: str) -> Figures:
+        with running(writer_of(lab, kind, topic)) as query:
+            await_(lambda: bool(done(query)), "the first batch", query)
+            with Usage() as usage:
+                threading.Event().wait(IDLE_S)
+            return {"% of a core": usage.cpu_s / IDLE_S * 100}
+
+    return measure
+
+
+def trickle(partitions: int) -> Any:
+    """A case: one record in each of many partitions, again and again."""
+
+    def measure(lab: Lab, kind: str) -> Figures:
+        topic = f"many-{uuid.uuid4().hex[:8]}"
+        fill(lab.servers, topic, records=partitions, size=100, partitions=partitions)
+        writer, began_s, stop = writer_of(lab, kind, topic), time.time(), threading.Event()
+        producer = Producer({"bootstrap.servers": lab.servers})
+
+        def produce() -> None:
+            while not stop.wait(EVERY_S):
+                for partition in range(partitions):
+                    producer.produce(topic, b"x" * 100, partition=partition)
+                producer.flush(60)
+
+        thread = threading.Thread(target=produce, name="producer", daemon=True)
+        with running(writer) as query:
+            try:
+                await_(lambda: bool(done(query)), "the first batch", query)
+                first_s = ended_s(done(query)[0]) - began_s
+                thread.start()
+                await_(lambda: len(done(query)) > BATCHES, "later batches", query)
+            finally:
+                stop.set()
+            later_ms = [progress["durationMs"]["triggerExecution"] for progress in done(query)[1 : BATCHES + 1]]
+        thread.join(60)
+        return {"first batch, s": first_s, "later ones, s": statistics.median(later_ms) / 1000}
+
+    return measure
+
+
+def restart(topic: str) -> Any:
+    """A case: a program is killed with its Spark, and started again."""
+
+    def measure(lab: Lab, kind: str) -> Figures:
+        command = [sys.executable, "-m", "tests.bench", "report", CHILD, kind, lab.servers, topic, str(lab.folder())]
+        producer, took_s = Producer({"bootstrap.servers": lab.servers}), 0.0
+        for _ in range(2):
+            producer.produce(topic, b"x" * 100, partition=0)
+            producer.flush(10)
+            began_s = time.monotonic()
+            child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True)
+            try:
+                assert child.stdout is not None
+                if b"rows\n" not in iter(child.stdout.readline, b""):
+                    raise AssertionError(f"{kind}: the program ended without rows")
+                took_s = time.monotonic() - began_s
+            finally:
+                os.killpg(child.pid, signal.SIGKILL)
+                child.wait()
+        return {"s": took_s}
+
+    return measure
+
+
+def child(arguments: Sequence[str]) -> int:
+    """The program of the case ``restart``."""
+    kind, servers, topic, folder = arguments
+    Path(folder).mkdir(exist_ok=True)
+    lab = Lab(session(Path(folder)), servers, Path(folder), set())
+    query = writer_of(lab, kind, topic, folder=Path(folder)).start()
+    await_(lambda: bool(done(query)), "the first rows", query)
+    print("rows", flush=True)
+    query.awaitTermination()
+    return 0
+
+
 def cases(million: int) -> dict[str, Case]:
     """All cases, by name."""
-    full = {"topic": "full", "records": million, "size": 100}
+    full, small = {"topic": "full", "records": million, "size": 100}, {"topic": "small", "records": 4, "size": 100}
     sizes = {"1 KiB": 1_024, "100 KiB": 102_400, "1 MB": 1_000_000}
     formats: dict[str, dict[str, Any]] = {"lz4": {"codec": "lz4"}, "zstd": {"codec": "zstd"}, "headers": {"headers": 3}}
     found = {
@@ -340,7 +499,15 @@ def cases(million: int) -> dict[str, Case]:
         options = {"includeHeaders": "true"} if "headers" in form else {}
         content = {"topic": name, "records": million // 2, "size": 100, **form}
         found[name] = Case(backlog(name, million // 2, options=options), content)
-    return found
+    return found | {
+        "latency, 1 record/s": Case(latency(1)),
+        "latency, 1,000 records/s": Case(latency(1_000), is_quick=True),
+        "latency, 20,000 records/s": Case(latency(20_000)),
+        "first": Case(first("small"), small, is_quick=True),
+        "restart": Case(restart("again"), small | {"topic": "again"}, rounds_max=3),
+        "partitions": Case(trickle(1_000), rounds_max=1),
+        "idle": Case(idle("small"), small, is_quick=True),
+    }
 
 
 # --- report ----------------------------------------------------------------------------------------------------------
@@ -412,6 +579,8 @@ def machine() -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
+    if arguments[:1] == [CHILD]:
+        return child(arguments[1:])
     every = cases(1_000_000)
     parser = argparse.ArgumentParser(prog="python -m tests.bench report", description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
