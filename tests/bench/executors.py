@@ -34,6 +34,7 @@ from kit.slow_network import SlowNetwork
 
 from bench.report import (
     BROKER_JAVA,
+    FLOOR,
     LATENCY_S,
     OURS,
     SETTLE_S,
@@ -64,7 +65,6 @@ FIFTHS = 5
 """Parts of the topic; the last one is measured."""
 BACKLOG_BATCHES = 4
 """Batches of a fifth in the part ``backlog``."""
-FLOOR = "floor"
 BOUND_WARM = 5
 """Batches of the idle source before the measured ones."""
 EVERY_S = 6

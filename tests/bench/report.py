@@ -10,7 +10,8 @@ lowest and the highest. The last column is a ratio: how many times as fast as Sp
   with only ``value`` and ``timestamp``. ``delta`` also has a program without Spark: a consumer and ``deltalake``.
 - ``1 KiB`` to ``1 MB``, ``lz4``, ``zstd``, ``headers``: the same with other records.
 - ``latency``: the time from a record's timestamp to the end of its batch, at a constant rate.
-- ``first``: from ``start()`` to the end of the first batch. ``restart``: from the start of a program, whose predecessor
+- ``first``: from ``start()`` to the end of the first batch; also of ``floor``, a Python source that does nothing: what
+  Spark itself takes to start one. ``restart``: from the start of a program, whose predecessor
   was killed, to its first rows.
 - ``partitions``: one new record in each of 1,000 partitions, every half second. ``idle``: no records at all.
 
@@ -55,7 +56,7 @@ BROKER_JAVA = ("-Xms512m", "-Xmx1g", "-XX:+UseSerialGC")
 """With both compilers: the broker must not be the bottleneck."""
 QUERY_S = 300
 """Bound of one run; a run takes seconds."""
-OURS, SPARKS, BY_HAND = "kafka-group", "kafka", "by hand"
+OURS, SPARKS, BY_HAND, FLOOR = "kafka-group", "kafka", "by hand", "floor"
 RECORD_MAX = 1_200_000
 """Bytes that the broker accepts, for records of 1 MB."""
 LARGE = 100_000_000
@@ -394,6 +395,10 @@ def first(topic: str) -> Any:
     """A case: the first batch of a new query."""
 
     def measure(lab: Lab, kind: str) -> Figures:
+        if kind == FLOOR:
+            from bench.executors import floor  # which uses this module
+
+            lab.spark.dataSource.register(floor(4, 100, 4))
         writer, began_s = writer_of(lab, kind, topic), time.time()
         with running(writer) as query:
             await_(lambda: bool(done(query)), "the first batch", query)
@@ -503,7 +508,7 @@ def cases(million: int) -> dict[str, Case]:
         "latency, 1 record/s": Case(latency(1)),
         "latency, 1,000 records/s": Case(latency(1_000), is_quick=True),
         "latency, 20,000 records/s": Case(latency(20_000)),
-        "first": Case(first("small"), small, is_quick=True),
+        "first": Case(first("small"), small, (OURS, SPARKS, FLOOR), is_quick=True),
         "restart": Case(restart("again"), small | {"topic": "again"}, rounds_max=3),
         "partitions": Case(trickle(1_000), rounds_max=1),
         "idle": Case(idle("small"), small, is_quick=True),
