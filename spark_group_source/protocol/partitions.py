@@ -271,7 +271,9 @@ class Partitions:
             self._set_known(tp, Known(partition.slot, at), ev.CommittedOffsetsRead)
             return None
         at, moved_from, is_inside = self._foreign_position(tp, partition.memory, committed)
-        durable = partition.memory if is_inside and isinstance(partition.memory, Memory) else None
+        durable, memory = None, partition.memory
+        if is_inside and isinstance(memory, Memory):  # its duplicates are counted
+            durable = Memory(memory.position, LastBatch(memory.last_batch.seq), memory.pending)
         self._set_known(tp, Known(partition.slot, at, is_foreign=True, durable=durable), ev.ForeignCommit)
         return moved_from
 

@@ -26,6 +26,17 @@ def after(at: int, batch: tuple[int, int]) -> int:
 
 
 @dataclass
+class Remembered:
+    """What a run knew of a partition before it read a foreign commit."""
+
+    memory: tuple[int, int] | None
+    pending: tuple[int, int] | None
+    committed: int | None
+    began: int | None
+    followed: bool = False
+
+
+@dataclass
 class Model:
     """The state of one stream."""
 
@@ -63,6 +74,8 @@ class Model:
     """Partitions with a foreign commit that is not claimed yet."""
     followed: set[TopicPartition] = field(default_factory=set)
     """Partitions whose position came from a commit that no stream made."""
+    durable: dict[TopicPartition, "Remembered"] = field(default_factory=dict)
+    """What was remembered of partitions with a foreign commit inside what is durable, until it is claimed."""
     leaving: dict[int, set[TopicPartition]] = field(default_factory=dict)
     """Partitions whose revocation is held, by slot."""
 
@@ -74,6 +87,8 @@ class Model:
         has it."""
         found = self.group_offsets.get(tp)
         known = self.committed.get(tp, self.began.get(tp))
+        before = Remembered(self.memory.get(tp), self.pending.get(tp), self.committed.get(tp), self.began.get(tp))
+        before.followed = tp in self.followed
         ours, as_of = self.memory.pop(tp, (None, -1))
         pending = self.pending.pop(tp, None)
         if found is None:
@@ -92,12 +107,17 @@ class Model:
                 since = min(self.start.get(tp, ours or 0), self.unsure.get(tp, ours or 0) if known is None else known)
                 if ours is not None and tp not in self.replayed and tp in self.start and since <= at < ours:
                     self.duplicates += ours - at
+                if inside and ours is not None:
+                    self.durable[tp] = before
             elif ours is not None and found.seq < as_of and not self.followed_back(found, tp, as_of):
                 at = max(at, ours)  # else the commit is as new as the memory, and may have followed a rewind
             own = found.stream == STREAM
-            self.mark(tp, (found.followed and at == found.offset) if own else found.stream is None and not inside)
+            # A commit that does not know the group's reset was made where a foreign commit had replaced its note.
+            followed = found.followed or found.reset_number < self.reset_number
+            self.mark(tp, (followed and at == found.offset) if own else found.stream is None and not inside)
         self.began[tp] = at
-        if pending and tp not in self.foreign and after(at, pending) != at:
+        knows_pending = found is not None and found.seq > as_of
+        if pending and tp not in self.foreign and after(at, pending) != at and not knows_pending:
             self.mark(tp, False)
             at = after(at, pending)
         self.position[tp] = at
@@ -113,17 +133,32 @@ class Model:
     def drop(self, tp: TopicPartition) -> None:
         slot = self.held.pop(tp)
         self.leaving.get(slot, set()).discard(tp)
+        durable = self.durable.pop(tp, None) if tp in self.foreign else None
         self.foreign.discard(tp)
         if tp in self.position:
             self.replayed.discard(tp)
             self.memory[tp] = self.position.pop(tp), self.seq
             self.start.pop(tp, None)
+            if durable is not None:
+                self.remember(tp, durable)
+
+    def remember(self, tp: TopicPartition, durable: "Remembered") -> None:
+        """The partition was lost before a foreign commit inside what is durable was claimed: it counts as not seen."""
+        assert durable.memory is not None
+        self.memory[tp] = durable.memory
+        self.mark(tp, durable.followed)
+        for known, value in [(self.committed, durable.committed), (self.began, durable.began)]:
+            known.pop(tp, None)
+            known.update({} if value is None else {tp: value})
+        if durable.pending is not None:
+            self.pending[tp] = durable.pending
 
     def batch_durable(self) -> None:
         """The batch in flight is durable."""
         for tp, (start, end) in self.in_flight.items():
-            if self.is_reading(tp) and tp in self.foreign:
-                pass  # it continues at the foreign commit
+            if self.is_reading(tp) and tp in self.foreign:  # it continues at the foreign commit
+                if tp in self.durable:
+                    self.durable[tp].pending = start, end
             elif self.is_reading(tp):
                 self.position[tp] = end
                 self.mark(tp, False)
@@ -139,7 +174,7 @@ class Model:
         stood = {tp: at for tp, (at, _) in self.memory.items()} | self.position | self.start
         self.before, self.start = self.before | begins | stood, {}
         self.unsure = {}
-        self.followed, self.foreign = set(), set()
+        self.followed, self.foreign, self.durable = set(), set(), {}
         self.in_flight, self.position, self.memory, self.pending, self.committed = {}, {}, {}, {}, {}
 
     # --- derived values --------------------------------------------------------------------------------------
