@@ -259,7 +259,8 @@ class Invariants(Accounts):
         for tp, (start, end) in self._of(offset.ranges) if offset.reset_number >= self._reset else ():
             book = self.books[tp]
             if start < end:
-                book.flight[reader] = (start, end)
+                if book.durable.get(reader.party, Range(-1, 0, 0)).seq < offset.seq:  # else it may see the mark at once
+                    book.flight[reader] = (start, end)
                 holding = {held.reader.party for held in book.holders.values() if held.loss is None}
                 # A consumer that is assigned the partition while no member of this stream owns it also reads the whole
                 # batch.

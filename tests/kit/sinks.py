@@ -130,6 +130,7 @@ class Table:
         else:
             raise Violation(f"table {self.name}: batch {offset.seq} lost every race, against few writers")
         for done in durable:
+            self.truth.durable(run.reader, done)  # at once: the run may act on the mark
             run.query.durable[done.stream] = BatchKey.of(done)
             run.marked = None if run.watched is None else run.watched.plan
         if offset not in durable and (ledger := sink._ledgers.get(offset.group)) is not None:
