@@ -146,6 +146,10 @@ class DataLossDetector:
         found.update(self.known_epochs.of({tp: positions[tp] for tp in self._capped.keys() & positions.keys()}))
         return found
 
+    def read_to(self) -> dict[TopicPartition, int]:
+        """Partitions that are read up to where their log was truncated: how far they were read before."""
+        return {tp: self.known_epochs.until(tp) for tp in self._capped}
+
     # --- one check --------------------------------------------------------------------------------------------------
 
     def _check(self) -> Requests:
@@ -342,7 +346,7 @@ class LeaderEpochs:
     def remember(self, offset: StreamOffset) -> None:
         """Store the epochs of a plan, also of an earlier run: its ends were reported under them."""
         epochs = offset.leader_epochs
-        for tp, until in {**offset.uncommitted, **offset.positions()}.items():
+        for tp, until in {**offset.uncommitted, **offset.positions(), **offset.read_to}.items():
             known = self._known.get(tp)
             if (epoch := epochs.get(tp)) is None:
                 self._known.pop(tp, None)

@@ -57,6 +57,9 @@ class StreamOffset:
     """Partitions that went back because their log was truncated or was recreated: their position before that."""
     lost_from: Mapping[TopicPartition, int] = field(default_factory=dict)
     """Partitions whose next records were gone: their position before that."""
+    read_to: Mapping[TopicPartition, int] = field(default_factory=dict)
+    """Partitions that a foreign commit moved back, and that are read up to where their log was truncated: how far they
+    were read before."""
     uncommitted: Mapping[TopicPartition, int] = field(default_factory=dict)
     """Positions of partitions that were not assigned at the plan and may not be committed yet."""
     last_batches: Mapping[TopicPartition, tuple[int, int]] = field(default_factory=dict)
@@ -97,6 +100,7 @@ class StreamOffset:
             "last_batches": _nested(self.last_batches),
             "leaders": _nested({tp: epochs[tp] for tp in self.uncommitted if tp in epochs}),
             "lost_from": _nested(self.lost_from),
+            "read_to": _nested(self.read_to),
             "reset": self.reset_number,
             "started": _listed(self.started),
             "truncated_from": _nested(self.truncated_from),
@@ -220,6 +224,7 @@ def _parse(doc: Mapping[str, Any]) -> StreamOffset:
         leader_epochs=leaders,
         truncated_from=_numbers(doc.get("truncated_from", {})),
         lost_from=_numbers(doc.get("lost_from", {})),
+        read_to=_numbers(doc.get("read_to", {})),
         uncommitted=uncommitted,
         last_batches={tp: (int(seq), int(start)) for tp, (seq, start) in _flat(doc.get("last_batches", {})).items()},
     )

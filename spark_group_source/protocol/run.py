@@ -759,6 +759,7 @@ class Run:
         )
         self._is_idle = planned is None
         if planned is not None:
+            planned = replace(planned, read_to=self.data_loss.read_to())
             self._unsettled_since_ms = None
             self.data_loss.known_epochs.remember(planned)
             self._apply(ev.Planned(offset=planned))

@@ -1,6 +1,7 @@
 """How the brokers' answers before a batch show lost records."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 from kit.harness import tps
@@ -58,8 +59,15 @@ class Brokers:
     def plan(self, ranges: Mapping[TopicPartition, tuple[int, int]]) -> None:
         """Plan a batch after the check: the checkpoint stores its epochs."""
         positions = {tp: start for tp, (start, _) in ranges.items()}
-        epochs = self.detector.leader_epochs(positions)
-        self.detector.known_epochs.remember(StreamOffset(group="etl", ranges=ranges, leader_epochs=epochs))
+        epochs, read_to = self.detector.leader_epochs(positions), self.detector.read_to()
+        offset = StreamOffset(group="etl", ranges=ranges, leader_epochs=epochs, read_to=read_to, topic_ids=self.ids)
+        self.checkpoint = replace(offset, stream="s", seq=0).to_json()
+        self.detector.known_epochs.remember(offset)
+
+    def restart(self) -> None:
+        """Another run continues from the checkpoint."""
+        self.detector = DataLossDetector(fail_on_data_loss=self.detector._fail)
+        self.detector.restore(parse(self.checkpoint))
 
     def elect(self, tp: TopicPartition, epoch: int, has: int | None, end: int) -> None:
         """Elect a leader that has the records below ``has``; its log ends at ``end``."""
@@ -438,8 +446,9 @@ def test_partition_continues_where_its_log_was_truncated_without_failOnDataLoss(
     assert brokers.check({A: end}) == [] and brokers.detector.records_missing is None
 
 
+@pytest.mark.parametrize("restarts", [False, True])
 @pytest.mark.parametrize("limit", [60, 50], ids=["at once", "in two batches"])
-def test_a_partition_that_was_moved_back_is_read_up_to_the_truncation_first(limit: int) -> None:
+def test_a_partition_that_was_moved_back_is_read_up_to_the_truncation_first(limit: int, restarts: bool) -> None:
     """Another consumer's commit moved it from 100 to 40. The sink has the records up to 100, and those from 60 on are
     others now."""
     brokers = read_up_to_100(fail=False)
@@ -451,7 +460,10 @@ def test_a_partition_that_was_moved_back_is_read_up_to_the_truncation_first(limi
             brokers.check({A: start}, after_ms=GRACE_MS)
             assert (brokers.detector.ends, brokers.detector.records_missing) == ({A: 60}, None)
             brokers.plan({A: (start, end)})
-    (said,) = brokers.check({A: 60})
+    if restarts:
+        brokers.restart()
+        brokers.check({A: 60})
+    (said,) = brokers.check({A: 60}, after_ms=GRACE_MS)
     assert "truncated at 60, below the position 100" in said
     found = brokers.detector.records_missing
     assert found is not None and found.offsets == {A: 60} and found.truncated == {A: 100}

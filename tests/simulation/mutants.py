@@ -134,10 +134,17 @@ MUTANTS = [
         "a position that was moved back to before a truncation reads up to it, and goes back there",
     ),
     Mutant(
+        "forgets-how-far-it-was-read",
+        L,
+        "{**offset.uncommitted, **offset.positions(), **offset.read_to}.items()",
+        "{**offset.uncommitted, **offset.positions()}.items()",
+        "the next run knows how far a partition was read that it reads up to a truncation",
+    ),
+    Mutant(
         "forgets-epochs-of-uncommitted-positions",
         L,
-        "{**offset.uncommitted, **offset.positions()}.items()",
-        "offset.positions().items()",
+        "{**offset.uncommitted, **offset.positions(), **offset.read_to}.items()",
+        "{**offset.positions(), **offset.read_to}.items()",
         "the next run knows the leader epoch of a position that is not committed",
     ),
     Mutant(
@@ -617,6 +624,7 @@ FOUND_BY: dict[str, tuple[str, int]] = {
     "believes-another-streams-check": ("cooperative", 50_632),
     "believes-foreign-epochs": ("cooperative", 1),
     "reads-over-a-truncation": ("consumer", 394),
+    "forgets-how-far-it-was-read": ("consumer", 55_792),
     "forgets-epochs-of-uncommitted-positions": ("cooperative", 2),
     "ignores-new-leaders": ("eager", 8),
     "stays-behind-a-truncation": ("eager", 8),
