@@ -243,7 +243,7 @@ class Usage:
         self._thread = threading.Thread(target=self._watch, name="usage", daemon=True)
 
     def __enter__(self) -> "Usage":
-        self._sample()
+        self._sample(resets=True)
         self._before = dict(self._ticks)
         self._thread.start()
         return self
@@ -259,13 +259,16 @@ class Usage:
         while not self._stop.wait(SAMPLE_S):
             self._sample()
 
-    def _sample(self) -> None:
+    def _sample(self, *, resets: bool = False) -> None:
         for process in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError, StopIteration):
                 command = (process / "cmdline").read_bytes().decode(errors="replace")
                 kind = next(kind for kind, sign in SIGNS.items() if sign in command)
                 fields = (process / "stat").read_text().rpartition(")")[2].split()
                 self._ticks[int(process.name)] = int(fields[11]) + int(fields[12])
+                if resets:
+                    (process / "clear_refs").write_text("5")  # the peak starts again: Spark's workers are reused
+                    continue
                 peak = next(x for x in (process / "status").read_text().splitlines() if x.startswith("VmHWM:"))
                 self.peak_mib[kind] = max(self.peak_mib.get(kind, 0), int(peak.split()[1]) // 1024)
 
@@ -526,8 +529,8 @@ def ratio(figure: str, medians: Mapping[str, float]) -> float | None:
     return ours / sparks if "records/s" in figure else sparks / ours
 
 
-def play(lab: Lab, chosen: Mapping[str, Case], rounds: int) -> dict[str, Any]:
-    """Measure the cases. Prints each figure, and returns all."""
+def play(lab: Lab, chosen: Mapping[str, Case], rounds: int) -> Iterator[dict[str, Any]]:
+    """Measure the cases. Prints each figure, and yields all so far."""
     report: dict[str, Any] = {}
     for name, case in chosen.items():
         if case.topic and case.topic["topic"] not in lab.topics:
@@ -546,7 +549,7 @@ def play(lab: Lab, chosen: Mapping[str, Case], rounds: int) -> dict[str, Any]:
             report[f"{name}: {figure}"] = {**values, "ratio": times}
             shown = "  ".join(f"{kind} {shorter(values[kind])}" for kind in case.kinds if kind in values)
             print(f"{name + ': ' + figure:50} {shown}" + (f"  {times:5.2f} x" if times else ""), flush=True)
-    return report
+        yield report
 
 
 def shorter(values: Sequence[float]) -> str:
@@ -605,11 +608,11 @@ def main(arguments: Sequence[str]) -> int:
         try:
             lab = Lab(spark, broker.bootstrap_servers, Path(folder), set())
             print(f"{machine()}, Spark {spark.version}: median (lowest to highest), and the ratio", flush=True)
-            report = play(lab, wanted, 1 if chosen.quick else chosen.rounds)
+            for report in play(lab, wanted, 1 if chosen.quick else chosen.rounds):
+                if chosen.json:
+                    chosen.json.write_text(json.dumps({"machine": machine(), "figures": report}, indent=1))
+                if chosen.png:
+                    draw(report, machine(), chosen.png)
         finally:
             spark.stop()
-    if chosen.json:
-        chosen.json.write_text(json.dumps({"machine": machine(), "figures": report}, indent=1))
-    if chosen.png:
-        draw(report, machine(), chosen.png)
     return 0
