@@ -63,6 +63,8 @@ LARGE = 100_000_000
 """Bytes of the topics with large records."""
 LATENCY_S, SETTLE_S = 15, 10
 """Duration of a latency measurement, and of the production before it."""
+LAST = 20
+"""Batches of which the median duration is taken."""
 EVERY_S, BATCHES = 0.5, 8
 """Of the case ``partitions``: the interval of the records, and how many batches are measured."""
 IDLE_S = 20
@@ -219,6 +221,11 @@ def ended_s(progress: Any) -> float:
     """When a batch ended, on the clock of ``time.time()``."""
     began_s = datetime.fromisoformat(progress["timestamp"]).timestamp()
     return float(began_s + progress["durationMs"]["triggerExecution"] / 1000)
+
+
+def tasks_ms(batches: Sequence[Any]) -> float:
+    """How long the tasks of a batch took, median of the last ones."""
+    return statistics.median(progress["durationMs"]["addBatch"] for progress in batches[-LAST:])
 
 
 def ends(source: Any) -> dict[int, int]:
@@ -380,13 +387,26 @@ class Flow:
                 for p, end in ends(batch["sources"][0]).items():
                     took_ms += [(end_s - at_s) * 1000 for at_s in self.written_s[p][starts.get(p, 0) : end]]
         took_ms.sort()
-        return {"p50 ms": statistics.median(took_ms), "p99 ms": took_ms[len(took_ms) * 99 // 100]}
+        p50_ms, p99_ms = statistics.median(took_ms), took_ms[len(took_ms) * 99 // 100]
+        return {"p50 ms": p50_ms, "p99 ms": p99_ms, "ms of the tasks": tasks_ms(found)}
+
+
+def register_floor(lab: Lab) -> None:
+    """Register a Python source that does nothing, with few rows in each batch."""
+    from bench.executors import floor  # which uses this module
+
+    lab.spark.dataSource.register(floor(4, 100, 4))
 
 
 def latency(per_s: float) -> Any:
     """A case: batch after batch of a steady stream."""
 
     def measure(lab: Lab, kind: str) -> Figures:
+        if kind == FLOOR:
+            register_floor(lab)
+            with running(writer_of(lab, kind, "none")) as query:
+                threading.Event().wait(SETTLE_S)
+                return {"ms of the tasks": tasks_ms(done(query))}
         with Flow(lab.servers, Stream(per_s)) as flow, running(writer_of(lab, kind, flow.topic)) as query:
             threading.Event().wait(SETTLE_S + LATENCY_S)
             return flow.latency(query)
@@ -399,9 +419,7 @@ def first(topic: str) -> Any:
 
     def measure(lab: Lab, kind: str) -> Figures:
         if kind == FLOOR:
-            from bench.executors import floor  # which uses this module
-
-            lab.spark.dataSource.register(floor(4, 100, 4))
+            register_floor(lab)
         writer, began_s = writer_of(lab, kind, topic), time.time()
         with running(writer) as query:
             await_(lambda: bool(done(query)), "the first batch", query)
@@ -509,7 +527,7 @@ def cases(million: int) -> dict[str, Case]:
         found[name] = Case(backlog(name, million // 2, options=options), content)
     return found | {
         "latency, 1 record/s": Case(latency(1)),
-        "latency, 1,000 records/s": Case(latency(1_000), is_quick=True),
+        "latency, 1,000 records/s": Case(latency(1_000), kinds=(OURS, SPARKS, FLOOR), is_quick=True),
         "latency, 20,000 records/s": Case(latency(20_000)),
         "first": Case(first("small"), small, (OURS, SPARKS, FLOOR), is_quick=True),
         "restart": Case(restart("again"), small | {"topic": "again"}, rounds_max=3),
