@@ -225,7 +225,7 @@ def ended_s(progress: Any) -> float:
 
 def tasks_ms(batches: Sequence[Any]) -> float:
     """How long the tasks of a batch took, median of the last ones."""
-    return statistics.median(progress["durationMs"]["addBatch"] for progress in batches[-LAST:])
+    return float(statistics.median(progress["durationMs"]["addBatch"] for progress in batches[-LAST:]))
 
 
 def ends(source: Any) -> dict[int, int]:
@@ -395,7 +395,7 @@ def register_floor(lab: Lab) -> None:
     """Register a Python source that does nothing, with few rows in each batch."""
     from bench.executors import floor  # which uses this module
 
-    lab.spark.dataSource.register(floor(4, 100, 4))
+    lab.spark.dataSource.register(floor(4, 100, 2))
 
 
 def latency(per_s: float) -> Any:
@@ -591,6 +591,10 @@ def draw(report: Mapping[str, Any], machine: str, path: Path) -> None:
     axes.axvline(1, color="black", linewidth=1)
     axes.invert_yaxis()
     axes.set_xscale("log")
+    axes.set_xlim(min(0.25, *ratios) * 0.9, max(5, *ratios) * 1.2)
+    axes.set_xticks([0.25, 0.5, 1, 2, 4], ["0.25", "0.5", "1", "2", "4"])
+    axes.minorticks_off()
+    axes.margins(y=0.01)
     for at, each in enumerate(ratios):
         axes.text(each, at, f" {each:.2f}", va="center", fontsize=8)
     axes.set_xlabel(f"times as fast, or as cheap, as Spark's connector ({machine})")
