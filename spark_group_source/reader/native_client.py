@@ -277,10 +277,6 @@ class NativeChunk:
             at = np.concatenate([np.arange(one.first, one.last) for one in slices])
             rows, addresses = self._rows[at], self._addresses[at]
         stamps, stamp_types = self._timestamps(rows, addresses)
-        headers = None
-        if "headers" in columns:
-            rows_of = [row for one in slices for row in self._header_rows[one.first : one.last]]
-            headers = header_column(rows_of) if self._headers is None else self._headers.column(slices)
         return build_batch(
             columns,
             slices,
@@ -289,8 +285,13 @@ class NativeChunk:
             offset=np.ascontiguousarray(rows[:, _OFFSET]).view(np.int64),
             timestamp_ms=stamps,
             timestamp_type=stamp_types,
-            headers=headers,
+            headers=self._header_column(slices) if "headers" in columns else None,
         )
+
+    def _header_column(self, slices: Sequence[RowSlice]) -> pa.Array:
+        if self._headers is not None:
+            return self._headers.column(slices)
+        return header_column([row for one in slices for row in self._header_rows[one.first : one.last]])
 
     def _timestamps(self, rows: Words, addresses: Words) -> tuple[Ints, npt.NDArray[np.int32]]:
         """Timestamps in ms and librdkafka's type of each. Read from memory if a sample agrees with the public function,
@@ -315,7 +316,7 @@ class NativeChunk:
 
     def _parse_headers(self) -> RecordHeaders | None:
         """The headers as the broker sent them. None if they are not where they are expected, right behind the value, or
-        if that cannot be seen: no row has a key or a value."""
+        if that cannot be seen, because no row has a key or a value; and if a row has too many."""
         rows = self._rows
         has_value, has_key = rows[:, _PAYLOAD] != 0, rows[:, _KEY] != 0
         if self._client.headers_by_call or not (has_value | has_key).any():
@@ -542,8 +543,9 @@ class NativeClient(Client):
     def __init__(self, settings: Mapping[str, str]) -> None:
         super().__init__(library(), CONSUMER, settings)
         self.stamps_by_call = False
-        self.headers_by_call = False
         """Whether timestamps are read with the public function."""
+        self.headers_by_call = False
+        """Whether headers are read with the public function."""
         self._topics: set[str] = set()
         """Topics whose metadata was requested."""
         self._queue = self.lib.queue_get_consumer(self.rk)

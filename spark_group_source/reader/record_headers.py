@@ -2,8 +2,8 @@
 
 Runs in: executor workers, agents. Deliberately absent: where the bytes are in librdkafka's memory (``native_client``).
 
-librdkafka has a function for one header of one record. Called from Python for each, it takes twenty times as long as
-all other columns together. Here numpy takes the same step for all records: the count of headers, then for each header
+librdkafka has a function for one header of one record. Called from Python for each, it takes many times as long as all
+other columns together. Here numpy takes the same step for all records: the count of headers, then for each header
 the length of its name, the name, the length of its value (-1: null) and the value. Numbers are zigzag varints
 (the `record format <https://kafka.apache.org/documentation/#recordheader>`_).
 """
@@ -22,11 +22,15 @@ from spark_group_source.reader.records import (
     Words,
     binary_column,
     bytes_from,
+    header_lists,
     variable_width,
 )
 
 VARINT_BYTES_MAX = 5
 """Of a number of 32 bits."""
+HEADERS_MAX = 1_000
+"""The most headers of a record here: each one is a step for numpy, so for one record with 100,000 headers the calls of
+librdkafka are faster."""
 
 
 class NotHeaders(Exception):
@@ -52,23 +56,17 @@ class RecordHeaders:
         return ends[self.starts[1:]] - ends[self.starts[:-1]]
 
     def column(self, slices: Sequence[RowSlice]) -> pa.Array:
-        """The headers of the records of these slices. A record without headers is null, as in Spark's Kafka source, not
-        an empty list."""
+        """The headers of the records of these slices."""
         counts = np.concatenate([np.diff(self.starts[one.first : one.last + 1]) for one in slices])
         at = np.concatenate([np.arange(self.starts[one.first], self.starts[one.last]) for one in slices])
         if not len(at):
             return pa.nulls(len(counts), HEADERS_TYPE)
-        ends = np.zeros(len(counts) + 1, dtype=np.int32)
-        np.cumsum(counts, out=ends[1:])
-        validity = pa.py_buffer(np.packbits(counts > 0, bitorder="little"))
         names = _strings(binary_column(self.names[at], self.name_lengths[at].view(np.uint64)))
-        values = binary_column(self.values[at], self.value_lengths[at].view(np.uint64))
-        entries = pa.StructArray.from_arrays([names, values], fields=list(HEADERS_TYPE.value_type))
-        return pa.Array.from_buffers(HEADERS_TYPE, len(counts), [validity, pa.py_buffer(ends)], children=[entries])
+        return header_lists(counts, names, binary_column(self.values[at], self.value_lengths[at].view(np.uint64)))
 
 
-def parse(addresses: Words, lengths: Ints) -> RecordHeaders:
-    """Parse the headers of one or more records.
+def parse(addresses: Words, lengths: Ints) -> RecordHeaders | None:
+    """Parse the headers of one or more records. Returns None if one has more than :data:`HEADERS_MAX`.
 
     Args:
         addresses: where the headers of each record are, their count first.
@@ -81,6 +79,8 @@ def parse(addresses: Words, lengths: Ints) -> RecordHeaders:
     counts = cursor.number(np.arange(len(addresses)))
     if (counts < 0).any() or (counts > lengths).any():
         raise NotHeaders
+    if counts.max() > HEADERS_MAX:
+        return None
     starts = np.zeros(len(addresses) + 1, dtype=np.int64)
     np.cumsum(counts, out=starts[1:])
     names, values = (np.zeros(int(starts[-1]), dtype=np.uint64) for _ in range(2))

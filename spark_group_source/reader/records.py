@@ -334,19 +334,23 @@ def header_bytes(rows: Sequence[HeaderRow]) -> Ints:
 
 
 def header_column(rows: Sequence[HeaderRow]) -> pa.Array:
-    """The headers of each row. A row without headers is null, as in Spark's Kafka source, not an empty list."""
+    """The headers of each row."""
     flat = [header for row in rows for header in row]
-    ends = np.zeros(len(rows) + 1, dtype=np.int32)
-    np.cumsum([len(row) for row in rows], out=ends[1:])
-    validity = pa.py_buffer(np.packbits([bool(row) for row in rows], bitorder="little"))
-    entries = pa.StructArray.from_arrays(
-        [
-            variable_width([name.encode() for name, _ in flat], pa.string()),
-            variable_width([value for _, value in flat], pa.binary()),
-        ],
-        fields=list(HEADERS_TYPE.value_type),
+    return header_lists(
+        np.array([len(row) for row in rows], dtype=np.int64),
+        variable_width([name.encode() for name, _ in flat], pa.string()),
+        variable_width([value for _, value in flat], pa.binary()),
     )
-    return pa.Array.from_buffers(HEADERS_TYPE, len(rows), [validity, pa.py_buffer(ends)], children=[entries])
+
+
+def header_lists(counts: Ints, names: pa.Array, values: pa.Array) -> pa.Array:
+    """The headers of rows, from the number of each row and all headers one after the other. A row without headers is
+    null, as in Spark's Kafka source, not an empty list."""
+    ends = np.zeros(len(counts) + 1, dtype=np.int32)
+    np.cumsum(counts, out=ends[1:])
+    validity = pa.py_buffer(np.packbits(counts > 0, bitorder="little"))
+    entries = pa.StructArray.from_arrays([names, values], fields=list(HEADERS_TYPE.value_type))
+    return pa.Array.from_buffers(HEADERS_TYPE, len(counts), [validity, pa.py_buffer(ends)], children=[entries])
 
 
 # --- raw memory -------------------------------------------------------------------------------------------------------

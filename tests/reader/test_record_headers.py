@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spark_group_source.model import TopicPartition
-from spark_group_source.reader.record_headers import NotHeaders, parse
+from spark_group_source.reader.record_headers import HEADERS_MAX, NotHeaders, RecordHeaders, parse
 from spark_group_source.reader.records import HEADER_BYTES, RowSlice, header_bytes, header_column
 
 TP = TopicPartition("orders", 0)
@@ -42,6 +42,12 @@ class Memory:
         self.lengths = np.array([len(row) for row in rows], dtype=np.int64)
 
 
+def parsed(memory: Memory) -> RecordHeaders:
+    found = parse(memory.at, memory.lengths)
+    assert found is not None
+    return found
+
+
 _rows = st.lists(
     st.lists(
         st.tuples(
@@ -58,7 +64,7 @@ _rows = st.lists(
 @given(rows=_rows, border=st.integers(0, 12))
 def test_headers_are_those_that_were_sent(rows: list[Row], border: int) -> None:
     memory = Memory([sent([(name.encode(), value) for name, value in row]) for row in rows])
-    headers = parse(memory.at, memory.lengths)
+    headers = parsed(memory)
     assert headers.row_bytes().tolist() == header_bytes(rows).tolist()
     edge = min(border, len(rows))
     slices = [RowSlice(TP, first, last) for first, last in [(0, edge), (edge, len(rows))] if first < last]
@@ -69,14 +75,14 @@ def test_headers_are_those_that_were_sent(rows: list[Row], border: int) -> None:
 
 def test_headers_of_some_rows() -> None:
     memory = Memory([sent([(b"a", b"%d" % row)] * row) for row in range(6)])
-    found = parse(memory.at, memory.lengths).column([RowSlice(TP, 1, 2), RowSlice(TP, 3, 5)])
+    found = parsed(memory).column([RowSlice(TP, 1, 2), RowSlice(TP, 3, 5)])
     assert [len(row) for row in found.to_pylist()] == [1, 3, 4]
     assert {header["value"] for row in found.to_pylist() for header in row} == {b"1", b"3", b"4"}
 
 
 def test_a_name_that_is_not_utf_8_is_replaced_as_by_spark() -> None:
     memory = Memory([sent([(b"\xffa", b"1"), ("ü".encode(), None), (b"with\0zero", b"")])])
-    headers = parse(memory.at, memory.lengths)
+    headers = parsed(memory)
     assert headers.column([RowSlice(TP, 0, 1)]).to_pylist() == [
         [{"key": "\ufffda", "value": b"1"}, {"key": "ü", "value": None}, {"key": "with\0zero", "value": b""}]
     ]
@@ -105,5 +111,11 @@ def test_other_bytes_are_refused(wrong: bytes) -> None:
 
 def test_no_record_has_headers() -> None:
     memory = Memory([sent([]), sent([])])
-    column = parse(memory.at, memory.lengths).column([RowSlice(TP, 0, 2)])
+    column = parsed(memory).column([RowSlice(TP, 0, 2)])
     assert column.to_pylist() == [None, None] and isinstance(column, pa.ListArray)
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_a_record_with_very_many_headers_is_left_to_librdkafka(more: int) -> None:
+    memory = Memory([sent([(b"a", b"b")]), sent([(b"", b"")] * (HEADERS_MAX + more))])
+    assert (parse(memory.at, memory.lengths) is None) == bool(more)
