@@ -117,7 +117,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         _check_levels(item)
     items.sort(
         key=lambda item: (
-            LANES.index(lane) if (lane := _lane(item.nodeid, config.option.markexpr)) else len(LANES),
+            LANES.index(lane) if (lane := _lane(_file(item.nodeid), config.option.markexpr)) else len(LANES),
             item.get_closest_marker("slow") is None,
         )
     )
@@ -134,10 +134,13 @@ def _check_levels(item: pytest.Item) -> None:
             )
 
 
+def _file(nodeid: str) -> str:
+    return nodeid.split("::", maxsplit=1)[0]
+
+
 @functools.cache
-def _lane(nodeid: str, selected: str) -> str | None:
+def _lane(file: str, selected: str) -> str | None:
     """The lane of a file's tests, from its text: the scheduler of pytest-xdist knows only names."""
-    file = nodeid.split("::", maxsplit=1)[0]
     text = (ROOT / file).read_text()
     if "mark.spark" in text or "mark.crash" in text:
         if file.startswith(SHARED_SPARK):
@@ -162,7 +165,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class Lanes(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types
         def _split_scope(self, nodeid: str) -> str:
-            return _lane(nodeid, config.option.markexpr) or nodeid
+            return _lane(_file(nodeid), config.option.markexpr) or nodeid
 
     config.option.loadscopereorder = False  # otherwise the lane with the most tests starts first
     return Lanes(config, log)

@@ -11,8 +11,8 @@ lowest and the highest. The last column is a ratio: how many times as fast as Sp
 - ``1 KiB`` to ``1 MB``, ``lz4``, ``zstd``, ``headers``: the same with other records.
 - ``latency``: the time from a record's timestamp to the end of its batch, at a constant rate.
 - ``first``: from ``start()`` to the end of the first batch; also of ``floor``, a Python source that does nothing: what
-  Spark itself takes to start one. ``restart``: from the start of a program, whose predecessor
-  was killed, to its first rows.
+  Spark itself takes to start one.
+- ``restart``: from the start of a program whose predecessor was killed to its first rows.
 - ``partitions``: one new record in each of 1,000 partitions, every half second. ``idle``: no records at all.
 
 CPU time is that of all processes but the broker. Broker, JVM and Python share the machine's cores, so the figures serve

@@ -104,3 +104,7 @@ class Book:
     moved: bool = False  # an operator moved it by Kafka's own tool
     halfway: bool = False  # an operator moved it by a reset that did not reach the table
     rows: dict[str, set[int]] = field(default_factory=dict)  # by table with a ledger: the offsets that are in it
+
+    def durable_seq(self, party: str) -> int:
+        """Return the number of a party's last durable batch; -1 before the first."""
+        return self.durable[party].seq if party in self.durable else -1

@@ -259,7 +259,7 @@ class Invariants(Accounts):
         for tp, (start, end) in self._of(offset.ranges) if offset.reset_number >= self._reset else ():
             book = self.books[tp]
             if start < end:
-                if book.durable.get(reader.party, Range(-1, 0, 0)).seq < offset.seq:  # else it may see the mark at once
+                if book.durable_seq(reader.party) < offset.seq:  # else it may see the mark at once
                     book.flight[reader] = (start, end)
                 holding = {held.reader.party for held in book.holders.values() if held.loss is None}
                 # A consumer that is assigned the partition while no member of this stream owns it also reads the whole
@@ -334,7 +334,7 @@ class Invariants(Accounts):
         for tp, (start, end) in self._of(offset.ranges):
             book = self.books[tp]
             book.flight.pop(reader, None)
-            if book.durable.get(reader.party, Range(-1, 0, 0)).seq <= offset.seq:
+            if book.durable_seq(reader.party) <= offset.seq:
                 book.durable[reader.party] = Range(offset.seq, start, end)
             for holding in book.holders.values():
                 if holding.reader is reader and holding.loss is None and holding.until is not None:
