@@ -138,6 +138,7 @@ class DataLossDetector:
             reason=self._reason,
             topics=tuple(sorted(self._recreated)),
             truncated=self._truncated,
+            checked=self._positions,
         )
 
     def leader_epochs(self, positions: Offsets) -> dict[TopicPartition, int]:

@@ -289,7 +289,7 @@ class Run:
             case ev.Durable():
                 self._batch_durable(event.offset)
             case ev.RecordsMissing():
-                self.partitions.skip_missing(event.offsets, event.topics, event.truncated)
+                self.partitions.skip_missing(event)
                 self.lookups.topics_recreated(event.topics)
                 self._out.log(event.reason, warn=True)
             # positions of new partitions

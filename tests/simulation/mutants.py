@@ -206,6 +206,13 @@ MUTANTS = [
         "a commit of the stream that knows nothing of the group's last reset is a foreign move",
     ),
     Mutant(
+        "applies-a-check-of-another-position",
+        P,
+        "if at.offset == missing.checked.get(tp, at.offset) or tp.topic in topics:",
+        "if True:",
+        "records that are missing at one position do not move a partition that is at another one since",
+    ),
+    Mutant(
         "forgets-what-is-durable",
         P,
         "elif partition.is_foreign and partition.durable is not None:",
@@ -635,6 +642,7 @@ FOUND_BY: dict[str, tuple[str, int]] = {
     "claims-nothing": ("eager", 13),
     "leaves-slots-on-agents-while-it-reads-again": ("consumer", 40_470),
     "trusts-commits-from-before-a-reset": ("consumer", 30_894),
+    "applies-a-check-of-another-position": ("consumer", 60_303),
     "forgets-what-is-durable": ("eager", 20_439),
     "ignores-a-pending-batch": ("eager", 19),
     "keeps-the-plan-over-a-reset": ("eager", 41),
