@@ -475,7 +475,8 @@ class Invariants(Accounts):
             return True  # the group has no offset to compare
         if start in book.firsts and (start >= (last or 0) or reader.party in book.away):
             return True  # the records before it are deleted
-        since_ms = min((held.since_ms for held in book.holders.values() if held.reader is reader), default=0)
+        mine = [held for held in book.holders.values() if held.reader is reader]
+        since_ms = min((held.since_ms for held in mine), default=0)
         before = [entry for at_ms, entry in book.commits if at_ms < since_ms]
         seen = before[-1:] + [entry for at_ms, entry in book.commits if at_ms >= since_ms]
         anyone = last is None or reader.party in book.away
@@ -483,7 +484,9 @@ class Invariants(Accounts):
             known = {book.start, book.nobodys, *book.firsts, *(entry.offset for entry in seen)}
             # Under latest it may have started at a log end that was truncated since, or that retention has passed.
             lost = book.end < start <= book.longest or start < max(book.firsts, default=0)
-            return start in known or (lost and self._may_skip(tp, reader))
+            # It resolved its start before the next owner committed, and has not heard that its session has ended.
+            unheard = start <= max(book.end, book.longest) and any(held.loss is not None for held in mine)
+            return start in known or ((lost or unheard) and self._may_skip(tp, reader))
         if anyone and start in book.truncated and not reader.fails_on_loss:
             return True  # the log was truncated below the committed offset
         return start in [entry.offset for entry in seen if anyone or entry.stream != reader.party]

@@ -194,6 +194,25 @@ def test_a_run_skips_no_record_from_the_committed_offset_on(scene: Scene, seq: i
         scene.truth.planned(third, offset(third, 2, start, 20))
 
 
+@pytest.mark.parametrize("replaced", [True, False])
+def test_a_run_that_has_not_heard_of_the_next_owner_begins_where_it_resolved_its_start(
+    scene: Scene, replaced: bool
+) -> None:
+    scene.truth.starts_at_the_end = True
+    scene.truth.produce(TP, 10)
+    (first, cut_off), (second, successor) = (scene.member(name, stream=name[0]) for name in ("a.1", "b.1"))
+    first.known = second.known = {TP.topic: 1}
+    scene.assign(cut_off)
+    if replaced:
+        scene.assign(successor)
+    scene.commit(second, 5)
+    if replaced:
+        scene.truth.planned(first, offset(first, 0, 2, 10))
+    else:
+        with pytest.raises(Violation, match="its last range ended at None"):
+            scene.truth.planned(first, offset(first, 0, 2, 10))
+
+
 @pytest.mark.parametrize(("party", "start", "explained"), [("b", 4, True), ("a", 4, False), ("b", 3, False)])
 def test_only_a_query_that_did_not_write_the_records_may_take_an_ordinary_commit_for_a_rewind(
     scene: Scene, party: str, start: int, explained: bool
