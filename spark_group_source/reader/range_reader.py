@@ -280,8 +280,12 @@ class _ClientSettings(dict[str, str]):
         return "<settings>"
 
 
+IDLE_CLIENTS_MAX = 4
+"""Clients that a worker keeps for later tasks. Each has four threads or more, and up to 20 MiB after large records; a
+worker that is reused runs tasks of many queries, each with its own settings."""
+
 idle_clients: dict[_ClientSettings, NativeClient] = {}
-"""Clients that no reader uses; at most one for each set of settings."""
+"""Clients that no reader uses, at most one for each set of settings; the one that was used last is the last."""
 
 
 def close_idle_clients() -> None:
@@ -306,7 +310,8 @@ class ClientLease:
         self.client = NativeClient(self._settings)
 
     def release(self, *, is_reusable: bool) -> None:
-        """Keep the client as idle if it is reusable; close it otherwise."""
+        """Keep the client as idle if it is reusable, in place of the one that was not used longest; close it
+        otherwise."""
         try:
             self.client.clear()
         except RuntimeError:
@@ -314,6 +319,8 @@ class ClientLease:
             is_reusable = False
         if is_reusable and self.client.rk is not None and self._settings not in idle_clients:
             idle_clients[self._settings] = self.client
+            while len(idle_clients) > IDLE_CLIENTS_MAX:
+                idle_clients.pop(next(iter(idle_clients))).close()
         else:
             self.client.close()
 

@@ -674,6 +674,26 @@ def test_the_client_is_reused_and_replaced_after_an_error(topic: TopicFactory, p
     assert idle() != first
 
 
+def test_a_worker_that_runs_tasks_of_many_queries_keeps_the_clients_of_the_last_ones(
+    topic: TopicFactory, produce: Produce, broker: BrokerCluster
+) -> None:
+    name = topic()
+    produce(name, ["0"], partition=0)
+
+    def read_for(group: str) -> NativeClient:
+        settings = {"bootstrap.servers": broker.bootstrap_servers, "group.id": group}
+        assert sum(batch.num_rows for batch in read_batches(settings, [of(name, 0, 1)])) == 1
+        return next(reversed(range_reader.idle_clients.values()))
+
+    range_reader.close_idle_clients()
+    count = range_reader.IDLE_CLIENTS_MAX
+    first, *others = [read_for(f"group-{number}") for number in range(count)]
+    assert read_for("group-0") is first, "it is used again"
+    newest = read_for(f"group-{count}")
+    assert others[0].rk is None, "it was not used longest"
+    assert list(range_reader.idle_clients.values()) == [*others[1:], first, newest]
+
+
 @pytest.mark.parametrize("answers", ["refused", "never"])
 def test_a_broker_that_does_not_respond_is_named_within_the_deadline(answers: str) -> None:
     with socket.socket() as mute:
