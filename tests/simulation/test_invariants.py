@@ -213,6 +213,26 @@ def test_a_run_that_has_not_heard_of_the_next_owner_begins_where_it_resolved_its
             scene.truth.planned(first, offset(first, 0, 2, 10))
 
 
+@pytest.mark.parametrize("is_reset", [True, False])
+def test_a_query_that_fails_on_data_loss_goes_back_in_a_truncated_log_only_after_a_reset(
+    scene: Scene, is_reset: bool
+) -> None:
+    scene.truth.produce(TP, 3)
+    query, client = scene.member("a.1", stream="a")
+    operator, _ = scene.member("operator")
+    scene.truth.operator, query.fails_on_loss = operator.name, True
+    scene.assign(client)
+    scene.commit(query, 0)
+    scene.truth.planned(query, offset(query, 0, 0, 3))
+    scene.truth.shrunk(TP, 0)
+    if is_reset:
+        scene.commit(operator, 0)
+        scene.truth.planned(query, offset(query, 1, 0, 2))
+    else:
+        with pytest.raises(Violation, match="although it must fail on data loss"):
+            scene.truth.planned(query, offset(query, 1, 0, 2))
+
+
 @pytest.mark.parametrize(("party", "start", "explained"), [("b", 4, True), ("a", 4, False), ("b", 3, False)])
 def test_only_a_query_that_did_not_write_the_records_may_take_an_ordinary_commit_for_a_rewind(
     scene: Scene, party: str, start: int, explained: bool
