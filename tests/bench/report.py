@@ -7,7 +7,9 @@ new checkpoint (and a new group). A case is warmed up once; its figure is the me
 lowest and the highest. The last column is a ratio: how many times as fast as Spark's connector, or as cheap. Cases:
 
 - ``noop``, ``delta``, ``columns``: a full topic with the AvailableNow trigger, into no table, into a Delta table, and
-  with only ``value`` and ``timestamp``. ``delta`` also has a program without Spark: a consumer and ``deltalake``.
+  with only ``value`` and ``timestamp``. ``delta`` also has a program without Spark: a consumer and ``deltalake``. In
+  one batch, which also creates the table.
+- ``delta, later batches``: the same in four batches, the tasks without those of the first one.
 - ``1 KiB`` to ``1 MB``, ``lz4``, ``zstd``, ``headers``: the same with other records.
 - ``latency``: the time from a record's timestamp to the end of its batch, at a constant rate.
 - ``first``: from ``start()`` to the end of the first batch; also of ``floor``, a Python source that does nothing: what
@@ -284,9 +286,17 @@ class Usage:
 
 
 def backlog(
-    topic: str, records: int, write: Write = noop, *, select: Sequence[str] = (), options: Mapping[str, str] = {}
+    topic: str,
+    records: int,
+    write: Write = noop,
+    *,
+    select: Sequence[str] = (),
+    options: Mapping[str, str] = {},
+    batches: int = 1,
 ) -> Any:
-    """A case: read a full topic."""
+    """A case: read a full topic. Of several batches, the tasks of the first one are not measured."""
+    if batches > 1:
+        options = {**options, "maxOffsetsPerTrigger": str(records // batches)}
 
     def measure(lab: Lab, kind: str) -> Figures:
         began_s = time.monotonic()
@@ -304,9 +314,12 @@ def backlog(
         rows = sum(progress["numInputRows"] for progress in done(query))
         if rows != records:
             raise AssertionError(f"{kind} read {rows} rows of {records}")
-        tasks_s = sum(progress["durationMs"]["addBatch"] for progress in done(query)) / 1000
+        if len(done(query)) != batches:
+            raise AssertionError(f"{kind} read {len(done(query))} batches instead of {batches}")
+        measured = done(query)[batches > 1 :]
+        tasks_s = sum(progress["durationMs"]["addBatch"] for progress in measured) / 1000
         return {
-            "records/s of the tasks": rows / tasks_s,
+            "records/s of the tasks": sum(progress["numInputRows"] for progress in measured) / tasks_s,
             "records/s of the query": rows / query_s,
             "CPU s": usage.cpu_s,
             **{f"peak MiB, {kind}": mib for kind, mib in usage.peak_mib.items() if kind != "JVM"},
@@ -517,6 +530,7 @@ def cases(million: int) -> dict[str, Case]:
         "noop": Case(backlog("full", million), full, is_quick=True),
         "columns": Case(backlog("full", million, select=("value", "timestamp")), full),
         "delta": Case(backlog("full", million, delta), full, (OURS, SPARKS, BY_HAND), is_quick=True),
+        "delta, later batches": Case(backlog("full", million, delta, batches=4), full),
     }
     for name, size in sizes.items():
         topic, records = f"of-{size}", max(4, min(million, LARGE // size))
