@@ -2,8 +2,8 @@
 
 Runs in: tests. One seed is one history: :func:`run` raises :class:`Failed` with the story, and the same seed gives the
 same story again. After up to a minute and a half of faults (``faults``) comes a calm time, in which every record must
-be processed and every offset committed. The product's own code runs: ``runtime``, ``kafka``, ``protocol``, ``agents``
-and the decisions of ``delta.ledger_decision`` and ``cli.reset``. Only Kafka, time, threads and Spark are models.
+be processed and every offset committed. The product's own code runs: ``runtime``, ``kafka``, ``protocol``, ``agents``,
+the commit path of ``delta.sink``, and the decisions of ``cli.reset``. Only Kafka, time, threads and Spark are models.
 
 Deliberately absent (not modelled): what agents read ahead, changed subscriptions, several groups, clocks that jump, the
 duration of an event in the protocol, and changes of a table by others (``table_histories``).
@@ -13,6 +13,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from unittest.mock import patch
 
 from kit.agent_faults import AgentFaults
 from kit.books import Cause
@@ -25,6 +26,7 @@ from kit.kafka_group import Group
 from kit.scene import Scene
 from kit.troubles import Troubles
 from kit.world import World
+from spark_group_source.delta import table_writer
 
 FAULTS_MS = (30_000, 90_000)
 """Duration of the faults, drawn by the seed."""
@@ -83,7 +85,8 @@ def run(seed: int, *, protocol: str | None = None, agents: bool = False) -> Outc
 
 @contextmanager
 def telling(world: World, name: str, again: str = "") -> Iterator[None]:
-    """Play a history with the product's log disabled, because the story has more, and close its world.
+    """Play a history with the product's log disabled, because the story has more, and without pauses after lost
+    races, which would take real time; close its world.
 
     Raises:
         Failed: with the story, where a rule does not hold.
@@ -91,7 +94,8 @@ def telling(world: World, name: str, again: str = "") -> Iterator[None]:
     silent = logging.root.manager.disable
     logging.disable()
     try:
-        yield
+        with patch.object(table_writer, "RACE_WAIT_MAX_S", 0.0):
+            yield
     except Violation as exc:
         raise Failed(f"{exc}\n\nthe story of seed {name}:\n{world.story()}\n\n{exc}\n{again}") from exc
     finally:

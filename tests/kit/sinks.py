@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-from kit.invariants import Invariants, Violation
+from kit.invariants import Invariants
 from kit.spark import Read, SparkRun
 from kit.world import World
 from spark_group_source.delta import ledger_store, table_writer
@@ -121,14 +121,7 @@ class Table:
         batch = SimulatedCommit(
             sink, SimulatedWriter(self, run, offset, read), NO_ROWS, planned, TableWrite(offset.seq)
         )
-        for _ in range(table_writer.COMMIT_ATTEMPTS_MAX):
-            try:
-                durable = batch.attempt()
-                break
-            except CommitRace:  # without the pause of ``table_writer.retry_races``, which would be real time
-                pass
-        else:
-            raise Violation(f"table {self.name}: batch {offset.seq} lost every race, against few writers")
+        durable = table_writer.retry_races(batch.attempt, what=f"batch {offset.seq}")
         for done in durable:
             self.truth.durable(run.reader, done)  # at once: the run may act on the mark
             run.query.durable[done.stream] = BatchKey.of(done)
