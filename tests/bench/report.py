@@ -9,7 +9,8 @@ lowest and the highest. The last column is a ratio: how many times as fast as Sp
 - ``noop``, ``delta``, ``columns``: a full topic with the AvailableNow trigger, into no table, into a Delta table, and
   with only ``value`` and ``timestamp``. ``delta`` also has a program without Spark: a consumer and ``deltalake``. In
   one batch, which also creates the table.
-- ``delta, later batches``: the same in four batches, the tasks without those of the first one.
+- ``delta, later batches``: the same in four batches, the tasks without those of the first one; and with ``options``, by
+  Delta's writer options.
 - ``1 KiB`` to ``1 MB``, ``lz4``, ``zstd``, ``headers``: the same with other records.
 - ``latency``: the time from a record's timestamp to the end of its batch, at a constant rate.
 - ``first``: from ``start()`` to the end of the first batch; also of ``floor``, a Python source that does nothing: what
@@ -44,6 +45,7 @@ from confluent_kafka import Consumer, Producer
 from confluent_kafka.admin import AdminClient, NewTopic  # type: ignore[attr-defined]  # the stub hides it
 
 from spark_group_source.delta.sink import DeltaSink
+from spark_group_source.delta.table_writer import Writer
 from spark_group_source.local.broker import Broker
 from spark_group_source.local.conf import local_spark_settings
 from spark_group_source.local.jars import spark_kafka_jars
@@ -167,10 +169,14 @@ def noop(writer: "DataStreamWriter", _: str, __: Path) -> "DataStreamWriter":
     return writer.format("noop")
 
 
-def delta(writer: "DataStreamWriter", kind: str, folder: Path) -> "DataStreamWriter":
+def delta(writer: "DataStreamWriter", kind: str, folder: Path, way: Writer = "native") -> "DataStreamWriter":
     if kind == OURS:
-        return writer.foreachBatch(DeltaSink(folder / "table"))
+        return writer.foreachBatch(DeltaSink(folder / "table", writer=way))
     return writer.format("delta").option("path", str(folder / "table"))
+
+
+def delta_options(writer: "DataStreamWriter", kind: str, folder: Path) -> "DataStreamWriter":
+    return delta(writer, kind, folder, "options")
 
 
 def writer_of(
@@ -531,6 +537,7 @@ def cases(million: int) -> dict[str, Case]:
         "columns": Case(backlog("full", million, select=("value", "timestamp")), full),
         "delta": Case(backlog("full", million, delta), full, (OURS, SPARKS, BY_HAND), is_quick=True),
         "delta, later batches": Case(backlog("full", million, delta, batches=4), full),
+        "delta, options, later batches": Case(backlog("full", million, delta_options, batches=4), full),
     }
     for name, size in sizes.items():
         topic, records = f"of-{size}", max(4, min(million, LARGE // size))
