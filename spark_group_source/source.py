@@ -138,7 +138,7 @@ class GroupStreamReader(compatibility.CheckedPickle, DataSourceStreamReader):
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:  # noqa: ARG002
         parsed = self._parse(end)
         coordinator = self._running_coordinator()
-        coordinator.replay(parsed)
+        coordinator.start_batch(parsed)
         if self._control_server is not None:
             return self._planned_tasks(self._control_server, parsed, coordinator.placed_members())
         tasks = pack(

@@ -140,7 +140,7 @@ class Coordinator:
             self._publish()
         return end
 
-    def replay(self, end: StreamOffset) -> None:
+    def start_batch(self, end: StreamOffset) -> None:
         """Prepare for reading the batch that ends at ``end``; join the group if this is the run's first call."""
         self._call(ev.BatchStarted(offset=end))
         if self._run.last_batch >= 0:  # the sink must find it

@@ -459,7 +459,7 @@ class SparkRun:
         coordinator = self._coordinator
         assert coordinator is not None
         self._step(1, 30)
-        self._call("partitions()", lambda: coordinator.replay(offset))
+        self._call("partitions()", lambda: coordinator.start_batch(offset))
         if self.executors is not None:
             self.executors.task(self)
         if self.reader_dies:

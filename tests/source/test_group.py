@@ -91,7 +91,7 @@ def test_G1_a_replayed_batch_has_the_same_rows_while_another_member_has_its_part
     with OtherMember(scene.servers, scene.group, [name]) as other:
         await_until(lambda: len(other.partitions) == 4, what="another member with everything")
         with one.running() as again:
-            again.coordinator.replay(parse(end.to_json()))
+            again.coordinator.start_batch(parse(end.to_json()))
             assert sorted(again.read(end)) == sorted(first)
 
 

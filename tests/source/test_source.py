@@ -97,7 +97,7 @@ class FakeCoordinator:
         self.starts.append(start.seq)
         return start if start.seq >= self.ends else batch(start.seq + 1)
 
-    def replay(self, end: StreamOffset) -> None:
+    def start_batch(self, end: StreamOffset) -> None:
         self.read.append(end.seq)
 
 
