@@ -259,7 +259,7 @@ class Placement:
             return
         are_waiting = False
         for slot, agent in self._misplaced():
-            if all(map(self._is_committed, slot.held)):
+            if all(map(self._is_committed, slot.partitions)):
                 self._move(slot, agent)
             else:
                 are_waiting = True
@@ -403,7 +403,7 @@ class Placement:
             self._moving.intersection_update(range(len(slots)))
 
     def _may_leave(self, slot: Slot) -> bool:
-        return self._slots.may_move(slot) and all(map(self._is_committed, slot.held))
+        return self._slots.may_move(slot) and all(map(self._is_committed, slot.partitions))
 
     def _move(self, slot: Slot, agent: str) -> None:
         self._out.log(f"slot {slot.number} moves to {self.agents.name(agent) or 'the stream reader'}")
@@ -436,7 +436,7 @@ class Placement:
         self._counts.recalls += 1
         slot.recalls += 1
         slot.unassigned_since_ms = None
-        if slot.state is SlotState.JOINING and not slot.held:
+        if slot.state is SlotState.JOINING and not slot.partitions:
             self._move(slot, self.agent_for(slot))
 
     def _recall_from(self, ended: dict[str, str]) -> None:

@@ -218,7 +218,7 @@ class Run:
             state=self.state.value,
             generation=max((slot.generation for slot in slots), default=-1),
             slots=tuple(slot.state.value for slot in slots),
-            assigned=tuple(len(slot.held) for slot in slots),
+            assigned=tuple(len(slot.partitions) for slot in slots),
             agents=self.placement.agent_names(),
             placed_since_ms=tuple(slot.placed_since_ms if slot.agent != IN_READER else 0 for slot in slots),
             buffered_bytes=tuple(slot.buffered_bytes for slot in slots),

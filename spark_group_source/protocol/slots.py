@@ -46,7 +46,7 @@ class Slot:
     """The number of its consumers so far: events of an earlier consumer are ignored."""
     generation: int = -1
     """Of its last assignment; -1 before the first."""
-    held: set[TopicPartition] = field(default_factory=set)
+    partitions: set[TopicPartition] = field(default_factory=set)
     """Its partitions, including revoked ones that are not released yet."""
     revocation: Revocation | None = None
     """Set in REVOKING, and only there."""
@@ -169,16 +169,16 @@ class Slots:
             case ev.Lost():
                 slot.outdated.difference_update(event.partitions)
                 self._lose(slot, event.partitions, "the group revoked them without notice")
-                if not slot.held:
+                if not slot.partitions:
                     self._move(slot, ev.Lost)
                     self._start_unassigned(slot)
             case ev.MemberFailed():
-                self._lose(slot, tuple(slot.held), event.reason)
+                self._lose(slot, tuple(slot.partitions), event.reason)
                 self._move(slot, ev.MemberFailed)
                 self._start_unassigned(slot)
                 return self._join_later(slot, event.reason)
             case ev.MemberFenced():
-                self._lose(slot, tuple(slot.held), event.reason)
+                self._lose(slot, tuple(slot.partitions), event.reason)
                 self._move(slot, ev.MemberFenced)
                 if slot.failing_since_ms is None:
                     slot.failing_since_ms = self._out.now_ms
@@ -297,8 +297,8 @@ class Slots:
 
     def move(self, slot: Slot, agent: str) -> None:
         """Close the member; when it is closed, the next one joins on ``agent``. All positions must be committed."""
-        slot.missing = set(slot.held)
-        self._drop(slot, tuple(slot.held), ev.SlotMoves)
+        slot.missing = set(slot.partitions)
+        self._drop(slot, tuple(slot.partitions), ev.SlotMoves)
         self._move(slot, ev.SlotMoves)
         slot.closing_on, slot.moved_ms, slot.unassigned_since_ms = slot.agent, self._out.now_ms, None
         self._place_on(slot, agent)
@@ -313,7 +313,7 @@ class Slots:
     def remove_last(self) -> None:
         """Remove the last slot; its member leaves the group. All its positions must be committed."""
         slot = self.all[-1]
-        self._drop(slot, tuple(slot.held), ev.SlotMoves)
+        self._drop(slot, tuple(slot.partitions), ev.SlotMoves)
         self._move(slot, ev.Leave)
         self._removed[slot.number] = slot.client
         self.all.pop()
@@ -328,7 +328,7 @@ class Slots:
                 self.join(slot)
         elif slot.state not in WITHOUT_PARTITIONS:
             slot.may_be_alive = True
-            self._lose(slot, tuple(slot.held), why)
+            self._lose(slot, tuple(slot.partitions), why)
             self._move(slot, ev.AgentLost)
             self.join(slot)
 
@@ -367,7 +367,7 @@ class Slots:
 
     def deadlines_ms(self) -> list[int]:
         """When :meth:`tick` has something to do."""
-        overruns = [held.since_ms + self._rules.hold_budget_ms for _, held in self._held_revocations()]
+        overruns = [revocation.since_ms + self._rules.hold_budget_ms for _, revocation in self._held_revocations()]
         return overruns + list(self._wake_at_ms.values())
 
     def too_large(self) -> str:
@@ -389,14 +389,14 @@ class Slots:
             is_revoking = slot.state is SlotState.REVOKING
             if is_revoking != (slot.revocation is not None) or is_revoking != (slot.number in self._holding):
                 return f"slot {slot.number} has a revocation and is {slot.state.value}"
-            if slot.revocation is not None and not slot.revocation.partitions <= slot.held:
+            if slot.revocation is not None and not slot.revocation.partitions <= slot.partitions:
                 return f"slot {slot.number} releases partitions that it does not have"
-            if slot.state in WITHOUT_PARTITIONS and slot.held:
+            if slot.state in WITHOUT_PARTITIONS and slot.partitions:
                 return f"slot {slot.number} is {slot.state.value} and has partitions"
-        if sum(len(slot.held) for slot in self.all) != len(self._partitions.ours):
+        if sum(len(slot.partitions) for slot in self.all) != len(self._partitions.ours):
             return "a partition has two slots or none"
         for tp, partition in self._partitions.ours.items():
-            if tp not in self.all[partition.slot].held:
+            if tp not in self.all[partition.slot].partitions:
                 return f"{tp} names another slot than the one that has it"
         assigned = sum(slot.state is SlotState.ASSIGNED for slot in self.all)
         return None if assigned == self._assigned_count else "the assigned slots are miscounted"
@@ -471,13 +471,13 @@ class Slots:
         slot.missing.difference_update(event.partitions)
         outdated = {tp for tp in event.partitions if self._is_outdated(tp, event.generation)}
         slot.outdated |= outdated
-        new = [tp for tp in event.partitions if tp not in slot.held and tp not in outdated]
+        new = [tp for tp in event.partitions if tp not in slot.partitions and tp not in outdated]
         for tp in new:
             before = self._partitions.ours.get(tp)
             if before is not None:  # its former slot has not reported the revocation yet
                 self._lose(self.all[before.slot], (tp,), f"slot {slot.number} was assigned it")
             self._partitions.assign(tp, slot.number)
-            slot.held.add(tp)
+            slot.partitions.add(tp)
         if new:
             self._counts.count_rebalance(
                 f"slot {slot.number} was assigned {len(new)} partitions", now_ms=self._out.now_ms
@@ -495,7 +495,7 @@ class Slots:
         for slot in self.all:
             for tp in sorted(slot.outdated - self._partitions.ours.keys()):
                 self._partitions.assign(tp, slot.number)
-                slot.held.add(tp)
+                slot.partitions.add(tp)
                 slot.outdated.discard(tp)
 
     def _is_outdated(self, tp: TopicPartition, generation: int) -> bool:
@@ -505,12 +505,12 @@ class Slots:
         return partition is not None and self.all[partition.slot].generation > generation
 
     def _revoking(self, slot: Slot, event: ev.Revoking) -> None:
-        revoked = {tp for tp in event.partitions if tp in slot.held}
-        held = slot.revocation or Revocation(self._out.now_ms)
+        revoked = {tp for tp in event.partitions if tp in slot.partitions}
+        revocation = slot.revocation or Revocation(self._out.now_ms)
         self._move(slot, ev.Revoking)
-        held.is_eager = event.eager
-        held.partitions |= revoked
-        slot.revocation, slot.unassigned_since_ms = held, None
+        revocation.is_eager = event.eager
+        revocation.partitions |= revoked
+        slot.revocation, slot.unassigned_since_ms = revocation, None
         if revoked:
             self._counts.count_rebalance(
                 f"{len(revoked)} partitions of slot {slot.number} were revoked", now_ms=self._out.now_ms
@@ -534,7 +534,7 @@ class Slots:
 
     def _lose(self, slot: Slot, partitions: tuple[TopicPartition, ...], why: str) -> None:
         """Another consumer may read these already: never commit them, and count what is not committed."""
-        lost = [tp for tp in partitions if tp in slot.held]
+        lost = [tp for tp in partitions if tp in slot.partitions]
         twice = sum(map(self._partitions.unconfirmed, lost))
         self._drop(slot, tuple(lost), ev.Lost)
         if lost:
@@ -547,7 +547,7 @@ class Slots:
     def _drop(self, slot: Slot, partitions: tuple[TopicPartition, ...], cause: type) -> None:
         for tp in partitions:
             self._partitions.drop(tp, cause)
-            slot.held.discard(tp)
+            slot.partitions.discard(tp)
             if slot.revocation is not None:
                 slot.revocation.partitions.discard(tp)
 

@@ -338,8 +338,11 @@ def test_outdated_assignment_does_not_come_back_when_it_was_revoked(pair: GroupH
     [
         (lambda slots, slot: setattr(slot, "revocation", Revocation(0)), "has a revocation and is assigned"),
         (lambda slots, slot: slots._holding.add(slot.number), "has a revocation and is assigned"),
-        (lambda slots, slot: slot.held.clear(), "a partition has two slots or none"),
-        (lambda slots, slot: slots.all[1].held.add(slot.held.pop()), "names another slot than the one that has it"),
+        (lambda slots, slot: slot.partitions.clear(), "a partition has two slots or none"),
+        (
+            lambda slots, slot: slots.all[1].partitions.add(slot.partitions.pop()),
+            "names another slot than the one that has it",
+        ),
         (lambda slots, slot: setattr(slot, "state", SlotState.CHECKING), "is checking and has partitions"),
         (lambda slots, slot: setattr(slots, "_assigned_count", 1), "the assigned slots are miscounted"),
     ],

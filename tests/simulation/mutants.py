@@ -516,7 +516,7 @@ MUTANTS = [
     Mutant(
         "moves-uncommitted-slots",
         LE,
-        "        for slot, agent in self._misplaced():\n            if all(map(self._is_committed, slot.held)):",
+        "        for slot, agent in self._misplaced():\n            if all(map(self._is_committed, slot.partitions)):",
         "        for slot, agent in self._misplaced():\n            if True:",
         "a slot moves only when all its positions are committed",
         agents=True,
@@ -563,8 +563,8 @@ MUTANTS = [
     Mutant(
         "counts-no-lost-agent",
         S,
-        "            self._lose(slot, tuple(slot.held), why)\n            self._move(slot, ev.AgentLost)",
-        "            self._drop(slot, tuple(slot.held), ev.Lost)\n            self._move(slot, ev.AgentLost)",
+        "            self._lose(slot, tuple(slot.partitions), why)\n            self._move(slot, ev.AgentLost)",
+        "            self._drop(slot, tuple(slot.partitions), ev.Lost)\n            self._move(slot, ev.AgentLost)",
         "duplicates of a lost agent's partitions are counted",
         agents=True,
     ),
