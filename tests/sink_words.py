@@ -171,6 +171,17 @@ def expire_log(table: Path) -> None:
     assert not any("group" in info.get("userMetadata", "") for c in commits(table) for info in actions(c, "commitInfo"))
 
 
+FAR = 1_005
+"""More commits than any search reads at once."""
+
+
+def foreign_commits(table: Path, count: int) -> None:
+    info = json.dumps({"commitInfo": {"timestamp": 1, "operation": "OPTIMIZE", "operationParameters": {}}})
+    last = DeltaTable(table).version() + 1
+    for version in range(last, last + count):
+        (table / "_delta_log" / f"{version:020}.json").write_text(info + "\n")
+
+
 def offsets_in(table: Path) -> list[int]:
     """Read the table itself: the log has no files that list its rows any more."""
     return sorted(DeltaTable(table).to_pyarrow_table()["offset"].to_pylist())

@@ -1,7 +1,7 @@
 """What users do to a Delta table, by ``deltalake`` without a JVM and by Spark's statements, with the same names.
 
-Runs in: tests. Deliberately absent: the product, and what a change means for it. ``test_histories.py`` compares the
-commits that both leave in a table's log.
+Runs in: tests. Deliberately absent: the product, and what a change means for it. ``test_random_histories.py`` compares
+the commits that both leave in a table's log.
 """
 
 import json

@@ -51,7 +51,7 @@ def moment(table: Path, version: int, zone: str) -> str:
 def test_a_restore_by_timestamp_does_not_depend_on_the_time_zones_of_session_and_reader(
     query: Query, table: Path, zones: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """``decisions/test_history.py`` shows how the query continues."""
+    """``decisions/test_restored_table.py`` shows how the query continues."""
     sink, spark = query.sink(table), query.spark
     for n in range(4):
         query.run(sink, n, offset(n, one(n * 10, n * 10 + 10)))
@@ -85,7 +85,7 @@ def test_a_restore_during_a_batch_by_options_refuses_the_next_batch(
     query: Query, table: Path, before_next_commit: BeforeNextCommit
 ) -> None:
     """Delta commits the batch behind the RESTORE: its rows are in the table, and the rows before them are missing.
-    ``deltalake`` refuses the commit (``decisions/test_history.py``)."""
+    ``deltalake`` refuses the commit (``decisions/test_restored_table.py``)."""
     spark = query.spark
     for n in range(2):
         query.run(query.sink(table), n, offset(n, one(n * 10, n * 10 + 10)))

@@ -1,42 +1,37 @@
-"""The history of a table: notes, RESTORE, expired logs, and how the next batch is decided."""
+"""The history of a table: notes, expired logs, other writers, and how the next batch is decided."""
 
-import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from shutil import rmtree
-from typing import Any
 
-import pyarrow as pa
 import pytest
-from deltalake import DeltaTable, write_deltalake
+from deltalake import DeltaTable
 from sink_source import SCHEMA, offset
 from sink_words import (
+    FAR,
     BeforeNextCommit,
     NewQuery,
     Query,
     actions,
     commits,
     expire_log,
+    foreign_commits,
     next_offsets,
     notes,
     offsets_in,
     one,
     records,
-    rewrite,
     rows,
 )
-from table_changes import ByFiles
 
-from spark_group_source.delta import ledger_format, table_names, table_writer
+from spark_group_source.delta import table_names, table_writer
 from spark_group_source.delta.ledger_format import Ledger
 from spark_group_source.delta.ledger_store import read_ledger, set_ledger
-from spark_group_source.delta.restored_table import Replacement, find_replacement, ledger_of_rows
+from spark_group_source.delta.restored_table import Replacement, find_replacement
 from spark_group_source.delta.table_history import (
     Commit,
-    DescribedHistory,
     LedgerExpired,
-    LogFiles,
     TableHistory,
     note_of,
 )
@@ -195,333 +190,6 @@ def test_the_start_of_a_query_logs_its_ledger_and_the_groups_that_share_the_tabl
     query.run(query.sink(table), 3, offset(3, one(30, 40)))
     found = f"group etl: table {table} (version 4) continues at its ledger #3 of version 4"
     assert lines() == [f"{found}; other groups in its last 20 commits: audit"]
-
-
-# RESTORE
-
-
-def test_a_restore_to_before_the_groups_first_commit_is_refused_also_after_a_reset(query: Query, table: Path) -> None:
-    """A reset has no rows, so it does not tell where those of a partition start."""
-    query.run(query.sink(table), 0, offset(0, one(5, 20)))
-    set_ledger(query.spark, str(table), "etl", {P0: 20}, reason="reset", reset_number=1)
-    DeltaTable(table).restore(0)
-    with pytest.raises(LedgerConflict, match=r"removed rows of group 'etl': orders-0\[5,20\)"):
-        query.run(query.sink(table), 1, offset(1, one(20, 30), reset_number=1))
-    found = read_ledger(query.spark, str(table), "etl")
-    assert found is not None and found.offsets == {P0: 5}
-
-
-def test_a_restore_to_before_the_groups_first_commit_needs_no_older_log(query: Query, table: Path) -> None:
-    expire_log(table)
-    query.run(query.sink(table), 0, offset(0, one(0, 10)))
-    DeltaTable(table).restore(min(int(path.stem) for path in (table / "_delta_log").glob("*.json")))
-    found = read_ledger(query.spark, str(table), "etl")
-    assert found is not None and found.offsets == {P0: 0}
-
-
-def test_content_that_is_set_after_a_restore_may_have_brought_back_its_rows(query: Query, table: Path) -> None:
-    """The table is empty, so the overwrite removes no row."""
-    query.run(query.sink(table), 0, offset(0, one(0, 10)))
-    old = DeltaTable(table).to_pyarrow_table()
-    DeltaTable(table).restore(0)
-    write_deltalake(table, old, mode="overwrite")
-    with pytest.raises(LedgerConflict, match=r"version 3 of .* \(WRITE\) removed rows after .* is unknown"):
-        query.run(query.sink(table), 1, offset(1, one(10, 20)))
-
-
-def test_a_running_query_whose_table_was_replaced_after_its_ledger_expired_is_refused(
-    query: Query, table: Path
-) -> None:
-    sink = query.sink(table)
-    query.run(sink, 0, offset(0, one(0, 10)))
-    expire_log(table)
-    ByFiles().replace(table, DeltaTable(table).version())
-    with pytest.raises(LedgerConflict, match="was deleted or replaced while the query runs"):
-        query.run(sink, 1, offset(1, one(10, 20)))
-    with pytest.raises(LedgerConflict, match="rows of the table were replaced since then"):
-        query.run(query.sink(table), 1, offset(1, one(10, 20)))
-
-
-def test_a_restore_is_refused_and_after_a_reset_to_the_ledger_every_record_is_in_the_table_once(
-    query: Query, table: Path
-) -> None:
-    sink = query.sink(table)
-    for n in range(3):
-        query.run(sink, n, offset(n, {("orders", 0): (n * 10, n * 10 + 10), ("orders", 1): (7, 7 + n)}))
-    DeltaTable(table).restore(1)
-    for again in (sink, query.sink(table)):
-        with pytest.raises(
-            LedgerConflict, match=r"(?s)restored to version 1 .* orders-0\[10,30\), orders-1\[7,9\).*--to-led"
-        ):
-            query.run(again, 3, offset(3, one(30, 40)))
-    assert rows(table) == records(0, 10)
-    there = read_ledger(query.spark, str(table), "etl")
-    assert there is not None and there.offsets == {P0: 10, P1: 7}, "the position of `reset --to-ledger`"
-    set_ledger(query.spark, str(table), "etl", there.offsets, reason="--to-ledger", reset_number=1)
-    query.run(query.sink(table), 3, offset(3, one(30, 40)))
-    followed = [("orders", 0), ("orders", 1)]
-    last = offset(4, {("orders", 0): (10, 50), ("orders", 1): (7, 9)}, followed=followed, reset_number=1)
-    query.run(sink, 4, last)
-    assert rows(table) == sorted(records(0, 50) + records(7, 9, partition=1))
-
-
-def test_a_restore_during_a_batch_refuses_that_batch(
-    query: Query, table: Path, before_next_commit: BeforeNextCommit
-) -> None:
-    sink = query.sink(table)
-    for n in range(2):
-        query.run(sink, n, offset(n, one(n * 10, n * 10 + 10)))
-    before_next_commit(lambda: DeltaTable(table).restore(1))
-    with pytest.raises(LedgerConflict, match=r"restored to version 1 .*orders-0\[10,20\)"):
-        query.run(sink, 2, offset(2, one(20, 30)))
-    assert rows(table) == records(0, 10)
-
-
-def test_a_restore_that_removes_no_rows_of_the_group_is_ignored(query: Query, table: Path) -> None:
-    sink = query.sink(table)
-    query.run(sink, 0, offset(0, one(0, 10)))
-    DeltaTable(table).delete("offset < 5")
-    DeltaTable(table).restore(1)
-    for n in (1, 2):
-        query.run(sink, n, offset(n, one(n * 10, n * 10 + 10)))
-    query.run(query.sink(table), 3, offset(3, one(30, 40)))
-    assert rows(table) == records(0, 40)
-
-
-def test_a_second_restore_to_an_older_version_is_followed(query: Query, table: Path) -> None:
-    spark, sink = query.spark, query.sink(table)
-    for n in range(2):
-        query.run(sink, n, offset(n, one(100 + n * 10, 110 + n * 10)))
-    for version, position in ((1, 110), (0, 100)):
-        DeltaTable(table).restore(version)
-        there = read_ledger(spark, str(table), "etl")
-        assert there is not None and there.offsets == {P0: position}, "without rows: where the first batch started"
-    DeltaTable(table).restore(2)
-    query.run(sink, 2, offset(2, one(120, 130)))
-    assert rows(table) == records(100, 130)
-
-
-def by_timestamp(info: dict[str, Any]) -> None:
-    """Delta records the local time of the session that ran a RESTORE, without the time zone."""
-    info["operationParameters"] = {"version": None, "timestamp": "1999-12-31 23:59:59.000"}
-
-
-@pytest.mark.parametrize("compacted", [False, True])
-def test_the_version_of_a_restore_by_timestamp_is_found_by_the_actions_of_the_log(
-    query: Query, table: Path, compacted: bool
-) -> None:
-    for n in range(3):
-        query.run(query.sink(table), n, offset(n, one(n * 10, n * 10 + 10)))
-    if compacted:
-        DeltaTable(table).optimize.compact()
-        DeltaTable(table).delete("offset < 5")
-    DeltaTable(table).restore(2)
-    newest = DeltaTable(table).version()
-    rewrite(table, newest, "commitInfo", by_timestamp)
-    there = read_ledger(query.spark, str(table), "etl")
-    assert there is not None and there.offsets == {P0: 20}
-    with pytest.raises(LedgerConflict, match=r"restored to version 2 .*orders-0\[20,30\)"):
-        query.run(query.sink(table), 3, offset(3, one(30, 40)))
-
-
-def test_a_restore_by_timestamp_is_refused_if_two_versions_with_other_rows_in_between_have_its_files(
-    query: Query, table: Path
-) -> None:
-    """Before a batch, and after its rows were deleted on purpose: the first is behind the batch, the second is not."""
-    for n in range(2):
-        query.run(query.sink(table), n, offset(n, one(n * 10, n * 10 + 10)))
-    DeltaTable(table).delete("offset >= 10")
-    query.run(query.sink(table), 2, offset(2, one(20, 30)))
-    DeltaTable(table).restore(1)
-    rewrite(table, 5, "commitInfo", by_timestamp)
-    with pytest.raises(LedgerConflict, match=r"version 5 .*\(RESTORE\) removed rows .* is unknown"):
-        query.run(query.sink(table), 3, offset(3, one(30, 40)))
-
-
-def test_a_restore_by_timestamp_to_a_version_that_left_the_log_is_refused_and_not_guessed(
-    query: Query, table: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ledger_format, "FULL_EVERY", 1)
-    sink = query.sink(table)
-    for n in range(3):
-        query.run(sink, n, offset(n, one(n * 10, n * 10 + 10)))
-    DeltaTable(table).restore(1)
-    rewrite(table, 4, "commitInfo", by_timestamp)
-    for version in (0, 1, 2):
-        (table / "_delta_log" / f"{version:020}.json").unlink()
-    for refused in (sink, query.sink(table)):
-        with pytest.raises(LedgerConflict, match=r"version 4 .*\(RESTORE\) removed rows .* is unknown"):
-            query.run(refused, 3, offset(3, one(30, 40)))
-    with pytest.raises(LedgerConflict, match="is unknown"):
-        read_ledger(query.spark, str(table), "etl")
-
-
-# Bounds of a search: nothing is concluded from a log that ends
-
-
-FAR = 1_005
-"""More commits than any search reads at once."""
-
-
-def foreign_commits(table: Path, count: int) -> None:
-    info = json.dumps({"commitInfo": {"timestamp": 1, "operation": "OPTIMIZE", "operationParameters": {}}})
-    last = DeltaTable(table).version() + 1
-    for version in range(last, last + count):
-        (table / "_delta_log" / f"{version:020}.json").write_text(info + "\n")
-
-
-def test_a_restore_is_found_behind_and_across_a_thousand_foreign_commits(query: Query, table: Path) -> None:
-    stale = query.sink(table)
-    query.run(stale, 0, offset(0, one(0, 10)))
-    foreign_commits(table, FAR)
-    query.run(stale, 1, offset(1, one(10, 20)))
-    DeltaTable(table).restore(1)
-    foreign_commits(table, FAR)
-    for sink in (stale, query.sink(table)):
-        with pytest.raises(LedgerConflict, match=r"restored to version 1 .*orders-0\[10,20\)"):
-            query.run(sink, 2, offset(2, one(20, 30)))
-    for source in (LogFiles(str(table), str(table), DeltaTable(table)), Described(table)):
-        found = ledger_of_rows(TableHistory(source), "etl")
-        assert found is not None and found.offsets == {P0: 10}
-
-
-class Described(DescribedHistory):
-    """The history as ``DESCRIBE HISTORY`` returns it, with its LIMIT."""
-
-    def __init__(self, table: Path) -> None:
-        self.table, self._log, self._loaded = str(table), LogFiles(str(table), str(table), DeltaTable(table)), []
-
-    def _load(self, limit: int | None) -> list[Commit]:
-        newest = self._log.newest()
-        return list(self._log.commits(newest, -1 if limit is None else newest - limit))
-
-
-def test_a_restore_to_a_version_whose_ledger_left_the_log_is_refused_until_a_reset(
-    query: Query, table: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ledger_format, "FULL_EVERY", 1)
-    for n in range(3):
-        query.run(query.sink(table), n, offset(n, one(n * 10, n * 10 + 10)))
-        if n == 1:
-            DeltaTable(table).create_checkpoint()
-    DeltaTable(table).restore(2)
-    for version in (0, 1, 2):
-        (table / "_delta_log" / f"{version:020}.json").unlink()
-    with pytest.raises(LedgerConflict, match=r"\(RESTORE\) removed rows .* is unknown"):
-        query.run(query.sink(table), 3, offset(3, one(30, 40)))
-    set_ledger(query.spark, str(table), "etl", {P0: 20}, reason="reset", reset_number=1)
-    query.run(query.sink(table), 4, offset(4, one(20, 40), followed=[("orders", 0)], reset_number=1))
-    assert offsets_in(table) == list(range(40))
-
-
-def test_a_partition_of_a_recreated_topic_is_not_taken_back_to_where_the_former_topic_began(
-    query: Query, table: Path
-) -> None:
-    query.run(query.sink(table), 0, offset(0, one(100, 110)))
-    query.run(query.sink(table), 1, offset(1, one(3, 10), topic_id="id-2"))
-    DeltaTable(table).restore(0)
-    there = read_ledger(query.spark, str(table), "etl")
-    assert there is not None and there.offsets == {P0: 3}
-
-
-# DELETE, UPDATE and MERGE are the user's; REPLACE and overwrites are refused
-
-
-def delete(table: Path) -> None:
-    DeltaTable(table).delete("offset < 5")
-
-
-def update(table: Path) -> None:
-    DeltaTable(table).update(updates={"value": "'changed'"}, predicate="offset < 5")
-    DeltaTable(table).delete("value = 'changed'")
-
-
-def merge(table: Path) -> None:
-    first = pa.table({"first": pa.array([5], pa.int64())})
-    merging = DeltaTable(table).merge(first, "old.offset < new.first", source_alias="new", target_alias="old")
-    merging.when_matched_delete().execute()
-
-
-@pytest.mark.parametrize("remove", [delete, update, merge])
-def test_rows_removed_by_delete_update_or_merge_stay_missing(
-    query: Query, table: Path, remove: Callable[[Path], None]
-) -> None:
-    """The ledger knows what was written: the query continues."""
-    sink = query.sink(table)
-    query.run(sink, 0, offset(0, one(0, 10)))
-    remove(table)
-    assert rows(table) == records(5, 10)
-    query.run(sink, 1, offset(1, one(10, 20)))
-    query.run(query.sink(table), 2, offset(2, one(20, 30)))
-    assert rows(table) == records(5, 30)
-    assert next_offsets(table) == {("orders", 0): 30}
-
-
-def overwrite(table: Path) -> None:
-    write_deltalake(table, DeltaTable(table).to_pyarrow_table().slice(5), mode="overwrite")
-
-
-def overwrite_some(table: Path) -> None:
-    write_deltalake(table, pa.table(records_table(0, 3)), mode="overwrite", predicate="offset < 5")
-
-
-def replace_table(table: Path) -> None:
-    """``CREATE OR REPLACE TABLE ... AS SELECT ... VERSION AS OF 1``: a new id and the rows of an earlier version."""
-    DeltaTable(table).restore(1)
-    version = DeltaTable(table).version()
-
-    def replaced(info: dict[str, Any]) -> None:
-        info |= {"operation": "CREATE OR REPLACE TABLE AS SELECT", "operationParameters": {"isManaged": "false"}}
-
-    rewrite(table, version, "commitInfo", replaced)
-    rewrite(table, version, "metaData", lambda metadata: metadata.update(id="another"))
-
-
-def records_table(start: int, end: int) -> dict[str, Any]:
-    columns = list(zip(*records(start, end), strict=True))
-    types = (pa.string(), pa.int32(), pa.int64(), pa.string())
-    return {
-        name: pa.array(column, kind)
-        for name, column, kind in zip(("topic", "partition", "offset", "value"), columns, types, strict=True)
-    }
-
-
-@pytest.mark.parametrize("remove", [overwrite, overwrite_some, replace_table])
-def test_the_batch_after_a_replace_or_an_overwrite_is_refused(
-    query: Query, table: Path, remove: Callable[[Path], None]
-) -> None:
-    """``test_commands.py`` runs the commands of the message."""
-    sink = query.sink(table)
-    for n in range(2):
-        query.run(sink, n, offset(n, one(n * 10, n * 10 + 10)))
-    remove(table)
-    there = rows(table)
-    for refused in (sink, query.sink(table)):
-        with pytest.raises(LedgerConflict, match=r"version 3 .* removed rows after the last commit of group 'etl'"):
-            query.run(refused, 2, offset(2, one(20, 30)))
-    assert rows(table) == there
-    with pytest.raises(LedgerConflict, match="removed rows"):
-        read_ledger(query.spark, str(table), "etl")
-
-
-def test_an_overwrite_during_a_batch_refuses_that_batch(
-    query: Query, table: Path, before_next_commit: BeforeNextCommit
-) -> None:
-    sink = query.sink(table)
-    query.run(sink, 0, offset(0, one(0, 10)))
-    before_next_commit(lambda: overwrite(table))
-    with pytest.raises(LedgerConflict, match="removed rows"):
-        query.run(sink, 1, offset(1, one(10, 20)))
-    with pytest.raises(LedgerConflict, match="removed rows"):
-        query.run(query.sink(table), 2, offset(2, one(20, 30)))
-
-
-def test_an_overwrite_before_the_groups_last_commit_is_settled(query: Query, table: Path) -> None:
-    write_deltalake(table, pa.table(records_table(0, 3)), mode="append")
-    overwrite(table)
-    for n in range(2):
-        query.run(query.sink(table), n, offset(n, one(n * 10, n * 10 + 10)))
-    assert rows(table)[-20:] == records(0, 20)
 
 
 # Expired logs
