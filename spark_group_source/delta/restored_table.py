@@ -8,7 +8,7 @@ is, so a query that continued would leave a gap. A batch is refused until an ope
 ledger to one position with ``spark-group reset``. After a ``RESTORE`` the ledger of the restored version fits the rows.
 After the others, and where the log lacks that version, no ledger is known to fit them, and none is guessed.
 
-``DELETE``, ``UPDATE`` and ``MERGE`` change single rows on purpose; the ledger counts these rows as written.
+``DELETE``, ``UPDATE``, ``MERGE`` and ``TRUNCATE`` change rows on purpose; the ledger counts these rows as written.
 """
 
 from dataclasses import replace

@@ -38,7 +38,8 @@ HISTORY_LIMITS = (2, 20, 1000)
 """The ``LIMIT`` of one ``DESCRIBE HISTORY`` after the other; after the last one the whole history is read."""
 
 ROW_COMMANDS = frozenset({"DELETE", "UPDATE", "MERGE", "TRUNCATE"})
-"""Operations with which a user changes single rows on purpose: the ledger does not follow them."""
+"""Operations with which a user changes or removes rows on purpose: the ledger does not follow them. ``TRUNCATE`` is
+Databricks'."""
 
 PARTIAL_OVERWRITE = ("predicate", "isDynamicPartitionOverwrite")
 """Parameters of an overwrite that sets a part of the table only."""

@@ -326,8 +326,8 @@ class Options:
         "driver's host; executor: in agents, and the query fails if the stream reader cannot listen for them.")
     coordinator_port: int = _option(
         "coordinatorPort", integer(0, 65_535), "port", default=0, shown="any free port",
-        doc="The port on which the stream reader listens for agents and tasks. Without agents it is used only if "
-        "failOnDataLoss is false or maxBytesPerTrigger is set, for the reports of tasks.")
+        doc="The port on which the stream reader listens for agents and tasks. With memberHost=driver "
+        "it is used only if failOnDataLoss is false or maxBytesPerTrigger is set, for the reports of tasks.")
     coordinator_host: str | None = _option(
         "coordinatorHost", non_empty, "name or address", default=None,
         shown="the address that connects to the brokers, then the host name",
@@ -359,7 +359,7 @@ class Options:
         doc="The query's trigger. Spark 4.0 and 4.1 do not pass it to a Python source, and run only one batch with "
         "`availableNow`. availableNow: this batch reads everything, and both maximums per trigger are ignored. "
         "processingTime: the first batch of a run does not wait for late partitions. auto: it waits for them, and if "
-        "the run ends after it, a warning reports what maxOffsetsPerTrigger left. Newer Sparks pass the trigger, and "
+        "the run ends after it, a warning reports what these maximums left. Newer Sparks pass the trigger, and "
         "another one than this is refused.")
     group_protocol: Literal["classic", "consumer"] = _option(
         "kafka.group.protocol", one_of("classic", "consumer"), "classic or consumer", default="classic",
@@ -379,8 +379,8 @@ class Options:
         "forever. A query that starts waits 20 s.")
     fetch_offset_retries: int = _option(
         "fetchOffset.numRetries", integer(0, 1_000), "retries", default=3,
-        doc="How often a failed offset request is repeated immediately; after that it is repeated until "
-        "brokerTimeoutMs.")
+        doc="How often a failed offset request is repeated after a pause of fetchOffset.retryIntervalMs, within 10 s; "
+        "after that it is sent again and again until brokerTimeoutMs.")
     fetch_offset_retry_interval_ms: int = _option(
         "fetchOffset.retryIntervalMs", integer(0, DAY_MS), "ms", default=1_000,
         doc="The pause between two attempts of an offset request.")

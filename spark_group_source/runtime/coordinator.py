@@ -8,9 +8,9 @@ Threads: Spark's thread (executes the run's steps), one thread per slot (``membe
 (lookups and offset commits), the clock (raises time-based events, reads marks and requests of other processes, and
 publishes statistics). The life of a batch::
 
-    latest(start)   start is durable -> commit offsets, release revocations, apply assignments -> plan the next ranges
-    ...             Spark writes the offset log, tasks read the ranges, the sink commits
-    latest(end)     the next boundary
+    latest(start)     start is durable -> order the offset commit, which runs in parallel; plan the next ranges
+    start_batch(end)  Spark has written the offset log; tasks read the ranges, the sink commits
+    latest(end)       the next boundary
 """
 
 import logging

@@ -156,7 +156,9 @@ def test_without_the_logs_files_the_operation_says_whether_rows_were_replaced(
     assert not Commit.of(0, {"operation": "CLONE"}).replaces_rows, "the table's first commit removes nothing"
 
 
-@pytest.mark.parametrize(("operation", "replaces"), [("DELETE", False), ("MERGE", False), ("REPLACE X", True)])
+@pytest.mark.parametrize(
+    ("operation", "replaces"), [("DELETE", False), ("MERGE", False), ("TRUNCATE", False), ("REPLACE X", True)]
+)
 def test_a_commit_that_removes_rows_by_an_unknown_operation_replaces_them(operation: str, replaces: bool) -> None:
     assert Commit.of(2, {"operation": operation}, removes_rows=True).replaces_rows is replaces
     assert not Commit.of(2, {"operation": operation}, removes_rows=False).replaces_rows
