@@ -162,7 +162,8 @@ class DataLossDetector:
         self._proven_ends = {**self.ends, **kept} if kept else self.ends
         self._warn_of_silence()
 
-        new = tuple(tp for tp in self._positions if tp not in self._checked)
+        # A request about partitions without an end only would fail, and with it the check of the others.
+        new = tuple(tp for tp in self._positions if tp not in self._checked and tp in self.ends)
         suspicions = self._missing or self._short or self._left
         if not new and self.ends == self._positions and not suspicions and not unproven:
             return

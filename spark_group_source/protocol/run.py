@@ -348,8 +348,9 @@ class Run:
                 else:
                     self._assignment.take(event)
             case ev.LogEndsRead():
-                self._broker_answered(Requester.CALL)
                 self._ends_request = None if self._ends_request is None else self.data_loss.take(event)
+                if self._ends_request is None:  # else a later request may fail again and again
+                    self._broker_answered(Requester.CALL)
             case ev.RequestFailed():
                 self._broker_silent(Requester.CALL, event.error)
                 if self._ends_request is not None:  # the positions may have changed since the read started

@@ -205,6 +205,11 @@ class RunHarness:
             ):
                 self.clock.advance(ms=GIVEN_UP_MS)
                 return ev.RequestFailed(error=BrokerUnavailable("no leaders", servers="b:9092", waited_ms=GIVEN_UP_MS))
+            case ev.ReadLogEnds() if any(
+                tps and self.leaderless.issuperset(tps) for tps in (step.ends, step.firsts, step.log_ends)
+            ):
+                self.clock.advance(ms=GIVEN_UP_MS)  # an answer about none of the partitions is no answer
+                return ev.RequestFailed(error=BrokerUnavailable("no leaders", servers="b:9092", waited_ms=GIVEN_UP_MS))
             case ev.ReadTarget():
                 return ev.TargetRead(ends=dict(self.ends))
             case ev.ListTopics():

@@ -4,9 +4,11 @@ from typing import Any
 
 import pytest
 from kit.harness import GROUP, STREAM, ManualClock, tps
-from kit.run_harness import RunHarness
+from kit.run_harness import GIVEN_UP_MS, RunHarness
 
+from spark_group_source.errors import BrokerUnavailable
 from spark_group_source.model import TopicPartition
+from spark_group_source.protocol import events as ev
 from spark_group_source.protocol.lookups import POSITION_MS_MAX
 from spark_group_source.protocol.offsets import StreamOffset
 from spark_group_source.protocol.run import IDLE_PAUSES_MS, LEADER_MS_MAX
@@ -80,6 +82,39 @@ def test_resumed_run_reads_the_partitions_with_a_leader(kind: str) -> None:
     run = silent(kind, RunHarness.resumed(PAST))
     assert run.batch().ranges == {A: (150, 160)}
     assert run.clock() - BEGAN_MS <= PLANNED_MS_MAX
+
+
+def test_a_partition_whose_leader_never_answers_does_not_hold_up_a_running_query() -> None:
+    """Its first record is requested again before each batch, because it was not compared with the position yet."""
+    run = RunHarness()
+    run.ends |= {A: 160, B: 7}
+    run.leaderless.add(B)
+    run.committed = {B: ev.Committed(offset=3)}
+    assert run.batch().ranges[A] == (0, 160)
+    for end in (170, 180):
+        run.ends[A] = end
+        began_ms = run.clock()
+        assert run.batch().ranges[A] == (end - 10, end)
+        assert run.clock() - began_ms <= PLANNED_MS_MAX
+
+
+def test_a_check_whose_second_request_always_fails_ends_after_the_broker_timeout() -> None:
+    """The first one is answered each time."""
+    run = RunHarness(broker_timeout_ms=60_000)
+    run.ends |= {A: 160, B: 7}
+    run.batch()
+    run.ends[A] = 170
+    answer = run.answer
+
+    def fails(step: ev.Step) -> ev.Event:
+        if isinstance(step, ev.ReadLogEnds) and step.topics:
+            run.clock.advance(ms=GIVEN_UP_MS)
+            return ev.RequestFailed(error=BrokerUnavailable("timed out", servers="b:9092", waited_ms=GIVEN_UP_MS))
+        return answer(step)
+
+    run.answer = fails  # type: ignore[method-assign]
+    with pytest.raises(BrokerUnavailable, match="have not answered for 6"):
+        run.batch()
 
 
 @KINDS
