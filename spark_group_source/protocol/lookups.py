@@ -227,7 +227,8 @@ class PositionLookups:
         """
         if partitions == self._first_lookup:
             self._reads_resets_of = None
-        self._paused = frozenset(partitions)
+        still = self._paused if self._retry_at_ms is not None else frozenset()
+        self._paused = still | frozenset(partitions)
         self._partitions.fail_lookups(partitions)
         self._retry_at_ms = self._out.now_ms + pause_ms(self._failures)
         self._failures += 1

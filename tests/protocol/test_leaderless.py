@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from kit.harness import GROUP, STREAM, ManualClock, tps
+from kit.harness import GROUP, STREAM, ManualClock, only, tps
 from kit.run_harness import GIVEN_UP_MS, RunHarness
 
 from spark_group_source.errors import BrokerUnavailable
@@ -183,3 +183,17 @@ def test_no_batch_is_planned_while_no_broker_answers() -> None:
     run.down_until_ms = run.clock() + 3 * POSITION_MS_MAX
     run.ends = {A: 5, B: 7}
     assert run.batch().ranges == {A: (0, 5), B: (0, 7)}
+
+
+def test_lookups_of_two_slots_that_are_not_answered_pause_both() -> None:
+    run = RunHarness(slots=2)
+    run.assignments = {0: (), 1: ()}
+    run.begin(ev.NextBatchRequested(start=run.start, new_stream=STREAM), RunState.GATHERING)
+    run.pass_time(100)
+    run.unanswered_starts |= {A, B}
+    for slot, tp in enumerate((A, B)):
+        run.assigned(tp, slot=slot)
+        run.pass_time(500)
+    before = len(only(ev.FetchCommittedOffsets, run.history))
+    run.pass_time(60_000)
+    assert len(only(ev.FetchCommittedOffsets, run.history)) - before <= 2 * 60, "one a second for each of them at most"
