@@ -83,6 +83,8 @@ class Planner:
         """Up to where an AvailableNow run reads; None for other triggers."""
         self.left = 0
         """The offsets that the last batch left because of ``maxOffsetsPerTrigger`` or ``maxBytesPerTrigger``."""
+        self._turn: int | None = None
+        """The index of the partition whose turn comes next; None before the run's first limited batch."""
         self.record_sizes = RecordSizes()
 
     def set_target(self, ends: Mapping[TopicPartition, int]) -> None:
@@ -128,7 +130,7 @@ class Planner:
         if not (total or first) or not self._is_worthwhile(total, unlimited=unlimited, now_ms=now_ms):
             return None
         limit = None if unlimited else self._limit(backlogs)
-        until = fair_share(backlogs, limit, run.seq + 1)
+        until = fair_share(backlogs, limit, self._next_turn(limit, run.seq + 1))
         self._planned_at_ms = now_ms
         self.left = total - sum(end - backlogs[tp][0] for tp, end in until.items())
         known = run.lookups.known
@@ -161,6 +163,14 @@ class Planner:
             limits.append(offsets_within(backlogs, self.record_sizes.of, rules.max_bytes))
         return min(limits, default=None)
 
+    def _next_turn(self, limit: int | None, seq: int) -> int:
+        """The partition at which the remainder starts: behind those that the last batch served. A run's first batch
+        takes it from the number of the batch, so that runs of one batch serve others, too."""
+        turn = seq * (limit or 0) if self._turn is None else self._turn
+        if limit is not None:
+            self._turn = turn + limit
+        return turn
+
     def _is_worthwhile(self, total: int, *, unlimited: bool, now_ms: int) -> bool:
         min_offsets = None if unlimited or self.is_bounded else self._rules.min_offsets
         return is_worthwhile(total, min_offsets, self._planned_at_ms, now_ms, self._rules.max_delay_ms)
@@ -170,20 +180,20 @@ class Planner:
 
 
 def fair_share(
-    backlogs: Mapping[TopicPartition, tuple[int, int]], max_offsets: int | None, seq: int
+    backlogs: Mapping[TopicPartition, tuple[int, int]], max_offsets: int | None, turn: int
 ) -> dict[TopicPartition, int]:
     """Share ``max_offsets`` fairly among the partitions that have a backlog.
 
     Each partition with a backlog gets an equal share; what a smaller backlog does not use is shared among the others.
-    What remains, fewer offsets than partitions, is given one each in sorted order, starting at another partition in
-    each batch (by ``seq``). So neither a large backlog nor the sort order starves a partition: of n assigned
-    partitions, one with a backlog gets at least one offset within n batches with the same ``max_offsets``.
+    What remains, fewer offsets than partitions, is given one each in sorted order, starting at ``turn``. So neither a
+    large backlog nor the sort order starves a partition: of n assigned partitions, one with a backlog gets at least one
+    offset within n batches, if ``turn`` grows by the ``max_offsets`` of each of them.
 
     Args:
         backlogs: position and end offset of each assigned partition. A partition whose end is not above its position
             gets nothing (its log may have been truncated; that is not checked here).
         max_offsets: at least 1, or None for no limit.
-        seq: the number of the batch.
+        turn: the index of the partition at which the remainder starts, among the sorted ones, modulo their number.
 
     Returns:
         For each partition of ``backlogs`` the offset up to which to read, position <= until <= end. The sizes add up to
@@ -197,7 +207,7 @@ def fair_share(
         return until
     share, spare = _equal_share(sizes.values(), max_offsets)
     unsatisfied = sorted(tp for tp, size in sizes.items() if size > share)
-    first = bisect_left(unsatisfied, _first_served(backlogs, seq * max_offsets)) if spare else 0
+    first = bisect_left(unsatisfied, _first_served(backlogs, turn)) if spare else 0
     for i, tp in enumerate(unsatisfied[first:] + unsatisfied[:first]):
         until[tp] = backlogs[tp][0] + share + (i < spare)
     return until

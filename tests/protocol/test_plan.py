@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kit.harness import GROUP, STREAM, GroupHarness, rules_with, tps
+from kit.run_harness import RunHarness
 
 from spark_group_source.errors import InvariantBroken, OptionError
 from spark_group_source.model import OffsetRange, TopicPartition
@@ -217,7 +218,7 @@ class Backlog:
         self.seq = 0
 
     def batch(self, max_offsets: int | None) -> list[int]:
-        until = fair_share(self.left, max_offsets, self.seq)
+        until = fair_share(self.left, max_offsets, self.seq * (max_offsets or 0))
         self.seq += 1
         sizes = list(taken(self.left, until).values())
         self.left = {tp: (until[tp], latest) for tp, (_, latest) in self.left.items()}
@@ -297,10 +298,28 @@ def test_rotation_starves_no_partition(limit: int, count: int, first: int) -> No
     left = {TopicPartition("t", p): (0, 10**6) for p in range(count)}
     got: Counter[TopicPartition] = Counter()
     for seq in range(first, first - (-count // limit)):
-        until = fair_share(left, limit, seq)
+        until = fair_share(left, limit, seq * limit)
         got.update(taken(left, until))
         left = {tp: (until[tp], latest) for tp, (_, latest) in left.items()}
     assert min(got.values()) >= 1
+
+
+def test_byte_limit_starves_no_partition_although_the_sizes_of_records_differ() -> None:
+    """So the number of offsets that fit differs from batch to batch."""
+    run = RunHarness(topics={"orders": 4}, max_bytes=1_000_000)
+    size = {tp: 900_000 if tp == A else 400_000 for tp in tps("orders", 0, 1, 2, 3)}
+    run.ends = dict.fromkeys(size, 1_000)
+    served: Counter[TopicPartition] = Counter()
+    limits = set()
+    for _ in range(40):
+        batch = run.batch()
+        rows = {tp: end - start for tp, (start, end) in batch.ranges.items() if end > start}
+        bytes_ = {"orders": sum(size[tp] * count for tp, count in rows.items())}
+        run.feed(TaskReported(seq=batch.seq, rows_from_memory={}, rows_from_brokers=rows, skipped=(), bytes=bytes_))
+        served.update(rows)
+        limits.add(sum(rows.values()))
+    assert limits == {1, 2}
+    assert min(served[tp] for tp in size) >= 10, served
 
 
 @given(st.integers(1, 6), st.lists(st.lists(st.integers(0, 3), min_size=8, max_size=8), min_size=8, max_size=8))
@@ -309,7 +328,7 @@ def test_waiting_partition_is_served_while_others_come_and_go(limit: int, arriva
     left = {TopicPartition("t", p): (0, 1 if p == 3 else 0) for p in range(8)}
     for seq, batch in enumerate(arrivals):
         left = {tp: (a, b + (0 if tp == waiting else batch[tp.partition])) for tp, (a, b) in left.items()}
-        until = fair_share(left, limit, seq)
+        until = fair_share(left, limit, seq * limit)
         left = {tp: (until[tp], latest) for tp, (_, latest) in left.items()}
     assert left[waiting] == (1, 1)
 
