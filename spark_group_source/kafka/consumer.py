@@ -112,6 +112,10 @@ class MemberConsumer:
         self._consumer: Any = environment.consumer(settings)
 
     def subscribe(self, topics: Sequence[str]) -> None:
+        """Subscribe to these topics only; without topics leave the group, since librdkafka refuses an empty list."""
+        if not topics:
+            self._consumer.unsubscribe()
+            return
         self._consumer.subscribe(list(topics), on_assign=self._assigned, on_revoke=self._revoked, on_lost=self._lost)
 
     def poll(self, timeout_s: float) -> None:

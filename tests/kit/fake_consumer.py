@@ -85,8 +85,7 @@ class FakeConsumer:
             raise KafkaException(self._fatal)
         self._callbacks = {Kind.ASSIGN: on_assign, Kind.REVOKE: on_revoke, Kind.LOST: on_lost or on_revoke}
         if not topics:
-            self.unsubscribe()
-            return
+            raise KafkaException(KafkaError(KafkaError._INVALID_ARG, "Failed to set subscription"))
         if self._client is None:
             group = self._library.cluster.group(self._library.settings["group.id"])
             takes = self._instance is not None and group.protocol == "consumer" and not self._new_protocol

@@ -101,6 +101,23 @@ def test_topics_matching_the_pattern_are_added_and_removed(
         await_until(lambda: "the subscription matches 2 topics now" in caplog.text, what="the word of it")
 
 
+@pytest.mark.parametrize("strategy", PROTOCOLS)
+def test_a_member_stays_while_no_topic_matches_the_pattern_any_more(
+    strategy: str, scene: GroupScene, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = scene.topic(2)
+    pattern = scene.run_options(None, strategy, subscribePattern=first.replace(".", "[.]") + ".*", failOnDataLoss=False)
+    with Run(pattern) as run:
+        run.await_partitions(2)
+        scene.delete(first)
+        run.await_partitions(0)
+        await_until(lambda: "the subscription matches 0 topics now" in caplog.text, what="the word of it")
+        second = scene.topic(3, name=f"{first}.b")
+        scene.produce(second, ["1"], partition=2)
+        run.await_(lambda: (second, 2, 0) in run.records, "the record of the new topic")
+    assert "it joins again" not in caplog.text
+
+
 def _of(topic: str, partitions: int) -> set[TopicPartition]:
     return {TopicPartition(topic, p) for p in range(partitions)}
 
