@@ -74,6 +74,7 @@ class DataLossDetector:
         self._missing = Suspicions(GRACE_MS)  # topics
         self._short = Suspicions(GRACE_MS)  # partitions whose log ends below what was read
         self._maybe_truncated = Suspicions(GRACE_MS)  # partitions whose log was truncated below what was read
+        self._earlier = Suspicions(GRACE_MS)  # partitions whose leader has an earlier epoch than the known one
         self._silent_since_ms: dict[TopicPartition, int] = {}  # partitions without an end in the answers
         self._has_warned_of_silence = False
         self._warned: set[str] = set()
@@ -102,6 +103,7 @@ class DataLossDetector:
         self._checked.intersection_update(positions)  # a partition that is assigned again is checked like a new one
         self._short.keep(positions)
         self._maybe_truncated.keep(positions)
+        self._earlier.keep(positions)
         self._requests = self._check()
         return next(self._requests)
 
@@ -138,8 +140,27 @@ class DataLossDetector:
             reason=self._reason,
             topics=tuple(sorted(self._recreated)),
             truncated=self._truncated,
-            checked=self._positions,
         )
+
+    def settle(self, ready: Offsets) -> None:
+        """Keep what the complete check found of partitions that are still where they were checked. The others were lost
+        meanwhile, or have followed another commit: the next check begins with what was known of them before. In a
+        recreated topic any position may belong to the deleted one, and is moved.
+
+        Args:
+            ready: the position of every partition that the next batch may read.
+        """
+        elsewhere = {tp for tp, at in self._positions.items() if ready.get(tp) != at}
+        self._checked -= elsewhere
+        self.ends = {tp: end for tp, end in self.ends.items() if tp not in elsewhere}
+        for found in (self._moved, self._truncated, self._capped):
+            for tp in elsewhere & found.keys():
+                if tp.topic not in self._recreated:
+                    del found[tp]
+        for tp in self._truncated:
+            at = self._positions[tp]
+            self.records_lost += max(0, self._proven_ends.get(tp, at) - at)
+            self.known_epochs.confirm(tp, self._moved[tp], self._leader_epochs[tp])
 
     def leader_epochs(self, positions: Offsets) -> dict[TopicPartition, int]:
         """The leader epochs that a plan stores with these positions."""
@@ -224,7 +245,8 @@ class DataLossDetector:
 
     def _move_to_recreated(self, recreated: Mapping[str, str], lost: Offsets, firsts: Offsets) -> None:
         """Move partitions of recreated topics to their first records. Where no broker reports one, that is offset 0, as
-        in every new log, and the next check compares it."""
+        in every new log, and the next check compares it. The ends may be those of the deleted topic."""
+        self.ends = {tp: end for tp, end in self.ends.items() if tp not in lost}
         self._moved.update({tp: firsts.get(tp, 0) for tp in lost})
         self._checked -= lost.keys() - firsts.keys()
         self._recreated = set(recreated)
@@ -244,12 +266,20 @@ class DataLossDetector:
         self._reason = f"{len(self._moved)} partitions continue {where}at their first record"
 
     def _check_leaders(self, tps: list[TopicPartition], answer: ev.LogEndsRead) -> None:
-        """Whether new leaders have what earlier ones reported before it was planned."""
+        """Whether new leaders have what earlier ones reported before it was planned.
+
+        A leader with an earlier epoch is one that does not know yet that it was replaced; nothing follows from what it
+        has. Only where brokers report no topic ids (before 2.8) it may be the leader of a recreated topic.
+        """
         open_ = set()
+        self._earlier.clear(*(tp for tp in self._earlier if tp not in tps))
         for tp in tps:
             at, end = self._positions[tp], answer.epoch_ends.get(tp)
             read_to = self.known_epochs.until(tp)  # beyond the position if another consumer's commit moved it back
-            if tp not in answer.epoch_ends or tp not in answer.firsts:
+            is_earlier = self._leader_epochs[tp] < self.known_epochs.epoch_of(tp) and (
+                not self._earlier.report(tp, self._now_ms) or bool(answer.topic_ids[tp.topic])
+            )
+            if is_earlier or tp not in answer.epoch_ends or tp not in answer.firsts:
                 open_.add(tp)
             elif end is None or end >= read_to:
                 self._maybe_truncated.clear(tp)
@@ -264,24 +294,21 @@ class DataLossDetector:
             self.ends = {tp: self._capped.get(tp, end) for tp, end in self.ends.items() if tp not in open_}
 
     def _truncated_at(self, tp: TopicPartition, read_to: int, end: int, log_end: int) -> None:
-        at = self._positions[tp]
         text = (
             f"the log of {tp} was truncated at {end}, below the position {read_to}: the new leader did not have the "
             f"records from there on. The log ends at {log_end} now, with other records, none of which was read"
         )
         self._lost(tp, text, available=end)
         if self.error is None:
-            self.records_lost += max(0, self._proven_ends.get(tp, at) - at)
             self._moved[tp] = end
             self._truncated[tp] = read_to
             self._maybe_truncated.clear(tp)
-            self.known_epochs.confirm(tp, end, self._leader_epochs[tp])
 
     def _check_lengths(self, answer: ev.LogEndsRead) -> None:
         """Whether logs end before what was read of them."""
         for tp, at in self._positions.items():
             end = max(self.ends.get(tp, -1), answer.log_ends.get(tp, -1))
-            if end >= at or tp in self._moved or tp in self._maybe_truncated:
+            if end >= at or tp in self._moved or tp in self._maybe_truncated or tp in self._earlier:
                 self._short.clear(tp)
             elif tp in answer.log_ends and self._short.report(tp, self._now_ms):
                 text = f"{tp} ends at {end}, before the position {at}: its last records are lost"
@@ -392,6 +419,10 @@ class LeaderEpochs:
     def until(self, tp: TopicPartition) -> int:
         """How far the partition is known to be read or planned."""
         return self._known[tp].until
+
+    def epoch_of(self, tp: TopicPartition) -> int:
+        """The latest leader epoch that is known of the partition."""
+        return self._known[tp].epoch
 
     def epoch(self, tp: TopicPartition, at: int) -> int | None:
         """The leader epoch under which, or before which, everything below ``at`` was written; None if not known."""

@@ -403,13 +403,11 @@ class RecordsMissing:
 
     ``offsets``: the new positions. ``topics``: recreated topics; what is remembered of their other partitions belongs
     to the deleted ones. ``truncated``: the partitions that go back to the point where their log was truncated, and how
-    far they were read before. ``checked``: the positions that were compared with the logs; a partition that was
-    assigned again since may be elsewhere.
+    far they were read before.
     """
 
     offsets: Mapping[TopicPartition, int]
     reason: str
-    checked: Mapping[TopicPartition, int] = field(default_factory=dict)
     topics: tuple[str, ...] = ()
     truncated: Mapping[TopicPartition, int] = field(default_factory=dict)
 

@@ -192,19 +192,15 @@ class Partitions:
         return ranges.keys()
 
     def skip_missing(self, missing: ev.RecordsMissing) -> None:
-        """Move partitions whose next records are missing to positions that are not committed. A partition that is not
-        where it was when it was checked stays: it has followed another commit since. Not so in a recreated topic, where
-        any position may belong to the deleted one."""
+        """Move partitions whose next records are missing to positions that are not committed."""
         topics = missing.topics
         for tp, offset in missing.offsets.items():
             partition = self.ours.get(tp)
             if not isinstance(partition, Known) or not partition.is_ready:
                 continue
-            at = partition.position
-            if at.offset == missing.checked.get(tp, at.offset) or tp.topic in topics:
-                next_state(PARTITIONS, state_of(partition), ev.RecordsMissing, tp)
-                _jump(at, offset, recreated=tp.topic in topics, read_to=missing.truncated.get(tp))
-                self._update_due(tp, partition)
+            next_state(PARTITIONS, state_of(partition), ev.RecordsMissing, tp)
+            _jump(partition.position, offset, recreated=tp.topic in topics, read_to=missing.truncated.get(tp))
+            self._update_due(tp, partition)
         for tp, each in self._unknown() if topics else ():
             if tp.topic in topics and tp not in missing.offsets and not isinstance(each, Resolving):
                 each.memory = None

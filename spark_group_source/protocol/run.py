@@ -744,6 +744,7 @@ class Run:
             self._fail(self.data_loss.error)
             return None
         self.partitions.forget(self.data_loss.missing_topics)
+        self.data_loss.settle(self.partitions.plannable())
         if self.data_loss.records_missing is not None:
             self._apply(self.data_loss.records_missing)
         if self._is_single_batch and not self._knows_all:

@@ -1,10 +1,11 @@
 """How the brokers' answers before a batch show lost records."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import pytest
 from kit.harness import tps
+from kit.run_harness import RunHarness
 
 from spark_group_source.errors import DataLoss, GroupError, TopicMissing
 from spark_group_source.model import TopicPartition
@@ -51,6 +52,7 @@ class Brokers:
                 )
             )
             assert len(self.requests) <= 3
+        self.detector.settle(positions)
         return self.detector.warnings
 
     def error(self) -> GroupError | None:
@@ -231,12 +233,21 @@ def test_partition_of_a_recreated_topic_without_a_leader_starts_at_its_first_rec
     del brokers.firsts[B], brokers.ends[B]
     brokers.check({A: 100, B: 4})
     assert moved(brokers.detector) == {A: 0, B: 0}
-    assert brokers.detector.ends == {A: 10}
     assert brokers.check({A: 0, B: 0}) == []
+    assert brokers.detector.ends == {A: 10}
     assert not brokers.detector.is_complete(SILENT_MS_MAX) and brokers.detector.is_complete(100)
     brokers.firsts[B], brokers.ends[B] = 3, 10
     (said,) = brokers.check({A: 10, B: 0})
     assert "orders-1 from 0 on are lost: it starts at 3 now" in said and moved(brokers.detector) == {B: 3}
+
+
+def test_the_check_that_finds_a_recreated_topic_reads_nothing_of_it() -> None:
+    """It was recreated after its ends were read, so they are those of the deleted topic."""
+    brokers = Brokers(fail=False)
+    brokers.check({A: 90})
+    brokers.ids["orders"] = "id-new"
+    brokers.check({A: 90})
+    assert (moved(brokers.detector), brokers.detector.ends) == ({A: 0}, {})
 
 
 def test_empty_topic_id_is_ignored() -> None:
@@ -607,3 +618,87 @@ def test_the_epoch_of_an_uncommitted_position_is_in_the_offset() -> None:
     next_run = Brokers().detector
     next_run.restore(parse(offset.to_json()))
     assert next_run.known_epochs.of({A: 100, B: 100}) == {A: 3, B: 3}
+
+
+@pytest.mark.parametrize("fail", [True, False])
+@pytest.mark.parametrize("epoch_end", [None, 200])
+def test_an_answer_of_a_former_leader_makes_no_truncation(fail: bool, epoch_end: int | None) -> None:
+    """It has the records of epoch 7 up to 80; those from 80 on were written in epoch 8, and are read up to 100. The
+    epoch's end may be the answer of the present leader."""
+    brokers = Brokers(fail=fail)
+    brokers.leaders[A] = 8
+    brokers.check({A: 0})
+    brokers.plan({A: (0, 100)})
+    brokers.elect(A, 7, epoch_end, 80)
+    for _ in range(2):
+        assert brokers.check({A: 100}, after_ms=GRACE_MS) == []
+        assert A not in brokers.detector.ends, "nothing is read from it"
+    brokers.elect(A, 8, 80, 200)
+    for _ in range(2):
+        assert brokers.check({A: 100}, after_ms=GRACE_MS) == []
+    assert (brokers.error(), moved(brokers.detector), brokers.detector.ends) == (None, {}, {A: 200})
+
+
+def test_an_earlier_leader_epoch_is_believed_after_a_while_where_topics_have_no_ids() -> None:
+    """The topic was recreated, on brokers before 2.8."""
+    brokers = Brokers(fail=False)
+    brokers.ids["orders"], brokers.leaders[A] = "", 8
+    brokers.check({A: 0})
+    brokers.plan({A: (0, 100)})
+    brokers.elect(A, 0, None, 120)
+    brokers.check({A: 100})
+    assert brokers.detector.ends == {}
+    brokers.check({A: 100}, after_ms=GRACE_MS)
+    assert brokers.detector.ends == {A: 120}
+
+
+class Epochs(RunHarness):
+    """The leader of A has an epoch; ``hook`` runs when it reports where an epoch ends."""
+
+    leader = 8
+    has: Mapping[int, int] = {}  # where the records of each epoch end
+    hook: Callable[[], None] | None = None
+
+    def answer(self, step: ev.Step) -> ev.Event:
+        found = super().answer(step)
+        if isinstance(step, ev.ReadLogEnds) and isinstance(found, ev.LogEndsRead):
+            found = replace(
+                found,
+                leader_epochs={tp: self.leader if tp == A else 3 for tp in found.ends},
+                epoch_ends={tp: self.has[epoch] for tp, epoch in step.epoch_ends.items()},
+            )
+            if step.epoch_ends and self.hook is not None:
+                self.hook()
+        return found
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_a_truncation_is_found_again_if_the_partition_is_lost_during_the_check(is_lost: bool) -> None:
+    run = Epochs(fail_on_data_loss=False)
+    run.ends = {A: 50, B: 5}
+    for _ in range(2):
+        run.batch()
+    run.pass_time(100)
+    run.silent = {ev.CommitOffsets}  # the commit of 100 is not answered
+    run.ends = {A: 100, B: 5}
+    run.batch()
+    run.leader, run.has, run.ends = 9, {8: 60, 9: 120}, {A: 120, B: 6}
+    run.batch()  # the suspicion
+    lost: list[TopicPartition] = []
+
+    def lose() -> None:
+        if is_lost and not lost:
+            lost.append(A)
+            run.lost(A)
+
+    run.hook = lose
+    read = []
+    for _ in range(4):
+        run.ends[B] += 1
+        run.pass_time(GRACE_MS)
+        read.append(run.batch().ranges.get(A))
+        if lost == [A]:
+            run.assigned(A)
+            lost.append(A)
+            run.pass_time(100)
+    assert (60, 120) in read

@@ -175,16 +175,6 @@ def test_partition_in_flight_is_not_moved(group: GroupHarness) -> None:
     assert group.run.plannable() == {A: 150, B: 120}
 
 
-@pytest.mark.parametrize(("topics", "continues_at"), [((), 217), (("orders",), 170)], ids=["lost", "recreated"])
-def test_result_of_a_check_does_not_move_a_partition_that_has_followed_a_commit_since(
-    group: GroupHarness, topics: tuple[str, ...], continues_at: int
-) -> None:
-    """The check began when it was at 31, and its records below 170 are deleted."""
-    group.settled(A, at=217)
-    group.feed(ev.RecordsMissing(offsets={A: 170}, reason="records are gone", topics=topics, checked={A: 31}))
-    assert group.run.plannable() == {A: continues_at}
-
-
 def group_offset(known: dict[str, int]) -> StreamOffset:
     return StreamOffset(group="etl", stream=STREAM, seq=7, known=known, ranges={})
 

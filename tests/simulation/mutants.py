@@ -158,7 +158,7 @@ MUTANTS = [
         "stays-behind-a-truncation",
         L,
         "self._moved[tp] = end",
-        "self._moved[tp] = at",
+        "self._moved[tp] = self._positions[tp]",
         "the records that replaced truncated ones are read",
     ),
     # --- partitions
@@ -207,9 +207,9 @@ MUTANTS = [
     ),
     Mutant(
         "applies-a-check-of-another-position",
-        P,
-        "if at.offset == missing.checked.get(tp, at.offset) or tp.topic in topics:",
-        "if True:",
+        L,
+        "elsewhere = {tp for tp, at in self._positions.items() if ready.get(tp) != at}",
+        "elsewhere = set()",
         "records that are missing at one position do not move a partition that is at another one since",
     ),
     Mutant(
