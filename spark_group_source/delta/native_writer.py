@@ -13,13 +13,14 @@ version of the table, ``deltalake`` and Delta let one through.
 import contextlib
 import json
 import math
+import re
 import uuid
 from collections.abc import Iterator, Mapping
 from datetime import UTC, date, datetime, timedelta
 from decimal import Decimal
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
 from spark_group_source.delta import table_names
 from spark_group_source.delta.table_history import CommitRace, LogFiles
@@ -297,8 +298,18 @@ def _number_or_date(value: Any) -> Any:
 
 
 def local_path(location: str) -> str | None:
-    """Return the path of a table on this machine's file system; None if it is elsewhere."""
-    parts = urlsplit(location)
-    if parts.scheme not in ("", "file") or parts.netloc not in ("", "localhost"):
+    """Return the path of a table on this machine's file system; None if it is elsewhere.
+
+    Args:
+        location: a path as Hadoop's ``Path`` reads and writes it: with or without a scheme, and never URL-encoded.
+    """
+    scheme = re.match(r"[a-zA-Z][\w+.-]*:", location)
+    if scheme is not None and scheme[0].lower() != "file:":
         return None
-    return unquote(parts.path) if parts.scheme else location
+    path = location if scheme is None else location[scheme.end() :]
+    if path.startswith("//"):
+        host, _, path = path[2:].partition("/")
+        if host not in ("", "localhost"):
+            return None
+        path = "/" + path.lstrip("/")
+    return path

@@ -21,6 +21,7 @@ import json
 import logging
 import os
 import random
+import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -413,9 +414,20 @@ def has_delta(spark: "SparkSession") -> bool:
 
 
 def open_log(table: str, location: str, storage_options: Mapping[str, str] | None) -> LogFiles | None:
-    """Open the log of a table with ``deltalake``; None where that is not possible or would miss commits."""
-    if native_writer.local_path(location) is None and storage_options is None:
+    """Open the log of a table with ``deltalake``; None where that is not possible or would miss commits.
+
+    Raises:
+        OptionError: ``deltalake`` would open another folder.
+    """
+    local = native_writer.local_path(location)
+    if local is None and storage_options is None:
         return None
+    if local is not None and (escape := re.search("%[0-9a-fA-F]{2}", local)) is not None:
+        raise OptionError(
+            f"table {table} has {escape[0]!r} in its path: deltalake decodes it and would open another folder. Use "
+            "another path",
+            table=table,
+        )
     try:
         from deltalake import DeltaTable
         from deltalake.exceptions import TableNotFoundError

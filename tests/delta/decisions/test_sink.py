@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from deltalake import DeltaTable
+from deltalake import DeltaTable, Schema
 from pyspark import cloudpickle
 from sink_source import SCHEMA, offset
 from sink_words import (
@@ -37,6 +37,8 @@ from spark_group_source.errors import CheckpointMismatch, LedgerConflict, Option
 from spark_group_source.host import run_files
 from spark_group_source.model import TopicPartition
 from spark_group_source.protocol.offsets import BatchKey, StreamOffset
+
+EMPTY = '{"type":"struct","fields":[{"name":"n","type":"long","nullable":true,"metadata":{}}]}'
 
 
 def no_rows(df: Any) -> Any:
@@ -359,6 +361,25 @@ def test_a_table_in_the_folder_of_the_checkpoint_is_refused_and_nothing_is_writt
     with pytest.raises(OptionError, match="one folder"):
         query.run(query.sink(f"file://{query.root}/"), 0, offset(0, one(0, 5)))
     assert not (query.root / "_delta_log").exists()
+
+
+@pytest.mark.parametrize("prefix", ["", "file:", "file://", "file://localhost"])
+@pytest.mark.parametrize("name", ["a#b", "a?b", "a b", "50%", "é"])
+def test_a_local_path_is_read_as_text_and_not_as_a_url(query: Query, tmp_path: Path, prefix: str, name: str) -> None:
+    DeltaTable.create(tmp_path / "a", Schema.from_json(EMPTY))
+    location = f"{prefix}{tmp_path}/{name}"
+    assert table_writer.open_log("t", location, None) is None
+    query.run(query.sink(tmp_path / name), 0, offset(0, one(0, 5)))
+    log = table_writer.open_log("t", location, None)
+    assert log is not None and log.newest() == 1
+    assert rows(tmp_path / name) == records(0, 5)
+    assert len(commits(tmp_path / "a")) == 1
+
+
+def test_a_local_path_that_deltalake_decodes_is_refused(query: Query, tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="'%20' in its path"):
+        query.run(query.sink(tmp_path / "a%20b"), 0, offset(0, one(0, 5)))
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith("a")]
 
 
 def test_writer_options_refuse_the_sources_of_several_groups(query: Query) -> None:
