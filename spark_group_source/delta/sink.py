@@ -79,7 +79,8 @@ class DeltaSink:
 
     The first batch creates the table with its columns, if it does not exist.
 
-    A batch without rows is committed only if it moves a position, so an idle group does not make the table's log grow.
+    A batch without rows is committed only if it moves a position or has a part of another source, so an idle group does
+    not make the table's log grow.
     The ledger knows what was written, not which rows exist: rows that ``DELETE``, ``UPDATE`` or ``MERGE`` changed are
     written again only if ``spark-group reset`` with ``--table`` moves Kafka's offsets and the ledger back together.
     After a ``RESTORE``, a ``REPLACE`` or an overwrite that removed rows of the group, the next batch is refused until
@@ -477,7 +478,7 @@ class BatchCommit:
             self.rows_without(decision.drop) if decision.reads_rows else None,
             numbers or {planned.query_id: planned.batch_id},
             note_of(texts, read=history.version),
-            needed=bool(decision.drop) or decision.changes_ledger or (not ledgers and planned.other_sources > 0),
+            needed=bool(decision.drop) or decision.changes_ledger or planned.other_sources > 0,
         )
         if version is None:
             log.debug("table %s: nothing to commit in batch %d of %s", sink.table, planned.batch_id, planned.query_id)

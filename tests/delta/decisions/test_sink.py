@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from deltalake import DeltaTable, Schema
+from kit.frames import DeltaSession
 from pyspark import cloudpickle
 from sink_source import SCHEMA, offset
 from sink_words import (
@@ -229,6 +230,14 @@ def test_rows_of_another_source_are_written_while_kafka_group_is_idle(
     assert rows(table) == sorted([*records(0, 5), ("rate", 0, 7, "r")])
     assert actions(commits(table)[-1], "txn")[0]["version"] == 1
     assert "WARNING" not in caplog.text
+
+
+def test_deltas_writer_writes_rows_of_another_source_if_no_position_moves(query: Query, table: Path) -> None:
+    query.run(query.sink(table), 0, offset(0, one(0, 5)))
+    anew = Query(DeltaSession(), query.root.parent, "anew", "options")  # type: ignore[arg-type]
+    anew.plan(0, offset(0, one(5, 5), stream="s2"), "1")
+    anew.sink(table)(anew.spark.createDataFrame([("rate", 0, 7, "r")], SCHEMA), 0)
+    assert rows(table) == sorted([*records(0, 5), ("rate", 0, 7, "r")])
 
 
 def test_a_replayed_batch_of_other_sources_alone_is_skipped_also_the_first_one(query: Query, table: Path) -> None:
