@@ -38,6 +38,10 @@ STATS_COLUMNS_MAX = 32
 STATS_CHARS_MAX = 32
 """Longest text in a minimum or maximum, in characters, as in Delta."""
 
+LEGACY_DATES = b"org.apache.spark.legacyDateTime"
+"""A key in the footer of a file whose dates and timestamps count days of the Julian calendar before 1582
+(``spark.sql.parquet.datetimeRebaseModeInWrite=LEGACY``)."""
+
 COMMIT_TRIES_MAX = 15
 """How often ``deltalake`` retries one commit behind those of other writers that do not conflict with it."""
 
@@ -242,23 +246,29 @@ def statistics(footer: Any, columns: list[str]) -> dict[str, Any]:
     maximum: dict[str, Any] = {}
     nulls: dict[str, int] = {}
     groups = [footer.row_group(number) for number in range(footer.num_row_groups)]
+    has_julian_days = LEGACY_DATES in (footer.metadata or {})
     for index in range(footer.num_columns):
-        name = footer.schema.column(index).path
+        column = footer.schema.column(index)
         found: list[Any] = [group.column(index).statistics for group in groups]
-        if name not in columns or any(each is None or not each.has_null_count for each in found):
+        if column.path not in columns or column.path != column.name:  # the path of a nested column has its parents
             continue
-        nulls[name] = sum(each.null_count for each in found)
+        if any(each is None or not each.has_null_count for each in found):
+            continue
+        nulls[column.path] = sum(each.null_count for each in found)
         filled = [each for each in found if each.num_values > 0]
         if filled and all(each.has_min_max for each in filled):
             try:
-                low, high = (
-                    _lower_bound(min(each.min for each in filled)),
-                    _upper_bound(max(each.max for each in filled)),
-                )
+                lows, highs = [each.min for each in filled], [each.max for each in filled]
+                if has_julian_days and isinstance(lows[0], date):  # a datetime is a date, too
+                    continue
+                # Of each row group: Python's max([1.0, nan]) is 1.0.
+                if any(isinstance(value, float) and not math.isfinite(value) for value in lows + highs):
+                    continue
+                low, high = _lower_bound(min(lows)), _upper_bound(max(highs))
             except (OverflowError, ValueError):  # Python's datetimes end with the year 9999
                 continue
             if low is not None and high is not None:
-                minimum[name], maximum[name] = low, high
+                minimum[column.path], maximum[column.path] = low, high
     return {"numRecords": footer.num_rows, "minValues": minimum, "maxValues": maximum, "nullCount": nulls}
 
 
@@ -272,10 +282,13 @@ def _lower_bound(value: Any) -> Any:
 
 
 def _upper_bound(value: Any) -> Any:
-    """Return a maximum as Delta writes it; None for types without one (bytes, NaN)."""
+    """Return a maximum as Delta writes it; None for types without one (bytes, NaN), and for a text without one."""
     if isinstance(value, str):
-        # With the greatest character appended, it is above every text that begins with these characters.
-        return value if len(value) <= STATS_CHARS_MAX else value[:STATS_CHARS_MAX] + "\U0010ffff"
+        # With the greatest character appended, it is above every text that begins with these characters and continues
+        # with another one.
+        if len(value) <= STATS_CHARS_MAX:
+            return value
+        return None if value[STATS_CHARS_MAX] == "\U0010ffff" else value[:STATS_CHARS_MAX] + "\U0010ffff"
     if isinstance(value, datetime):
         return _timestamp(value + timedelta(microseconds=999))
     return _number_or_date(value)
