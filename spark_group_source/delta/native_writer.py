@@ -59,8 +59,12 @@ _COLUMN_PROPERTIES = (
     "delta.invariants",
     "delta.columnMapping",
     "CURRENT_DEFAULT",
+    "__CHAR_VARCHAR_TYPE_STRING",
 )
 """Prefixes of the properties of columns that need Delta's write path."""
+
+_NULLABILITY = ("nullable", "containsNull", "valueContainsNull")
+"""The keys by which a field, an array and a map allow nulls."""
 
 _PARTITION_TYPES = frozenset({"string", "integer", "long", "short", "byte", "boolean", "date"})
 """Types of partition columns whose values Spark writes in folder names as Delta writes them in its log."""
@@ -80,13 +84,24 @@ def reason_not_native(opened: "DeltaTable") -> str | None:
         if key == "delta.columnMapping.mode" and metadata.configuration[key] != "none":
             return "it has column mapping"
     for field in fields:
-        if not field["nullable"]:
-            return f"its column {field['name']} is NOT NULL"
-        if found := [key for key in field["metadata"] if key.startswith(_COLUMN_PROPERTIES)]:
-            return f"its column {field['name']} has {found[0]}"
+        if (reason := _reason_of(field["name"], field)) is not None:
+            return reason
         if field["name"] in metadata.partition_columns and field["type"] not in _PARTITION_TYPES:
             return f"it is partitioned by {field['name']} of type {field['type']}"
     return None
+
+
+def _reason_of(column: str, part: Any) -> str | None:
+    """Return why Delta itself must write a field or a type of a column, nested ones included; None if not."""
+    if not isinstance(part, dict):
+        return None
+    if False in (part.get(key) for key in _NULLABILITY):
+        return f"its column {column} is NOT NULL" if "nullable" in part else f"its column {column} has NOT NULL values"
+    if found := [key for key in part.get("metadata", ()) if key.startswith(_COLUMN_PROPERTIES)]:
+        return f"its column {column} has {found[0]}"
+    nested = [(f"{column}.{field['name']}", field) for field in part.get("fields", ())]
+    nested += [(column, part[key]) for key in ("type", "elementType", "keyType", "valueType") if key in part]
+    return next(filter(None, (_reason_of(*each) for each in nested)), None)
 
 
 def _fields(opened: "DeltaTable") -> list[dict[str, Any]]:
@@ -113,8 +128,16 @@ def _value_types(types: Any) -> Any:
         return [_value_types(value) for value in types]
     if not isinstance(types, dict):
         return types
-    ignored = ("nullable", "containsNull", "valueContainsNull", "metadata")
-    return {key: _value_types(value) for key, value in types.items() if key not in ignored}
+    return {key: _value_types(value) for key, value in types.items() if key not in (*_NULLABILITY, "metadata")}
+
+
+def nullable_types(types: Any) -> Any:
+    """Return a type whose values may all be null, as Delta's own writer creates tables."""
+    if isinstance(types, list):
+        return [nullable_types(value) for value in types]
+    if not isinstance(types, dict):
+        return types
+    return {key: True if key in _NULLABILITY else nullable_types(value) for key, value in types.items()}
 
 
 class NativeWriter:

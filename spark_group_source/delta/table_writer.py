@@ -159,9 +159,7 @@ class TableWriter:
         from deltalake import CommitProperties, DeltaTable, Schema
         from deltalake.exceptions import CommitFailedError
 
-        schema = json.loads(rows.schema.json())
-        for field in schema["fields"]:
-            field["nullable"] = True  # as Delta's own writer creates tables
+        schema = native_writer.nullable_types(json.loads(rows.schema.json()))
         try:
             DeltaTable.create(
                 _uri(location),

@@ -6,11 +6,13 @@ import pickle
 import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pyarrow as pa
 import pytest
 from deltalake import DeltaTable, Schema
-from kit.frames import DeltaSession
+from kit.frames import DeltaSession, Frame
 from pyspark import cloudpickle
 from sink_source import SCHEMA, offset
 from sink_words import (
@@ -30,7 +32,7 @@ from sink_words import (
 from spark_group_source.delta import table_names, table_writer
 from spark_group_source.delta.checkpoint import parse_planned
 from spark_group_source.delta.ledger_store import set_ledger
-from spark_group_source.delta.native_writer import NativeWriter
+from spark_group_source.delta.native_writer import NativeWriter, reason_not_native
 from spark_group_source.delta.sink import DeltaSink, _is_called_by_spark
 from spark_group_source.delta.table_history import CommitRace
 from spark_group_source.delta.table_writer import OptionsWriter
@@ -38,6 +40,7 @@ from spark_group_source.errors import CheckpointMismatch, LedgerConflict, Option
 from spark_group_source.host import run_files
 from spark_group_source.model import TopicPartition
 from spark_group_source.protocol.offsets import BatchKey, StreamOffset
+from spark_group_source.reader.records import HEADERS_TYPE
 
 EMPTY = '{"type":"struct","fields":[{"name":"n","type":"long","nullable":true,"metadata":{}}]}'
 
@@ -389,6 +392,67 @@ def test_a_local_path_that_deltalake_decodes_is_refused(query: Query, tmp_path: 
     with pytest.raises(OptionError, match="'%20' in its path"):
         query.run(query.sink(tmp_path / "a%20b"), 0, offset(0, one(0, 5)))
     assert not [path for path in tmp_path.iterdir() if path.name.startswith("a")]
+
+
+# Tables that Delta itself must write
+
+
+def field(name: str, kind: Any, *, nullable: bool = True, **metadata: Any) -> dict[str, Any]:
+    return {"name": name, "type": kind, "nullable": nullable, "metadata": metadata}
+
+
+def struct(*fields: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "struct", "fields": list(fields)}
+
+
+def array(kind: Any, *, nullable: bool = True) -> dict[str, Any]:
+    return {"type": "array", "elementType": kind, "containsNull": nullable}
+
+
+def map_to(kind: Any, *, nullable: bool = True) -> dict[str, Any]:
+    return {"type": "map", "keyType": "string", "valueType": kind, "valueContainsNull": nullable}
+
+
+INVARIANT = {**field("b", "long"), "metadata": {"delta.invariants": "{}"}}
+
+
+@pytest.mark.parametrize(
+    ("column", "reason"),
+    [
+        (field("a", "long", nullable=False), "its column a is NOT NULL"),
+        (field("a", struct(field("b", "long", nullable=False))), "its column a.b is NOT NULL"),
+        (field("a", array("long", nullable=False)), "its column a has NOT NULL values"),
+        (field("a", map_to("long", nullable=False)), "its column a has NOT NULL values"),
+        (field("a", map_to(array(struct(field("b", "long", nullable=False))))), "its column a.b is NOT NULL"),
+        (field("a", array(struct(INVARIANT))), "its column a.b has delta.invariants"),
+        (field("a", "string", __CHAR_VARCHAR_TYPE_STRING="char(5)"), "its column a has __CHAR_VARCHAR_TYPE_STRING"),
+        (field("a", map_to(array(struct(field("b", "long"))))), None),
+    ],
+)
+def test_a_table_whose_values_delta_checks_or_pads_is_not_written_natively(
+    tmp_path: Path, column: dict[str, Any], reason: str | None
+) -> None:
+    created = DeltaTable.create(tmp_path / "t", Schema.from_json(json.dumps(struct(column))))
+    assert reason_not_native(created) == reason
+
+
+class FrameWithHeaders(Frame):
+    """Rows whose headers a transform made, so that none is null."""
+
+    @property
+    def schema(self) -> Any:
+        headers = array(struct(field("key", "string", nullable=False), field("value", "binary")), nullable=False)
+        fields = [*json.loads(Frame(self.sparkSession, self.rows.drop_columns("headers")).schema.json())["fields"]]
+        return SimpleNamespace(json=lambda: json.dumps(struct(*fields, field("headers", headers, nullable=False))))
+
+
+def test_a_table_with_headers_that_the_sink_creates_is_written_natively(query: Query, new_table: Path) -> None:
+    def transform(df: Any) -> Any:
+        headers = pa.array([[{"key": "k", "value": b"v"}]] * len(df.rows), HEADERS_TYPE)
+        return FrameWithHeaders(df.sparkSession, df.rows.append_column("headers", headers))
+
+    query.run(query.sink(new_table, writer="native", transform=transform), 0, offset(0, one(0, 5)))
+    assert [row[-1] for row in rows(new_table)] == [[{"key": "k", "value": b"v"}]] * 5
 
 
 def test_writer_options_refuse_the_sources_of_several_groups(query: Query) -> None:
