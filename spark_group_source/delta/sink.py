@@ -138,8 +138,10 @@ class DeltaSink:
         self.writer: Writer = writer
         self.storage_options = None if storage_options is None else dict(storage_options)
         self.checkpoint = checkpoint.rstrip("/") if checkpoint else None
+        self._runs: dict[str, tuple[str | None, str]] = {}
+        """By query id: the id of the newest run, and the id of the table that its first batch found."""
         self._table_id = ""
-        """The table's id; empty until the first batch."""
+        """The id of the table that has these ledgers; empty until the first batch."""
         self._ledgers: dict[str, Ledger] = {}
         """The newest ledger of each group, with the version of the table up to which it is known."""
         self._log_retention_ms = 0
@@ -158,7 +160,7 @@ class DeltaSink:
         spark = df.sparkSession
         planned = read_planned(spark, batch_id, self.checkpoint)
         table = self._open_table(df, planned)
-        with guarded_write(self._table_id, table.table, planned) as write:
+        with guarded_write(self._runs[planned.query_id][1], table.table, planned) as write:
             batch = BatchCommit(self, table, df, planned, write)
             durable = table_writer.retry_races(batch.attempt, what=f"batch {planned.batch_id} to table {self.table}")
         if table.log is not None:
@@ -166,7 +168,9 @@ class DeltaSink:
         self._report(spark, planned, durable, is_whole_sink=_is_called_by_spark(sys._getframe(1)))
 
     def _open_table(self, df: "DataFrame", planned: PlannedBatch) -> TableWriter:
-        """Open the table; the first batch creates it if it does not exist."""
+        """Open the table; the first batch of a run creates it if it does not exist."""
+        run = self._runs.get(planned.query_id)
+        is_first = run is None or planned.run_id not in (None, run[0])
         table = TableWriter(
             df.sparkSession,
             self.table,
@@ -174,15 +178,17 @@ class DeltaSink:
             partition_by=self.partition_by,
             merge_schema=self.merge_schema,
             storage_options=self.storage_options,
-            log=self._idle_logs.pop() if self._idle_logs else None,
+            log=self._idle_logs.pop() if self._idle_logs and not is_first else None,
         )
-        if not self._table_id:
+        if is_first:
             table_names.require_separate_folders(self.table, planned.root)
             compatibility.check_session(df.sparkSession)
             if not table.exists():
                 table.create(self._transformed(df))
             self._read_properties(table)
-            self._table_id = table.identity()
+            if (table_id := table.identity()) != self._table_id:  # the table of an earlier run was deleted or replaced
+                self._table_id, self._ledgers, self._idle_logs = table_id, {}, []
+            self._runs[planned.query_id] = planned.run_id, table_id
             log.info("table %s: written %s", self.table, table.described_writer())
         elif table.log is not None:  # the properties are read already
             self._read_properties(table)
@@ -250,6 +256,8 @@ class BatchCommit:
         self.sink, self.table, self.df, self.planned, self.write = sink, table, df, planned, write
         self._rows: dict[tuple[OffsetRange, ...], DataFrame] = {}
         """The rows to write by the ranges that are left out: the same DataFrame again after a lost race."""
+        self._ledgers = sink._ledgers
+        """The ledgers of the sink's table; another query's run that finds another table gives the sink other ones."""
         self._known: dict[str, Ledger] = {}
         """The sink's ledgers when this attempt started; other queries may use the sink at the same time."""
 
@@ -264,7 +272,7 @@ class BatchCommit:
             LedgerConflict: nothing may be written.
         """
         planned = self.planned
-        self._known = dict(self.sink._ledgers)
+        self._known = dict(self._ledgers)
         history = self._read_history()
         if not planned.offsets and self._is_recorded_without_ledger(history):
             return ()
@@ -289,7 +297,7 @@ class BatchCommit:
         history = self.table.history()
         newest_known = max((ledger.table_version for ledger in self._known.values()), default=0)
         is_shorter = history.version < newest_known
-        if is_shorter or self.table.identity() != self.sink._table_id:
+        if is_shorter or self.table.identity() != self.sink._runs[self.planned.query_id][1]:
             for ledger in () if is_shorter else self._known.values():
                 with suppress(LedgerExpired):  # a started query decides again
                     self._refuse_replaced_rows(history, ledger)  # REPLACE TABLE is a new table with the same log
@@ -319,7 +327,7 @@ class BatchCommit:
                 self._log_ledger(history, group, ledger)
             if ledger is not None:
                 self._refuse_replaced_rows(history, ledger)
-                self.sink._ledgers[group] = ledger.at_version(history.version)
+                self._ledgers[group] = ledger.at_version(history.version)
             else:
 
                 def ways() -> dict[str, str]:
@@ -485,7 +493,7 @@ class BatchCommit:
             return
         self.write.version = version
         if version == history.version + 1:  # no other commit came in between
-            sink._ledgers |= {group: ledger.at_version(version) for group, ledger in ledgers.items()}
+            self._ledgers |= {group: ledger.at_version(version) for group, ledger in ledgers.items()}
         self._log_decision(decision)
         log.debug(
             "table %s: batch %d of query %s is version %d", sink.table, planned.batch_id, planned.query_id, version

@@ -117,6 +117,7 @@ class Table:
         """
         sink = self._sinks.setdefault(run.process.name, self._new_sink())
         query_id = run.query.checkpoint.query_id
+        sink._runs[query_id] = None, self.name
         planned = PlannedBatch(query_id=query_id, batch_id=offset.seq, offsets=(offset,), root=f"/{run.query.name}")
         batch = SimulatedCommit(
             sink, SimulatedWriter(self, run, offset, read), NO_ROWS, planned, TableWrite(offset.seq)
@@ -131,7 +132,7 @@ class Table:
 
     def _new_sink(self) -> DeltaSink:
         sink = DeltaSink(f"/{self.name}")
-        sink._table_id, sink._log_retention_ms = self.name, LOG_RETENTION_MS
+        sink._log_retention_ms = LOG_RETENTION_MS
         return sink
 
     def set_ledger(

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from shutil import rmtree
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +18,7 @@ from spark_group_source.delta.ledger_store import set_ledger
 from spark_group_source.delta.sink import DeltaSink, _finished
 from spark_group_source.delta.table_history import TableHistory
 from spark_group_source.delta.table_writer import TableWriter
-from spark_group_source.errors import OptionError
+from spark_group_source.errors import LedgerConflict, OptionError
 from spark_group_source.host import run_files
 from spark_group_source.protocol.offsets import BatchKey, StreamOffset
 
@@ -207,3 +208,30 @@ def test_a_sink_with_the_checkpoint_of_another_query_is_refused_before_it_writes
     with pytest.raises(OptionError, match="serves one query: create a DeltaSink for each query"):
         a.run(a.sink(table), 0, offset(0, one(5, 9)))
     assert len(commits(table)) == 1
+
+
+def test_a_new_run_continues_with_the_same_sink_after_the_table_was_deleted(
+    three: list[Query], table: Path, enter: Enter
+) -> None:
+    sink, (query, other, _) = DeltaSink(table), three
+    enter(query, "1")
+    query.run(sink, 0, offset(0, one(0, 5)))
+    enter(other, "1 of the other")
+    other.run(sink, 0, offset(0, one(0, 5, topic="other"), group="other", stream="s2"))
+    rmtree(table)
+    enter(query, "1")
+    with pytest.raises(LedgerConflict, match="was deleted or replaced while the query runs"):
+        query.run(sink, 1, offset(1, one(5, 8)))
+    assert not table.exists()
+    enter(query, "2")
+    query.run(sink, 1, offset(1, one(5, 8)))
+    assert rows(table) == records(5, 8)
+    enter(other, "1 of the other")
+    with pytest.raises(LedgerConflict, match="was deleted or replaced while the query runs"):
+        other.run(sink, 1, offset(1, one(5, 8, topic="other"), group="other", stream="s2"))
+    enter(other, "2 of the other")
+    other.run(sink, 1, offset(1, one(5, 8, topic="other"), group="other", stream="s2"))
+    enter(query, "2")
+    query.run(sink, 2, offset(2, one(8, 9)))
+    assert rows(table) == sorted(records(5, 8, topic="other") + records(5, 9))
+    assert (next_offsets(table), next_offsets(table, "other")) == ({("orders", 0): 9}, {("other", 0): 8})
