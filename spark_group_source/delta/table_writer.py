@@ -56,6 +56,9 @@ Writer = Literal["auto", "native", "options"]
 CATALOG_FEATURES = frozenset({"catalogManaged", "catalogOwned-preview", "coordinatedCommits-preview"})
 """Table features with which the newest commits are not in the log's files: only Spark reads and writes such a table."""
 
+_FEATURE_ERRORS = ("Max catalog version", "Unsupported: Feature")
+"""Texts in the errors with which ``deltalake`` refuses a table that has a feature it does not support."""
+
 COMMIT_ATTEMPTS_MAX = 30
 """How often a commit is attempted; each lost race means that another writer made progress."""
 
@@ -239,7 +242,10 @@ class TableWriter:
             return "writer='options'"
         source = self._require_source()
         if not isinstance(source, LogFiles):
-            return "its log cannot be opened by deltalake: it is not on a local file system, or a catalog manages it"
+            return (
+                "its log cannot be opened by deltalake: it is not on a local file system, a catalog manages it, or it "
+                "has a feature that deltalake does not support"
+            )
         reason = native_writer.reason_not_native(source.opened)
         if reason is None and rows is not None and native_writer.has_other_columns(source.opened, rows):
             return "the batch has other columns or types"
@@ -428,13 +434,17 @@ def open_log(table: str, location: str, storage_options: Mapping[str, str] | Non
         )
     try:
         from deltalake import DeltaTable
-        from deltalake.exceptions import TableNotFoundError
+        from deltalake.exceptions import DeltaError, TableNotFoundError
     except ImportError:
         return None
     try:
         opened = DeltaTable(_uri(location), storage_options=dict(storage_options or {}) or None)
     except TableNotFoundError:
         return None
+    except DeltaError as exc:
+        if any(text in str(exc) for text in _FEATURE_ERRORS):
+            return None
+        raise
     protocol = opened.protocol()
     if CATALOG_FEATURES & {*(protocol.writer_features or ()), *(protocol.reader_features or ())}:
         return None

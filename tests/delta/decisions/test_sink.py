@@ -12,6 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from deltalake import DeltaTable, Schema
+from deltalake.exceptions import DeltaError
 from kit.frames import DeltaSession, Frame
 from pyspark import cloudpickle
 from sink_source import SCHEMA, offset
@@ -26,6 +27,7 @@ from sink_words import (
     one,
     parquet_files,
     records,
+    rewrite,
     rows,
 )
 
@@ -434,6 +436,19 @@ def test_a_table_whose_values_delta_checks_or_pads_is_not_written_natively(
 ) -> None:
     created = DeltaTable.create(tmp_path / "t", Schema.from_json(json.dumps(struct(column))))
     assert reason_not_native(created) == reason
+
+
+@pytest.mark.parametrize("feature", ["catalogManaged", "notSupported"])
+def test_a_table_with_a_feature_that_deltalake_does_not_support_is_left_to_delta(table: Path, feature: str) -> None:
+    features = {"readerFeatures": [feature], "writerFeatures": [feature, "inCommitTimestamp"]}
+    rewrite(table, 0, "protocol", lambda found: found.update(minReaderVersion=3, minWriterVersion=7, **features))
+    assert table_writer.open_log("t", str(table), None) is None
+
+
+def test_a_table_whose_log_is_damaged_is_not_left_to_delta(table: Path) -> None:
+    (table / "_delta_log" / f"{0:020}.json").write_text("{")
+    with pytest.raises(DeltaError):
+        table_writer.open_log("t", str(table), None)
 
 
 class FrameWithHeaders(Frame):
