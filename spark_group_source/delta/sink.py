@@ -489,7 +489,7 @@ class BatchCommit:
             needed=bool(decision.drop) or decision.changes_ledger or planned.other_sources > 0,
         )
         if version is None:
-            log.debug("table %s: nothing to commit in batch %d of %s", sink.table, planned.batch_id, planned.query_id)
+            log.debug("table %s: no ledger to commit in batch %d of %s", sink.table, planned.batch_id, planned.query_id)
             return
         self.write.version = version
         if version == history.version + 1:  # no other commit came in between

@@ -88,7 +88,8 @@ class _Writer:
         """Append like Delta with ``txnAppId`` and ``txnVersion``: a number that is used is skipped without an error."""
         application, number = self._options["txnAppId"], self._options["txnVersion"]
         opened = DeltaTable(table)
-        if (opened.transaction_version(application) or -1) >= number:
+        used = opened.transaction_version(application)
+        if used is not None and used >= number:
             return
         properties = CommitProperties(
             custom_metadata={"userMetadata": self._options["userMetadata"]},

@@ -3,8 +3,11 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from deltalake import DeltaTable
 from kit import frames
 from kit.frames import Session
 from offset_model import SERVERS, OffsetModel
@@ -12,6 +15,8 @@ from sink_words import Query
 
 from spark_group_source.cli import common
 from spark_group_source.delta import sink
+from spark_group_source.delta.table_history import Commit
+from spark_group_source.delta.table_writer import TableWriter, open_log
 
 
 @pytest.fixture(scope="session")
@@ -27,6 +32,50 @@ def without_rows(monkeypatch: pytest.MonkeyPatch) -> None:
         "without_ranges",
         lambda df, drop, table: frames.without_ranges(df, drop, table) if drop else real(df, drop, table),
     )
+
+
+class ReportedLog:
+    """The commits of a table as ``DESCRIBE HISTORY`` reports them: without numbers, and with notes of ledgers only."""
+
+    def __init__(self, table: str) -> None:
+        found = open_log(table, table, None)
+        assert found is not None
+        self.table, self._log = table, found
+
+    def newest(self) -> int:
+        return self._log.newest()
+
+    def commits(self, newest: int, after: int) -> Iterator[Commit]:
+        for commit in self._log.commits(newest, after):
+            yield commit if commit.entries else commit._replace(note=None)
+
+    def number(self, app_id: str) -> int | None:
+        return None
+
+    def restored_to(self, restore: Commit) -> int | None:
+        return self._log.restored_to(restore)
+
+
+@pytest.fixture
+def described(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A session with Delta, which reports the history of tables: ``deltalake`` cannot open their logs."""
+    session: Any = frames.DeltaSession()
+
+    def describe(text: str) -> SimpleNamespace:
+        opened = DeltaTable(text.removeprefix("DESCRIBE DETAIL delta.").strip("`"))
+        detail = {"id": opened.metadata().id, "location": opened.table_uri, "properties": {}, "tableFeatures": []}
+        return SimpleNamespace(first=lambda: detail)
+
+    monkeypatch.setattr(session, "sql", describe, raising=False)
+    real = TableWriter._find_source
+
+    def find_source(self: TableWriter) -> Any:
+        if self.spark is session:
+            self._source = self._source or (ReportedLog(self.table) if self._is_described() else None)
+        return real(self)
+
+    monkeypatch.setattr(TableWriter, "_find_source", find_source)
+    return session
 
 
 @pytest.fixture

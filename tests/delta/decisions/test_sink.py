@@ -255,6 +255,17 @@ def test_a_replayed_batch_of_other_sources_alone_is_skipped_also_the_first_one(q
     assert [row[0] for row in rows(table)].count("rate") == 2
 
 
+def test_a_batch_of_other_sources_alone_is_written_where_delta_reports_the_history(
+    query: Query, table: Path, described: Any
+) -> None:
+    query.run(query.sink(table), 0, offset(0, one(0, 5)))
+    anew = Query(described, query.root.parent, "anew")
+    for number in (0, 0, 1, 1):
+        anew.plan(number, '{"group": "etl", "seq": -1, "stream": "", "topics": {}, "v": 1}', str(number))
+        anew.sink(table)(described.createDataFrame([("rate", 0, number, "r")], SCHEMA), number)
+    assert rows(table) == sorted([*records(0, 5), ("rate", 0, 0, "r"), ("rate", 0, 1, "r")])
+
+
 # Concurrent writers
 
 
