@@ -325,17 +325,11 @@ class BatchCommit:
             ledger = history.ledger(group, known)
             if known is None:
                 self._log_ledger(history, group, ledger)
+            if ledger is None or not (ledger.topics or ledger.streams or ledger.reset_number):
+                self._check_new_group(history, group)
             if ledger is not None:
                 self._refuse_replaced_rows(history, ledger)
                 self._ledgers[group] = ledger.at_version(history.version)
-            else:
-
-                def ways() -> dict[str, str]:
-                    return self._ways_to_continue(group, self.table.row_ends(self._starts(group)))
-
-                for offset in (o for o in self.planned.offsets if o.group == group):
-                    ledger_transfer.check_new_group(self.df.sparkSession, history, offset, ways)
-                self._refuse_uncounted_rows(history, group)
         except LedgerExpired as expired:
             return self._new_ledger(history, group, expired)
         return ledger
@@ -347,6 +341,21 @@ class BatchCommit:
             ledger,
             after=-1 if known is None else known.table_version,
         )
+
+    def _check_new_group(self, history: TableHistory, group: str) -> None:
+        """Check the first batch of a group: the table has no ledger of it, or one that :meth:`_new_ledger` started and
+        no batch followed.
+
+        Raises:
+            LedgerConflict: rows could be written twice.
+        """
+
+        def ways() -> dict[str, str]:
+            return self._ways_to_continue(group, self.table.row_ends(self._starts(group)))
+
+        for offset in (o for o in self.planned.offsets if o.group == group):
+            ledger_transfer.check_new_group(self.df.sparkSession, history, offset, ways)
+        self._refuse_uncounted_rows(history, group)
 
     def _refuse_uncounted_rows(self, history: TableHistory, group: str) -> None:
         """Refuse the first batch of a group if the table has rows at or behind its start, and the table's log does not
@@ -400,8 +409,11 @@ class BatchCommit:
         must end there.
 
         Raises:
-            LedgerConflict: the batch starts at another position, or the rows do not end there.
+            LedgerConflict: the batch starts at another position, or the rows do not end there; or the group may be new,
+                and rows could be written twice.
         """
+        if expired.number is None:  # the group may be new, and no ledger can be copied to it after its first commit
+            self._check_new_group(history, group)
         number = self.table.commit_first_ledger(history, group) if expired.number is None else expired.number
         if isinstance(number, Ledger):
             return number

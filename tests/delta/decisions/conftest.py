@@ -67,14 +67,19 @@ def described(monkeypatch: pytest.MonkeyPatch) -> Any:
         return SimpleNamespace(first=lambda: detail)
 
     monkeypatch.setattr(session, "sql", describe, raising=False)
-    real = TableWriter._find_source
+    real, real_row_ends = TableWriter._find_source, TableWriter.row_ends
 
     def find_source(self: TableWriter) -> Any:
         if self.spark is session:
             self._source = self._source or (ReportedLog(self.table) if self._is_described() else None)
         return real(self)
 
+    def row_ends(self: TableWriter, starts: Any = None) -> Any:
+        by_files: Any = TableWriter(Session(), self.table)  # type: ignore[arg-type]
+        return real_row_ends(by_files if self.spark is session and by_files.exists() else self, starts)
+
     monkeypatch.setattr(TableWriter, "_find_source", find_source)
+    monkeypatch.setattr(TableWriter, "row_ends", row_ends)
     return session
 
 

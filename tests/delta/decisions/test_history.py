@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from shutil import rmtree
+from typing import Any
 
 import pytest
 from deltalake import DeltaTable
@@ -35,6 +36,7 @@ from spark_group_source.delta.table_history import (
     TableHistory,
     note_of,
 )
+from spark_group_source.delta.table_writer import TableWriter
 from spark_group_source.errors import LedgerConflict
 from spark_group_source.model import TopicPartition
 
@@ -294,6 +296,41 @@ def test_a_group_that_is_new_to_a_table_with_an_expired_log_does_not_write_rows_
     with pytest.raises(LedgerConflict, match=r"(?s)it may be a clone of a table that has the ledger.*reset "):
         query.run(query.sink(table), 1, offset(0, one(5, 8), followed=[("orders", 0)]))
     assert offsets_in(table) == list(range(10))
+
+
+@pytest.mark.parametrize("found", ["rows only", "a ledger of another group", "an empty ledger"])
+def test_a_new_group_is_checked_before_its_first_commit_where_delta_reports_an_expired_log(
+    query: Query, table: Path, described: Any, found: str
+) -> None:
+    """The group's number is not reported, so only a commit shows whether the group wrote to the table."""
+    sink = query.sink(table)
+    query.run(sink, 0, offset(0, one(0, 10), group="another", stream="s0"))
+    expire_log(table)
+    said = "it may be a clone of a table that has the ledger"
+    if found == "a ledger of another group":
+        query.run(query.sink(table), 1, offset(1, one(10, 12), group="another", stream="s0"))
+        said = "has one of group another with the same topics"
+    if found == "an empty ledger":
+        writer = TableWriter(query.spark, str(table))
+        assert isinstance(writer.commit_first_ledger(writer.history(), "etl"), Ledger)
+    before, new = offsets_in(table), Query(described, query.root.parent, "new")
+    for _ in range(2):
+        with pytest.raises(LedgerConflict, match=said):
+            new.run(new.sink(table), 0, offset(0, one(5, 8)))
+    assert offsets_in(table) == before
+    assert next_offsets(table) == {}
+
+
+def test_a_new_group_behind_the_rows_is_written_where_delta_reports_an_expired_log(
+    query: Query, table: Path, described: Any
+) -> None:
+    query.run(query.sink(table), 0, offset(0, one(0, 10), group="another", stream="s0"))
+    expire_log(table)
+    new = Query(described, query.root.parent, "new")
+    for n in range(2):
+        new.run(new.sink(table), n, offset(n, one(10 + n, 11 + n)))
+    assert offsets_in(table) == list(range(12))
+    assert next_offsets(table) == {("orders", 0): 12}
 
 
 def test_a_thousand_foreign_commits_between_two_of_the_group_do_not_hide_the_ledger(query: Query, table: Path) -> None:
