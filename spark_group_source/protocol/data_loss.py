@@ -310,10 +310,11 @@ class DataLossDetector:
             end = max(self.ends.get(tp, -1), answer.log_ends.get(tp, -1))
             if end >= at or tp in self._moved or tp in self._maybe_truncated or tp in self._earlier:
                 self._short.clear(tp)
+                self._warned.discard(str(tp))
             elif tp in answer.log_ends and self._short.report(tp, self._now_ms):
                 text = f"{tp} ends at {end}, before the position {at}: its last records are lost"
-                if text not in self._warned:
-                    self._warned.add(text)
+                if str(tp) not in self._warned:  # its end changes with every record
+                    self._warned.add(str(tp))
                     self._lost(tp, text, available=end)
 
     # --- results ----------------------------------------------------------------------------------------------------

@@ -250,6 +250,19 @@ def test_the_check_that_finds_a_recreated_topic_reads_nothing_of_it() -> None:
     assert (moved(brokers.detector), brokers.detector.ends) == ({A: 0}, {})
 
 
+def test_a_log_that_grows_below_the_position_is_reported_once() -> None:
+    brokers = Brokers(fail=False)
+    warnings = []
+    for end in range(10, 20):
+        brokers.shrink(A, end)
+        warnings += brokers.check({A: 1_000}, after_ms=GRACE_MS)
+    assert len(warnings) == 1
+    brokers.shrink(A, 1_000)
+    brokers.check({A: 1_000})
+    brokers.shrink(A, 20)
+    assert [len(brokers.check({A: 1_000}, after_ms=GRACE_MS)) for _ in range(3)] == [0, 1, 0]
+
+
 def test_empty_topic_id_is_ignored() -> None:
     brokers = Brokers()
     brokers.check({A: 90})
