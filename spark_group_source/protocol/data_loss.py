@@ -24,6 +24,10 @@ from spark_group_source.protocol.offsets import StreamOffset
 GRACE_MS = 2_000
 """Time for which a topic must be missing, or a log be shorter than what was read of it, before it counts."""
 
+EARLIER_MS = 30_000
+"""Time after which a leader with an earlier epoch than the known one is believed. A broker that is cut off from the
+controller is fenced after 9 s by default (``broker.session.timeout.ms``), and clients learn of the new leader then."""
+
 SILENT_MS_MAX = 10_000
 """Time after which the log warns about a partition whose end is not in the answers."""
 
@@ -74,7 +78,7 @@ class DataLossDetector:
         self._missing = Suspicions(GRACE_MS)  # topics
         self._short = Suspicions(GRACE_MS)  # partitions whose log ends below what was read
         self._maybe_truncated = Suspicions(GRACE_MS)  # partitions whose log was truncated below what was read
-        self._earlier = Suspicions(GRACE_MS)  # partitions whose leader has an earlier epoch than the known one
+        self._earlier = Suspicions(EARLIER_MS)  # partitions whose leader has an earlier epoch than the known one
         self._silent_since_ms: dict[TopicPartition, int] = {}  # partitions without an end in the answers
         self._has_warned_of_silence = False
         self._warned: set[str] = set()
@@ -268,17 +272,17 @@ class DataLossDetector:
     def _check_leaders(self, tps: list[TopicPartition], answer: ev.LogEndsRead) -> None:
         """Whether new leaders have what earlier ones reported before it was planned.
 
-        A leader with an earlier epoch is one that does not know yet that it was replaced; nothing follows from what it
-        has. Only where brokers report no topic ids (before 2.8) it may be the leader of a recreated topic.
+        A leader with an earlier epoch is one that does not know yet that it was replaced, so nothing follows from what
+        it has. After :data:`EARLIER_MS` it is the present one, and the known epoch was that of a deleted topic: a
+        commit names a topic without its id.
         """
         open_ = set()
         self._earlier.clear(*(tp for tp in self._earlier if tp not in tps))
         for tp in tps:
             at, end = self._positions[tp], answer.epoch_ends.get(tp)
             read_to = self.known_epochs.until(tp)  # beyond the position if another consumer's commit moved it back
-            is_earlier = self._leader_epochs[tp] < self.known_epochs.epoch_of(tp) and (
-                not self._earlier.report(tp, self._now_ms) or bool(answer.topic_ids[tp.topic])
-            )
+            is_earlier = self._leader_epochs[tp] < self.known_epochs.epoch_of(tp)
+            is_earlier = is_earlier and not self._earlier.report(tp, self._now_ms)
             if is_earlier or tp not in answer.epoch_ends or tp not in answer.firsts:
                 open_.add(tp)
             elif end is None or end >= read_to:
