@@ -67,9 +67,11 @@ PID_DIGITS_MAX = 20
 def mark_durable(offset: StreamOffset) -> None:
     """Write the durable mark of a stream: the sink has the batch that ends at ``offset``, in all of its tables.
 
-    Does nothing where no run of this user publishes, and never raises: the batch is in the table either way.
+    Does nothing where no run of this user publishes, and never raises: the batch is in the table either way. The mark
+    of a later batch stays: a driver that was replaced replays an earlier one.
     """
-    _mark(DURABLE, offset)
+    if durable_mark(offset.stream).seq <= offset.seq:
+        _mark(DURABLE, offset)
 
 
 def mark_void(stream: str, seq: int, reset_number: int) -> None:
@@ -255,26 +257,27 @@ class Publisher:
         """Return the number of the reset that made batch ``seq`` void for the sink; 0 if it reported none."""
         return void_by(stream, seq)
 
-    def close(self, committed: StreamOffset | None = None) -> None:
+    def close(self, committed: StreamOffset | None = None, *, seq: int = -1) -> None:
         """Remove the files of this run; later statistics are not written.
 
         Args:
             committed: the offset of the last durable batch, if Kafka has the positions of all partitions.
+            seq: the number of this run's last batch. A durable mark of a later one stays: it is for the run that has
+                replaced this one.
         """
         self._is_closed = True
         self._remove()
+        stream = self.last.stream if self.last is not None else ""
+        if 0 <= durable_mark(stream).seq <= seq:
+            with contextlib.suppress(OSError):
+                (directory() / f"{stream}{DURABLE}").unlink()
         if committed is not None:
             _mark(COMMITTED, committed)
 
     def _remove(self) -> None:
         if not _is_usable():
             return
-        stream = self.last.stream if self.last is not None else ""
-        for path in (
-            self._path,
-            self._drain_request,
-            *([directory() / f"{stream}{DURABLE}"] if stream.isalnum() else []),
-        ):
+        for path in (self._path, self._drain_request):
             with contextlib.suppress(OSError):
                 path.unlink()
 

@@ -318,7 +318,7 @@ class Coordinator:
                     CLOSE_S_MAX,
                 )
         self.agents.end("the run has ended")
-        self._publisher.close(self._run.committed_offset)
+        self._publisher.close(self._run.committed_offset, seq=self._run.seq)
 
     def _run_clock(self) -> None:
         """Run the clock thread, from the first join until the run is shut down."""

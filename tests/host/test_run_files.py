@@ -67,9 +67,19 @@ def test_a_run_reads_the_durable_mark_and_removes_it_when_it_stops(directory: Pa
     run_files.mark_durable(batch(7))
     run_files.mark_durable(batch(8))
     assert (run.durable_mark(STREAM), run.durable_mark("other")) == (BatchKey.of(batch(8)), run_files.NO_MARK)
-    run.close()
+    run.close(seq=8)
     assert run_files.durable_mark(STREAM).seq == -1
     assert list(directory.iterdir()) == []
+
+
+def test_a_run_that_was_replaced_neither_removes_nor_replaces_the_mark_of_a_later_batch(directory: Path) -> None:
+    """Else the new run would commit its batch at the next trigger only."""
+    replaced = run_files.Publisher("etl")
+    replaced.publish(statistics())
+    run_files.mark_durable(batch(8))
+    run_files.mark_durable(batch(7))
+    replaced.close(seq=7)
+    assert run_files.durable_mark(STREAM) == BatchKey.of(batch(8))
 
 
 def test_a_run_that_stops_with_all_offsets_committed_leaves_a_mark_for_the_next_one(directory: Path) -> None:

@@ -145,8 +145,9 @@ class Publisher(run_files.Publisher):
     def void_by(self, stream: str, seq: int) -> int:
         return self._query.void.get((stream, seq), 0)
 
-    def close(self, committed: StreamOffset | None = None) -> None:
-        self._query.durable.pop(self._stream, None)
+    def close(self, committed: StreamOffset | None = None, *, seq: int = -1) -> None:
+        if self.durable_mark(self._stream).seq <= seq:
+            self._query.durable.pop(self._stream, None)
         if committed is not None:
             self._query.committed[committed.stream] = BatchKey.of(committed)
 
