@@ -7,6 +7,7 @@ query is started again. ``spark``: more settings of the session, and jars beside
 
 import json
 import os
+import shutil
 import sys
 import traceback
 from collections.abc import Mapping
@@ -59,10 +60,12 @@ def main(
             while not query.awaitTermination(LOOK_S) and os.getppid() == tests:
                 pass  # the job ends with the test run
             running = False
-        except StreamingQueryException:
+        except StreamingQueryException as exc:
             if not again:
                 raise
             traceback.print_exc()
+            if "STATE_STORE_CHECKPOINT_LOCATION_NOT_EMPTY" in str(exc):  # docs/recovery.md
+                shutil.rmtree(checkpoint)
             running = os.getppid() == tests
 
 
