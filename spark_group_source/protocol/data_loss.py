@@ -81,7 +81,7 @@ class DataLossDetector:
         self._earlier = Suspicions(EARLIER_MS)  # partitions whose leader has an earlier epoch than the known one
         self._silent_since_ms: dict[TopicPartition, int] = {}  # partitions without an end in the answers
         self._has_warned_of_silence = False
-        self._warned: set[str] = set()
+        self._warned: set[str | TopicPartition] = set()  # texts, and partitions whose log is short
 
     def restore(self, offset: StreamOffset) -> None:
         """Continue from a checkpoint."""
@@ -156,7 +156,8 @@ class DataLossDetector:
         """
         elsewhere = {tp for tp, at in self._positions.items() if ready.get(tp) != at}
         self._checked -= elsewhere
-        self.ends = {tp: end for tp, end in self.ends.items() if tp not in elsewhere}
+        if elsewhere:
+            self.ends = {tp: end for tp, end in self.ends.items() if tp not in elsewhere}
         for found in (self._moved, self._truncated, self._capped):
             for tp in elsewhere & found.keys():
                 if tp.topic not in self._recreated:
@@ -183,6 +184,8 @@ class DataLossDetector:
         answer = yield ev.ReadLogEnds(ends=tuple(self._positions))
         self.ends, self._leader_epochs = answer.ends, answer.leader_epochs
         unproven = self.known_epochs.unproven(self._positions, self._leader_epochs)
+        if self._earlier:
+            self._earlier.clear(*filter(self._has_current_leader, self._positions))
         kept = {tp: self._proven_ends[tp] for tp in unproven if tp in self._proven_ends}
         self._proven_ends = {**self.ends, **kept} if kept else self.ends
         self._warn_of_silence()
@@ -277,13 +280,11 @@ class DataLossDetector:
         commit names a topic without its id.
         """
         open_ = set()
-        self._earlier.clear(*(tp for tp in self._earlier if tp not in tps))
         for tp in tps:
             at, end = self._positions[tp], answer.epoch_ends.get(tp)
             read_to = self.known_epochs.until(tp)  # beyond the position if another consumer's commit moved it back
-            is_earlier = self._leader_epochs[tp] < self.known_epochs.epoch_of(tp)
-            is_earlier = is_earlier and not self._earlier.report(tp, self._now_ms)
-            if is_earlier or tp not in answer.epoch_ends or tp not in answer.firsts:
+            is_doubted = not self._has_current_leader(tp) and not self._earlier.report(tp, self._now_ms)
+            if is_doubted or tp not in answer.epoch_ends or tp not in answer.firsts:
                 open_.add(tp)
             elif end is None or end >= read_to:
                 self._maybe_truncated.clear(tp)
@@ -296,6 +297,10 @@ class DataLossDetector:
                 self._truncated_at(tp, read_to, max(end, answer.firsts[tp]), answer.log_ends.get(tp, self.ends[tp]))
         if open_ or self._capped:
             self.ends = {tp: self._capped.get(tp, end) for tp, end in self.ends.items() if tp not in open_}
+
+    def _has_current_leader(self, tp: TopicPartition) -> bool:
+        """Whether a leader answered whose epoch is not earlier than the known one."""
+        return self._leader_epochs.get(tp, -1) >= self.known_epochs.latest(tp)
 
     def _truncated_at(self, tp: TopicPartition, read_to: int, end: int, log_end: int) -> None:
         text = (
@@ -314,11 +319,11 @@ class DataLossDetector:
             end = max(self.ends.get(tp, -1), answer.log_ends.get(tp, -1))
             if end >= at or tp in self._moved or tp in self._maybe_truncated or tp in self._earlier:
                 self._short.clear(tp)
-                self._warned.discard(str(tp))
+                self._warned.discard(tp)
             elif tp in answer.log_ends and self._short.report(tp, self._now_ms):
                 text = f"{tp} ends at {end}, before the position {at}: its last records are lost"
-                if str(tp) not in self._warned:  # its end changes with every record
-                    self._warned.add(str(tp))
+                if tp not in self._warned:  # its end changes with every record
+                    self._warned.add(tp)
                     self._lost(tp, text, available=end)
 
     # --- results ----------------------------------------------------------------------------------------------------
@@ -425,9 +430,9 @@ class LeaderEpochs:
         """How far the partition is known to be read or planned."""
         return self._known[tp].until
 
-    def epoch_of(self, tp: TopicPartition) -> int:
-        """The latest leader epoch that is known of the partition."""
-        return self._known[tp].epoch
+    def latest(self, tp: TopicPartition) -> int:
+        """The latest leader epoch that is known of the partition; 0 if none is."""
+        return self._known[tp].epoch if tp in self._known else 0
 
     def epoch(self, tp: TopicPartition, at: int) -> int | None:
         """The leader epoch under which, or before which, everything below ``at`` was written; None if not known."""

@@ -665,6 +665,20 @@ def test_an_earlier_leader_epoch_is_believed_after_a_while() -> None:
     assert brokers.detector.ends == {A: 120}
 
 
+def test_a_former_leader_is_doubted_again_after_the_present_one_has_answered() -> None:
+    """Also if that answer was the end that is read already, so that nothing else was requested."""
+    brokers = Brokers(fail=False)
+    brokers.leaders[A] = 8
+    brokers.check({A: 0})
+    brokers.plan({A: (0, 100)})
+    for _ in range(2):
+        brokers.elect(A, 7, None, 80)
+        brokers.check({A: 100}, after_ms=EARLIER_MS)
+        assert brokers.detector.ends == {}
+        brokers.elect(A, 8, None, 100)
+        assert brokers.check({A: 100}) == [] and brokers.detector.ends == {A: 100}
+
+
 class Epochs(RunHarness):
     """The leader of A has an epoch; ``hook`` runs when it reports where an epoch ends."""
 

@@ -157,8 +157,8 @@ MUTANTS = [
     Mutant(
         "never-believes-an-earlier-leader",
         L,
-        "is_earlier = is_earlier and not self._earlier.report(tp, self._now_ms)",
-        "self._earlier.report(tp, self._now_ms)",
+        "is_doubted = not self._has_current_leader(tp) and not self._earlier.report(tp, self._now_ms)",
+        "is_doubted = not self._has_current_leader(tp)",
         "an epoch of a deleted topic does not stop the partition for ever",
     ),
     Mutant(
