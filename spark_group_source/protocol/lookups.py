@@ -62,8 +62,7 @@ class PositionLookups:
         """Order the lookup of partitions without a position; a period's first lookup is answered before the next."""
         if not self._partitions.ours and (self._knows_resets or self._reads_resets_of == self._period):
             self._knows_resets, self._period = False, self._period + 1
-        paused = self._paused if self._retry_at_ms is not None else frozenset()
-        if self._reads_resets_of is None and (tps := self._partitions.begin_lookups(paused)):
+        if self._reads_resets_of is None and (tps := self._partitions.begin_lookups(self._paused)):
             notes_only = self._partitions_with_notes(tps)
             if notes_only:
                 self._reads_resets_of, self._first_lookup = self._period, tps
@@ -77,7 +76,7 @@ class PositionLookups:
 
     def tick(self) -> None:
         if self._retry_at_ms is not None and self._out.now_ms >= self._retry_at_ms:
-            self._retry_at_ms = None
+            self._retry_at_ms, self._paused = None, frozenset()
         self._warn_of_silence()
 
     def late(self, wait_ms: int) -> set[TopicPartition]:
@@ -227,8 +226,7 @@ class PositionLookups:
         """
         if partitions == self._first_lookup:
             self._reads_resets_of = None
-        still = self._paused if self._retry_at_ms is not None else frozenset()
-        self._paused = still | frozenset(partitions)
+        self._paused |= frozenset(partitions)
         self._partitions.fail_lookups(partitions)
         self._retry_at_ms = self._out.now_ms + pause_ms(self._failures)
         self._failures += 1
