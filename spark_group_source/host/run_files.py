@@ -70,8 +70,14 @@ def mark_durable(offset: StreamOffset) -> None:
     Does nothing where no run of this user publishes, and never raises: the batch is in the table either way. The mark
     of a later batch stays: a driver that was replaced replays an earlier one.
     """
-    if durable_mark(offset.stream).seq <= offset.seq:
+    if not is_later(durable_mark(offset.stream), offset.seq):
         _mark(DURABLE, offset)
+
+
+def is_later(mark: BatchKey, seq: int) -> bool:
+    """Return whether a durable mark is of a later batch than ``seq``, and so of the run that has replaced this one: it
+    is neither written over nor removed."""
+    return mark.seq > seq
 
 
 def mark_void(stream: str, seq: int, reset_number: int) -> None:
@@ -262,13 +268,12 @@ class Publisher:
 
         Args:
             committed: the offset of the last durable batch, if Kafka has the positions of all partitions.
-            seq: the number of this run's last batch. A durable mark of a later one stays: it is for the run that has
-                replaced this one.
+            seq: the number of this run's last durable batch. The durable mark of a later one stays.
         """
         self._is_closed = True
         self._remove()
         stream = self.last.stream if self.last is not None else ""
-        if 0 <= durable_mark(stream).seq <= seq:
+        if (mark := durable_mark(stream)) != NO_MARK and not is_later(mark, seq):
             with contextlib.suppress(OSError):
                 (directory() / f"{stream}{DURABLE}").unlink()
         if committed is not None:

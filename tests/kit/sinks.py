@@ -18,7 +18,7 @@ from spark_group_source.delta.ledger_format import Ledger
 from spark_group_source.delta.sink import BatchCommit, DeltaSink, TableWrite
 from spark_group_source.delta.table_history import Commit, CommitRace, TableHistory
 from spark_group_source.delta.table_writer import TableWriter
-from spark_group_source.host.run_files import NO_MARK
+from spark_group_source.host.run_files import NO_MARK, is_later
 from spark_group_source.model import OffsetRange, TopicPartition
 from spark_group_source.protocol.offsets import BatchKey, StreamOffset
 
@@ -126,7 +126,7 @@ class Table:
         durable = table_writer.retry_races(batch.attempt, what=f"batch {offset.seq}")
         for done in durable:
             self.truth.durable(run.reader, done)  # at once: the run may act on the mark
-            if run.query.durable.get(done.stream, NO_MARK).seq <= done.seq:
+            if not is_later(run.query.durable.get(done.stream, NO_MARK), done.seq):
                 run.query.durable[done.stream] = BatchKey.of(done)
             run.marked = None if run.watched is None else run.watched.plan
         if offset not in durable and (ledger := sink._ledgers.get(offset.group)) is not None:

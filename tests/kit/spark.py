@@ -146,7 +146,7 @@ class Publisher(run_files.Publisher):
         return self._query.void.get((stream, seq), 0)
 
     def close(self, committed: StreamOffset | None = None, *, seq: int = -1) -> None:
-        if self.durable_mark(self._stream).seq <= seq:
+        if not run_files.is_later(self.durable_mark(self._stream), seq):
             self._query.durable.pop(self._stream, None)
         if committed is not None:
             self._query.committed[committed.stream] = BatchKey.of(committed)
