@@ -201,14 +201,9 @@ class RunHarness:
         """The event with which the shell answers a request or the end of the run."""
         match step:
             case ev.ListTopics() | ev.ReadTarget() | ev.ReadLogEnds() | ev.DescribeGroup() if (
-                self.clock() < self.down_until_ms
+                self.clock() < self.down_until_ms or self._asks_no_leader(step)
             ):
                 self.clock.advance(ms=GIVEN_UP_MS)
-                return ev.RequestFailed(error=BrokerUnavailable("no leaders", servers="b:9092", waited_ms=GIVEN_UP_MS))
-            case ev.ReadLogEnds() if any(
-                tps and self.leaderless.issuperset(tps) for tps in (step.ends, step.firsts, step.log_ends)
-            ):
-                self.clock.advance(ms=GIVEN_UP_MS)  # an answer about none of the partitions is no answer
                 return ev.RequestFailed(error=BrokerUnavailable("no leaders", servers="b:9092", waited_ms=GIVEN_UP_MS))
             case ev.ReadTarget():
                 return ev.TargetRead(ends=dict(self.ends))
@@ -232,6 +227,11 @@ class RunHarness:
                 return ev.MembersClosing(leave=step.leave)
             case _:
                 raise AssertionError(f"{step} is no question")
+
+    def _asks_no_leader(self, step: ev.Step) -> bool:
+        """Whether one of the requests is about partitions without a leader only: an answer about none is no answer."""
+        asked = (step.ends, step.firsts, step.log_ends) if isinstance(step, ev.ReadLogEnds) else ()
+        return any(tps and self.leaderless.issuperset(tps) for tps in asked)
 
     def _carry_out(self, commands: Commands) -> None:
         """Record the commands; Kafka answers them later."""
