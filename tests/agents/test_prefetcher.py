@@ -1,11 +1,17 @@
 """What the prefetcher buffers of what its client returns, with a scripted client."""
 
+from collections.abc import Sequence
+from pathlib import Path
+
 import pytest
 from kit.fake_reader import FakeChunk, FakeClient, Message
 
+from spark_group_source.agents.agent_folder import AgentFolder
 from spark_group_source.agents.messages import PrefetchPositions
+from spark_group_source.agents.prefetch import client
 from spark_group_source.agents.prefetch.prefetcher import Prefetcher, SharedBuffers
-from spark_group_source.model import OffsetRange, TopicPartition
+from spark_group_source.agents.prefetch.server import PrefetchServer
+from spark_group_source.model import OffsetRange, Piece, TopicPartition
 from spark_group_source.options.table import COLUMNS
 from spark_group_source.reader.records import DAMAGED, EOF, ClientEvent
 
@@ -33,10 +39,10 @@ class ScriptedClient(FakeClient):
 class Scene:
     """A prefetcher that runs on the test's thread."""
 
-    def __init__(self, memory_bytes: int = 1 << 20) -> None:
+    def __init__(self, memory_bytes: int = 1 << 20, columns: Sequence[str] = COLUMNS[:-1]) -> None:
         self.buffers = SharedBuffers(memory_bytes)
         self.client = ScriptedClient()
-        self.prefetcher = Prefetcher(self.buffers, lambda: self.client, COLUMNS[:-1])  # type: ignore[arg-type, return-value]  # only what is used
+        self.prefetcher = Prefetcher(self.buffers, lambda: self.client, columns)  # type: ignore[arg-type, return-value]  # only what is used
 
     def follow(self, position: int, **more: object) -> None:
         self.buffers.follow(PrefetchPositions({TP: position}, leader_epochs=EPOCH, **more))  # type: ignore[arg-type]  # of any field
@@ -110,6 +116,27 @@ def test_records_without_room_are_fetched_again() -> None:
         buffers.used_bytes = 0
     scene.prefetcher._assign(scene.client)  # type: ignore[arg-type]  # see above
     assert scene.client.assigned == {TP: until}
+
+
+def test_a_part_of_a_batch_is_served_without_the_column_offset(tmp_path: Path) -> None:
+    columns, folder = ("value", "topic"), AgentFolder(tmp_path)
+    scene = Scene(columns=columns)
+    scene.follow(0)
+    scene.poll(*(message(at, size=at) for at in range(9)))
+    serving = PrefetchServer(folder, scene.buffers, pytest.fail, columns)
+    serving.start()
+    try:
+        piece = Piece((OffsetRange(TP, 0, 3),), {}, EPOCH)
+        batches, rest, _ = client.request_buffered(folder, piece, columns)
+    finally:
+        serving.stop()
+    assert ([batch.to_pydict() for batch in batches], rest) == (
+        [{"value": [b"", b"v", b"vv"], "topic": ["t", "t", "t"]}],
+        [],
+    )
+    scene.follow(5)
+    with scene.buffers.locked() as buffers:
+        assert [(each.start, each.end) for each in buffers.partitions[TP].ranges] == [(5, 9)]
 
 
 def test_records_fetched_before_a_seek_are_not_buffered(scene: Scene) -> None:

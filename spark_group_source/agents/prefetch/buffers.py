@@ -1,6 +1,7 @@
 """The records that an agent has prefetched, by the offset ranges that they cover completely.
 
-Runs in: agents. Deliberately absent: a clock, threads, locks, sockets, Kafka. Arrow batches are not looked into.
+Runs in: agents. Deliberately absent: a clock, threads, locks, sockets, Kafka. Of Arrow batches only the column
+``offset`` is read.
 
 A **buffered range** covers the offsets [start, end) of one partition completely: its rows are all records there that a
 reader of this isolation level sees. It has no rows if those offsets are aborted or compacted. The rows lie in a
@@ -264,7 +265,7 @@ class PrefetchBuffers:
         """Buffer rows for which memory is reserved.
 
         Args:
-            batch: the accepted rows, in order.
+            batch: the accepted rows, in order, with the column ``offset``.
         """
         self.last_arrival += 1
         shared = SharedBatch(batch, batch.get_total_buffer_size() + BATCH_BYTES)

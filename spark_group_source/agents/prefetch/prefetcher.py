@@ -99,11 +99,12 @@ class Prefetcher:
 
     Args:
         open_client: opens the client. A client that failed for good is replaced.
-        columns: the columns of the rows.
+        columns: the columns that tasks read. ``offset`` is buffered too: ranges are split by it.
     """
 
     def __init__(self, buffers: SharedBuffers, open_client: Callable[[], NativeClient], columns: Sequence[str]) -> None:
-        self._buffers, self._open_client, self._columns = buffers, open_client, columns
+        self._buffers, self._open_client = buffers, open_client
+        self._columns = tuple(dict.fromkeys((*columns, "offset")))
         self._stopping = threading.Event()
         self._assigned: dict[TopicPartition, int] = {}
         """The partitions that the client reads, each with the number of the seek that it reads for; 0: for none."""

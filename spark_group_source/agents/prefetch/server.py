@@ -141,7 +141,7 @@ class PrefetchServer:
             ):
                 for ranges in joined(unsent):
                     set_deadline(connection, until_s)
-                    stream.write_batch(_one_batch(ranges))
+                    stream.write_batch(_one_batch(ranges, self._schema.names))
                     self._buffers.free(ranges)
                     del unsent[: len(ranges)]
         finally:
@@ -182,8 +182,8 @@ def _served(taken: TakenRanges) -> ServedRange:
     )
 
 
-def _one_batch(ranges: Sequence[BufferedRange]) -> pa.RecordBatch:
-    batches = [batch for each in ranges if (batch := each.rows()) is not None]
+def _one_batch(ranges: Sequence[BufferedRange], columns: Sequence[str]) -> pa.RecordBatch:
+    batches = [batch.select(columns) for each in ranges if (batch := each.rows()) is not None]
     if len(batches) == 1:
         return batches[0]
     (whole,) = pa.Table.from_batches(batches).combine_chunks().to_batches()
