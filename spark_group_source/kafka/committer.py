@@ -28,7 +28,8 @@ SEND_TIMEOUT_S = 5.0
 deleted one stays, while revocations wait for the commit."""
 REQUEST_TIMEOUT_MS = 10_000
 """The timeout of a request to a broker that is connected but does not respond, such as a frozen one. With the library's
-default of a minute, lookups would wait that long behind a commit. ``kafka.socket.timeout.ms`` overrides it."""
+default of a minute, lookups would wait that long behind a commit. ``kafka.socket.timeout.ms`` overrides it, up to the
+transaction's timeout: librdkafka refuses a longer one."""
 
 
 class Transaction(Enum):
@@ -90,9 +91,14 @@ class OffsetCommitter:
         self, settings: Mapping[str, str], *, group: str, transactional_id: str, environment: Environment
     ) -> None:
         self._environment = environment
-        own = {"transactional.id": transactional_id}
-        defaults = {"socket.timeout.ms": str(REQUEST_TIMEOUT_MS), "transaction.timeout.ms": str(int(EXPIRES_S * 1000))}
-        self._settings = {**COORDINATOR_IDLE, **defaults, **settings, **own}
+        expires_ms = settings.get("transaction.timeout.ms", str(int(EXPIRES_S * 1000)))
+        request_ms = min(int(settings.get("socket.timeout.ms", REQUEST_TIMEOUT_MS)), int(expires_ms))
+        own = {
+            "transactional.id": transactional_id,
+            "transaction.timeout.ms": expires_ms,
+            "socket.timeout.ms": str(request_ms),
+        }
+        self._settings = {**COORDINATOR_IDLE, **settings, **own}
         self._client_info = ClientInfo.of(self._settings, group=group)
         self._group = group
         self._sizes = CommitSizes(group)
@@ -275,7 +281,7 @@ class OffsetCommitter:
         fenced = meaning(Request.TRANSACTION, error.code()) is Meaning.FENCED
         match self._state:
             case _Owned() as owned if fenced:
-                expires_ms = int(str(self._settings["transaction.timeout.ms"]))
+                expires_ms = int(self._settings["transaction.timeout.ms"])
                 open_ms = self._environment.now_ms() - owned.begun_ms
                 expired = owned.transaction is not Transaction.NONE and open_ms >= expires_ms
                 self._state = _Uncertain() if expired else _Fenced(error)

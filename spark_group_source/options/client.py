@@ -76,7 +76,10 @@ CONNECTION: Final = (
     "ssl.", "statistics.", "topic.metadata.",
 )  # fmt: skip
 """Prefixes of settings that every client gets: connection and authentication. Other settings go to consumers only; the
-producer that commits offsets gets none of them, so no setting can change how offsets are committed."""
+producer that commits offsets gets only :data:`TRANSACTION_TIMEOUT` of them, so no setting can change how offsets are
+committed."""
+TRANSACTION_TIMEOUT: Final = "transaction.timeout.ms"
+"""Brokers may permit less than the timeout that is used without it (``transaction.max.timeout.ms``)."""
 
 _INT32_MAX: Final = 2**31 - 1
 

@@ -508,7 +508,8 @@ class Options:
 
     def producer_settings(self) -> dict[str, str]:
         """Settings of the producer that commits offsets; without transactional.id, which is the stream's."""
-        return self.admin_settings()
+        own = {name: value for name, value in self.settings if name == client_settings.TRANSACTION_TIMEOUT}
+        return self.admin_settings() | own
 
     def _common(self) -> dict[str, str]:
         own = dict(self.settings)

@@ -2,16 +2,18 @@
 
 import ctypes
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import confluent_kafka
 import pytest
-from confluent_kafka import Consumer, Producer
+from confluent_kafka import Consumer, KafkaError, KafkaException, Producer
 from confluent_kafka.admin import AdminClient
 
-from spark_group_source.errors import OptionError
-from spark_group_source.kafka.environment import check_settings
+from spark_group_source.errors import CommitFailed, OptionError
+from spark_group_source.kafka import OffsetCommitter
+from spark_group_source.kafka.environment import Environment, check_settings
 from spark_group_source.options.client import CONNECTION, REFUSED, is_secret
 from spark_group_source.options.java import RENAMED, parse_jaas, translate
 from spark_group_source.options.table import Options
@@ -159,6 +161,32 @@ def test_producer_settings_do_not_reach_the_producer_that_commits_offsets(capfd:
     Producer(made.producer_settings() | {"transactional.id": "etl.1"})
     assert "CONFWARN" not in capfd.readouterr().err
     assert made.admin_settings()["client.id"] == "me"
+
+
+@pytest.mark.parametrize(
+    ("given", "timeouts"),
+    [
+        ({}, ("10000", "60000")),
+        ({"request_timeout_ms": "120000"}, ("60000", "60000")),
+        ({"transaction_timeout_ms": "5000"}, ("5000", "5000")),
+        ({"socket_timeout_ms": "120000", "transaction_timeout_ms": "180000"}, ("120000", "180000")),
+    ],
+)
+def test_offsets_are_committed_with_any_request_and_transaction_timeout(
+    given: Mapping[str, str], timeouts: tuple[str, str]
+) -> None:
+    class Refused(Environment):
+        def producer(self, settings: Mapping[str, Any]) -> Any:
+            super().producer(settings)
+            used.append((settings["socket.timeout.ms"], settings["transaction.timeout.ms"]))
+            raise KafkaException(KafkaError(KafkaError._TIMED_OUT))
+
+    made, used = options(**given), list[tuple[str, str]]()
+    check_settings(made)
+    committer = OffsetCommitter(made.producer_settings(), group="g", transactional_id="g.s", environment=Refused())
+    with pytest.raises(CommitFailed):
+        committer.prepare()
+    assert used == [timeouts], "librdkafka accepts them"
 
 
 ASSIGNORS = "Use range and roundrobin in any order, or cooperative-sticky alone"
