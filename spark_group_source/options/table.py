@@ -9,6 +9,7 @@ unless it may be secret, the value.
 """
 
 import difflib
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -484,14 +485,16 @@ class Options:
 
     @property
     def topic_refresh_s(self) -> float:
-        """How often the members and the request thread refresh topics and partitions."""
-        own = dict(self.settings).get("topic.metadata.refresh.interval.ms")
-        return TOPIC_REFRESH_S if own is None else int(own) / 1000
+        """How often the members and the request thread refresh topics and partitions; infinite: never."""
+        own_ms = dict(self.settings).get("topic.metadata.refresh.interval.ms")
+        if own_ms is None:
+            return TOPIC_REFRESH_S
+        return int(own_ms) / 1000 if int(own_ms) > 0 else math.inf
 
     def member_settings(self) -> dict[str, str]:
         """Settings of a member's consumer, in the stream reader or in an agent; its group.instance.id comes with
         ``Join``."""
-        refresh_ms = str(int(self.topic_refresh_s * 1000))
+        refresh_ms = str(int(TOPIC_REFRESH_S * 1000))
         return {"topic.metadata.refresh.interval.ms": refresh_ms, **self.consumer_settings()}
 
     def admin_settings(self) -> dict[str, str]:

@@ -239,6 +239,16 @@ def test_a_pattern_is_matched_periodically_also_when_the_queue_is_never_empty() 
     assert ev.TopicsChanged(topics=("a", "b")) in scene.handled
 
 
+@pytest.mark.parametrize("off", ["-1", "0"])
+def test_a_pattern_is_not_matched_again_if_the_refresh_is_turned_off(off: str) -> None:
+    """librdkafka refreshes nothing then."""
+    scene = Scene(subscribePattern="a|b", **{"kafka.topic.metadata.refresh.interval.ms": off})
+    scene.topics = [{"a": 1}]  # for the check
+    scene.run(scene.order_after(86_400_000, ev.CheckReplaced(slot=1)))
+    assert scene.handled == [ev.NotReplaced(slot=1)]
+    assert scene.options.member_settings()["topic.metadata.refresh.interval.ms"] == off
+
+
 # --- replaced runs --------------------------------------------------------------------------------------------------
 
 
