@@ -1,6 +1,7 @@
 """The metrics endpoint: ports, addresses, and slow or too many clients."""
 
 import socket
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -66,3 +67,21 @@ def test_idle_connections_do_not_exceed_the_limit(serving: Endpoint) -> None:
             return False
 
     await_until(answers, what="an answer once they are gone")
+
+
+def test_scrapes_are_answered_again_after_no_thread_could_be_started(
+    serving: Endpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failures = iter(range(endpoint.SCRAPES_MAX))
+
+    class Thread(threading.Thread):
+        def start(self) -> None:
+            if next(failures, None) is not None:
+                raise RuntimeError("can't start new thread")
+            super().start()
+
+    monkeypatch.setattr(threading, "Thread", Thread)
+    for _ in range(endpoint.SCRAPES_MAX):
+        with pytest.raises(OSError):
+            scrape(serving.port)
+    assert value(scrape(serving.port), "asked") == 1
