@@ -36,7 +36,7 @@ MEMBERS_END_S = 3.0
 """Share of it for closing the members."""
 STABLE_S = 10.0
 """An agent that has run this long may be started again without a pause."""
-QUEUE_KBYTES, QUEUE_MESSAGES, FETCH_BYTES = "8192", "10000", "8388608"
+QUEUE_KBYTES, QUEUE_MESSAGES, FETCH_BYTES = "8192", "10000", 8 << 20
 """Bounds of the prefetching client beside the buffers: its queue, and one fetch response."""
 FETCH_WAIT_MS = "100"
 """Longest wait of a fetch at the end of a log. Records are returned as they arrive; a new position waits behind it."""
@@ -65,18 +65,9 @@ class Agent:
         self._wake_pipe = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._buffers = SharedBuffers(int(given["buffer_bytes"]))
         columns = tuple(given["columns"])
-        self._prefetcher = Prefetcher(self._buffers, self._open_prefetching_client, columns)
+        self._prefetcher = Prefetcher(self._buffers, lambda: open_prefetching_client(self._reader_settings), columns)
         self._connection = connection(given["connection"])
         self._server = server(self._folder, self._buffers, lambda: open_client(self._reader_settings), columns)
-
-    def _open_prefetching_client(self) -> NativeClient:
-        return open_client(
-            self._reader_settings,
-            queued_max_messages_kbytes=QUEUE_KBYTES,
-            queued_min_messages=QUEUE_MESSAGES,
-            fetch_max_bytes=FETCH_BYTES,
-            fetch_wait_max_ms=FETCH_WAIT_MS,
-        )
 
     def end(self, reason: str) -> None:
         """Let the agent end. Any thread, and signal handlers."""
@@ -121,6 +112,18 @@ class Agent:
         self._connection.stop(MEMBERS_END_S)
         self._prefetcher.stop(END_S)
         self._folder.remove()
+
+
+def open_prefetching_client(settings: Mapping[str, str]) -> NativeClient:
+    """Open the client of the prefetcher. Its fetch responses have at least ``kafka.message.max.bytes``: librdkafka
+    refuses a smaller bound."""
+    return open_client(
+        settings,
+        queued_max_messages_kbytes=QUEUE_KBYTES,
+        queued_min_messages=QUEUE_MESSAGES,
+        fetch_max_bytes=str(max(FETCH_BYTES, int(settings.get("message.max.bytes", 0)))),
+        fetch_wait_max_ms=FETCH_WAIT_MS,
+    )
 
 
 def main(given: Mapping[str, Any], create: Callable[[Mapping[str, Any]], Agent] = Agent) -> None:

@@ -25,7 +25,7 @@ from spark_group_source.agents.agent_folder import (
     ProcessId,
     agents_directory,
 )
-from spark_group_source.agents.main import ProcessWatch
+from spark_group_source.agents.main import ProcessWatch, open_prefetching_client
 from spark_group_source.agents.prefetch import client
 from spark_group_source.host.run_files import directory
 
@@ -141,6 +141,10 @@ def test_the_end_of_a_process_is_detected_without_pidfd(monkeypatch: pytest.Monk
             lambda: watch.wait_ended(0.05), 10, what="the end of the process"
         )  # its parent has not waited for it yet
     assert not ProcessId(os.getpid(), process.started - 1).is_alive(), "another process with the same number"
+
+
+def test_a_prefetching_client_accepts_large_messages() -> None:
+    open_prefetching_client({"bootstrap.servers": "127.0.0.1:1", "message.max.bytes": "20000000"}).close()
 
 
 def test_no_agent_is_started_if_the_executor_cannot_be_determined(
