@@ -347,12 +347,18 @@ def log_truncated(remaining: OffsetRange, newer: NewerRecord, log: Watermarks) -
 
 
 def unreadable_record(error: GroupError, connection: command_line.Connection, group_id: str) -> GroupError:
-    """Add to the error of a record that Spark cannot store the command that moves the group past it."""
+    """Add to the error of a record that Spark cannot store how to read it, and the command that moves past it.
+
+    The batch fails, so the records before this one are not written either, and the command skips them, too. After it,
+    ``DeltaSink`` writes nothing of the batch that was planned before; for other sinks Spark runs that batch again.
+    """
     topic, partition, offset = (str(error.fields[name]) for name in ("topic", "partition", "offset"))
     words = ("--topic", f"{topic}:{partition}", "--to-offset", str(int(offset) + 1), "--execute")
     command = command_line.spark_group("reset", connection, group_id, *words)
     return GroupError(
-        f"{error}. To skip the record, stop the query, run this command (for a table of DeltaSink with --table) and "
-        f"start the query again:{command_line.sequence([command])}",
+        f"{error}. To read it without its timestamp, leave timestamp out of the option columns. To skip it, with those "
+        f"of {topic}-{partition} before it that are not written yet, stop the query, run this command (for a table of "
+        "DeltaSink with --table) and start the query again; with another sink, start it with a new checkpoint:"
+        f"{command_line.sequence([command])}",
         **error.fields,
     )

@@ -3,7 +3,7 @@
 import ctypes
 import itertools
 import mmap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from unittest.mock import patch
 
@@ -136,10 +136,10 @@ def test_header_bytes_count_towards_the_batch_limit() -> None:
 # --- timestamps
 
 
-def batch_of(*stamps_ms: int, kind: int = 1) -> pa.RecordBatch:
+def batch_of(*stamps_ms: int, kind: int = 1, columns: Sequence[str] = COLUMNS[:-1]) -> pa.RecordBatch:
     count = len(stamps_ms)
     return records.build_batch(
-        COLUMNS[:-1],
+        columns,
         [RowSlice(TP, 0, 1), RowSlice(TP._replace(partition=1), 1, count)],
         key=pa.nulls(count, pa.binary()),
         value=pa.nulls(count, pa.binary()),
@@ -171,3 +171,5 @@ def test_a_timestamp_that_spark_cannot_store_fails_the_task_with_its_offset(stam
     with pytest.raises(GroupError, match=rf"t-1 at offset 102 .* {stamp_ms} ms") as caught:
         assembled(1, 2, stamp_ms, 3)
     assert caught.value.fields == {"topic": "t", "partition": 1, "offset": 102}
+    without = [name for name in COLUMNS[:-1] if name != "timestamp"]
+    assert batch_of(1, 2, stamp_ms, 3, columns=without).num_rows == 4

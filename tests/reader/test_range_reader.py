@@ -633,6 +633,10 @@ def test_a_record_that_spark_cannot_store_fails_with_the_command_that_skips_it(m
     with pytest.raises(GroupError, match=command) as caught:
         list(reader.batches())
     assert caught.value.fields == {"topic": "t", "partition": 0, "offset": 1}
+    text = str(caught.value)
+    assert "leave timestamp out of the option columns" in text, "no record is lost then"
+    assert "with those of t-0 before it that are not written yet" in text, "the batch of the record has failed"
+    assert "with another sink, start it with a new checkpoint" in text, "the former one has the failed batch's plan"
 
 
 def test_two_readers_in_one_process_read_their_own_ranges(
