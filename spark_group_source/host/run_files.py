@@ -290,12 +290,17 @@ class Publisher:
 def read(group: str) -> list[dict[str, Any]]:
     """Return what the live runs of one group on this host publish: statistics, ``pid``, ``driver``, ``connection``,
     ``drained``."""
+    return [doc for doc in _published(group) if _is_alive(int(doc["pid"]))]
+
+
+def _published(group: str) -> list[dict[str, Any]]:
+    """The same, with runs that were killed: a run that stops normally removes its file."""
     found = []
     paths = sorted(directory().glob("*.json"))[:READ_FILES_MAX] if _is_usable() else []
     for path in paths:
         with contextlib.suppress(OSError, ValueError):
             doc = json.loads(path.read_text())
-            if doc.get("group") == group and _is_alive(int(doc["pid"])):
+            if doc.get("group") == group and int(doc["pid"]):
                 found.append(doc)
     return found
 
@@ -405,13 +410,24 @@ def drain(group: str, *, driver: int | None = None, timeout_s: float = DRAIN_S) 
 
     Raises:
         GroupError: this host has no such query, or one did not finish its batch in time (it drains when it does), or
-            another user owns the directory of the run files.
+            was killed before, or another user owns the directory of the run files.
     """
     if reason := unusable_reason(directory()):
         raise GroupError(f"{reason}. {_CONSEQUENCE}", group=group)
 
+    seen: set[int] = set()
+
     def runs() -> dict[str, dict[str, Any]]:
-        return {str(doc["pid"]): doc for doc in read(group) if driver in (None, doc["driver"])}
+        live = {int(doc["pid"]): doc for doc in read(group) if driver in (None, doc["driver"])}
+        seen.update(live)
+        for doc in _published(group) if seen - live.keys() else ():
+            if (pid := int(doc["pid"])) in seen - live.keys() and not doc["drained"]:
+                raise GroupError(
+                    f"the query of group {group!r} in process {pid} was killed during the drain: its last batch may be "
+                    "in the sink without a commit of its offsets. Start it again, then run the command again",
+                    group=group,
+                )
+        return {str(pid): doc for pid, doc in live.items()}
 
     if not runs():
         again = command_line.spark_group("drain", (), group)

@@ -228,6 +228,26 @@ def test_a_disk_that_cannot_be_written_affects_statistics_and_marks_only(
     assert [(doc["seq"], doc["drained"]) for doc in run_files.read("etl")] == [(5, True)]
 
 
+@pytest.mark.parametrize("drained", [False, True])
+def test_a_run_that_was_killed_before_it_drained_is_not_counted(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, drained: bool
+) -> None:
+    directory.mkdir(mode=0o700)
+    with other_run(directory, driver=1) as killed:
+        file = directory / f"{killed}.json"
+
+        def kill(pid: int) -> None:
+            file.write_text(json.dumps(json.loads(file.read_text()) | {"drained": drained}))
+            monkeypatch.setattr(run_files, "_is_alive", lambda other: other != pid)
+
+        monkeypatch.setattr(run_files, "request_drain", kill)
+        if drained:
+            assert run_files.drain("etl", timeout_s=0) == 1
+        else:
+            with pytest.raises(GroupError, match=f"process {killed} was killed during the drain"):
+                run_files.drain("etl", timeout_s=0)
+
+
 RUN = """
 import json, os, sys
 import test_run_files as words
