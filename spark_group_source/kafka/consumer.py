@@ -39,8 +39,9 @@ TAKE_OVER_MS_MAX = 10_000
 """The longest :func:`take_over_membership`; after it the membership is free when its session expires."""
 TAKE_OVER_POLL_S = 0.1
 """The longest poll of a consumer that takes over a membership."""
-_CONSUMER_PROTOCOL_ONLY = ("group.remote.assignor",)
-"""Settings that a consumer of the classic protocol refuses."""
+_CONSUMER_PROTOCOL_ONLY = ("group.remote.assignor", "max.poll.interval.ms")
+"""Settings of a KIP-848 member that a consumer of the classic protocol may refuse: its poll interval must not be below
+the session timeout, which the other one leaves to the broker."""
 REFUSED_CODES = frozenset(
     {
         KafkaError.INCONSISTENT_GROUP_PROTOCOL,

@@ -7,7 +7,7 @@ from confluent_kafka import KafkaError, KafkaException
 from manual_environment import A0, A1, ManualConsumer, ManualEnvironment, metadata
 
 from spark_group_source.errors import AccessDenied, CommitFailed, GroupError
-from spark_group_source.kafka import MemberConsumer, OffsetNote
+from spark_group_source.kafka import Environment, MemberConsumer, OffsetNote, take_over_membership
 
 COOPERATIVE = {"bootstrap.servers": "b", "group.id": "g", "partition.assignment.strategy": "cooperative-sticky"}
 
@@ -89,3 +89,15 @@ def test_a_repeatedly_lost_connection_does_not_fail_a_member(environment: Manual
     environment.script.extend([lambda: None] * 3)
     for _ in range(3):
         consumer.poll(0)
+
+
+def test_a_membership_can_be_taken_over_with_a_short_poll_interval() -> None:
+    """The next member has no session timeout, which the broker sets; a classic consumer has one."""
+    settings = {"bootstrap.servers": "127.0.0.1:1", "group.id": "g", "group.instance.id": "i",
+                "group.protocol": "consumer", "max.poll.interval.ms": "30000"}  # fmt: skip
+    environment = Environment()
+    environment.consumer(settings).close()
+    with pytest.raises(GroupError, match="was not taken over"):
+        take_over_membership(
+            settings, ("t",), environment=environment, own_member_ids=deque(), is_cancelled=lambda: True
+        )
