@@ -13,7 +13,7 @@ from confluent_kafka import KafkaError, KafkaException
 from spark_group_source.error_codes import Meaning, Request, meaning
 from spark_group_source.errors import CommitFailed, GroupError
 from spark_group_source.kafka.consumer import Identity
-from spark_group_source.kafka.environment import COORDINATOR_IDLE, NEVER_JOINS, Environment
+from spark_group_source.kafka.environment import NEVER_JOINS, Environment, coordinator_idle
 from spark_group_source.kafka.translation import ClientInfo, CommitSizes, Notes, stale_member, to_kafka, translate
 from spark_group_source.model import TopicPartition
 
@@ -98,7 +98,7 @@ class OffsetCommitter:
             "transaction.timeout.ms": expires_ms,
             "socket.timeout.ms": str(request_ms),
         }
-        self._settings = {**COORDINATOR_IDLE, **settings, **own}
+        self._settings = {**settings, **coordinator_idle(settings), **own}
         self._client_info = ClientInfo.of(self._settings, group=group)
         self._group = group
         self._sizes = CommitSizes(group)

@@ -35,10 +35,10 @@ ID_DIGITS = 12
 NEVER_JOINS = {"group.id": "spark-group-source-reader", "group.protocol": "classic", "enable.auto.commit": "false"}
 """Settings of consumers that join no group. The library requires a group id; readers of committed offsets override
 it."""
-COORDINATOR_IDLE = {"connections.max.idle.ms": "5000"}
-"""Settings of clients that send requests to coordinators. After a connection reset librdkafka may wait for a state
-change that never comes, beyond the call's timeout (its issues 5456 and 5511); closing an idle connection is such a
-change."""
+COORDINATOR_IDLE_MS = 5_000
+"""When clients that send requests to coordinators close an idle connection, at the latest. After a connection reset
+librdkafka may wait for a state change that never comes, beyond the call's timeout (its issues 5456 and 5511); closing
+an idle connection is such a change."""
 
 # The library's type stubs accept neither callbacks nor loggers as settings.
 _AdminClient: Any = kafka_admin.AdminClient
@@ -169,6 +169,13 @@ class LibraryLog:
     def log(self, level: int, text: str, *parts: object) -> None:
         quiet = bool(parts) and parts[0] in ("FAIL", "ERROR", "CONFWARN")
         log.log(logging.INFO if level >= logging.WARNING and not quiet else logging.DEBUG, text, *parts)
+
+
+def coordinator_idle(settings: Mapping[str, str]) -> dict[str, str]:
+    """Return ``connections.max.idle.ms`` for a client with these settings that sends requests to coordinators:
+    :data:`COORDINATOR_IDLE_MS`, or less if the user has set less. 0 would turn it off."""
+    own_ms = int(settings.get("connections.max.idle.ms", 0))
+    return {"connections.max.idle.ms": str(min(own_ms or COORDINATOR_IDLE_MS, COORDINATOR_IDLE_MS))}
 
 
 def create_client(constructor: Callable[[dict[str, Any]], Any], settings: Mapping[str, Any]) -> Any:

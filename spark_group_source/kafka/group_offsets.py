@@ -13,7 +13,7 @@ from confluent_kafka import KafkaException
 
 from spark_group_source.error_codes import Meaning, Request, meaning
 from spark_group_source.errors import CommitFailed
-from spark_group_source.kafka.environment import COORDINATOR_IDLE, NEVER_JOINS, Environment
+from spark_group_source.kafka.environment import NEVER_JOINS, Environment, coordinator_idle
 from spark_group_source.kafka.retry import Retry
 from spark_group_source.kafka.translation import ClientInfo, CommittedOffset, request_batches, to_kafka
 from spark_group_source.model import TopicPartition
@@ -37,7 +37,7 @@ class GroupOffsets:
 
     def __init__(self, settings: Mapping[str, str], *, group: str, environment: Environment) -> None:
         self._environment = environment
-        self._settings = {**COORDINATOR_IDLE, **settings, **NEVER_JOINS, "group.id": group}
+        self._settings = {**settings, **coordinator_idle(settings), **NEVER_JOINS, "group.id": group}
         self._retry = Retry(ClientInfo.of(settings, group=group), environment)
         self._consumers: dict[bool, Any] = {}  # by whether its reads are stable
 

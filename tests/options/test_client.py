@@ -11,9 +11,10 @@ import pytest
 from confluent_kafka import Consumer, KafkaError, KafkaException, Producer
 from confluent_kafka.admin import AdminClient
 
-from spark_group_source.errors import CommitFailed, OptionError
-from spark_group_source.kafka import OffsetCommitter
+from spark_group_source.errors import BrokerUnavailable, CommitFailed, OptionError
+from spark_group_source.kafka import GroupOffsets, OffsetCommitter
 from spark_group_source.kafka.environment import Environment, check_settings
+from spark_group_source.model import TopicPartition
 from spark_group_source.options.client import CONNECTION, REFUSED, is_secret
 from spark_group_source.options.java import RENAMED, parse_jaas, translate
 from spark_group_source.options.table import Options
@@ -187,6 +188,27 @@ def test_offsets_are_committed_with_any_request_and_transaction_timeout(
     with pytest.raises(CommitFailed):
         committer.prepare()
     assert used == [timeouts], "librdkafka accepts them"
+
+
+@pytest.mark.parametrize(("given", "used"), [(None, "5000"), ("180000", "5000"), ("0", "5000"), ("1000", "1000")])
+def test_requests_to_coordinators_close_idle_connections_within_seconds(given: str | None, used: str) -> None:
+    """Otherwise a call of librdkafka may not return after its timeout."""
+    clients: list[Mapping[str, Any]] = []
+
+    class Recorder(Environment):
+        def producer(self, settings: Mapping[str, Any]) -> Any:
+            clients.append(settings)
+            raise KafkaException(KafkaError(KafkaError._TIMED_OUT))
+
+        consumer = producer
+
+    settings = options(**{} if given is None else {"connections_max_idle_ms": given}).producer_settings()
+    committer = OffsetCommitter(settings, group="g", transactional_id="g.s", environment=Recorder())
+    offsets = GroupOffsets(settings, group="g", environment=Recorder())
+    for request in (committer.prepare, lambda: offsets.read([TopicPartition("t", 0)])):
+        with pytest.raises((CommitFailed, BrokerUnavailable)):
+            request()
+    assert {client["connections.max.idle.ms"] for client in clients} == {used}
 
 
 ASSIGNORS = "Use range and roundrobin in any order, or cooperative-sticky alone"
