@@ -304,7 +304,8 @@ class Invariants(Accounts):
             for holding in book.holders.values():
                 at = holding.begin if holding.until is None else holding.until
                 chained = start <= max(at, book.nobodys) or start in book.firsts  # the records before it are deleted
-                if holding.reader is reader and holding.loss is None and chained and known:
+                former = end <= book.stale and reader not in book.begun  # may be a batch of the former topic
+                if holding.reader is reader and holding.loss is None and chained and known and not former:
                     holding.until = self._goes_on(tp, reader, start, end)
             if start < book.rewound:
                 book.took.add(table)

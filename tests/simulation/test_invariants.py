@@ -123,8 +123,8 @@ def test_committed_records_of_a_recreated_topic_are_not_processed_twice(scene: S
         scene.truth.processed_by(second, {TP: (0, 5)})
 
 
-def restarted(scene: Scene) -> tuple[Reader, Client]:
-    """A run that replayed a batch [9, 13) of the former topic, and has planned [0, 3) of the new one since."""
+def replayed(scene: Scene) -> tuple[Reader, Client]:
+    """A run that replayed a batch [9, 13) of the former topic."""
     former, _ = scene.member("a.1", stream="a")
     scene.truth.produce(TP, 13)
     scene.truth.planned(former, offset(former, 0, 0, 13))
@@ -135,9 +135,23 @@ def restarted(scene: Scene) -> tuple[Reader, Client]:
     scene.assign(client)
     scene.truth.replaying(run, offset(run, 0, 9, 13))
     scene.truth.processed_by(run, {TP: (9, 13)}, table="t")
+    return run, client
+
+
+def restarted(scene: Scene) -> tuple[Reader, Client]:
+    """A run that replayed a batch [9, 13) of the former topic, and has planned [0, 3) of the new one since."""
+    run, client = replayed(scene)
     scene.truth.planned(run, offset(run, 1, 0, 3))
     scene.commit(run, 0)
     return run, client
+
+
+def test_a_replay_of_the_former_topic_need_not_be_committed(scene: Scene) -> None:
+    """Another stream has committed the beginning of the new topic, where this one continues."""
+    other, _ = scene.member("other", stream="b")
+    _, client = replayed(scene)
+    scene.commit(other, 0)
+    scene.truth.released(TPS, client)
 
 
 def test_a_replay_of_the_former_topic_does_not_count_as_read_of_the_new_one(scene: Scene) -> None:
