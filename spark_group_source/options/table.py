@@ -288,7 +288,8 @@ class Options:
         "maxBytesPerTrigger", memory_bytes(1, INT64_MAX), "size", default=None,
         doc="A soft maximum of a batch's keys, values and included headers, for example `512m`. Sizes are estimates: "
         "the mean size of the topic's records that tasks read in the last batch. A record of a topic that this run has "
-        "not read yet counts as 1 MiB, so the first batch is small. At least one record is read. With "
+        "not read yet counts as 1 MiB, so the first batch is small. Offsets without a record, as in a compacted log, "
+        "count like records. At least one record is read. With "
         "maxOffsetsPerTrigger, the smaller limit applies. Tasks report sizes to the stream reader (coordinatorHost); "
         "without reports every record counts as 1 MiB.")
     min_offsets_per_trigger: int | None = _option(

@@ -6,13 +6,14 @@ records that are lost while a task reads them (``reader``).
 A check before a batch has up to three requests. The first reads the ends of the partitions. The second is sent when
 something changed or a partition is new: topic ids, the first records of new partitions, the log ends of partitions
 whose position is behind their end, and what new leaders have of what was read (:class:`LeaderEpochs`). The third reads
-the first records of recreated topics. A missing topic and an end that went back are *suspicions* at first, because a
-broker that just started and a new leader report the same for a moment. A suspicion counts when it is repeated after
-:data:`GRACE_MS`. A topic is requested for that long also when none of its partitions is assigned any more: a group
-revokes the partitions of a deleted topic.
+the first records of recreated topics. A missing topic, another id of a topic and an end that went back are *suspicions*
+at first, because a broker that just started or lags behind and a new leader report the same for a moment. A suspicion
+counts when it is repeated after :data:`GRACE_MS`. A topic is requested for that long also when none of its partitions
+is assigned any more: a group revokes the partitions of a deleted topic.
 """
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Container, Generator, Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 from spark_group_source.error_codes import Suspicions
@@ -22,7 +23,8 @@ from spark_group_source.protocol import events as ev
 from spark_group_source.protocol.offsets import StreamOffset
 
 GRACE_MS = 2_000
-"""Time for which a topic must be missing, or a log be shorter than what was read of it, before it counts."""
+"""Time for which a topic must be missing or have another id, or a log be shorter than what was read of it, before it
+counts."""
 
 EARLIER_MS = 30_000
 """Time after which a leader with an earlier epoch than the known one is believed. A broker that is cut off from the
@@ -76,6 +78,8 @@ class DataLossDetector:
         self._left: set[str] = set()  # topics without an assigned partition since the last request about topics
         self._checked: set[TopicPartition] = set()  # partitions whose first record was compared with the position
         self._missing = Suspicions(GRACE_MS)  # topics
+        self._other_ids = Suspicions(GRACE_MS)  # topics with an id that is not the known one
+        self._unread: dict[str, int] = {}  # of topics with another id: offsets that were not read before
         self._short = Suspicions(GRACE_MS)  # partitions whose log ends below what was read
         self._maybe_truncated = Suspicions(GRACE_MS)  # partitions whose log was truncated below what was read
         self._earlier = Suspicions(EARLIER_MS)  # partitions whose leader has an earlier epoch than the known one
@@ -123,7 +127,8 @@ class DataLossDetector:
     @property
     def has_suspicions(self) -> bool:
         """Whether a suspicion is neither confirmed nor contradicted yet."""
-        return any(of.is_open(self._now_ms) for of in (self._missing, self._short, self._maybe_truncated))
+        reports = (self._missing, self._other_ids, self._short, self._maybe_truncated)
+        return any(of.is_open(self._now_ms) for of in reports)
 
     def is_complete(self, wait_ms: int) -> bool:
         """Whether the end of every partition is known, apart from missing topics and from partitions whose end was in
@@ -192,7 +197,7 @@ class DataLossDetector:
 
         # A request about partitions without an end only would fail, and with it the check of the others.
         new = tuple(tp for tp in self._positions if tp not in self._checked and tp in self.ends)
-        suspicions = self._missing or self._short or self._left
+        suspicions = self._missing or self._other_ids or self._short or self._left
         if not new and self.ends == self._positions and not suspicions and not unproven:
             return
         topics = tuple(sorted({tp.topic for tp in self._positions} | {*map(str, self._missing)} | self._left))
@@ -202,23 +207,22 @@ class DataLossDetector:
         firsts = tuple(dict.fromkeys((*new, *unproven)))
         answer = yield ev.ReadLogEnds(epoch_ends=unproven, topics=topics, firsts=firsts, log_ends=beyond)
         self._check_topics(answer.topic_ids)
-        # brokers before 2.8 have no ids
-        ours = {tp.topic for tp in self._positions}
-        ids = {name: id_ for name, id_ in answer.topic_ids.items() if id_ and name in ours}
-        recreated = {name: id_ for name, id_ in ids.items() if self.topic_ids.get(name, id_) != id_}
-        existing = [tp for tp in unproven if tp.topic in answer.topic_ids and tp.topic not in recreated]
-        self._check_leaders(existing, answer)
+        ends, other = self.ends, self._find_other_ids(answer.topic_ids, former_ends)
+        if other:  # nothing of such a topic is read or compared: the answers may be about either one
+            self.ends = _without(other, ends)
+            answer = replace(answer, firsts=_without(other, answer.firsts), log_ends=_without(other, answer.log_ends))
+        self._check_leaders([tp for tp in unproven if tp.topic in answer.topic_ids and tp.topic not in other], answer)
+        recreated = {name: id_ for name, id_ in other.items() if self._other_ids.report((name, id_), self._now_ms)}
         if not recreated:
-            self.topic_ids.update(ids)
             self._check_firsts(answer.firsts)
             self._check_lengths(answer)
             return
 
         lost = {tp: at for tp, at in self._positions.items() if tp.topic in recreated}
-        self.records_lost += sum(max(0, former_ends.get(tp, 0) - at) for tp, at in lost.items())
+        self.records_lost += sum(self._unread.pop(name) for name in recreated)
         text = f"topic {min(recreated)} was deleted and recreated, its old records are lost"
         self._reason = f"{text}; the query continues with its new records"
-        self._lost(min(lost), text, available=self.ends.get(min(lost), 0))
+        self._lost(min(lost), text, available=ends.get(min(lost), 0))
         if self.error is None:
             answer = yield ev.ReadLogEnds(firsts=tuple(lost))
             self._move_to_recreated(recreated, lost, answer.firsts)
@@ -250,10 +254,24 @@ class DataLossDetector:
         self.ends = {tp: end for tp, end in self.ends.items() if tp.topic in existing}
         self._missing.clear(*existing)
 
+    def _find_other_ids(self, ids: Mapping[str, str], former_ends: Offsets) -> dict[str, str]:
+        """Topics with an id that is not the known one. An id that was not known before is taken over; brokers before
+        2.8 have none."""
+        other: dict[str, str] = {}
+        for name in {tp.topic for tp in self._positions}:
+            id_ = ids.get(name)
+            if id_ and self.topic_ids.setdefault(name, id_) != id_:
+                other[name] = id_
+        for name in other.keys() - self._unread.keys():
+            mine = ((tp, at) for tp, at in self._positions.items() if tp.topic == name)
+            self._unread[name] = sum(max(0, former_ends.get(tp, 0) - at) for tp, at in mine)
+        self._unread = {name: count for name, count in self._unread.items() if name in other}
+        self._other_ids.keep(set(other.items()))
+        return other
+
     def _move_to_recreated(self, recreated: Mapping[str, str], lost: Offsets, firsts: Offsets) -> None:
         """Move partitions of recreated topics to their first records. Where no broker reports one, that is offset 0, as
-        in every new log, and the next check compares it. The ends may be those of the deleted topic."""
-        self.ends = {tp: end for tp, end in self.ends.items() if tp not in lost}
+        in every new log, and the next check compares it."""
         self._moved.update({tp: firsts.get(tp, 0) for tp in lost})
         self._checked -= lost.keys() - firsts.keys()
         self._recreated = set(recreated)
@@ -345,6 +363,10 @@ class DataLossDetector:
             self.warnings.append(f"data loss: {text}")
             return
         self.error = self.error or data_loss(tp, text, expected=self._positions[tp], available=available)
+
+
+def _without(topics: Container[str], offsets: Offsets) -> Offsets:
+    return {tp: at for tp, at in offsets.items() if tp.topic not in topics}
 
 
 def data_loss(tp: TopicPartition, text: str, *, expected: int, available: int) -> DataLoss:

@@ -55,6 +55,12 @@ class Brokers:
         self.detector.settle(positions)
         return self.detector.warnings
 
+    def confirm(self, positions: Offsets) -> list[str]:
+        """A check that finds a suspicion only, and one after the grace period. Returns the warnings of the latter."""
+        assert (self.check(positions), self.error(), moved(self.detector)) == ([], None, {})
+        assert self.detector.has_suspicions and not self.detector.is_complete(SILENT_MS_MAX)
+        return self.check(positions, after_ms=GRACE_MS)
+
     def error(self) -> GroupError | None:
         return self.detector.error
 
@@ -193,7 +199,7 @@ def test_recreated_topic_is_data_loss() -> None:
     brokers = Brokers()
     brokers.check({A: 100})
     brokers.recreate("orders")
-    brokers.check({A: 100})
+    brokers.confirm({A: 100})
     error = brokers.error()
     assert isinstance(error, DataLoss)
     assert "topic orders was deleted and recreated, its old records are lost" in str(error)
@@ -203,7 +209,7 @@ def test_recreated_topic_is_data_loss() -> None:
 def test_topic_recreated_between_two_runs_is_found_by_the_id_in_the_checkpoint() -> None:
     brokers = Brokers()
     brokers.detector.topic_ids = {"orders": "id-in-the-checkpoint"}
-    brokers.check({A: 5})
+    brokers.confirm({A: 5})
     assert isinstance(brokers.error(), DataLoss)
 
 
@@ -212,7 +218,7 @@ def test_recreated_topic_continues_at_its_first_record_without_failOnDataLoss() 
     brokers.check({A: 90, B: 100, OTHER: 100})
     brokers.recreate("orders")
     brokers.firsts |= {A: 2, B: 3}
-    said = brokers.check({A: 90, B: 100, OTHER: 100})
+    said = brokers.confirm({A: 90, B: 100, OTHER: 100})
     assert brokers.detector.records_lost == 10
     assert said == ["data loss: topic orders was deleted and recreated, its old records are lost"]
     assert moved(brokers.detector) == {A: 2, B: 3}
@@ -231,7 +237,7 @@ def test_partition_of_a_recreated_topic_without_a_leader_starts_at_its_first_rec
     brokers.check({A: 100, B: 4})
     brokers.recreate("orders")
     del brokers.firsts[B], brokers.ends[B]
-    brokers.check({A: 100, B: 4})
+    brokers.confirm({A: 100, B: 4})
     assert moved(brokers.detector) == {A: 0, B: 0}
     assert brokers.check({A: 0, B: 0}) == []
     assert brokers.detector.ends == {A: 10}
@@ -241,13 +247,30 @@ def test_partition_of_a_recreated_topic_without_a_leader_starts_at_its_first_rec
     assert "orders-1 from 0 on are lost: it starts at 3 now" in said and moved(brokers.detector) == {B: 3}
 
 
-def test_the_check_that_finds_a_recreated_topic_reads_nothing_of_it() -> None:
-    """It was recreated after its ends were read, so they are those of the deleted topic."""
+def test_nothing_is_read_of_a_topic_with_another_id_before_its_first_record_is_known() -> None:
+    """It may be recreated after its ends were read, so they are those of the deleted topic."""
     brokers = Brokers(fail=False)
-    brokers.check({A: 90})
+    brokers.check({A: 90, OTHER: 90})
     brokers.ids["orders"] = "id-new"
+    brokers.check({A: 90, OTHER: 90})
+    assert (moved(brokers.detector), brokers.detector.ends) == ({}, {OTHER: 100})
+    brokers.check({A: 90, OTHER: 100}, after_ms=GRACE_MS)
+    assert (moved(brokers.detector), brokers.detector.ends) == ({A: 0}, {OTHER: 100})
+
+
+@pytest.mark.proves("G10", level="core")
+@pytest.mark.parametrize("fail", [True, False])
+def test_a_broker_that_does_not_know_yet_that_a_topic_was_recreated_is_not_believed(fail: bool) -> None:
+    """Its answers have the id of the deleted topic, and come between those of other brokers."""
+    brokers = Brokers(fail=fail)
     brokers.check({A: 90})
-    assert (moved(brokers.detector), brokers.detector.ends) == ({A: 0}, {})
+    brokers.firsts[A], brokers.log_ends[A] = 95, 80
+    for _ in range(5):
+        brokers.ids["orders"] = "id-0"
+        assert brokers.check({A: 90}, after_ms=GRACE_MS) == [] and brokers.detector.ends == {}
+        brokers.ids["orders"] = "id-1"
+        assert brokers.check({A: 90}) == [] and brokers.detector.ends == {A: 100}
+    assert (brokers.error(), brokers.detector.records_missing) == (None, None)
 
 
 def test_a_log_that_grows_below_the_position_is_reported_once() -> None:
@@ -271,7 +294,7 @@ def test_empty_topic_id_is_ignored() -> None:
     assert (brokers.error(), brokers.detector.records_missing, brokers.detector.has_suspicions) == (None, None, False)
     assert brokers.detector.topic_ids == {"orders": "id-1"}
     brokers.ids["orders"] = "id-1-again"
-    brokers.check({A: 90})
+    brokers.confirm({A: 90})
     assert isinstance(brokers.error(), DataLoss)
 
 
@@ -500,8 +523,8 @@ def test_truncated_log_is_found_in_the_check_that_finds_a_recreated_topic() -> N
     brokers = read_up_to_100(fail=False)
     brokers.check({A: 100, OTHER: 90})
     brokers.elect(A, 4, has=60, end=200)
-    brokers.check({A: 100, OTHER: 90})
     brokers.recreate("payments")
+    brokers.check({A: 100, OTHER: 90})
     truncated, recreated = brokers.check({A: 100, OTHER: 90}, after_ms=GRACE_MS)
     assert moved(brokers.detector) == {A: 60, OTHER: 0}
     assert "the log of orders-0 was truncated at 60" in truncated and "topic payments" in recreated
@@ -547,7 +570,7 @@ def test_epochs_of_a_recreated_topic_start_again() -> None:
     brokers = read_up_to_100(fail=False)
     brokers.recreate("orders", end=10)
     brokers.leaders[A] = 0
-    brokers.check({A: 100})
+    brokers.confirm({A: 100})
     assert moved(brokers.detector) == {A: 0}
     brokers.check({A: 0})
     assert brokers.requests[1].epoch_ends == {}
