@@ -298,6 +298,12 @@ class DataLossDetector:
         commit names a topic without its id.
         """
         open_ = set()
+        doubted = [tp for tp in tps if not self._has_current_leader(tp) and tp not in self._earlier]
+        if doubted:
+            self.warnings.append(
+                f"a former leader answered for {len(doubted)} partitions, such as {min(doubted)}; they wait for the "
+                f"present leader, at most {EARLIER_MS // 1_000} s, the others are read"
+            )
         for tp in tps:
             at, end = self._positions[tp], answer.epoch_ends.get(tp)
             read_to = self.known_epochs.until(tp)  # beyond the position if another consumer's commit moved it back
