@@ -21,8 +21,9 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-import pyspark
 from confluent_kafka import KafkaError, Message, Producer
+
+from spark_group_source.local.conf import linked_spark_home
 
 JOBS = Path(__file__).resolve().parent
 CONF = JOBS.parent / "conf"
@@ -199,7 +200,7 @@ def start_job(directory: Path, options: Mapping[str, str], *, log: str) -> Child
     submit = ["--master", "local-cluster[2,1,1024]", "--conf", f"spark.driver.extraJavaOptions={java}"]
     submit += ["--conf", f"spark.executor.extraJavaOptions={java}", "--conf", "spark.executor.memory=512m"]
     env = os.environ | {
-        "SPARK_HOME": os.environ.get("SPARK_HOME") or str(_spark_home(scratch)),
+        "SPARK_HOME": os.environ.get("SPARK_HOME") or str(linked_spark_home(scratch)),
         "SPARK_CONF_DIR": str(CONF),
         "SPARK_LOCAL_DIRS": str(scratch),
         "TMPDIR": str(scratch),
@@ -207,16 +208,6 @@ def start_job(directory: Path, options: Mapping[str, str], *, log: str) -> Child
         "PYSPARK_PYTHON": sys.executable,
     }
     return Child([*job_command(options)], directory / log, env)
-
-
-def _spark_home(scratch: Path) -> Path:
-    """The installed Spark under another path, where executors may write files."""
-    home, installed = scratch / "spark", Path(pyspark.__file__).parent
-    home.mkdir(exist_ok=True)
-    for name in ("bin", "jars"):
-        with contextlib.suppress(FileExistsError):
-            (home / name).symlink_to(installed / name)
-    return home
 
 
 def job_command(options: Mapping[str, str]) -> list[str]:

@@ -11,7 +11,6 @@
 import contextlib
 import fcntl
 import hashlib
-import importlib.util
 import os
 import signal
 import subprocess
@@ -20,7 +19,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from spark_group_source.local.conf import DELTA_SETTINGS, local_spark_settings
+from spark_group_source.local.conf import DELTA_SETTINGS, linked_spark_home, local_spark_settings
 from spark_group_source.local.jars import cache_dir, delta_jars, java_path
 
 OPTIONS = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
@@ -31,15 +30,7 @@ END_S = 120
 
 def home() -> Path:
     """What ``SPARK_HOME`` is to be. An archive fits class paths of the same names only, so every run has the same."""
-    found = importlib.util.find_spec("pyspark")
-    assert found is not None and found.origin is not None
-    installed = Path(found.origin).parent
-    place = cache_dir() / f"spark-home-{_digest(str(installed))}"
-    place.mkdir(parents=True, exist_ok=True)
-    for name in ("bin", "jars"):
-        with contextlib.suppress(FileExistsError):
-            (place / name).symlink_to(installed / name)
-    return place
+    return linked_spark_home(cache_dir())
 
 
 def submit(*words: str) -> list[str]:

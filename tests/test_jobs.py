@@ -92,7 +92,7 @@ def test_submitted_job_parses_records_and_continues_after_restart(
     assert sorted(committed(group_id).values()) == [1 + len(BAD), 100]
 
     produce(name, [json.dumps({"id": n, "name": "later"}) for n in range(100, 130)], partition=0)
-    second = run([*COMMAND, *asked, "--trigger", "once"], tmp_path, RACK="r1")
+    second = run([*COMMAND, *asked, "--trigger", "once"], tmp_path, RACK="r1", SPARK_HOME="")
 
     assert second.returncode == 0, second.stderr
     again = living_rows(table)
@@ -106,6 +106,13 @@ def test_submitted_script_reports_errors_in_one_line_without_secrets(tmp_path: P
     ended = run([sys.executable, str(JOB), *NEEDED, "--topics", "t", "--option-file", str(options)], tmp_path)
     assert (ended.returncode, ended.stdout) == (1, "")
     assert ended.stderr == f"error: OptionError: {options}, line 2: must be key=value\n"
+
+
+def test_python_processes_of_a_local_run_find_no_zip_file_to_compile(tmp_path: Path) -> None:
+    home = conf.linked_spark_home(tmp_path)
+    assert conf.linked_spark_home(tmp_path) == home, "the second run has the same"
+    assert (home / "bin" / "spark-submit").is_file() and list((home / "jars").glob("spark-core_*.jar"))
+    assert not (home / "python").exists(), "it has lib/pyspark.zip"
 
 
 # --- arguments -------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ table are committed, so the job may be stopped or killed at any time. On a signa
 in flight first, so that another member of the group does not read it again.
 """
 
+import contextlib
 import functools
 import logging
 import os
@@ -36,7 +37,8 @@ from spark_group_source.cli.common import settings_in
 from spark_group_source.delta import table_names
 from spark_group_source.errors import GroupError
 from spark_group_source.host import run_files
-from spark_group_source.local.conf import DELTA_SETTINGS, delta_settings
+from spark_group_source.local.conf import DELTA_SETTINGS, delta_settings, linked_spark_home
+from spark_group_source.local.jars import cache_dir
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -322,6 +324,9 @@ def _start_jvm(settings: Mapping[str, str]) -> None:
     from pyspark import SparkConf, SparkContext
     from pyspark.java_gateway import launch_gateway
 
+    if not os.environ.get("SPARK_HOME"):
+        with contextlib.suppress(OSError):  # Python processes start slower then
+            os.environ["SPARK_HOME"] = str(linked_spark_home(cache_dir()))
     conf = SparkConf().setAll(list(settings.items()))
     SparkContext._ensure_initialized(gateway=launch_gateway(conf, {"process_group": 0}), conf=conf)
 

@@ -3,6 +3,8 @@
 Runs in: tests, the demo, the command line. Deliberately absent: the source's own options (``options``).
 """
 
+import contextlib
+import hashlib
 import logging
 import sys
 from pathlib import Path
@@ -79,6 +81,28 @@ def delta_settings() -> dict[str, str]:
         )
         return {}
     return DELTA_SETTINGS | ({"spark.jars": ",".join(map(str, jars))} if jars else {})
+
+
+def linked_spark_home(parent: Path) -> Path:
+    """A ``SPARK_HOME`` in ``parent`` with links to the pyspark that pip installed.
+
+    Python processes of such a Spark import the installed modules. With the installed ``SPARK_HOME`` they find
+    ``pyspark.zip`` first, and each process compiles every module that it imports, which takes a second or two.
+
+    Raises:
+        OSError: ``parent`` cannot be written, or pyspark is part of an unpacked Spark, which has a ``SPARK_HOME``.
+    """
+    import pyspark
+
+    installed = Path(pyspark.__file__).parent
+    if not (installed / "jars").is_dir():
+        raise FileNotFoundError(f"{installed} has no jars: set SPARK_HOME")
+    home = parent / f"spark-home-{hashlib.sha256(str(installed).encode()).hexdigest()[:8]}"
+    home.mkdir(parents=True, exist_ok=True)
+    for name in ("bin", "conf", "jars"):
+        with contextlib.suppress(FileExistsError):
+            (home / name).symlink_to(installed / name)
+    return home
 
 
 def local_spark_settings(scratch: str | Path) -> dict[str, str]:
