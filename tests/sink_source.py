@@ -43,7 +43,7 @@ def offset(
     stream: str = "s1",
     followed: Sequence[tuple[str, int]] = (),
     started: Sequence[tuple[str, int]] = (),
-    truncated_from: Mapping[tuple[str, int], int] = MappingProxyType({}),
+    truncated_after: Mapping[tuple[str, int], int] = MappingProxyType({}),
     topic_id: str = "id-1",
     reset_number: int = 0,
 ) -> StreamOffset:
@@ -58,7 +58,7 @@ def offset(
         reset_number=reset_number,
         followed=frozenset(TopicPartition(*tp) for tp in followed),
         started=frozenset(TopicPartition(*tp) for tp in started),
-        truncated_from={TopicPartition(*tp): at for tp, at in truncated_from.items()},
+        truncated_after={TopicPartition(*tp): at for tp, at in truncated_after.items()},
     )
 
 

@@ -48,7 +48,7 @@ from spark_group_source.kafka import CommittedOffset
 from spark_group_source.model import TopicPartition
 from spark_group_source.options.table import Options
 from spark_group_source.protocol.identifiers import note_text, parse_note
-from spark_group_source.protocol.offsets import StreamOffset
+from spark_group_source.protocol.offsets import RECREATED, StreamOffset
 from spark_group_source.protocol.statistics import Statistics
 
 Record = tuple[str, str, int, int]
@@ -106,7 +106,7 @@ class Source:
         for tp in kafka.partitions:
             own, committed = self.at.get(tp), kafka.offsets.get(tp)
             if own is not None and self.id != kafka.topic_id:
-                truncated[tp], own = own, None
+                truncated[tp], own = RECREATED, None
             if committed is None:
                 start = own or 0
                 if own is None and from_latest and (start := dice.randrange(0, 30)):
@@ -126,7 +126,7 @@ class Source:
         return StreamOffset(
             group=self.group, stream=self.stream, seq=self.seq, topic_ids={kafka.topic: kafka.topic_id},
             known={kafka.topic: PARTITIONS}, ranges=ranges, reset_number=number, followed=frozenset(followed),
-            started=frozenset(started), truncated_from=truncated,
+            started=frozenset(started), truncated_after=truncated,
         )  # fmt: skip
 
     acked: dict[TopicPartition, int]
@@ -232,7 +232,7 @@ class History:
         source.sink.writer = self.dice.choice(("auto", "options"))
         batch = source.pending = source.plan(self.dice)
         said = [f"{tp.partition}:[{a},{b})" for tp, (a, b) in batch.ranges.items()]
-        said += [name for name in ("followed", "started", "truncated_from") if getattr(batch, name)]
+        said += [name for name in ("followed", "started", "truncated_after") if getattr(batch, name)]
         said += [f"reset {batch.reset_number}", f"kill {kill}" * bool(kill), "with another change" * bool(during)]
         self.tell(f"{source.group} batch {batch.seq} of {source.stream[:4]} by {source.sink.writer}: {' '.join(said)}")
         self.moments = {"decided": during} if during else {kill: self.die} if kill else {}

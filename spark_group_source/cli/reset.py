@@ -337,7 +337,7 @@ def plan_reset(
         note = notes[tp]
         if note.stream is not None:
             texts[tp] = identifiers.note_text(
-                note.stream, note.seq, reset_number, followed=note.followed, truncated_from=note.truncated_from
+                note.stream, note.seq, reset_number, followed=note.followed, truncated_after=note.truncated_after
             )
     return PlannedReset(reset_number, offsets, texts)
 

@@ -17,7 +17,7 @@ from spark_group_source.delta import table_names
 from spark_group_source.delta.ledger_format import Ledger, LedgerTopic
 from spark_group_source.errors import LedgerConflict
 from spark_group_source.model import OffsetRange, TopicPartition
-from spark_group_source.protocol.offsets import BatchKey, StreamOffset
+from spark_group_source.protocol.offsets import RECREATED, BatchKey, StreamOffset
 
 SHOWN_MAX = 5
 """How many partitions an error or a log line lists; the ``fields`` of an error have all of them."""
@@ -64,9 +64,10 @@ def compare(batch: StreamOffset, ledger: Ledger | None) -> Comparison:
     - from > L, and the group had no committed offset, so that ``startingOffsets`` decided: refused. No consumer read
       [L, from).
     - from > L otherwise: another consumer of the group read [L, from).
-    - from < L, and the batch says that the log was truncated at from when the stream's position was L: the records are
-      new. An unclean leader election removed the records that the table has of these offsets, and other records have
-      these offsets now.
+    - from < L, and the batch says that the log was truncated at from after a leader epoch, and L is not from after that
+      truncation: the records are new. An unclean leader election removed the records that the table has of these
+      offsets, and other records have these offsets now. The ledger keeps the leader epoch after the truncation, by
+      which a replay, or another query, after the same truncation is compared like any other batch.
     - from < L, and the position came from a foreign commit: refused. An operator must move Kafka and the ledger
       together, or the table would hold records twice.
     - from < L otherwise: the offsets were not committed to Kafka before a checkpoint was lost, or another query of the
@@ -94,13 +95,19 @@ def compare(batch: StreamOffset, ledger: Ledger | None) -> Comparison:
         id_ = batch.topic_ids.get(name, "")
         if void and id_ in known.former:
             continue
-        offsets = dict(known.offsets_of(name, id_))
-        topics.append(LedgerTopic(name, id_, offsets))
+        topic = known.topic(name, id_)
+        offsets, epochs = dict(topic.offsets), dict(topic.epochs)
+        topics.append(topic._replace(offsets=offsets, epochs=epochs))
         for tp, (start, end) in ranges:
             recorded = offsets.get(tp.partition)
             if void:
                 offsets.setdefault(tp.partition, start)
-            elif recorded is None or start >= recorded or batch.truncated_from.get(tp) == recorded:
+                continue
+            before = batch.truncated_after.get(tp, RECREATED)
+            is_truncated = before != RECREATED and before >= epochs.get(tp.partition, 0)
+            if is_truncated:
+                epochs[tp.partition] = max(before + 1, batch.leader_epochs.get(tp, 0))
+            if recorded is None or start >= recorded or is_truncated:
                 if recorded is not None and start > recorded:
                     if tp in batch.started:
                         refused.append(RefusedPartition(tp, start, recorded))

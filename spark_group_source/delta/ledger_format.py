@@ -13,8 +13,9 @@ what changed since the group's commit before::
      "topics": {"orders": "1,25"}, "v": 1, "void": []}
 
 Changes name the version, the number and the time of the last full ledger. A full ledger is written after FULL_EVERY
-commits, after FULL_AGE_MAX_MS or half of the time for which the table keeps its log, when a topic is new or recreated,
-and by an operator. So the log has it as long as it has the changes since, except if it was cut by hand.
+commits, after FULL_AGE_MAX_MS or half of the time for which the table keeps its log, when a topic is new or recreated
+or a log was truncated, and by an operator. So the log has it as long as it has the changes since, except if it was cut
+by hand.
 
 Numbers of partitions are runs (:func:`_runs`): the first partition, then a number for it and for each one after it. In
 changes they are differences, of a new partition to 0. ``new`` has the partitions that the ledger did not have before,
@@ -100,6 +101,9 @@ class LedgerTopic(NamedTuple):
     """The topic id; empty where brokers do not report ids (before 2.8): then every topic of that name is the same."""
     offsets: dict[int, int]
     """The next offset to write of every partition that was ever read, by partition."""
+    epochs: Mapping[int, int] = MappingProxyType({})
+    """Of partitions whose log was truncated, by partition: the leader epoch after the newest truncation that the offset
+    follows."""
 
     def is_same(self, id_: str) -> bool:
         """Return whether a topic of this name with that id is this topic."""
@@ -176,10 +180,8 @@ class Ledger:
         ):
             return self, _dumps({**doc, "full": self.full, "topics": changes})
         doc |= {
-            "former": {
-                id_: {"name": topic.name, "offsets": _runs(topic.offsets)} for id_, topic in self.former.items()
-            },
-            "topics": {name: {"id": topic.id, "offsets": _runs(topic.offsets)} for name, topic in self.topics.items()},
+            "former": {id_: {"name": topic.name, **_numbers_of(topic)} for id_, topic in self.former.items()},
+            "topics": {name: {"id": topic.id, **_numbers_of(topic)} for name, topic in self.topics.items()},
             "written": now_ms,
         }
         return replace(self, full=FullLedger(-1, self.number, now_ms)), _dumps(doc)
@@ -191,7 +193,8 @@ class Ledger:
         changes = {}
         for name, topic in self.topics.items():
             old = before.topics[name]
-            if topic.id != old.id or not old.offsets.keys() <= topic.offsets.keys():
+            same = (topic.id, topic.epochs) == (old.id, old.epochs)
+            if not same or not old.offsets.keys() <= topic.offsets.keys():
                 return None
             moved = {p: n - old.offsets.get(p, 0) for p, n in topic.offsets.items() if n != old.offsets.get(p)}
             if moved:
@@ -289,12 +292,16 @@ class Ledger:
         """Return whether a topic is the present one of its name, a former one, or the first of its name."""
         return name not in self.topics or self.topics[name].is_same(id_) or id_ in self.former
 
-    def offsets_of(self, name: str, id_: str) -> Mapping[int, int]:
-        """Return the next offsets of a topic by partition; none for a new topic."""
+    def topic(self, name: str, id_: str) -> LedgerTopic:
+        """Return the present or former topic of this name and id; one without offsets for a new topic."""
         present = self.topics.get(name)
         if present is not None and present.is_same(id_):
-            return present.offsets
-        return self.former[id_].offsets if id_ in self.former else {}
+            return present._replace(id=id_)
+        return self.former.get(id_) or LedgerTopic(name, id_, {}, {})
+
+    def offsets_of(self, name: str, id_: str) -> Mapping[int, int]:
+        """Return the next offsets of a topic by partition; none for a new topic."""
+        return self.topic(name, id_).offsets
 
     def with_topics(self, changed: Iterable[LedgerTopic], *, present: bool = False) -> "Ledger":
         """Return the ledger with other offsets of some topics. A new topic takes over the name from a former one.
@@ -323,9 +330,8 @@ class Ledger:
             ids: the ids of the topics that have their names now, where known.
         """
         names = {tp.topic: None for tp in offsets} | dict.fromkeys(ids)
-        topics = {
-            name: LedgerTopic(name, ids.get(name, ""), dict(self.offsets_of(name, ids.get(name, "")))) for name in names
-        }
+        found = (self.topic(name, ids.get(name, "")) for name in names)
+        topics = {topic.name: topic._replace(offsets=dict(topic.offsets)) for topic in found}
         for tp, n in offsets.items():
             topics[tp.topic].offsets[tp.partition] = n
         return self.with_topics(topics.values(), present=True)
@@ -447,8 +453,14 @@ def _parse_runs(text: str) -> dict[int, int]:
     return numbers
 
 
+def _numbers_of(topic: LedgerTopic) -> dict[str, str]:
+    epochs = {"epochs": _runs(topic.epochs)} if topic.epochs else {}
+    return {**epochs, "offsets": _runs(topic.offsets)}
+
+
 def _topic(name: str, id_: str, entry: Mapping[str, Any]) -> LedgerTopic:
-    return LedgerTopic(name, id_, {p: _number(n) for p, n in _parse_runs(entry["offsets"]).items()})
+    offsets = {p: _number(n) for p, n in _parse_runs(entry["offsets"]).items()}
+    return LedgerTopic(name, id_, offsets, _parse_runs(entry.get("epochs", "")))
 
 
 def _number(value: object) -> int:

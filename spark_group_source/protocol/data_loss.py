@@ -69,7 +69,7 @@ class DataLossDetector:
         self._now_ms = 0
         self._leader_epochs: Offsets = {}  # of the leaders that answered with the ends
         self._moved: dict[TopicPartition, int] = {}  # new positions of partitions whose records are lost
-        self._truncated: dict[TopicPartition, int] = {}  # of truncated ones: how far they were read before
+        self._truncated: dict[TopicPartition, int] = {}  # of truncated ones: the epoch that was known before
         self._capped: dict[TopicPartition, int] = {}  # partitions that are read up to where their log was truncated
         self._recreated: set[str] = set()  # recreated topics whose first records are known
         self._reason = ""
@@ -334,7 +334,7 @@ class DataLossDetector:
         self._lost(tp, text, available=end)
         if self.error is None:
             self._moved[tp] = end
-            self._truncated[tp] = read_to
+            self._truncated[tp] = self.known_epochs.latest(tp)
             self._maybe_truncated.clear(tp)
 
     def _check_lengths(self, answer: ev.LogEndsRead) -> None:

@@ -259,7 +259,7 @@ class Committed:
     seq: int = -1
     reset_number: int = 0
     followed: bool = False
-    truncated_from: int | None = None
+    truncated_after: int | None = None
     at_ms: int | None = None
     """When it was committed, on the run's clock; None if the note has no time."""
 
@@ -402,8 +402,8 @@ class RecordsMissing:
     """Positions that must change because their records, or their whole topic, are gone.
 
     ``offsets``: the new positions. ``topics``: recreated topics; what is remembered of their other partitions belongs
-    to the deleted ones. ``truncated``: the partitions that go back to the point where their log was truncated, and how
-    far they were read before.
+    to the deleted ones. ``truncated``: the partitions that go back to the point where their log was truncated, and the
+    last leader epoch that was known before.
     """
 
     offsets: Mapping[TopicPartition, int]
@@ -559,9 +559,10 @@ class CommitOffsets:
 
     ``slots``: the slot that holds each partition now. The commit names its member, and the broker refuses the offsets
     of a member that no longer holds the partition: a commit that was overtaken by a loss moves no offset back.
-    ``followed``: partitions whose position came from a commit that no stream made. ``truncated_from``: partitions that
-    went back because their log was truncated, and their position before that. These, ``stream``, ``seq`` and
-    ``reset_number`` are written into the note. ``leader_epochs``: those of the offsets, where they are known (KIP-320).
+    ``followed``: partitions whose position came from a commit that no stream made. ``truncated_after``: partitions that
+    went back because their log was truncated, and the last leader epoch that was known before. These, ``stream``,
+    ``seq`` and ``reset_number`` are written into the note. ``leader_epochs``: those of the offsets, where they are
+    known (KIP-320).
     """
 
     offsets: Mapping[TopicPartition, int]
@@ -570,7 +571,7 @@ class CommitOffsets:
     seq: int
     reset_number: int = 0
     followed: frozenset[TopicPartition] = frozenset()
-    truncated_from: Mapping[TopicPartition, int] = field(default_factory=dict)
+    truncated_after: Mapping[TopicPartition, int] = field(default_factory=dict)
     leader_epochs: Mapping[TopicPartition, int] = field(default_factory=dict)
 
 

@@ -6,7 +6,7 @@ A stream commits with the transactional id ``<group>.<stream id>``, and its memb
 ``<group>.<stream id>.<slot>``. The note is the metadata of a committed offset and names the stream or
 the reset that committed it (``docs/formats.md``)::
 
-    spark-group:<stream id>:<batch>:<reset number>[:followed][:truncated_from=<offset>][:at=<ms>]
+    spark-group:<stream id>:<batch>:<reset number>[:followed][:truncated_after=<offset>][:at=<ms>]
     spark-group-reset:<reset number>
 
 Any other text is a foreign commit. Resets of a group are numbered: plans that were made before the newest one are void,
@@ -19,7 +19,7 @@ from typing import NamedTuple
 STREAM_PREFIX = "spark-group"
 RESET_PREFIX = "spark-group-reset"
 FOLLOWED = "followed"
-TRUNCATED_FROM = "truncated_from"
+TRUNCATED_AFTER = "truncated_after"
 AT = "at"
 NOT_A_NAME = r"[^\w.:]"
 """Characters that are replaced in the name of an agent."""
@@ -36,8 +36,9 @@ class Note(NamedTuple):
     """The number of the group's last reset; 0 before the first."""
     followed: bool = False
     """Whether the position came from a commit that no stream made."""
-    truncated_from: int | None = None
-    """The position before the log was truncated or its topic recreated and the stream went back; None if it did not."""
+    truncated_after: int | None = None
+    """The last leader epoch that was known before the log was truncated and the stream went back, or RECREATED; None if
+    it did not go back."""
     at_ms: int | None = None
     """When it was committed, in milliseconds since 1970 by the driver's clock; None if unknown."""
 
@@ -48,15 +49,15 @@ def note_text(
     reset_number: int = 0,
     *,
     followed: bool = False,
-    truncated_from: int | None = None,
+    truncated_after: int | None = None,
     at_ms: int | None = None,
 ) -> str:
     """The note of a stream's commit."""
     words = [STREAM_PREFIX, stream, str(seq), str(reset_number)]
     if followed:
         words.append(FOLLOWED)
-    if truncated_from is not None:
-        words.append(f"{TRUNCATED_FROM}={truncated_from}")
+    if truncated_after is not None:
+        words.append(f"{TRUNCATED_AFTER}={truncated_after}")
     if at_ms is not None:
         words.append(f"{AT}={at_ms}")
     return ":".join(words)
@@ -76,13 +77,13 @@ def parse_note(text: str) -> Note:
         if prefix == STREAM_PREFIX and len(parts) >= 3 and parts[0]:
             stream, seq, reset_number, *words = parts
             more = dict(word.split("=", 1) for word in words if "=" in word)
-            truncated_from, at_ms = (int(more[name]) if name in more else None for name in (TRUNCATED_FROM, AT))
+            truncated_after, at_ms = (int(more[name]) if name in more else None for name in (TRUNCATED_AFTER, AT))
             return Note(
                 stream,
                 int(seq),
                 int(reset_number),
                 followed=FOLLOWED in words,
-                truncated_from=truncated_from,
+                truncated_after=truncated_after,
                 at_ms=at_ms,
             )
     except ValueError:

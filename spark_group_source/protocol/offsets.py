@@ -19,6 +19,8 @@ UNKNOWN_EPOCH = -1
 """In ``leaders``: the leader epoch of this partition is unknown."""
 SHOWN_CHARS_MAX = 200
 """How much of a damaged offset an error shows."""
+RECREATED = -1
+"""In ``truncated_after``, in place of a leader epoch: the log is that of a recreated topic."""
 DIGEST_CHARS = 16
 """Characters of a digest of an offset."""
 
@@ -53,8 +55,9 @@ class StreamOffset:
     leader_epochs: Mapping[TopicPartition, int] = field(default_factory=dict)
     """The leader epochs under which the ends were read, and those of uncommitted positions, where known
     (:class:`data_loss.LeaderEpochs`)."""
-    truncated_from: Mapping[TopicPartition, int] = field(default_factory=dict)
-    """Partitions that went back because their log was truncated or was recreated: their position before that."""
+    truncated_after: Mapping[TopicPartition, int] = field(default_factory=dict)
+    """Partitions that went back because their log was truncated: the last leader epoch that was known before that; or
+    RECREATED, because their topic was recreated."""
     lost_from: Mapping[TopicPartition, int] = field(default_factory=dict)
     """Partitions whose next records were gone: their position before that."""
     read_to: Mapping[TopicPartition, int] = field(default_factory=dict)
@@ -103,7 +106,7 @@ class StreamOffset:
             "read_to": _nested(self.read_to),
             "reset": self.reset_number,
             "started": _listed(self.started),
-            "truncated_from": _nested(self.truncated_from),
+            "truncated_after": _nested(self.truncated_after),
             "uncommitted": _nested(
                 {tp: [at, self.behind[tp]] if tp in self.behind else at for tp, at in self.uncommitted.items()}
             ),
@@ -222,7 +225,7 @@ def _parse(doc: Mapping[str, Any]) -> StreamOffset:
         started=_partitions(doc.get("started", {})),
         behind=behind,
         leader_epochs=leaders,
-        truncated_from=_numbers(doc.get("truncated_from", {})),
+        truncated_after=_numbers(doc.get("truncated_after", {})),
         lost_from=_numbers(doc.get("lost_from", {})),
         read_to=_numbers(doc.get("read_to", {})),
         uncommitted=uncommitted,

@@ -33,9 +33,11 @@ class Position:
     """The first position in this assignment, or before a last batch that Kafka may not have. Without a committed
     offset, the next reader may start there."""
     origin: Origin = Origin.STREAM
-    jumped_from: int | None = None
-    """TRUNCATED: the position before the truncation, until an offset behind ``first`` is committed. Otherwise: the
-    position before records were found missing, until a batch moves the partition on; None if none are missing."""
+    truncated_after: int | None = None
+    """TRUNCATED: the last leader epoch that was known before the truncation, or RECREATED, until an offset behind
+    ``first`` is committed. Otherwise None."""
+    lost_from: int | None = None
+    """The position before records were found missing, until a batch moves the partition on; None: none are missing."""
     committed: int | None = None
     """The committed offset, under any name, as far as this run knows."""
     committed_ms: int | None = None
@@ -45,16 +47,6 @@ class Position:
     checkpoint_start: int | None = None
     """Where the last batch of the checkpoint started to read the partition, from the answer that made the position
     known until the partition is revoked: a reset may have voided that batch."""
-
-    @property
-    def truncated_from(self) -> int | None:
-        """The position before the log was truncated below it."""
-        return self.jumped_from if self.origin is Origin.TRUNCATED else None
-
-    @property
-    def lost_from(self) -> int | None:
-        """The position before the next records were found missing."""
-        return None if self.origin is Origin.TRUNCATED else self.jumped_from
 
     @property
     def is_due(self) -> bool:

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Set
 from spark_group_source.errors import InvariantBroken
 from spark_group_source.model import TopicPartition
 from spark_group_source.protocol import events as ev
-from spark_group_source.protocol.offsets import StreamOffset
+from spark_group_source.protocol.offsets import RECREATED, StreamOffset
 from spark_group_source.protocol.partition_states import (
     AnyMemory,
     AssignedPartition,
@@ -104,12 +104,12 @@ class Partitions:
             lost = offset.lost_from.get(tp)
             first = start - offset.behind.get(tp, 0)
             if replay:
-                memory = Memory(Position(start, first, jumped_from=lost), LastBatch(self.seq, replays_next=True))
+                memory = Memory(Position(start, first, lost_from=lost), LastBatch(self.seq, replays_next=True))
             else:
                 first = first if uncommitted else until
                 memory = Memory(Position(until, first), LastBatch(self.seq, start if lost is None else lost))
-            if tp in offset.truncated_from:
-                memory.position.origin, memory.position.jumped_from = Origin.TRUNCATED, offset.truncated_from[tp]
+            if tp in offset.truncated_after:
+                memory.position.origin, memory.position.truncated_after = Origin.TRUNCATED, offset.truncated_after[tp]
             self._unassigned[tp] = Unassigned(memory)
 
     def assign(self, tp: TopicPartition, slot: int) -> None:
@@ -180,9 +180,9 @@ class Partitions:
                     if partition.durable is not None:
                         partition.durable.pending = (start, end)
                     continue
-                at.offset, partition.until = partition.until, None
+                at.offset, at.lost_from, partition.until = partition.until, None, None
                 if at.origin is not truncated:
-                    at.origin, at.jumped_from = Origin.STREAM, None
+                    at.origin = Origin.STREAM
                 if at.committed == at.offset:
                     at.committed = None  # by a late answer about a commit that was overtaken
             elif start < end and not isinstance(partition, Known):
@@ -199,7 +199,7 @@ class Partitions:
             if not isinstance(partition, Known) or not partition.is_ready:
                 continue
             next_state(PARTITIONS, state_of(partition), ev.RecordsMissing, tp)
-            _jump(partition.position, offset, recreated=tp.topic in topics, read_to=missing.truncated.get(tp))
+            _jump(partition.position, offset, recreated=tp.topic in topics, truncated_after=missing.truncated.get(tp))
             self._update_due(tp, partition)
         for tp, each in self._unknown() if topics else ():
             if tp.topic in topics and tp not in missing.offsets and not isinstance(each, Resolving):
@@ -297,10 +297,12 @@ class Partitions:
             expected, is_inside = end, True
         # A commit of another stream shows whether that stream followed one; if that was a move back, it still is.
         is_followed = (committed.stream is None or committed.followed) and not is_inside
+        origin = Origin.FOLLOWED if is_followed else Origin.STREAM
         at = Position(
             offset,
             first=offset,
-            origin=Origin.FOLLOWED if is_followed else Origin.STREAM,
+            origin=origin if committed.truncated_after is None else Origin.TRUNCATED,
+            truncated_after=committed.truncated_after,  # no batch from there may be durable yet
             committed=offset,
             committed_ms=committed.at_ms,
             checkpoint_start=_checkpoint_start(memory),
@@ -352,7 +354,7 @@ class Partitions:
                 continue
             at.renews = False
             if at.origin is Origin.TRUNCATED and offset > at.first:  # a batch from there on is durable
-                at.origin, at.jumped_from = Origin.STREAM, None
+                at.origin, at.truncated_after = Origin.STREAM, None
             due.pop(tp, None)
             if partition.is_foreign and partition.until is None:
                 self._update_known(tp, partition, ev.OffsetsCommitted, is_foreign=False)
@@ -433,7 +435,7 @@ class Partitions:
         return {
             tp: at
             for tp, each in self.ours.items()
-            if isinstance(each, Known) and ((at := each.position).origin is not stream or at.jumped_from is not None)
+            if isinstance(each, Known) and ((at := each.position).origin is not stream or at.lost_from is not None)
         }
 
     def in_flight(self, tp: TopicPartition) -> int:
@@ -544,7 +546,7 @@ def _own_position(memory: AnyMemory, committed: ev.Committed | None, reset_numbe
     knows nothing of the group's last reset: only a foreign commit after the reset can have replaced the reset's note.
     """
     remembered = memory.position if isinstance(memory, Memory) else None
-    truncated_from = remembered.truncated_from if remembered else None
+    truncated_after = remembered.truncated_after if remembered else None
     if committed is None:
         assert memory is not None
         offset = remembered.offset if remembered else memory.without_last_batch
@@ -553,9 +555,9 @@ def _own_position(memory: AnyMemory, committed: ev.Committed | None, reset_numbe
         offset = committed.offset
         if isinstance(memory, Memory) and is_older(committed, memory):
             known = memory.position.offset
-            offset = max(offset, known) if truncated_from is None else known
+            offset = max(offset, known) if truncated_after is None else known
         else:
-            truncated_from = committed.truncated_from
+            truncated_after = committed.truncated_after
         is_followed = committed.followed or committed.reset_number < reset_number
         is_followed = is_followed and offset == committed.offset
     first = offset
@@ -566,8 +568,8 @@ def _own_position(memory: AnyMemory, committed: ev.Committed | None, reset_numbe
     return Position(
         offset,
         first=first,
-        origin=origin if truncated_from is None else Origin.TRUNCATED,
-        jumped_from=truncated_from,
+        origin=origin if truncated_after is None else Origin.TRUNCATED,
+        truncated_after=truncated_after,
         committed=None if committed is None else committed.offset,
         committed_ms=None if committed is None else committed.at_ms,
         checkpoint_start=_checkpoint_start(memory),
@@ -578,21 +580,20 @@ def _checkpoint_start(memory: AnyMemory) -> int | None:
     return memory.last_batch.start if isinstance(memory, Memory) else None
 
 
-def _jump(at: Position, offset: int, *, recreated: bool, read_to: int | None) -> None:
+def _jump(at: Position, offset: int, *, recreated: bool, truncated_after: int | None) -> None:
     """Records are missing: the partition continues at ``offset``, which is not committed.
 
     Args:
-        read_to: how far it was read, if its log was truncated.
+        truncated_after: the last leader epoch that was known before, if the log was truncated.
     """
-    if read_to is not None:
-        at.origin, at.jumped_from = Origin.TRUNCATED, read_to
-    elif recreated and offset < at.offset:
-        at.origin, at.jumped_from = Origin.TRUNCATED, at.offset
+    if recreated and offset < at.offset:
+        truncated_after = RECREATED
+    if truncated_after is not None:
+        at.origin, at.truncated_after, at.lost_from = Origin.TRUNCATED, truncated_after, None
     elif recreated:
-        at.origin, at.jumped_from = Origin.STREAM, None
-    else:
-        at.jumped_from = at.offset if at.lost_from is None else at.lost_from
-        at.origin = Origin.STREAM if at.origin is Origin.TRUNCATED else at.origin
+        at.origin, at.truncated_after, at.lost_from = Origin.STREAM, None, None
+    elif at.lost_from is None:
+        at.lost_from = at.offset
     at.offset = at.first = offset
     at.committed = None
 

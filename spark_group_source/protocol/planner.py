@@ -149,7 +149,7 @@ class Planner:
             started=frozenset(run.lookups.started & until.keys()),
             behind=run.partitions.behind(),
             leader_epochs=leader_epochs(positions | uncommitted),
-            truncated_from={tp: at.truncated_from for tp, at in jumps.items() if at.truncated_from is not None},
+            truncated_after={tp: at.truncated_after for tp, at in jumps.items() if at.truncated_after is not None},
             lost_from={tp: at.lost_from for tp, at in jumps.items() if at.lost_from is not None},
             uncommitted=uncommitted,
             last_batches=run.partitions.last_batches(uncommitted),

@@ -554,7 +554,7 @@ class Run:
     def _order_commit(self, due: Mapping[TopicPartition, Position]) -> None:
         offsets: dict[TopicPartition, int] = {}
         slots: dict[TopicPartition, int] = {}
-        followed, truncated_from = [], {}
+        followed, truncated_after = [], {}
         ours, excluded = self.partitions.ours, self._commits.excluded_slots
         for tp, position in due.items():
             slot = ours[tp].slot
@@ -565,8 +565,8 @@ class Run:
                 continue
             if position.origin is Origin.FOLLOWED:
                 followed.append(tp)
-            elif position.truncated_from is not None:
-                truncated_from[tp] = position.truncated_from
+            elif position.truncated_after is not None:
+                truncated_after[tp] = position.truncated_after
         if offsets:
             self._commits.started(offsets, slots.values())
             self._out.order(
@@ -577,7 +577,7 @@ class Run:
                     seq=self.seq,
                     reset_number=self.partitions.reset_number,
                     followed=frozenset(followed),
-                    truncated_from=truncated_from,
+                    truncated_after=truncated_after,
                     leader_epochs=self.data_loss.known_epochs.of(offsets),
                 )
             )

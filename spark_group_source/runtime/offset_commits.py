@@ -230,13 +230,13 @@ class OffsetCommits:
         at_ms = self._environment.wall_ms()
         plain = identifiers.note_text(command.stream, command.seq, command.reset_number, at_ms=at_ms)
         texts = dict.fromkeys(command.offsets, plain)
-        for tp in command.followed | command.truncated_from.keys():
+        for tp in command.followed | command.truncated_after.keys():
             texts[tp] = identifiers.note_text(
                 command.stream,
                 command.seq,
                 command.reset_number,
                 followed=tp in command.followed,
-                truncated_from=command.truncated_from.get(tp),
+                truncated_after=command.truncated_after.get(tp),
                 at_ms=at_ms,
             )
         notes = {tp: OffsetNote(text, command.leader_epochs.get(tp, UNKNOWN_EPOCH)) for tp, text in texts.items()}

@@ -75,8 +75,8 @@ def test_G10_unknown_commit_times_give_no_expiry() -> None:
 
 
 def test_commit_metadata_contains_commit_time() -> None:
-    text = note_text("s", 4, 2, followed=True, truncated_from=9, at_ms=1_700_000_000_123)
-    rest = parse_note(note_text("s", 4, 2, followed=True, truncated_from=9))
+    text = note_text("s", 4, 2, followed=True, truncated_after=9, at_ms=1_700_000_000_123)
+    rest = parse_note(note_text("s", 4, 2, followed=True, truncated_after=9))
     assert parse_note(text) == rest._replace(at_ms=1_700_000_000_123)
     assert parse_note(note_text("s", 4, at_ms=5)).at_ms == 5
     for other in (note_text("s", 4), reset_text(1), "", "at=5", "x:y:1:2:at=5", "spark-group:s:1:2:at=x"):

@@ -50,9 +50,9 @@ def test_unmoved_partition_keeps_stream_id_with_new_reset_number() -> None:
     found = plan_reset({P0: 5}, before, None, TOPICS)
     assert found.notes[P0] == reset_text(2)
     assert [parse_note(found.notes[tp]) for tp in (P1, P2)] == [Note("s1", 3, 2)] * 2
-    more = note_text("s1", 3, followed=True, truncated_from=90)
+    more = note_text("s1", 3, followed=True, truncated_after=90)
     kept = plan_reset({P0: 5}, committed({P1: (7, more)}), None, TOPICS)
-    assert parse_note(kept.notes[P1]) == Note("s1", 3, 1, followed=True, truncated_from=90)
+    assert parse_note(kept.notes[P1]) == Note("s1", 3, 1, followed=True, truncated_after=90)
 
 
 def test_unmoved_partition_follows_a_ledger_that_is_ahead() -> None:

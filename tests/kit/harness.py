@@ -111,9 +111,9 @@ class GroupHarness:
         return {tp for tp, at in self.run.partitions.jumps().items() if at.origin is Origin.FOLLOWED}
 
     def truncated(self) -> dict[TopicPartition, int]:
-        """Partitions that go back to where their log was truncated: the positions before that."""
+        """Partitions that go back to where their log was truncated: the leader epochs known before that."""
         jumps = self.run.partitions.jumps()
-        return {tp: at.truncated_from for tp, at in jumps.items() if at.truncated_from is not None}
+        return {tp: at.truncated_after for tp, at in jumps.items() if at.truncated_after is not None}
 
     # --- members --------------------------------------------------------------------------------------------------
 

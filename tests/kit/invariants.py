@@ -391,7 +391,7 @@ class Invariants(Accounts):
         book.away |= book.chain.keys() - {writer.party}
         if old is None or new.offset >= old.offset:
             return
-        noted = parse_note(new.note).truncated_from is not None
+        noted = parse_note(new.note).truncated_after is not None
         went_back = noted and any(at <= new.offset for at in book.truncated)
         for held in book.holders.values() if went_back else ():
             if held.reader is writer and held.until is not None:

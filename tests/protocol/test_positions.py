@@ -422,15 +422,17 @@ def test_plan_without_a_lost_partition_has_what_kafka_lacks_of_it(group: GroupHa
 
 
 def truncate(group: GroupHarness, at: int) -> None:
-    group.feed(ev.RecordsMissing(offsets={A: at}, reason="the log was truncated", truncated={A: 100}))
+    group.feed(ev.RecordsMissing(offsets={A: at}, reason="the log was truncated", truncated={A: 3}))
 
 
-def test_truncated_partition_keeps_its_old_position_until_a_later_offset_is_committed(group: GroupHarness) -> None:
+def test_truncated_partition_keeps_the_former_leader_epoch_until_a_later_offset_is_committed(
+    group: GroupHarness,
+) -> None:
     group.settled(A)
     truncate(group, 60)
-    assert group.run.plannable() == {A: 60} and group.truncated() == {A: 100}
+    assert group.run.plannable() == {A: 60} and group.truncated() == {A: 3}
     group.commit_succeeds()
-    assert group.truncated() == {A: 100}, "no batch from there is durable"
+    assert group.truncated() == {A: 3}, "no batch from there is durable"
     group.plan({A: (60, 80)})
     group.commit_succeeds(group.durable())
     assert group.run.plannable() == {A: 80} and group.truncated() == {}
@@ -449,7 +451,7 @@ def test_earlier_own_commit_does_not_move_a_truncated_partition_forward(group: G
 
 
 def test_truncation_is_restored_from_the_checkpoint(fresh: GroupHarness) -> None:
-    past = StreamOffset(group="etl", stream=STREAM, seq=7, ranges={A: (60, 80)}, truncated_from={A: 100})
+    past = StreamOffset(group="etl", stream=STREAM, seq=7, ranges={A: (60, 80)}, truncated_after={A: 3})
     fresh.resume(past)
     fresh.join()
     fresh.assigned(A)
@@ -457,7 +459,7 @@ def test_truncation_is_restored_from_the_checkpoint(fresh: GroupHarness) -> None
     assert fresh.run.plannable() == {A: 80}
 
 
-@pytest.mark.parametrize("cut", [100, None])
+@pytest.mark.parametrize("cut", [3, None])
 def test_own_commit_below_the_position_shows_a_truncation_by_its_note(fresh: GroupHarness, cut: int | None) -> None:
     """The run ended after that commit, before it planned from there. Or it went on where another stream had committed:
     then the table has those rows."""
@@ -465,15 +467,30 @@ def test_own_commit_below_the_position_shows_a_truncation_by_its_note(fresh: Gro
     fresh.resume(past)
     fresh.join()
     fresh.assigned(A)
-    fresh.committed({A: ev.Committed(offset=60, stream=STREAM, seq=7, truncated_from=cut)})
+    fresh.committed({A: ev.Committed(offset=60, stream=STREAM, seq=7, truncated_after=cut)})
     assert fresh.run.plannable() == {A: 60}
     assert fresh.truncated() == ({} if cut is None else {A: cut})
 
 
-def test_commit_after_a_truncation_has_the_old_position(group: GroupHarness) -> None:
+def test_another_streams_commit_shows_a_truncation_by_its_note(group: GroupHarness) -> None:
+    """That stream may have written no batch from there."""
+    group.assigned(A)
+    group.claim({A: ev.Committed(offset=60, stream="another", truncated_after=3)})
+    assert (group.run.plannable(), group.truncated()) == ({A: 60}, {A: 3})
+    assert group.followed() == set()
+
+
+def test_truncation_is_known_after_the_first_records_behind_it_expired(group: GroupHarness) -> None:
     group.settled(A)
-    commands = group.feed(ev.RecordsMissing(offsets={A: 60}, reason="the log was truncated", truncated={A: 100}))
-    assert only(ev.CommitOffsets, commands)[-1].truncated_from == {A: 100}
+    truncate(group, 60)
+    group.feed(ev.RecordsMissing(offsets={A: 70}, reason="retention"))
+    assert (group.run.plannable(), group.truncated()) == ({A: 70}, {A: 3})
+
+
+def test_commit_after_a_truncation_has_the_former_leader_epoch(group: GroupHarness) -> None:
+    group.settled(A)
+    commands = group.feed(ev.RecordsMissing(offsets={A: 60}, reason="the log was truncated", truncated={A: 3}))
+    assert only(ev.CommitOffsets, commands)[-1].truncated_after == {A: 3}
 
 
 def test_commit_of_a_partition_that_was_lost_meanwhile_is_not_repeated_by_later_runs(group: GroupHarness) -> None:

@@ -179,7 +179,7 @@ MUTANTS = [
     Mutant(
         "accepts-an-older-commit",
         P,
-        "offset = max(offset, known) if truncated_from is None else known",
+        "offset = max(offset, known) if truncated_after is None else known",
         "pass",
         "the stream's own position takes precedence over an older commit",
     ),

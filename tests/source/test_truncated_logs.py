@@ -108,7 +108,7 @@ def test_G10_a_truncation_between_two_batches_is_detected_even_if_the_log_has_gr
     with Engine({**options, "failOnDataLoss": "false"}, log) as engine, caplog.at_level(logging.WARNING):
         await_batch(engine)
         assert engine.rows == rows_of(name, range(6, 18), 100), "the records from the truncation on"
-        assert json.loads(engine.log[-1])["truncated_from"] == {name: {"0": 10}}
+        assert json.loads(engine.log[-1])["truncated_after"] == {name: {"0": 0}}
         engine.plan()
         admin = AdminClient({"bootstrap.servers": alone.bootstrap_servers})
         await_until(lambda: committed_of(admin, f"g-{name}") == end_offsets_of(admin, name), what="the commit")

@@ -32,7 +32,7 @@ from spark_group_source.errors import LedgerConflict, OptionError, SourceError
 from spark_group_source.host import run_files
 from spark_group_source.model import TopicPartition
 from spark_group_source.options.table import Options
-from spark_group_source.protocol.offsets import StreamOffset
+from spark_group_source.protocol.offsets import RECREATED, StreamOffset
 from spark_group_source.protocol.statistics import Statistics
 
 FOLLOWED = [("orders", 0)]
@@ -573,7 +573,7 @@ def test_a_topic_that_was_recreated_starts_at_its_first_record_where_removed_row
     query.run(query.sink(table), 0, offset(0, one(0, 10)))
     DeltaTable(table).restore(0)
     admin.recreate("id-2", 40)
-    recreated = offset(1, one(0, 20), topic_id="id-2", truncated_from={("orders", 0): 10})
+    recreated = offset(1, one(0, 20), topic_id="id-2", truncated_after={("orders", 0): RECREATED})
     run_command(commands(refused(lambda: query.run(query.sink(table), 1, recreated)))[-1])
     assert admin.position == 0
     query.run(query.sink(table), 1, recreated)

@@ -26,14 +26,13 @@ from spark_group_source.delta.ledger_format import Ledger, LedgerTopic
 from spark_group_source.delta.ledger_store import read_ledger, read_ledgers, set_ledger
 from spark_group_source.errors import LedgerConflict, OptionError
 from spark_group_source.model import OffsetRange, TopicPartition
-from spark_group_source.protocol.offsets import BatchKey, StreamOffset
+from spark_group_source.protocol.offsets import RECREATED, BatchKey, StreamOffset
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 P0, P1, OTHER = TopicPartition("orders", 0), TopicPartition("orders", 1), TopicPartition("other", 0)
 FOLLOWED = [("orders", 0)]
-CUT = {("orders", 0): 100}
 
 
 def ledger(
@@ -81,15 +80,6 @@ class Case:
         "a foreign commit at the ledger is followed": Case(
             offset(4, ranges((100, 200)), followed=FOLLOWED), {P0: 100}, {P0: 200}
         ),
-        "records of a truncated log are new, and the ledger moves back": Case(
-            offset(4, ranges((60, 80)), truncated_from=CUT), {P0: 100}, {P0: 80}
-        ),
-        "after the truncation it continues": Case(
-            offset(5, ranges((80, 120)), truncated_from=CUT), {P0: 80}, {P0: 120}
-        ),
-        "records of a truncated log that another query wrote are not written again": Case(
-            offset(4, ranges((60, 90)), truncated_from=CUT), {P0: 80}, {P0: 90}, drop=[(P0, 60, 80)]
-        ),
     }.items(),
     ids=lambda case: case[0].replace(" ", "-"),
 )
@@ -101,6 +91,56 @@ def test_a_batch_is_compared_with_the_ledger(case: tuple[str, Case]) -> None:
     assert (comparison.refused, comparison.recreated, comparison.void) == ((), (), False)
     assert comparison.ledger.offsets == of.after
     assert comparison.ledger.streams == {"s1": BatchKey.of(of.batch)}
+
+
+def truncated(start: int, end: int, before: int, now: int) -> StreamOffset:
+    """A batch whose position went back to ``start``: its log was truncated after the leader epoch ``before``."""
+    cut = offset(4, ranges((start, end)), truncated_after={("orders", 0): before})
+    return replace(cut, leader_epochs={P0: now})
+
+
+@pytest.mark.parametrize(
+    "case",
+    {
+        "records after the truncation are new": (100, [(truncated(60, 80, 3, 5), (), 80)]),
+        "the next batch may name the truncation too": (
+            100,
+            [(truncated(60, 80, 3, 5), (), 80), (truncated(80, 120, 3, 6), (), 120)],
+        ),
+        "another query went on": (100, [(truncated(60, 80, 3, 5), (), 80), (truncated(60, 90, 3, 5), (60, 80), 90)]),
+        "another query wrote as far as before": (
+            100,
+            [(truncated(60, 100, 3, 6), (), 100), (truncated(60, 80, 3, 5), (60, 80), 100)],
+        ),
+        "another query wrote where the ledger had nothing": (
+            60,
+            [(truncated(60, 100, 3, 5), (), 100), (truncated(60, 80, 3, 5), (60, 80), 100)],
+        ),
+        "nothing is read at first": (100, [(truncated(60, 60, 3, 5), (), 60), (truncated(60, 80, 3, 5), (), 80)]),
+        "two truncations without a batch in between": (100, [(truncated(40, 70, 5, 7), (), 70)]),
+        "two truncations with an empty batch in between": (
+            100,
+            [(truncated(60, 60, 3, 5), (), 60), (truncated(40, 70, 5, 7), (), 70)],
+        ),
+        "a second truncation at the same offset": (
+            100,
+            [(truncated(60, 100, 3, 5), (), 100), (truncated(60, 80, 5, 6), (), 80)],
+        ),
+        "the position was above the ledger": (90, [(truncated(60, 80, 3, 5), (), 80)]),
+        "the position was below the ledger": (120, [(truncated(60, 80, 3, 5), (), 80)]),
+        "a recreated topic that another query read": (100, [(truncated(0, 50, RECREATED, 0), (0, 50), 100)]),
+    }.items(),
+    ids=lambda case: case[0].replace(" ", "-"),
+)  # fmt: skip
+def test_records_of_a_truncated_log_are_written_once(case: Any) -> None:
+    recorded, batches = case[1]
+    now = ledger({P0: recorded})
+    for batch, drop, end in batches:
+        comparison = compare(batch, now)
+        assert [(r.start, r.end) for r in comparison.drop] == ([drop] if drop else [])
+        now = Ledger.from_json("etl", comparison.ledger.to_commit(None)[1])
+        assert now.offsets == {P0: end}
+        assert compare(batch, now).drop == tuple(batch.batch()), "the table has it"
 
 
 @pytest.mark.parametrize("end", [30, 10])
@@ -372,7 +412,8 @@ def test_a_refusal_names_table_group_both_offsets_and_both_commands_and_stays_sh
 
 names = st.sampled_from(["a", "b", "c'\"\\ü"])
 ids, numbers = st.text(max_size=3), st.integers(0, 2**63 - 1)
-topics = st.builds(LedgerTopic, names, ids, st.dictionaries(st.integers(0, 3), numbers))
+by_partition = st.dictionaries(st.integers(0, 3), numbers)
+topics = st.builds(LedgerTopic, names, ids, by_partition, by_partition)
 
 
 @given(
