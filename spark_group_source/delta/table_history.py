@@ -262,13 +262,24 @@ class LogFiles:
 
         self.table, self.location, self.opened = table, location, opened
         self._storage_options = dict(storage_options or {})
+        self._newest: tuple[int, bytes] | None = None
+        """The newest commit that was read, by its version; None before the first."""
         self.files: Any = PyFileSystem(DeltaStorageHandler(opened.table_uri, self._storage_options))
 
     def newest(self) -> int:
         self.opened.update_incremental()
         version = int(self.opened.version())
-        # The log always has its newest commit. Without it the table was deleted, and perhaps created again.
-        return version if self.actions(version) is not None else -1
+        # The log always has its newest commit, and never another one of that version. Otherwise the table was deleted,
+        # and perhaps created again: ``opened`` then has the former table, with the new one's commits behind it.
+        if (text := self.actions(version)) is None:
+            return -1
+        if self._newest is not None:
+            former, known = self._newest
+            found = text if former == version else self.actions(former)
+            if found is not None and found != known:
+                return -1
+        self._newest = version, text
+        return version
 
     def commits(self, newest: int, after: int) -> Iterator[Commit]:
         for version in range(newest, after, -1):

@@ -398,3 +398,21 @@ def test_a_table_that_is_deleted_while_the_query_runs_is_not_silently_recreated(
     with pytest.raises(LedgerConflict, match="was deleted or replaced while the query runs"):
         query.run(sink, 4, offset(4, one(40, 50)))
     assert rows(table) == records(30, 40)
+
+
+@pytest.mark.parametrize("more", [0, 3])
+def test_a_table_that_is_recreated_with_as_many_commits_or_more_while_the_query_runs_is_another_one(
+    query: Query, new_query: NewQuery, table: Path, more: int
+) -> None:
+    sink = query.sink(table)
+    for n in range(3):
+        query.run(sink, n, offset(n, one(n * 10, n * 10 + 10)))
+    rmtree(table)
+    other = new_query("other")
+    for n in range(3 + more):
+        spans = one(n * 10, n * 10 + 10, topic="clicks")
+        other.run(other.sink(table), n, offset(n, spans, group="ops", stream="s2"))
+    assert DeltaTable(table).version() == 3 + more
+    with pytest.raises(LedgerConflict, match="was deleted or replaced while the query runs"):
+        query.run(sink, 3, offset(3, one(30, 40)))
+    assert DeltaTable(table).version() == 3 + more
