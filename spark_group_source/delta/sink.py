@@ -39,7 +39,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from spark_group_source import command_line, compatibility
 from spark_group_source.delta import (
@@ -68,7 +68,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_Run = TypeVar("_Run")
+
 _finished = FinishedBatches()
+
+QUERIES_MAX = 1_000
+"""Of how many queries the newest run is kept; the one whose run started first is forgotten first. It is then known
+again from its next batch on."""
 
 RECENT_COMMITS_MAX = 20
 """In how many commits a starting query looks for other groups, for a log line; one ``DESCRIBE HISTORY`` reads them."""
@@ -171,6 +177,7 @@ class DeltaSink:
         """Open the table; the first batch of a run creates it if it does not exist."""
         run = self._runs.get(planned.query_id)
         is_first = run is None or planned.run_id not in (None, run[0])
+        idle_log = self._take_idle_log()
         table = TableWriter(
             df.sparkSession,
             self.table,
@@ -178,7 +185,7 @@ class DeltaSink:
             partition_by=self.partition_by,
             merge_schema=self.merge_schema,
             storage_options=self.storage_options,
-            log=self._idle_logs.pop() if self._idle_logs and not is_first else None,
+            log=None if is_first else idle_log,
         )
         if is_first:
             table_names.require_separate_folders(self.table, planned.root)
@@ -188,11 +195,18 @@ class DeltaSink:
             self._read_properties(table)
             if (table_id := table.identity()) != self._table_id:  # the table of an earlier run was deleted or replaced
                 self._table_id, self._ledgers, self._idle_logs = table_id, {}, []
-            self._runs[planned.query_id] = planned.run_id, table_id
+            _keep_run(self._runs, planned.query_id, (planned.run_id, table_id))
             log.info("table %s: written %s", self.table, table.described_writer())
         elif table.log is not None:  # the properties are read already
             self._read_properties(table)
         return table
+
+    def _take_idle_log(self) -> LogFiles | None:
+        """Remove and return an opened log; None if there is none. Another thread may take the last one meanwhile."""
+        try:
+            return self._idle_logs.pop()
+        except IndexError:
+            return None
 
     def _read_properties(self, table: TableWriter) -> None:
         """Read how long the table keeps its log. Raises OptionError if it does not keep the numbers of commits."""
@@ -626,8 +640,16 @@ def _writes_of_run(planned: PlannedBatch) -> dict[str, TableWrite]:
     run_id, writes = _runs.get(planned.query_id, ("", {}))
     if run_id != planned.run_id:
         writes = {}
-        _runs[planned.query_id] = planned.run_id, writes
+        _keep_run(_runs, planned.query_id, (planned.run_id, writes))
     return writes
+
+
+def _keep_run(runs: dict[str, _Run], query_id: str, run: _Run) -> None:
+    """Store the newest run of a query, of QUERIES_MAX queries at most."""
+    runs.pop(query_id, None)
+    runs[query_id] = run
+    for oldest in list(runs)[:-QUERIES_MAX]:
+        runs.pop(oldest, None)
 
 
 def _second_write(table: str, planned: PlannedBatch, former: TableWrite) -> OptionError:

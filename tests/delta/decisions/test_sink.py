@@ -31,6 +31,7 @@ from sink_words import (
     rows,
 )
 
+from spark_group_source.delta import sink as sink_module
 from spark_group_source.delta import table_names, table_writer
 from spark_group_source.delta.checkpoint import parse_planned
 from spark_group_source.delta.ledger_store import set_ledger
@@ -496,6 +497,37 @@ def test_a_sink_can_be_pickled(query: Query, table: Path) -> None:
     assert {k: v for k, v in vars(copy).items() if k != "transform"} == {
         k: v for k, v in vars(sink).items() if k != "transform"
     }
+
+
+class TakenLogs(list[Any]):
+    """Opened logs of which another thread takes the last one after they were counted."""
+
+    def __len__(self) -> int:
+        self.clear()
+        return 1
+
+
+def test_another_thread_may_take_the_last_opened_log(query: Query, table: Path) -> None:
+    sink = query.sink(table)
+    query.run(sink, 0, offset(0, one(0, 5)))
+    sink._idle_logs = TakenLogs(sink._idle_logs)
+    query.run(sink, 1, offset(1, one(5, 9)))
+    assert rows(table) == records(0, 9)
+
+
+def test_a_sink_keeps_one_opened_log_and_few_runs(
+    new_query: NewQuery, table: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sink_module, "QUERIES_MAX", 2)
+    sink = DeltaSink(table)
+    monkeypatch.setattr(sink_module, "_runs", {})
+    for n in range(4):
+        query = new_query(f"q{n}")
+        sink.checkpoint = str(query.root)
+        query.run(sink, 0, offset(0, one(n * 5, n * 5 + 5), stream=f"s{n}"))
+    assert (len(sink._idle_logs), list(sink._runs)) == (1, ["query-q2", "query-q3"])
+    assert list(sink_module._runs) in ([], ["query-q2", "query-q3"])
+    assert rows(table) == records(0, 20)
 
 
 @pytest.mark.parametrize("arguments", [{"writer": "best"}, {"table": ""}])
