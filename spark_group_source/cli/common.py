@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
-from urllib.parse import unquote, urlsplit
 
 import typer
 from rich.box import SIMPLE_HEAD
@@ -198,19 +197,12 @@ def table_history(table: str) -> "Iterator[TableHistory]":
         yield table_writer.open_existing(spark, name).history()
 
 
-def local_path(place: str) -> Path | None:
-    """The path of a checkpoint on this machine; None if it is in a file system that only Spark can read."""
-    parts = urlsplit(place)
-    if parts.scheme in ("", "file") and not parts.netloc:
-        return Path(unquote(parts.path) if parts.scheme else place)
-    return None
-
-
 @contextmanager
 def checkpoint_files(root: str) -> "Iterator[tuple[CheckpointFiles, str]]":
     """Access to the files of a checkpoint, and its path. Spark is started only if Python cannot read them."""
+    from spark_group_source.delta.checkpoint import local_files, spark_files
+    from spark_group_source.delta.native_writer import local_path
+
     path = local_path(root)
     with session(path is None) as spark:
-        from spark_group_source.delta.checkpoint import local_files, spark_files
-
-        yield (local_files(), str(path)) if spark is None else (spark_files(spark), root.rstrip("/"))
+        yield (local_files(), str(Path(path or ""))) if spark is None else (spark_files(spark), root.rstrip("/"))

@@ -334,7 +334,7 @@ def _number_or_date(value: Any) -> Any:
 
 
 def local_path(location: str) -> str | None:
-    """Return the path of a table on this machine's file system; None if it is elsewhere.
+    """Return the path of a table or a checkpoint on this machine's file system; None if it is elsewhere.
 
     Args:
         location: a path as Hadoop's ``Path`` reads and writes it: with or without a scheme, and never URL-encoded.

@@ -1,13 +1,13 @@
 """Reading checkpoints of Spark's own Kafka connector, and refusals. No broker, no Spark."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from spark_group_source.cli import migrate
-from spark_group_source.cli.common import local_path
+from spark_group_source.cli import common, migrate
 from spark_group_source.cli.migrate import Progress
 from spark_group_source.delta.checkpoint import local_files
 from spark_group_source.errors import CheckpointMismatch, OptionError, SourceError
@@ -100,11 +100,25 @@ def test_unknown_checkpoint_format_or_source_is_refused(tmp_path: Path) -> None:
         progress(tmp_path, ["4"])
 
 
-def test_local_paths_are_distinguished_from_spark_file_systems() -> None:
-    assert local_path("/lake/_chk/old") == Path("/lake/_chk/old")
-    assert local_path("file:/lake/a%20b") == local_path("file:///lake/a%20b") == Path("/lake/a b")
+@pytest.mark.parametrize("prefix", ["", "file:", "file://", "FILE:", "file://localhost"])
+@pytest.mark.parametrize("name", ["a%20b", "a b", "a#b", "a?b"])
+def test_a_local_checkpoint_is_found_by_the_text_of_its_path_as_by_hadoop(
+    tmp_path: Path, prefix: str, name: str
+) -> None:
+    (tmp_path / name / "offsets").mkdir(parents=True)
+    with common.checkpoint_files(f"{prefix}{tmp_path}/{name}/") as (files, root):
+        assert (root, files.names(root)) == (f"{tmp_path}/{name}", ["offsets"])
+
+
+def test_a_checkpoint_of_another_file_system_is_read_by_spark(monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextmanager
+    def session(wanted: bool) -> Iterator[object]:
+        yield object() if wanted else None
+
+    monkeypatch.setattr(common, "session", session)
     for place in ("s3a://bucket/chk", "abfss://c@a.dfs.core.windows.net/chk", "dbfs:/chk", "hdfs://nn/chk"):
-        assert local_path(place) is None
+        with common.checkpoint_files(f"{place}/") as (_, root):
+            assert root == place
 
 
 # --- options of the connector ---------------------------------------------------------------------------------------
