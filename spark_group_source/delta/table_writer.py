@@ -83,6 +83,13 @@ LOG_FOLDER = "_delta_log"
 S3_SCHEMES = ("s3", "s3a", "s3n")
 """Schemes for which Delta's default LogStore, S3SingleDriverLogStore, keeps only the writers of one JVM apart."""
 
+_OTHER_LOCAL = re.compile(r"%[0-9a-fA-F]{2}|[\\\x00-\x1f\x7f]")
+"""In a local path: what ``deltalake`` decodes, takes for a slash, or cannot read."""
+
+_OTHER_REMOTE = re.compile(r"[^A-Za-z0-9/_.,;:=&'!@$()+-]")
+"""In a path of another file system: what ``deltalake`` encodes, while Spark writes the data files to the path as it is;
+or ends the path at."""
+
 _FOLDER_EXISTS = {
     "TABLE_OR_VIEW_ALREADY_EXISTS",
     "DELTA_TABLE_ALREADY_EXISTS",
@@ -429,10 +436,14 @@ def open_log(table: str, location: str, storage_options: Mapping[str, str] | Non
     local = native_writer.local_path(location)
     if local is None and storage_options is None:
         return None
-    if local is not None and (escape := re.search("%[0-9a-fA-F]{2}", local)) is not None:
+    unlike = re.search(_OTHER_LOCAL if local is not None else _OTHER_REMOTE, local or location)
+    if unlike is not None:
+        more = (
+            "" if local is not None else ", or leave out storage_options, so that Delta's own writer writes the table"
+        )
         raise OptionError(
-            f"table {table} has {escape[0]!r} in its path: deltalake decodes it and would open another folder. Use "
-            "another path",
+            f"table {table} has {unlike[0]!r} in its path: deltalake would open another folder than Spark. Use a path "
+            f"without it{more}",
             table=table,
         )
     try:

@@ -390,7 +390,7 @@ def test_a_table_in_the_folder_of_the_checkpoint_is_refused_and_nothing_is_writt
 
 
 @pytest.mark.parametrize("prefix", ["", "file:", "file://", "file://localhost"])
-@pytest.mark.parametrize("name", ["a#b", "a?b", "a b", "50%", "é"])
+@pytest.mark.parametrize("name", ["a#b", "a?b", "a b", "50%", "é", "a[b]|^"])
 def test_a_local_path_is_read_as_text_and_not_as_a_url(query: Query, tmp_path: Path, prefix: str, name: str) -> None:
     DeltaTable.create(tmp_path / "a", Schema.from_json(EMPTY))
     location = f"{prefix}{tmp_path}/{name}"
@@ -402,10 +402,22 @@ def test_a_local_path_is_read_as_text_and_not_as_a_url(query: Query, tmp_path: P
     assert len(commits(tmp_path / "a")) == 1
 
 
-def test_a_local_path_that_deltalake_decodes_is_refused(query: Query, tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match="'%20' in its path"):
-        query.run(query.sink(tmp_path / "a%20b"), 0, offset(0, one(0, 5)))
-    assert not [path for path in tmp_path.iterdir() if path.name.startswith("a")]
+@pytest.mark.parametrize("part", ["%20", "\\", "\t"])
+def test_a_local_path_that_deltalake_reads_otherwise_is_refused(query: Query, tmp_path: Path, part: str) -> None:
+    DeltaTable.create(tmp_path / "a" / "b", Schema.from_json(EMPTY))
+    with pytest.raises(OptionError) as error:
+        query.run(query.sink(tmp_path / f"a{part}b"), 0, offset(0, one(0, 5)))
+    assert f"has {part!r} in its path" in str(error.value)
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith("a")] == ["a"]
+    assert len(commits(tmp_path / "a" / "b")) == 1
+
+
+@pytest.mark.parametrize("part", ["[", "]", "|", "^", "~", " ", "é", "#", "?", "%"])
+def test_a_remote_path_that_deltalake_encodes_is_refused(part: str) -> None:
+    with pytest.raises(OptionError, match="leave out storage_options") as error:
+        table_writer.open_log("t", f"s3a://lake/a{part}b", {"AWS_REGION": "eu-central-1"})
+    assert f"has {part!r} in its path" in str(error.value)
+    assert table_writer.open_log("t", f"s3a://lake/a{part}b", None) is None
 
 
 # Tables that Delta itself must write
