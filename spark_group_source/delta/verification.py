@@ -159,6 +159,12 @@ def _check_history(table: str, group: str, commits: Iterable[Commit], again: set
                 text = f"commit #{ledger.number} of group {group} follows #{before.number}"
                 yield Finding("ledger", text, commit.version)
             again |= {tp for tp, n in before.offsets.items() if tp not in ledger.offsets or ledger.offsets[tp] < n}
+            again |= {
+                TopicPartition(name, p)
+                for name, topic in ledger.topics.items()
+                for p, epoch in topic.epochs.items()
+                if name not in before.topics or before.topics[name].epochs.get(p) != epoch
+            }
         before = ledger
 
 

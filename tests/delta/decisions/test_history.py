@@ -26,7 +26,7 @@ from sink_words import (
     rows,
 )
 
-from spark_group_source.delta import table_names, table_writer
+from spark_group_source.delta import table_names, table_writer, verification
 from spark_group_source.delta.ledger_format import Ledger
 from spark_group_source.delta.ledger_store import read_ledger, set_ledger
 from spark_group_source.delta.restored_table import Replacement, find_replacement
@@ -398,6 +398,18 @@ def test_a_table_that_is_deleted_while_the_query_runs_is_not_silently_recreated(
     with pytest.raises(LedgerConflict, match="was deleted or replaced while the query runs"):
         query.run(sink, 4, offset(4, one(40, 50)))
     assert rows(table) == records(30, 40)
+
+
+@pytest.mark.parametrize("end", [8, 10, 15])
+def test_records_of_a_truncated_log_may_be_in_the_table_twice(query: Query, table: Path, end: int) -> None:
+    query.run(query.sink(table), 0, offset(0, one(0, 10)))
+    query.run(query.sink(table), 1, offset(1, one(6, end), truncated_after={("orders", 0): 3}))
+    assert rows(table) == sorted(records(0, 10) + records(6, end))
+    history = TableWriter(query.spark, str(table)).history()
+    again: set[TopicPartition] = set()
+    commits_of_table = sorted(history.commits(), key=lambda commit: commit.version)
+    assert not [*verification._check_history(str(table), "etl", commits_of_table, again)]
+    assert again == {TopicPartition("orders", 0)}
 
 
 @pytest.mark.parametrize("more", [0, 3])
