@@ -285,9 +285,9 @@ MUTANTS = [
     Mutant(
         "keeps-a-pending-batch-over-a-foreign-commit",
         P,
-        "at = Position(\n            offset,\n            first=offset,\n            origin=Origin.FOLLOWED",
+        "at = Position(\n            offset,\n            first=offset,\n            origin=origin",
         "at = Position(\n            end if getattr(memory, 'pending', 0) and is_inside else offset,\n"
-        "            first=offset,\n            origin=Origin.FOLLOWED",
+        "            first=offset,\n            origin=origin",
         "a foreign commit inside a pending batch counts, as the sink may have skipped that batch",
     ),
     Mutant(
@@ -429,8 +429,8 @@ MUTANTS = [
     Mutant(
         "keeps-the-position",
         P,
-        "at.offset, partition.until = partition.until, None",
-        "partition.until = None",
+        "at.offset, at.lost_from, partition.until = partition.until, None, None",
+        "at.lost_from, partition.until = None, None",
         "a durable batch moves its partitions to its end",
     ),
     Mutant(
