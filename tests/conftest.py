@@ -345,9 +345,7 @@ def spark(jvm: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator["Spar
 
     scratch: Path = tmp_path_factory.mktemp("spark")
     builder = SparkSession.builder.master("local[2]").appName("tests")
-    for key, value in local_spark_settings(scratch).items():
-        builder = builder.config(key, value)
-    session = builder.getOrCreate()
+    session = builder.config(map={**local_spark_settings(scratch)}).getOrCreate()
     session.sparkContext.setLogLevel("WARN")
     yield session
     for query in session.streams.active:

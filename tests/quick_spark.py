@@ -84,11 +84,8 @@ def make() -> None:
             "SPARK_HOME": str(home()),
             "SPARK_SUBMIT_OPTS": f"{OPTIONS} -XX:ArchiveClassesAtExit={unfinished}",
         }
-        builder = SparkSession.builder.master("local[2]")
         settings = local_spark_settings(scratch)
-        for key, value in settings.items():
-            builder = builder.config(key, value)
-        spark = builder.getOrCreate()
+        spark = SparkSession.builder.master("local[2]").config(map={**settings}).getOrCreate()
         table = str(Path(scratch) / "table")
         kind = "delta" if DELTA_SETTINGS.keys() <= settings.keys() else "parquet"
         stream = spark.readStream.format("rate").load().writeStream.format(kind).trigger(availableNow=True)

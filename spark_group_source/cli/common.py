@@ -171,9 +171,7 @@ def session(wanted: bool) -> "Iterator[SparkSession | None]":
     logging.getLogger("py4j").setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory(prefix="spark-group-") as scratch, console.status("starting Spark ..."):
         builder = SparkSession.builder.master("local[1]").appName("spark-group")
-        for key, value in local_spark_settings(scratch).items():
-            builder = builder.config(key, value)
-        spark = builder.getOrCreate()
+        spark = builder.config(map={**local_spark_settings(scratch)}).getOrCreate()
         try:
             yield spark
         finally:

@@ -299,8 +299,7 @@ def _session(name: str) -> "SparkSession":
         quiet = {"spark.ui.showConsoleProgress": "false"}  # its bars are written between the lines of the log
         settings = quiet | delta_settings()
         _start_jvm(settings)
-        for key, value in settings.items():
-            builder = builder.config(key, value)
+        builder = builder.config(map={**settings})
     return builder.getOrCreate()
 
 

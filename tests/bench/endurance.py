@@ -98,9 +98,7 @@ def session(scratch: Path) -> "SparkSession":
         "spark.executorEnv.PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
     }
     builder = SparkSession.builder.master("local-cluster[2,1,1024]").appName("endurance")
-    for key, value in settings.items():
-        builder = builder.config(key, value)
-    made = builder.getOrCreate()
+    made = builder.config(map={**settings}).getOrCreate()
     made.sparkContext.setLogLevel("ERROR")
     made.dataSource.register(KafkaGroupDataSource)
     return made

@@ -37,9 +37,7 @@ def main(arguments: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="spark-group-faults-") as scratch:
         builder = SparkSession.builder.master("local[2]").appName("faults")
         patient = {"spark.python.authenticate.socketTimeout": "120s"}  # Spark's limit for the start of its processes
-        for key, value in (local_spark_settings(scratch) | patient).items():
-            builder = builder.config(key, value)
-        spark = builder.getOrCreate()
+        spark = builder.config(map={**local_spark_settings(scratch), **patient}).getOrCreate()
         spark.sparkContext.setLogLevel("ERROR")
         spark.dataSource.register(KafkaGroupDataSource)
         try:

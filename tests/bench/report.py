@@ -157,9 +157,7 @@ def session(scratch: Path) -> "SparkSession":
     settings = local_spark_settings(scratch)
     jars = ",".join([settings["spark.jars"], *map(str, spark_kafka_jars())])
     builder = SparkSession.builder.master("local[2]").appName("bench")
-    for key, value in {**settings, "spark.jars": jars}.items():
-        builder = builder.config(key, value)
-    made = builder.getOrCreate()
+    made = builder.config(map={**settings, "spark.jars": jars}).getOrCreate()
     made.sparkContext.setLogLevel("OFF")
     made.dataSource.register(KafkaGroupDataSource)
     return made

@@ -28,9 +28,7 @@ def main(servers: str, group: str, topic: str, home: str, executors: str, channe
         "spark.speculation.quantile": "0.5",
     }
     builder = SparkSession.builder.master(f"local-cluster[{executors},1,1024]").appName("churned")
-    for key, value in {**local_spark_settings(f"{home}/scratch"), **own}.items():
-        builder = builder.config(key, value)
-    spark = builder.getOrCreate()
+    spark = builder.config(map={**local_spark_settings(f"{home}/scratch"), **own}).getOrCreate()
     if channel:  # without it Spark finds the installed source, and Spark 4.0 refuses to register it again
         spark.dataSource.register(_through_proxy(int(channel)))
     stream = spark.readStream.format("kafka-group").option("kafka.bootstrap.servers", servers)

@@ -91,9 +91,7 @@ def main(
         own |= {"spark.submit.pyFiles": py_files, "spark.pyspark.python": python, "spark.driver.host": "127.0.0.1"}
     else:
         own["spark.executorEnv.PYTHONPATH"] = paths
-    for key, value in {**local_spark_settings(f"{home}/scratch"), **own}.items():
-        builder = builder.config(key, value)
-    session = builder.getOrCreate()
+    session = builder.config(map={**local_spark_settings(f"{home}/scratch"), **own}).getOrCreate()
     session.dataSource.register(RevealingSource if "secret_file" in options else KafkaGroupDataSource)
     which = {"subscribe": topic} if "subscribePattern" not in options else {}
     stream = session.readStream.format("kafka-group").option("kafka.bootstrap.servers", servers)

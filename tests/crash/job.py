@@ -45,9 +45,7 @@ def main(
     settings, given = local_spark_settings(scratch) | patient, dict(spark or {})
     if "spark.jars" in given:
         given["spark.jars"] = ",".join(filter(None, (settings.get("spark.jars"), given["spark.jars"])))
-    for key, value in (settings | given).items():
-        builder = builder.config(key, value)
-    session = builder.getOrCreate()
+    session = builder.config(map={**settings, **given}).getOrCreate()
     stream = session.readStream.format("kafka-group").option("kafka.bootstrap.servers", servers)
     stream = stream.option("kafka.group.id", group).option("subscribe", topic).options(**options)
     where = checkpoint if connect else None

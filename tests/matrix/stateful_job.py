@@ -27,9 +27,7 @@ HOLD_LOOK_S = 0.05
 
 def main(servers: str, group: str, topic: str, other: str, home: str, **options: str) -> None:
     builder = SparkSession.builder.master("local[2]").appName("stateful")
-    for key, value in local_spark_settings(f"{home}/scratch").items():
-        builder = builder.config(key, value)
-    spark = builder.getOrCreate()
+    spark = builder.config(map={**local_spark_settings(f"{home}/scratch")}).getOrCreate()
 
     def events(name: str, group_id: str) -> DataFrame:
         stream = spark.readStream.format("kafka-group").option("kafka.bootstrap.servers", servers)
