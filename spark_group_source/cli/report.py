@@ -109,23 +109,16 @@ def no_group(group: str) -> GroupReport:
     return GroupReport(group=group, state=DEAD, protocol="", assignor="", members=(), partitions=(), runs=())
 
 
-def describe(
-    admin: GroupAdmin,
-    group: str,
-    ledger: Mapping[TopicPartition, int] | None = None,
-    *,
-    offsets: bool = True,
-) -> GroupReport:
+def describe(admin: GroupAdmin, group: str, ledger: Mapping[TopicPartition, int] | None = None) -> GroupReport:
     """Read a group from the cluster.
 
     Args:
         ledger: the next offsets of a table, or None.
-        offsets: False leaves out the partitions and their requests.
 
     Raises:
         GroupError: the group does not exist, neither in Kafka nor in the ledger nor among the runs of this host.
     """
-    found = read_group(admin, group, ledger, offsets=offsets)
+    found = read_group(admin, group, ledger)
     if found is None:
         raise missing_group(admin, group)
     return found
@@ -142,6 +135,7 @@ def read_group(
     """Like :func:`describe`, but None if the group does not exist.
 
     Args:
+        offsets: False leaves out the partitions and their requests.
         elsewhere: statistics of runs on other hosts.
     """
     described = admin.describe_group(group)

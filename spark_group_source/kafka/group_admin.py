@@ -16,7 +16,6 @@ from spark_group_source import command_line
 from spark_group_source.error_codes import CODES, Request
 from spark_group_source.errors import AccessDenied, BrokerUnavailable, CommitFailed
 from spark_group_source.kafka.admin import COORDINATOR_BOUND, COORDINATOR_TIMEOUT_S, Admin, Bound, Missing
-from spark_group_source.kafka.environment import Environment
 from spark_group_source.kafka.group_offsets import GroupOffsets
 from spark_group_source.kafka.retry import RefusalWatch, Retry
 from spark_group_source.kafka.translation import ClientInfo, CommittedOffset, ListedGroup, to_kafka
@@ -83,8 +82,29 @@ class GroupAdmin(Admin):
         return valid
 
     def delete_offsets(self, group: str, tps: Collection[TopicPartition]) -> dict[TopicPartition, int]:
-        """Delete committed offsets, also while the group has members: see :func:`delete_offsets`."""
-        return delete_offsets(self._settings, group, tps, environment=self._environment)
+        """Delete committed offsets, also while the group has members (KIP-496). The request may be sent twice; deleting
+        is idempotent.
+
+        The Python client lacks this call, librdkafka has it: each request creates a client of its own, uses it on the
+        calling thread, and destroys it.
+
+        Args:
+            group: the consumer group; it may have members.
+            tps: at least one partition.
+
+        Returns:
+            The broker's error code for each partition: 0: the group has no offset of it now;
+            ``GROUP_SUBSCRIBED_TO_TOPIC``: a member subscribes to the topic. Unanswered partitions are left out.
+
+        Raises:
+            BrokerUnavailable: no answer within :data:`DELETE_S_MAX`. The offsets may be deleted nevertheless: check
+                them.
+            AccessDenied: the user needs Delete on the group, refused twice.
+            GroupError: the broker refuses the whole request: the group does not exist (reported twice), or its members
+                are not consumers (as those of Kafka Connect).
+        """
+        retry = Retry(ClientInfo.of(self._settings, group=group), self._environment)
+        return retry(Request.DELETE, "deleting committed offsets", lambda: _delete_once(self._settings, group, tps))
 
     def read_offsets(self, group: str, tps: Iterable[TopicPartition]) -> dict[TopicPartition, CommittedOffset | None]:
         """Read committed offsets of the group; None: there is none. Unanswered partitions are left out.
@@ -174,39 +194,6 @@ _CALLS: Signatures = {
     "group_result_error": (POINTER, POINTER),
     "group_result_partitions": (PARTITIONS, POINTER),
 }
-
-
-def delete_offsets(
-    settings: Mapping[str, str],
-    group: str,
-    tps: Collection[TopicPartition],
-    *,
-    environment: Environment | None = None,
-) -> dict[TopicPartition, int]:
-    """Delete committed offsets, also while the group has members (KIP-496). The request may be sent twice; deleting is
-    idempotent.
-
-    The Python client lacks this call, librdkafka has it: each request creates a client of its own, uses it on the
-    calling thread, and destroys it.
-
-    Args:
-        settings: librdkafka settings of an admin client.
-        group: the consumer group; it may have members.
-        tps: at least one partition.
-
-    Returns:
-        The broker's error code for each partition: 0: the group has no offset of it now; ``GROUP_SUBSCRIBED_TO_TOPIC``:
-        a member subscribes to the topic. Unanswered partitions are left out.
-
-    Raises:
-        BrokerUnavailable: no answer within :data:`DELETE_S_MAX`. The offsets may be deleted nevertheless: check them.
-        AccessDenied: the user needs Delete on the group, refused twice.
-        GroupError: the broker refuses the whole request: the group does not exist (reported twice), or its members are
-            not consumers (as those of Kafka Connect).
-        OptionError: the client refuses a setting.
-    """
-    retry = Retry(ClientInfo.of(settings, group=group), environment or Environment())
-    return retry(Request.DELETE, "deleting committed offsets", lambda: _delete_once(settings, group, tps))
 
 
 def _delete_once(settings: Mapping[str, str], group: str, tps: Collection[TopicPartition]) -> dict[TopicPartition, int]:

@@ -9,15 +9,13 @@ import re
 import shlex
 import signal
 from collections import Counter
-from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from conftest import await_until
 from delta_files import living_rows
-from kafka_words import noted_of, set_committed
+from kafka_words import await_until, noted_of, set_committed
 from rebalance.accounts import describe
 from scenes import Scene, Shown
 from streams import Job, OtherMember, numbered, planned, readers_below, remove_entry
@@ -35,15 +33,6 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
 pytestmark = pytest.mark.spark
-
-
-Run = Callable[..., Shown]
-
-
-@pytest.fixture
-def run(scene: Scene) -> Run:
-    """``run("reset", "--to-latest")`` for the test's group."""
-    return scene.of_group
 
 
 def refused(shown: Shown) -> str:
@@ -78,36 +67,36 @@ def offsets_in(table: Path) -> Counter[tuple[int, int]]:
 # --- describe -------------------------------------------------------------------------------------------------------
 
 
-def test_describe_shows_members_offsets_lag_and_ledger(scene: Scene, run: Run) -> None:
+def test_describe_shows_members_offsets_lag_and_ledger(scene: Scene) -> None:
     name, table = scene.topic(2), scene.folder / "table"
     scene.produce(name, numbered(0, 9, 2))
     into(scene.job(subscribe=name), table)
     scene.produce(name, numbered(10, 12, 2))
-    shown = json.loads(run("describe", "--json", "--table", str(table)).stdout)
+    shown = json.loads(scene.of_group("describe", "--json", "--table", str(table)).stdout)
     assert (shown["state"], shown["members"], shown["lag"]) == ("empty", [], 3)
     found = [(row["partition"], row["committed"], row["end"], row["lag"], row["ledger"]) for row in shown["partitions"]]
     assert found == [(0, 5, 7, 2, 5), (1, 5, 6, 1, 5)]
 
 
-def test_describe_names_the_owner_of_each_partition(scene: Scene, run: Run) -> None:
+def test_describe_names_the_owner_of_each_partition(scene: Scene) -> None:
     name = scene.topic(2)
     scene.produce(name, numbered(0, 3, 2))
     with OtherMember(scene.servers, scene.group, [name]) as other:
         await_until(lambda: other.partitions, what="its partitions")
-        text = run("describe").output
+        text = scene.of_group("describe").output
     assert f"group {scene.group}: stable" in text and "1 members" in text
     assert text.count("rdkafka") >= 2, text
 
 
-def test_describe_of_a_missing_group_is_refused(scene: Scene, run: Run) -> None:
+def test_describe_of_a_missing_group_is_refused(scene: Scene) -> None:
     for command in (("describe",), ("reset", "--to-latest"), ("migrate", "--to-checkpoint")):
-        assert f"group {scene.group!r} does not exist" in refused(run(*command)), command
+        assert f"group {scene.group!r} does not exist" in refused(scene.of_group(*command)), command
 
 
-def test_reset_creates_a_group(scene: Scene, run: Run) -> None:
+def test_reset_creates_a_group(scene: Scene) -> None:
     name = scene.topic()
     scene.produce(name, numbered(0, 4))
-    shown = run("reset", "--topic", name, "--to-latest", "--execute")
+    shown = scene.of_group("reset", "--topic", name, "--to-latest", "--execute")
     assert f"group {scene.group} does not exist yet; the reset creates it" in shown.output
     assert scene.committed() == {TopicPartition(name, 0): 5}
 
@@ -170,7 +159,7 @@ PLACES = {
 """Destinations of a group that is at 5 in both partitions."""
 
 
-def test_reset_moves_offsets_only_with_execute(scene: Scene, run: Run) -> None:
+def test_reset_moves_offsets_only_with_execute(scene: Scene) -> None:
     name = scene.topic(2, config={"retention.ms": "-1"})  # else the broker removes records that are as old as these
     scene.produce(name, numbered(0, 9, 2, at_ms=1_000_000))
     scene.produce(name, numbered(10, 10, 2, at_ms=3_000_000))
@@ -178,17 +167,17 @@ def test_reset_moves_offsets_only_with_execute(scene: Scene, run: Run) -> None:
     for to, then in PLACES.items():
         set_committed(scene.admin, scene.group, name, {0: 5, 1: 5})
         arguments = [argument % name if "%s" in argument else argument for argument in to]
-        assert "nothing was changed" in run("reset", *arguments).output, to
+        assert "nothing was changed" in scene.of_group("reset", *arguments).output, to
         assert scene.committed() == here, to
-        run("reset", *arguments, "--execute")
+        scene.of_group("reset", *arguments, "--execute")
         assert scene.committed() == dict(zip(here, then, strict=True)), to
 
 
-def test_reset_is_refused_while_the_group_has_members(scene: Scene, run: Run) -> None:
+def test_reset_is_refused_while_the_group_has_members(scene: Scene) -> None:
     name = scene.topic()
     with OtherMember(scene.servers, scene.group, [name]) as other:
         await_until(lambda: other.partitions, what="its partitions")
-        line = refused(run("reset", "--to-latest", "--topic", name, "--execute"))
+        line = refused(scene.of_group("reset", "--to-latest", "--topic", name, "--execute"))
         assert f"group '{scene.group}' is stable with 1 members: Kafka moves offsets only" in line
         assert scene.committed() == {}
 
@@ -202,8 +191,8 @@ def test_reset_is_refused_while_the_group_has_members(scene: Scene, run: Run) ->
         (("--to-offsets", '{"no-such-topic":{"0":1}}'), "partition no-such-topic-0 does not exist"),
     ],
 )
-def test_reset_refuses_invalid_arguments(arguments: tuple[str, ...], message: str, run: Run) -> None:
-    assert message in refused(run("reset", *arguments))
+def test_reset_refuses_invalid_arguments(arguments: tuple[str, ...], message: str, scene: Scene) -> None:
+    assert message in refused(scene.of_group("reset", *arguments))
 
 
 def notes(scene: Scene) -> dict[TopicPartition, Note]:
@@ -248,7 +237,7 @@ def conflict(scene: Scene, job: Job, table: Path) -> str:
 
 
 @pytest.mark.parametrize("written", [False, True], ids=["batch-not-in-table", "batch-in-table"])
-def test_query_follows_a_reset_that_came_during_a_pending_batch(written: bool, scene: Scene, run: Run) -> None:
+def test_query_follows_a_reset_that_came_during_a_pending_batch(written: bool, scene: Scene) -> None:
     """Pending: ``offsets/N`` exists and ``commits/N`` does not. The source is killed during the batch."""
     name, table = scene.topic(2), scene.folder / "table"
     one = scene.job(subscribe=name, kafka__session__timeout__ms=2000)
@@ -270,7 +259,7 @@ def test_query_follows_a_reset_that_came_during_a_pending_batch(written: bool, s
     assert not (one.checkpoint / "commits" / str(pending)).exists()
     assert offsets_in(table) == times((0, 10 if written else 5, 1))
 
-    run("reset", "--to-offset", "3", "--table", str(table), "--execute")
+    scene.of_group("reset", "--to-offset", "3", "--table", str(table), "--execute")
     into(one, table)
     once_more = times((0, 3, 1), (3, 5, 2), (5, 10, 2 if written else 1))
     assert offsets_in(table) == once_more
@@ -278,7 +267,7 @@ def test_query_follows_a_reset_that_came_during_a_pending_batch(written: bool, s
     assert set(scene.committed().values()) == {10}
 
     for _ in range(2):  # the second one counts, and nothing is read for the first
-        run("reset", "--to-offset", "8", "--table", str(table), "--execute")
+        scene.of_group("reset", "--to-offset", "8", "--table", str(table), "--execute")
     into(one, table)
     scene.produce(name, numbered(20, 21, 2))
     into(one, table)
@@ -325,7 +314,7 @@ def test_rewind_without_table_is_refused_and_its_commands_work(scene: Scene) -> 
 @pytest.mark.parametrize(
     ("to", "skipped"), [("--to-latest", range(8, 10)), ("--to-ledger", range(0))], ids=["forward", "to the ledger"]
 )
-def test_batch_pending_at_a_reset_is_void(to: str, skipped: range, scene: Scene, run: Run) -> None:
+def test_batch_pending_at_a_reset_is_void(to: str, skipped: range, scene: Scene) -> None:
     name, table = scene.topic(2), scene.folder / "table"
     scene.produce(name, numbered(0, 19, 2))
     one = scene.job(subscribe=name, maxOffsetsPerTrigger=8)
@@ -333,7 +322,7 @@ def test_batch_pending_at_a_reset_is_void(to: str, skipped: range, scene: Scene,
     pending = planned(one.checkpoint)[2]
     assert set(pending.ranges.values()) == {(8, 10)}
     for _ in range(2):
-        shown = run("reset", to, "--table", str(table), "--execute")
+        shown = scene.of_group("reset", to, "--table", str(table), "--execute")
     assert f"moved 2 partitions of group {scene.group}; this is its reset #2" in shown.output
     scene.produce(name, numbered(20, 23, 2))
     into(one, table)
@@ -353,7 +342,7 @@ def test_batch_pending_at_a_reset_is_void(to: str, skipped: range, scene: Scene,
     )
 
 
-def test_pending_batch_is_void_when_one_of_its_topics_is_reset(scene: Scene, run: Run) -> None:
+def test_pending_batch_is_void_when_one_of_its_topics_is_reset(scene: Scene) -> None:
     """The other topic continues at its committed offset, so its records in the void batch are not lost."""
     moved, other = (scene.topic(name=f"{scene.group}-{what}") for what in ("moved", "other"))
     table = scene.folder / "table"
@@ -361,7 +350,7 @@ def test_pending_batch_is_void_when_one_of_its_topics_is_reset(scene: Scene, run
         scene.produce(name, numbered(0, 9))
     one = scene.job(subscribe=f"{moved},{other}", maxOffsetsPerTrigger=8)
     die_in(scene, one, table, 2)
-    run("reset", "--topic", moved, "--to-earliest", "--table", str(table), "--execute")
+    scene.of_group("reset", "--topic", moved, "--to-earliest", "--table", str(table), "--execute")
     into(one, table)
     found = Counter((row["topic"], row["offset"]) for row in living_rows(table, ["topic", "offset"]))
     assert found == {
@@ -370,9 +359,7 @@ def test_pending_batch_is_void_when_one_of_its_topics_is_reset(scene: Scene, run
     }
 
 
-def test_second_reset_repairs_one_that_died_before_the_table(
-    scene: Scene, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_second_reset_repairs_one_that_died_before_the_table(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     name, table = scene.topic(2), scene.folder / "table"
     scene.produce(name, numbered(0, 19, 2))
     one = scene.job(subscribe=name, maxOffsetsPerTrigger=8)
@@ -383,19 +370,19 @@ def test_second_reset_repairs_one_that_died_before_the_table(
 
     with monkeypatch.context() as killed:
         killed.setattr(ledger_store, "set_ledger", die)
-        assert run("reset", "--to-offset", "3", "--table", str(table), "--execute").code == 1
+        assert scene.of_group("reset", "--to-offset", "3", "--table", str(table), "--execute").code == 1
     assert {note.reset_number for note in notes(scene).values()} == {1}
     with pytest.raises(Exception, match=r"committed offset 3, the table holds up to 10"):
         into(one, table)
     await_left(scene)
     once = {(p, offset): 1 for p in range(2) for offset in range(10)}
     assert offsets_in(table) == once, "what was pending was not planned after the reset that the table never saw"
-    run("reset", "--to-offset", "3", "--table", str(table), "--execute")
+    scene.of_group("reset", "--to-offset", "3", "--table", str(table), "--execute")
     into(one, table)
     assert offsets_in(table) == {at: 2 if at[1] >= 3 else 1 for at in once}
 
 
-def test_reset_to_checkpoint_uses_start_of_batch_or_last_end(scene: Scene, run: Run) -> None:
+def test_reset_to_checkpoint_uses_start_of_batch_or_last_end(scene: Scene) -> None:
     """The start of batch 0 stays available after later batches and restarts."""
     name = scene.topic(2)
     p0, p1 = TopicPartition(name, 0), TopicPartition(name, 1)
@@ -405,13 +392,13 @@ def test_reset_to_checkpoint_uses_start_of_batch_or_last_end(scene: Scene, run: 
     one.run()
     checkpoint = str(one.checkpoint)
     assert scene.committed() == {p0: 10, p1: 10}
-    run("reset", "--to-earliest", "--execute")
+    scene.of_group("reset", "--to-earliest", "--execute")
 
-    run("reset", "--to-checkpoint", checkpoint, "--execute")
+    scene.of_group("reset", "--to-checkpoint", checkpoint, "--execute")
     assert scene.committed() == {p0: 10, p1: 10}
-    run("reset", "--to-checkpoint", checkpoint, "--batch", "0", "--execute")
+    scene.of_group("reset", "--to-checkpoint", checkpoint, "--batch", "0", "--execute")
     assert scene.committed() == {p0: 4, p1: 2}
-    run("reset", "--to-checkpoint", checkpoint, "--batch", "1", "--topic", name, "--execute")
+    scene.of_group("reset", "--to-checkpoint", checkpoint, "--batch", "1", "--topic", name, "--execute")
     assert scene.committed() == {p0: 6, p1: 4}
     assert len(one.run()) == 10, "what came after batch 0, once more"
 

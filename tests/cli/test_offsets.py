@@ -4,12 +4,10 @@ Kafka's offsets are read back with a plain consumer, and by ``kafka-consumer-gro
 """
 
 import json
-from collections.abc import Callable
 
 import pytest
-from conftest import await_until
 from delta_files import living_rows
-from kafka_words import SASL_PASSWORD, SASL_USER, set_committed
+from kafka_words import SASL_PASSWORD, SASL_USER, await_until, set_committed
 from rebalance.accounts import describe
 from scenes import Scene, Shown
 from streams import PROTOCOLS, OtherMember, numbered
@@ -20,21 +18,11 @@ from spark_group_source.cli.offsets import DeletionResult, Outcome, predict_dele
 from spark_group_source.error_codes import CODES
 from spark_group_source.errors import BrokerUnavailable, GroupError, OptionError
 from spark_group_source.kafka import CommittedOffset, GroupAdmin, GroupDescription, GroupMember, group_admin
-from spark_group_source.kafka.group_admin import delete_offsets
 from spark_group_source.local.broker import kafka_consumer_groups
 from spark_group_source.model import TopicPartition
 
 A0, A1, B0 = TopicPartition("a", 0), TopicPartition("a", 1), TopicPartition("b", 0)
 AT = {A0: CommittedOffset(5, ""), A1: CommittedOffset(7, ""), B0: CommittedOffset(9, "")}
-
-
-Run = Callable[..., Shown]
-
-
-@pytest.fixture
-def run(scene: Scene) -> Run:
-    """``run("delete-offsets", "--topic", name)`` for the test's group."""
-    return scene.of_group
 
 
 def outcomes(shown: Shown) -> dict[tuple[str, int], str]:
@@ -103,18 +91,18 @@ def test_offset_that_is_not_read_back_is_not_reported_as_deleted() -> None:
 
 
 @pytest.mark.broker
-def test_delete_offsets_of_an_empty_group_needs_execute(scene: Scene, run: Run) -> None:
+def test_delete_offsets_of_an_empty_group_needs_execute(scene: Scene) -> None:
     name, other = scene.topic(3), scene.topic(1)
     set_committed(scene.admin, scene.group, name, {0: 0, 1: 0})
     set_committed(scene.admin, scene.group, other, {0: 0})
     before = scene.committed()
-    dry = run("delete-offsets", "--topic", f"{name}:0,2", "--json")
+    dry = scene.of_group("delete-offsets", "--topic", f"{name}:0,2", "--json")
     assert (dry.code, outcomes(dry)) == (0, {(name, 0): "would be deleted", (name, 2): "nothing committed"})
     assert scene.committed() == before
-    done = run("delete-offsets", "--topic", f"{name}:0,2", "--execute", "--json")
+    done = scene.of_group("delete-offsets", "--topic", f"{name}:0,2", "--execute", "--json")
     assert (done.code, outcomes(done)) == (0, {(name, 0): "deleted", (name, 2): "nothing committed"})
     assert scene.committed() == {TopicPartition(name, 1): 0, TopicPartition(other, 0): 0}
-    text = run("delete-offsets", "--topic", name, "--execute").output
+    text = scene.of_group("delete-offsets", "--topic", name, "--execute").output
     assert "deleted" in text and "checkpoint" in text
     assert scene.committed() == {TopicPartition(other, 0): 0}
     shown = kafka_consumer_groups(scene.servers, "--describe", "--group", scene.group)
@@ -123,19 +111,19 @@ def test_delete_offsets_of_an_empty_group_needs_execute(scene: Scene, run: Run) 
 
 @pytest.mark.broker
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_delete_offsets_of_an_active_group_matches_kafkas_tool(protocol: str, scene: Scene, run: Run) -> None:
+def test_delete_offsets_of_an_active_group_matches_kafkas_tool(protocol: str, scene: Scene) -> None:
     read, former = scene.topic(2), scene.topic(2)
     set_committed(scene.admin, scene.group, read, {0: 0, 1: 0})
     set_committed(scene.admin, scene.group, former, {0: 0, 1: 0})
     with OtherMember(scene.servers, scene.group, [read], protocol) as member:
         await_until(lambda: len(member.partitions) == 2, what="its partitions")
         await_until(lambda: describe(scene.admin, scene.group).state == "stable", what="a stable group")
-        dry = run("delete-offsets", "--topic", read, "--topic", former, "--json")
+        dry = scene.of_group("delete-offsets", "--topic", read, "--topic", former, "--json")
         assert set(outcomes(dry).items()) == {
             *(((read, p), "would be refused") for p in range(2)),
             *(((former, p), "would be deleted") for p in range(2)),
         }
-        done = run("delete-offsets", "--topic", read, "--topic", f"{former}:0", "--execute")
+        done = scene.of_group("delete-offsets", "--topic", read, "--topic", f"{former}:0", "--execute")
         assert done.code == 1
         last = done.output.strip().splitlines()[-1]
         assert last.startswith("error: GroupError: 2 of 3 offsets") and "GROUP_SUBSCRIBED_TO_TOPIC" in last, done.output
@@ -146,26 +134,26 @@ def test_delete_offsets_of_an_active_group_matches_kafkas_tool(protocol: str, sc
         )
         assert theirs.count("GroupSubscribedToTopicException") == 2 and theirs.count("Successful") == 1, theirs
         assert scene.committed() == {TopicPartition(read, 0): 0, TopicPartition(read, 1): 0}
-        refused = run("delete-group", "--execute")
+        refused = scene.of_group("delete-group", "--execute")
         assert refused.code == 1
         assert refused.output.count("\n") == 1 and "has 1 members" in refused.output
     assert len(scene.committed()) == 2
 
 
 @pytest.mark.broker
-def test_delete_group_deletes_group_and_offsets(scene: Scene, run: Run) -> None:
+def test_delete_group_deletes_group_and_offsets(scene: Scene) -> None:
     name = scene.topic(2)
     set_committed(scene.admin, scene.group, name, {0: 0, 1: 0})
-    assert "nothing was changed" in run("delete-group").output
+    assert "nothing was changed" in scene.of_group("delete-group").output
     assert len(scene.committed()) == 2
-    shown = run("delete-group", "--execute", "--json")
+    shown = scene.of_group("delete-group", "--execute", "--json")
     assert (shown.code, json.loads(shown.output)["offsets"]) == (0, 2)
     assert scene.committed() == {}
     assert scene.group not in kafka_consumer_groups(scene.servers, "--list")
-    again, missing = run("delete-group", "--execute"), f"group {scene.group!r} does not exist"
+    again, missing = scene.of_group("delete-group", "--execute"), f"group {scene.group!r} does not exist"
     assert again.code == 1 and again.output.count("\n") == 1
     assert again.output.startswith(f"error: GroupError: {missing}")
-    assert run("delete-offsets", "--topic", name).output.startswith(f"error: GroupError: {missing}")
+    assert scene.of_group("delete-offsets", "--topic", name).output.startswith(f"error: GroupError: {missing}")
     admin = GroupAdmin({"bootstrap.servers": scene.servers}, retries=0)
     with pytest.raises(GroupError, match=missing):
         admin.delete_group(scene.group)
@@ -187,15 +175,16 @@ def test_broker_refuses_deletion_for_a_member_that_joined_meanwhile(scene: Scene
 
 
 def test_G9_invalid_client_setting_is_reported_without_secrets() -> None:
+    settings = {"bootstrap.servers": "b", "sasl.password": "geheim", "linger.ms": "geheim"}
     with pytest.raises(OptionError, match=r"linger|queue\.buffering") as refused:
-        delete_offsets({"bootstrap.servers": "b", "sasl.password": "geheim", "linger.ms": "geheim"}, "g", [A0])
+        group_admin._delete_once(settings, "g", [A0])
     assert "geheim" not in str(refused.value)
 
 
 def test_G8_deletion_times_out_when_brokers_are_unreachable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group_admin, "DELETE_S_MAX", 0.3)
     with pytest.raises(BrokerUnavailable, match="was not answered"):
-        delete_offsets({"bootstrap.servers": "127.0.0.1:1"}, "g", [A0])
+        GroupAdmin({"bootstrap.servers": "127.0.0.1:1"}).delete_offsets("g", [A0])
 
 
 def test_broker_error_is_parsed_from_library_text() -> None:
@@ -220,10 +209,10 @@ def test_offset_deletion_with_accepted_and_refused_password(scene: Scene) -> Non
         "sasl.password": "wrong",
     }
     with pytest.raises(GroupError, match=r"kafka\.security\.protocol") as refused:
-        delete_offsets(settings, scene.group, [TopicPartition(name, 0)])
+        GroupAdmin(settings).delete_offsets(scene.group, [TopicPartition(name, 0)])
     assert type(refused.value).__name__ == "AccessDenied"
-    right = settings | {"sasl.password": SASL_PASSWORD}
-    assert delete_offsets(right, scene.group, [TopicPartition(name, 0)]) == {TopicPartition(name, 0): 0}
+    right = GroupAdmin(settings | {"sasl.password": SASL_PASSWORD})
+    assert right.delete_offsets(scene.group, [TopicPartition(name, 0)]) == {TopicPartition(name, 0): 0}
     assert scene.committed() == {}
 
 
@@ -232,13 +221,13 @@ def test_offset_deletion_with_accepted_and_refused_password(scene: Scene) -> Non
 
 @pytest.mark.proves("G4", level="spark")
 @pytest.mark.spark
-def test_G4_G5_query_with_deleted_offsets_writes_each_record_once(scene: Scene, run: Run) -> None:
+def test_G4_G5_query_with_deleted_offsets_writes_each_record_once(scene: Scene) -> None:
     name, table, numbers = scene.topic(2), scene.folder / "table", range(10)
 
     def lost(*command: str) -> None:
         """The group has neither members nor offsets, and there are new records."""
         await_until(lambda: not describe(scene.admin, scene.group).members, what="the end of its members")
-        assert run(*command, "--execute").code == 0
+        assert scene.of_group(*command, "--execute").code == 0
         assert scene.committed() == {}
         scene.produce(name, numbered(numbers.stop, numbers.stop + 9, 2))
 
@@ -269,5 +258,5 @@ def test_G4_G5_query_with_deleted_offsets_writes_each_record_once(scene: Scene, 
     command = f"--group {scene.group} --to-ledger --table {table} --execute"
     assert command in str(refused.value)
     await_until(lambda: not describe(scene.admin, scene.group).members, what="the end of its members")
-    assert run("reset", *command.split()[2:]).code == 0
+    assert scene.of_group("reset", *command.split()[2:]).code == 0
     reads("a third")

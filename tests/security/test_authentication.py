@@ -14,8 +14,7 @@ from security import token_function
 from security.secured import CLIENT_SECRET, PASSWORD, SecuredBroker, query
 from spark_group_source.error_codes import CODES
 from spark_group_source.errors import AccessDenied, BrokerUnavailable, ReadTimeout
-from spark_group_source.kafka import Admin
-from spark_group_source.kafka.group_admin import delete_offsets
+from spark_group_source.kafka import Admin, GroupAdmin
 from spark_group_source.model import OffsetRange, TopicPartition
 from spark_group_source.options.table import Options
 from spark_group_source.reader import range_reader
@@ -46,13 +45,14 @@ def test_every_kind_of_authentication_works_for_every_client(
         assert values_of(engine.rows) == texts(0, 9)
         expected = {TopicPartition(topic, 0): 5, TopicPartition(topic, 1): 5}
         await_until(lambda: engine.step() is None and committed_of(secured.admin, group_id) == expected, what="commits")
-        assert Admin(engine.options.admin_settings()).describe_group(group_id).members[0].partitions
+        admin = GroupAdmin(engine.options.admin_settings())
+        assert admin.describe_group(group_id).members[0].partitions
         if kind == "TLS":  # everyone is a super user there
             subscribed = dict.fromkeys(expected, CODES["GROUP_SUBSCRIBED_TO_TOPIC"])
-            assert delete_offsets(engine.options.admin_settings(), group_id, list(expected)) == subscribed
+            assert admin.delete_offsets(group_id, list(expected)) == subscribed
         else:  # the login succeeded
             with pytest.raises(AccessDenied, match="needs Delete and Describe on the group"):
-                delete_offsets(engine.options.admin_settings(), group_id, list(expected))
+                admin.delete_offsets(group_id, list(expected))
     assert "transactions are denied" not in caplog.text
     assert PASSWORD not in caplog.text + repr(engine.options)
     assert CLIENT_SECRET not in caplog.text + repr(engine.options)
