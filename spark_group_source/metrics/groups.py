@@ -374,19 +374,13 @@ class RecordAges:
     """The next records that were read, by partition and committed offset."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[TopicPartition, int], _Known] = {}
+        self._known: dict[Key, _Known] = {}
 
-    def known(self, behind: Mapping[tuple[TopicPartition, int], int], *, now_ms: int) -> set[TopicPartition]:
+    def known(self, behind: Mapping[Key, int], *, now_ms: int) -> set[TopicPartition]:
         """Return the partitions with a known record, whose log start offsets show whether the record still exists."""
         return {key[0] for key in behind if (known := self._fresh(key, now_ms)) is not None and known.record}
 
-    def missing(
-        self,
-        behind: Mapping[tuple[TopicPartition, int], int],
-        firsts: Mapping[TopicPartition, int],
-        *,
-        now_ms: int,
-    ) -> list[tuple[TopicPartition, int]]:
+    def missing(self, behind: Mapping[Key, int], firsts: Mapping[TopicPartition, int], *, now_ms: int) -> list[Key]:
         """Return the keys whose record must be read, those never read before first.
 
         Args:
@@ -401,12 +395,7 @@ class RecordAges:
         return sorted(missing, key=lambda key: key in self._known)
 
     def update(
-        self,
-        read: Mapping[tuple[TopicPartition, int], RecordTime | None],
-        behind: Mapping[tuple[TopicPartition, int], int],
-        missing: Iterable[tuple[TopicPartition, int]],
-        *,
-        now_ms: int,
+        self, read: Mapping[Key, RecordTime | None], behind: Mapping[Key, int], missing: Iterable[Key], *, now_ms: int
     ) -> None:
         """Add the records that were read. Forget missing ones that were not read, and keys without lag."""
         unanswered = set(missing) - read.keys()
@@ -420,7 +409,7 @@ class RecordAges:
             return None
         return 0.0 if known.record is None else max(0, wall_ms - known.record.timestamp_ms) / 1000
 
-    def _fresh(self, key: tuple[TopicPartition, int], now_ms: int) -> _Known | None:
+    def _fresh(self, key: Key, now_ms: int) -> _Known | None:
         known = self._known.get(key)
         return known if known is not None and now_ms < known.read_ms + READ_AGAIN_MS else None
 
