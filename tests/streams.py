@@ -292,7 +292,7 @@ class QueryWithoutSpark:
         return values_of(engine.rows)
 
 
-# --- other proces----------------------------------------------------------------------------------------------------
+# --- other processes ------------------------------------------------------------------------------------------------
 
 
 class OtherMember:
@@ -346,11 +346,12 @@ class OtherMember:
 
 
 def descendants(pid: int) -> dict[int, str]:
-    """Descendants of a process, with their command lines."""
+    """Descendants of a process, with their command lines; none of a process that has ended."""
     found = {}
-    for child in psutil.Process(pid).children(recursive=True):
-        with contextlib.suppress(psutil.Error):  # it has ended
-            found[child.pid] = " ".join(child.cmdline())
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for child in psutil.Process(pid).children(recursive=True):
+            with contextlib.suppress(psutil.Error):  # it has ended
+                found[child.pid] = " ".join(child.cmdline())
     return found
 
 

@@ -54,7 +54,7 @@ def _wrong(broker: BrokerCluster, folder: Path, given: argparse.Namespace) -> bo
         faults = channel_faults.ChannelFaults(broker, folder, protocol=given.protocol, say=_say, rounds=given.channel)
         account = faults.run()
         return bool(account.lost or account.doubled or sum(one.rebalances for one in account.short))
-    app = churn.Application(broker, folder, protocol=given.protocol, session_ms=SESSION_MS, job=None, **kills.SLOW_READ)
+    app = churn.Application(broker, folder, protocol=given.protocol, session_ms=SESSION_MS, **kills.SLOW_READ)
     killed = kills.Kills(app, each=given.kills, seed=given.seed, say=_say).run()
     rebalances = sum(killed.rebalances(kind) for kind in kills.KINDS)
     return bool(killed.lost or killed.doubled or (given.protocol == "classic" and rebalances))

@@ -146,7 +146,7 @@ class ChannelFaults:
             self._folder,
             protocol=self._protocol,
             session_ms=SESSION_MS,
-            job={"channel": str(self._proxy.port)},
+            channel=self._proxy.port,
             coordinatorPort=self._port,
             coordinatorHost="127.0.0.1",
         )

@@ -24,18 +24,24 @@ from delta_files import living_files
 from kafka_words import await_progress, create_topic, end_offsets_of
 from kit.broker_cluster import BrokerCluster
 from rebalance.accounts import Flow, Record, asking, produced, stays
-from streams import options_of
+from streams import descendants, options_of
 
 from crash.placed_job import living
-from crash.running import progress_of, script
+from crash.running import JOB, progress_of, script
 from spark_group_source.host import run_files
 
-JOB = Path(__file__).with_name("churned.py")
 PARTITIONS = 6
 EXECUTORS = 3
 RECORDS_PER_S = 200
 ASK_S = 5.0
 LOOK_S = 0.25
+SPARK = {
+    "spark.task.maxFailures": "8",
+    "spark.stage.maxConsecutiveAttempts": "20",
+    "spark.deploy.maxExecutorRetries": "-1",  # the executors are killed on purpose
+    "spark.speculation": "true",
+    "spark.speculation.quantile": "0.5",
+}
 MARK = "SPARK_GROUP_CHURN"
 """Environment variable of all processes of one application, which tells them from others."""
 
@@ -48,7 +54,7 @@ class Application:
         protocol: classic or consumer.
         session_ms: session timeout of the members; the broker's setting has to agree under KIP-848.
         more: options of the source, as ``options_of`` takes them.
-        job: arguments of ``churned``.
+        channel: the port of a proxy through which tasks and agents reach the stream reader.
     """
 
     def __init__(
@@ -58,7 +64,7 @@ class Application:
         *,
         protocol: str,
         session_ms: int,
-        job: dict[str, str] | None = None,
+        channel: int = 0,
         **more: Any,
     ) -> None:
         self.folder, self.protocol, self.session_ms = folder, protocol, session_ms
@@ -70,7 +76,7 @@ class Application:
         self.flow = Flow(broker.direct_servers, self.topic, PARTITIONS, per_s=RECORDS_PER_S)
         self.process: Any = None
         self.pauses = CommitPauses(broker.direct_servers, self.group, self.topic, self.assigned)
-        self._broker, self._job = broker, job or {}
+        self._broker, self._channel = broker, channel
         own = {"minPartitions": PARTITIONS, "groupMembers": "auto", "memberHost": "executor", **more}
         if protocol == "classic":
             own["kafka__session__timeout__ms"] = session_ms
@@ -83,14 +89,17 @@ class Application:
         """Wait until all members are placed on agents, then run the block. If it ends without an error, the table is
         complete."""
         self.folder.mkdir(parents=True)
-        arguments = {
+        arguments: dict[str, Any] = {
             "servers": self._broker.direct_servers,
             "group": self.group,
             "topic": self.topic,
-            "executors": str(EXECUTORS),
+            "executors": EXECUTORS,
+            "plain": True,
+            "channel": self._channel,
+            "spark": SPARK,
         }
         with (
-            script(JOB, self.folder, arguments | self._job | self._given, {MARK: self.mark}) as self.process,
+            script(JOB, self.folder, arguments | self._given, {MARK: self.mark}) as self.process,
             self.pauses,
         ):
             self.await_(lambda: self.run, "the stream reader")
@@ -140,23 +149,18 @@ class Application:
         return found
 
     def executors(self) -> list[int]:
-        return [one.pid for one in self._below() if "CoarseGrainedExecutorBackend" in " ".join(_command(one))]
+        below = descendants(self.process.pid)
+        return [pid for pid, command in below.items() if "CoarseGrainedExecutorBackend" in command]
 
     def workers(self) -> list[int]:
         """Python workers of executors."""
-        daemons = {one.pid for one in self._below() if "pyspark.daemon" in _command(one)}
+        daemons = {pid for pid, command in descendants(self.process.pid).items() if "pyspark.daemon" in command}
         found = []
         for pid in self.executors():
             with contextlib.suppress(psutil.Error):
                 below = psutil.Process(pid).children(recursive=True)
                 found += [child.pid for child in below if child.ppid() in daemons]
         return found
-
-    def _below(self) -> list[psutil.Process]:
-        try:
-            return psutil.Process(self.process.pid).children(recursive=True)
-        except psutil.Error:
-            return []
 
     # --- the group --------------------------------------------------------------------------------------------------
 
@@ -286,13 +290,6 @@ class CommitPauses:
 
 def figures(seconds: list[float]) -> str:
     return f"{statistics.median(seconds):.1f} s (median), {max(seconds):.1f} s (maximum)"
-
-
-def _command(process: psutil.Process) -> list[str]:
-    try:
-        return process.cmdline()
-    except psutil.Error:
-        return []
 
 
 def broker_settings(session_ms: int) -> dict[str, str]:

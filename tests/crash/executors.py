@@ -1,9 +1,9 @@
-"""The job of the tests that kill executors: a group into a Delta table, on two executors.
+"""The job of the tests that kill executors: a group into a Delta table.
 
-Its tasks report which offsets of which partition they read and where, and wait while a file ``hold`` names an offset
-that is not above theirs. If there is a file ``explain``, the query's plans and progress are logged. Arguments, as one
-JSON object on its standard input: servers, group, topic, home (a directory for table, checkpoint, scratch and the
-tasks' reports), options.
+Unless it is ``plain``, its tasks report which offsets of which partition they read and where, and wait while a file
+``hold`` names an offset that is not above theirs. If there is a file ``explain``, the query's plans and progress are
+logged. Arguments, as one JSON object on its standard input: servers, group, topic, home (a directory for table,
+checkpoint, scratch and the tasks' reports), options.
 """
 
 import json
@@ -74,6 +74,9 @@ def main(
     py_files: str = "",
     python: str = "",
     cores: str = "1",
+    executors: int = 2,
+    plain: bool = False,
+    channel: int = 0,
     spark: Mapping[str, str] | None = None,
     **options: str,
 ) -> None:
@@ -82,9 +85,12 @@ def main(
     Args:
         master: of a cluster whose executors get the package by ``py_files`` and run ``python``.
         cores: of each executor.
+        executors: their number, if there is no master.
+        plain: the rows are only partition and offset.
+        channel: the port of a proxy through which tasks and agents reach the stream reader; 0: there is none.
         spark: more Spark settings.
     """
-    builder = SparkSession.builder.master(master or f"local-cluster[2,{cores},1024]").appName("executors")
+    builder = SparkSession.builder.master(master or f"local-cluster[{executors},{cores},1024]").appName("executors")
     paths = os.pathsep.join(path for path in sys.path if path)
     own = {"spark.executor.memory": "512m", "spark.task.maxFailures": "4", **(spark or {})}
     if master:
@@ -92,16 +98,16 @@ def main(
     else:
         own["spark.executorEnv.PYTHONPATH"] = paths
     session = builder.config(map={**local_spark_settings(f"{home}/scratch"), **own}).getOrCreate()
-    session.dataSource.register(RevealingSource if "secret_file" in options else KafkaGroupDataSource)
+    if channel:
+        session.dataSource.register(_through_proxy(channel))
+    elif not plain:  # Spark finds the installed source, and Spark 4.0 refuses to register it again
+        session.dataSource.register(RevealingSource if "secret_file" in options else KafkaGroupDataSource)
     which = {"subscribe": topic} if "subscribePattern" not in options else {}
     stream = session.readStream.format("kafka-group").option("kafka.bootstrap.servers", servers)
     stream = stream.option("kafka.group.id", group).options(**which, **options)
     frame = stream.load()
-    query = (
-        frame.writeStream.foreachBatch(DeltaSink(f"{home}/table", transform=_slow(home)))
-        .option("checkpointLocation", f"{home}/checkpoint")
-        .start()
-    )
+    sink = DeltaSink(f"{home}/table", transform=_only_positions if plain else _slow(home))
+    query = frame.writeStream.foreachBatch(sink).option("checkpointLocation", f"{home}/checkpoint").start()
     (Path(home) / "ui").write_text(session.sparkContext.uiWebUrl or "")
     tests = os.getppid()
     while not query.awaitTermination(LOOK_S) and os.getppid() == tests:  # the job ends with the test run
@@ -110,10 +116,33 @@ def main(
             (Path(home) / "explain").unlink()
 
 
+def _through_proxy(port: int) -> type[KafkaGroupDataSource]:
+    class ProxiedSource(KafkaGroupDataSource):
+        """The stream reader advertises the proxy's port."""
+
+        def streamReader(self, schema: Any) -> Any:
+            from spark_group_source.agents.control_server import ControlServer
+
+            start = ControlServer.start
+
+            def started(server: ControlServer) -> None:
+                start(server)
+                server.addresses = (("127.0.0.1", port),)
+
+            ControlServer.start = started  # type: ignore[assignment,method-assign]
+            return super().streamReader(schema)
+
+    return ProxiedSource
+
+
 def _explain(frame: DataFrame, query: "StreamingQuery") -> None:
     frame.explain(extended=True)
     query.explain(extended=True)
     print(*(progress.json for progress in query.recentProgress), query.status, sep="\n", flush=True)  # noqa: T201
+
+
+def _only_positions(df: DataFrame) -> DataFrame:
+    return df.select("partition", "offset")
 
 
 def _slow(home: str) -> Callable[[DataFrame], DataFrame]:

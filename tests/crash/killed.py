@@ -22,12 +22,11 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import psutil
-from confluent_kafka import Producer
 from confluent_kafka.admin import AdminClient
 from delta_files import living_rows
 from kafka_words import Offsets, await_progress, committed_of, end_offsets_of, size_of
 from kit.object_store import ObjectStore
-from rebalance.accounts import stays
+from rebalance.accounts import Flow, stays
 from sink_words import next_offsets
 
 from spark_group_source.local.broker import Broker
@@ -254,7 +253,7 @@ class Hammer:
         partitions = len(end_offsets_of(self.admin, self.topic))
         try:
             with (
-                producing(self.servers, self.topic, partitions) as sent,
+                Flow(self.servers, self.topic, partitions, per_s=RATE_PER_S) as flow,
                 watching(self.admin, self.group, self.read_table) as wrong,
             ):
                 for number in itertools.count() if kills is None else range(kills):
@@ -264,7 +263,7 @@ class Hammer:
                     self._strike(number, losing)
             self._drain()
             account.wrong += wrong
-            account.produced = sent()
+            account.produced = flow.sent
         except BaseException as exc:
             for application in self.applications:
                 exc.add_note(f"{application.log}:\n{application.tail() if application.log.exists() else ''}")
@@ -360,30 +359,6 @@ def _command(process: psutil.Process) -> str:
 def ledger_of(table: Path, group: str) -> Offsets:
     """The ledger in the table's log, read as plain JSON."""
     return {TopicPartition(*tp): offset for tp, offset in next_offsets(table, group).items()}
-
-
-@contextmanager
-def producing(servers: str, topic: str, partitions: int) -> Iterator[Callable[[], int]]:
-    """Produce numbered records until the block ends. The value returns how many were acknowledged."""
-    producer = Producer({"bootstrap.servers": servers, "enable.idempotence": True, "log_level": 3})
-    stop = threading.Event()
-    sent = 0
-
-    def run() -> None:
-        nonlocal sent
-        while not stop.wait(PAUSE_S):
-            for _ in range(int(RATE_PER_S * PAUSE_S)):
-                producer.produce(topic, str(sent).encode(), partition=sent % partitions)
-                sent += 1
-            producer.flush(30)
-
-    thread = threading.Thread(target=run, name="producer")
-    thread.start()
-    try:
-        yield lambda: sent
-    finally:
-        stop.set()
-        thread.join(300)
 
 
 @contextmanager

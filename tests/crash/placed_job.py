@@ -177,13 +177,6 @@ def by_executor() -> dict[int, int]:
     return found
 
 
-def descendants(pid: int) -> list[int]:
-    """A process and its descendants."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
-    return []
-
-
 def environment(pid: int) -> bytes:
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/environ").read_bytes()

@@ -19,14 +19,24 @@ from pathlib import Path
 import psutil
 import pytest
 from confluent_kafka.admin import AdminClient
-from conftest import Produce, TopicFactory, committed_of, create_topic
-from kafka_words import ADMIN_S, SASL_PASSWORD, Record, await_progress, sasl
+from kafka_words import (
+    ADMIN_S,
+    SASL_PASSWORD,
+    Produce,
+    Record,
+    TopicFactory,
+    await_progress,
+    committed_of,
+    create_topic,
+    sasl,
+)
 from kit.broker_cluster import BrokerCluster
 from rebalance.accounts import describe
 from rich.console import Console
+from streams import descendants
 from typer.testing import CliRunner
 
-from crash.placed_job import PlacedJob, Target, arguments, by_executor, descendants, environment, living
+from crash.placed_job import PlacedJob, Target, arguments, by_executor, environment, living
 from crash.running import HANG_S
 from crash.standalone import package_as_zip, python_without_package, standalone
 from spark_group_source.agents.agent_folder import agents_directory
@@ -148,7 +158,7 @@ def test_G9_no_secret_is_in_a_log_process_list_event_log_page_or_plan(shared: Pl
     executors = [Path(psutil.Process(pid).cwd()) for pid in placed]
     assert len(executors) == 2
     shown = {"arguments": arguments(), "the driver's log": shared.log.encode()}
-    shown |= {f"the environment of {pid}": environment(pid) for pid in [*descendants(driver), *placed.values()]}
+    shown |= {f"the environment of {pid}": environment(pid) for pid in [driver, *descendants(driver), *placed.values()]}
     shown |= {str(path): path.read_bytes() for folder in executors for path in folder.glob("std*")}
     shown |= {str(path): path.read_bytes() for path in agents_directory().glob("*/log")}
     for folder in ("events", "checkpoint", "table/_delta_log"):

@@ -1,12 +1,12 @@
 """G7: members follow executors that Spark adds and removes, also without a worker daemon."""
 
-import contextlib
 from pathlib import Path
 
 import psutil
 import pytest
 from confluent_kafka.admin import AdminClient
-from conftest import Produce, TopicFactory
+from kafka_words import Produce, TopicFactory
+from streams import descendants
 
 from crash.placed_job import PlacedJob, Target, living
 from crash.running import HANG_S
@@ -49,15 +49,6 @@ def watched(
     return PlacedJob(tmp_path, where, "classic", broker.bootstrap_servers, **more)
 
 
-def commands_below(process: psutil.Process) -> list[str]:
-    """The command lines of all descendants. Workers may start and end meanwhile."""
-    found = []
-    for child in process.children(recursive=True):
-        with contextlib.suppress(psutil.Error):
-            found.append(" ".join(child.cmdline()))
-    return found
-
-
 def test_members_are_placed_on_executors_without_a_worker_daemon(watched: PlacedJob) -> None:
     """Each task then has its own Python process, which the executor starts and Spark waits 10 s for: too short for a
     busy machine."""
@@ -68,7 +59,7 @@ def test_members_are_placed_on_executors_without_a_worker_daemon(watched: Placed
         (_,) = living()
         (executor,) = {psutil.Process(int(path.name.split("-")[0])) for path in agents_directory().iterdir()}
         assert "org.apache.spark.deploy.SparkSubmit" in executor.cmdline()
-        assert not any("pyspark.daemon" in command for command in commands_below(executor))
+        assert not any("pyspark.daemon" in command for command in descendants(executor.pid).values())
         assert watched.run["recalls"] == 0
 
 

@@ -14,9 +14,8 @@ from typing import Any
 
 import pytest
 import restricted
-from conftest import Offsets, Produce, TopicFactory
 from delta_files import living_rows
-from kafka_words import await_progress, size_of
+from kafka_words import Offsets, Produce, TopicFactory, await_progress, size_of
 from rebalance.accounts import stays
 from streams import options_of
 

@@ -16,6 +16,7 @@ from confluent_kafka.admin import AdminClient
 from kafka_words import await_until, create_topic, end_offsets_of, produce_to
 from kit.broker_cluster import BrokerCluster
 from printed_commands import commands
+from streams import alive
 
 from spark_group_source.errors import BrokerUnavailable, OptionError, SetupError
 from spark_group_source.local import background as local_broker
@@ -28,19 +29,6 @@ pytestmark = pytest.mark.broker
 CLI = [sys.executable, "-m", "spark_group_source"]
 CLI_S = 600
 """Bound of one command line; ``broker start`` is the longest."""
-
-
-def alive(pid: int) -> bool:
-    """Whether the process exists and is no zombie."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    stat = Path(f"/proc/{pid}/stat")
-    try:
-        return not stat.parent.parent.joinpath("self").exists() or stat.read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 # --- one node ---------------------------------------------------------------------------------------------------------
