@@ -13,7 +13,7 @@ from typing import Any
 
 from confluent_kafka import KafkaError, KafkaException
 
-from spark_group_source.kafka import Environment
+from spark_group_source.kafka import Environment, MemberConsumer
 from spark_group_source.model import TopicPartition
 
 WALL_MS = 7
@@ -28,6 +28,22 @@ def refusal(code: int, *, retriable: bool = False, abort: bool = False, fatal: b
 def metadata(generation: int, member: str = "m") -> bytes:
     """A consumer's group metadata, as the library serialises it."""
     return b"CGMDv2:" + struct.pack("=i", generation) + b"g\0" + member.encode() + b"\0" + b"\1"
+
+
+def member_consumer(
+    settings: Mapping[str, str],
+    environment: Environment,
+    on_assigned: Callable[[tuple[TopicPartition, ...], int], None] = lambda *_: None,
+) -> MemberConsumer:
+    """The consumer of a member that releases partitions at once."""
+    return MemberConsumer(
+        settings,
+        environment=environment,
+        own_member_ids=deque(),
+        on_assigned=on_assigned,
+        on_revoked=lambda _: None,
+        on_lost=lambda _: None,
+    )
 
 
 NOBODY = metadata(-1, "")

@@ -3,7 +3,7 @@
 import pytest
 from manual_environment import ManualEnvironment
 
-from spark_group_source.kafka import GroupOffsets
+from spark_group_source.kafka import Admin, GroupOffsets, OffsetCommitter
 
 SETTINGS = {"bootstrap.servers": "b"}
 
@@ -16,3 +16,14 @@ def environment() -> ManualEnvironment:
 @pytest.fixture
 def offsets(environment: ManualEnvironment) -> GroupOffsets:
     return GroupOffsets(SETTINGS, group="g", environment=environment)
+
+
+@pytest.fixture
+def admin(environment: ManualEnvironment) -> Admin:
+    """A client without retries, except confirmations."""
+    return Admin(SETTINGS, environment=environment, retries=0)
+
+
+@pytest.fixture
+def committer(environment: ManualEnvironment) -> OffsetCommitter:
+    return OffsetCommitter(SETTINGS, group="g", transactional_id="g.s", environment=environment)

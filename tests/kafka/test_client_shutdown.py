@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from conftest import Produce, TopicFactory, await_until
+from kafka_words import Produce, TopicFactory, await_until
 from kit.broker_cluster import BrokerCluster
 from streams import Engine, options_of
 

@@ -1,13 +1,11 @@
 """Commits of more offsets than the coordinator accepts at once: split into several requests."""
 
-from collections import deque
-
 import pytest
 from confluent_kafka import KafkaError
-from manual_environment import ManualEnvironment, metadata, refusal
+from manual_environment import ManualEnvironment, member_consumer, metadata, refusal
 
 from spark_group_source.errors import CommitFailed
-from spark_group_source.kafka import Identity, MemberConsumer, OffsetCommitter, OffsetNote
+from spark_group_source.kafka import Identity, OffsetCommitter, OffsetNote
 from spark_group_source.kafka.translation import COMMIT_BYTES_MAX, COMMITS_UNTIL_LARGER, OFFSET_BYTES, CommitSizes
 from spark_group_source.model import TopicPartition
 
@@ -25,11 +23,6 @@ def many(count: int) -> dict[TopicPartition, int]:
 def sizes(environment: ManualEnvironment, call: str) -> list[int]:
     """The number of offsets in each request."""
     return [len(sent[1] if call == "send_offsets" else sent) for sent in environment.called(call)]
-
-
-@pytest.fixture
-def committer(environment: ManualEnvironment) -> OffsetCommitter:
-    return OffsetCommitter({"bootstrap.servers": "b"}, group="g", transactional_id="g.s", environment=environment)
 
 
 def test_many_offsets_are_sent_in_several_requests_of_one_transaction(
@@ -71,14 +64,7 @@ def test_larger_requests_are_tried_again_after_many_commits() -> None:
 
 
 def test_member_splits_its_commit_as_well(environment: ManualEnvironment) -> None:
-    consumer = MemberConsumer(
-        {"bootstrap.servers": "b", "group.id": "g"},
-        own_member_ids=deque(),
-        environment=environment,
-        on_assigned=lambda partitions, generation: None,
-        on_revoked=lambda partitions: None,
-        on_lost=lambda partitions: None,
-    )
+    consumer = member_consumer({"bootstrap.servers": "b", "group.id": "g"}, environment)
     offsets = many(600)
     environment.will("commit", TOO_LARGE, [], TOO_LARGE)
     consumer.commit(offsets, dict.fromkeys(offsets, NOTE))

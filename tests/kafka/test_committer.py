@@ -13,11 +13,6 @@ TIMED_OUT = refusal(KafkaError._TIMED_OUT, retriable=True)
 FENCED = refusal(KafkaError._FENCED, fatal=True)
 
 
-@pytest.fixture
-def committer(environment: ManualEnvironment) -> OffsetCommitter:
-    return OffsetCommitter({"bootstrap.servers": "b"}, group="g", transactional_id="g.s", environment=environment)
-
-
 def test_offsets_are_committed_with_their_notes_as_their_members(
     environment: ManualEnvironment, committer: OffsetCommitter
 ) -> None:

@@ -4,7 +4,7 @@ from collections import deque
 
 import pytest
 from confluent_kafka import KafkaError, KafkaException
-from manual_environment import A0, A1, ManualConsumer, ManualEnvironment, metadata
+from manual_environment import A0, A1, ManualConsumer, ManualEnvironment, member_consumer, metadata
 
 from spark_group_source.errors import AccessDenied, CommitFailed, GroupError
 from spark_group_source.kafka import Environment, MemberConsumer, OffsetNote, take_over_membership
@@ -13,14 +13,7 @@ COOPERATIVE = {"bootstrap.servers": "b", "group.id": "g", "partition.assignment.
 
 
 def joined(environment: ManualEnvironment, **more: str) -> tuple[MemberConsumer, ManualConsumer]:
-    consumer = MemberConsumer(
-        {**COOPERATIVE, **more},
-        own_member_ids=deque(),
-        environment=environment,
-        on_assigned=lambda partitions, generation: None,
-        on_revoked=lambda partitions: None,
-        on_lost=lambda partitions: None,
-    )
+    consumer = member_consumer({**COOPERATIVE, **more}, environment)
     consumer.subscribe(["a"])
     return consumer, environment.consumers[-1]
 

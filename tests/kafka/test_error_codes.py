@@ -29,12 +29,6 @@ def bounds(environment: ManualEnvironment) -> list[float]:
     return [bound_s for client in environment.admins for bound_s in client.bounds_s]
 
 
-@pytest.fixture
-def admin(environment: ManualEnvironment) -> Admin:
-    """A client without retries, except confirmations."""
-    return Admin(SETTINGS, environment=environment, retries=0)
-
-
 def test_every_code_of_the_table_is_known_to_the_library_and_has_one_meaning() -> None:
     """A code that is in no table is retried."""
     assert CODES.items() <= NAMES.items()

@@ -35,12 +35,6 @@ def info(offset: int) -> Any:
     return SimpleNamespace(offset=offset)
 
 
-@pytest.fixture
-def admin(environment: ManualEnvironment) -> Admin:
-    """A client without retries, except confirmations."""
-    return Admin(SETTINGS, environment=environment, retries=0)
-
-
 def test_starting_positions_of_one_kind_are_resolved_by_one_request(environment: ManualEnvironment) -> None:
     admin = Admin(SETTINGS, environment=environment)
     environment.will("list_offsets", {A0: info(3)}, {A1: info(9)}, {B1: info(-1)})

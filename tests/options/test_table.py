@@ -118,10 +118,6 @@ def test_exactly_one_of_subscribe_and_subscribePattern_is_required(given: dict[s
     assert message.endswith("both are given" if given else "neither is given")
 
 
-def test_assign_is_refused() -> None:
-    assert "Kafka assigns the partitions to the group's members" in refused(BASE | {"assign": '{"a":[0]}'})
-
-
 def test_a_pattern_matches_whole_names_and_no_internal_topics() -> None:
     orders = Options.parse(BASE | {"subscribePattern": "orders"})
     assert orders.is_subscribed("orders")

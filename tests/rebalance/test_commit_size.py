@@ -1,17 +1,16 @@
 """Commits of more offsets than the coordinator accepts in one request: 600 partitions, message.max.bytes=20000."""
 
-from collections import deque
 from collections.abc import Iterator
 
 import pytest
 from confluent_kafka.admin import AdminClient
-from conftest import create_topic
-from kafka_words import await_until
+from kafka_words import await_until, create_topic
 from kit.broker_cluster import BrokerCluster
+from manual_environment import member_consumer
 
 from rebalance.conftest import make_options
 from rebalance.runs import Run
-from spark_group_source.kafka import Environment, GroupOffsets, MemberConsumer, OffsetNote
+from spark_group_source.kafka import Environment, GroupOffsets, OffsetNote
 from spark_group_source.model import TopicPartition
 
 pytestmark = [pytest.mark.broker, pytest.mark.slow]
@@ -53,14 +52,8 @@ def test_run_commits_all_offsets_in_one_transaction(small: BrokerCluster, group_
 def test_member_commits_all_offsets(small: BrokerCluster, group_id: str) -> None:
     topic = make_topic(small, group_id)
     assigned: list[TopicPartition] = []
-    consumer = MemberConsumer(
-        {"bootstrap.servers": small.bootstrap_servers, "group.id": group_id, "enable.auto.commit": "false"},
-        own_member_ids=deque(),
-        environment=Environment(),
-        on_assigned=lambda partitions, _: assigned.extend(partitions),
-        on_revoked=lambda _: None,
-        on_lost=lambda _: None,
-    )
+    settings = {"bootstrap.servers": small.bootstrap_servers, "group.id": group_id, "enable.auto.commit": "false"}
+    consumer = member_consumer(settings, Environment(), lambda partitions, _: assigned.extend(partitions))
     try:
         consumer.subscribe([topic])
 
