@@ -6,19 +6,34 @@ Runs in: tests. Deliberately absent: what the process does (``ordinary``, ``runs
 import contextlib
 import signal
 import subprocess
+from pathlib import Path
+from typing import Self
 
 
 class Child:
-    """A subclass starts ``process``, with a pipe to its stdin.
+    """A subclass starts ``process``, with a pipe to its stdin. It is killed at the end of a ``with`` block.
 
     Args:
+        file: what the process writes; its log is beside it.
         end_s: the timeout of its end.
     """
 
     process: subprocess.Popen[str]
 
-    def __init__(self, end_s: float) -> None:
-        self._end_s = end_s
+    def __init__(self, file: Path, end_s: float) -> None:
+        self.file, self._end_s = file, end_s
+        self._log = file.with_suffix(".log").open("ab")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+        self._log.close()
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()
 
     def send(self, line: str) -> None:
         assert self.process.stdin is not None
@@ -42,9 +57,3 @@ class Child:
             with contextlib.suppress(BrokenPipeError):
                 self.send(order)
             self.process.wait(self._end_s)
-
-    def close_pipes(self) -> None:
-        for pipe in (self.process.stdin, self.process.stdout):
-            if pipe is not None:
-                with contextlib.suppress(BrokenPipeError):
-                    pipe.close()

@@ -1,13 +1,13 @@
 """Fixtures of the rebalance tests: a group with runs and ordinary consumers, and its accounts."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from scenes import Scene
 from streams import numbered, options_of
 
-from rebalance.accounts import GroupView, Record, Recorded, assert_once, await_committed, describe
+from rebalance.accounts import GroupView, Recorded, assert_once, await_committed, describe
 from rebalance.ordinary import OrdinaryConsumer, settings_of
 
 
@@ -41,17 +41,9 @@ class GroupScene(Scene):
         """See :func:`rebalance.accounts.await_committed`."""
         await_committed(self.admin, self.group, topics)
 
-    def assert_once(
-        self,
-        topics: Sequence[str],
-        runs: Sequence[Recorded],
-        ordinary: Sequence[OrdinaryConsumer] = (),
-        *,
-        twice: Iterable[Record] = (),
-        counted: int = 0,
-    ) -> None:
+    def assert_once(self, topics: Sequence[str], runs: Sequence[Recorded], *ordinary: Any, **more: Any) -> None:
         """See :func:`rebalance.accounts.assert_once`."""
-        assert_once(self.admin, topics, runs, ordinary, twice=twice, counted=counted)
+        assert_once(self.admin, topics, runs, *ordinary, **more)
 
 
 @pytest.fixture

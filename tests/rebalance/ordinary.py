@@ -60,8 +60,7 @@ class OrdinaryConsumer(Child):
         session_ms: int = 6000,
         **settings: object,
     ) -> None:
-        super().__init__(END_S)
-        self.file = file
+        super().__init__(file, END_S)
         self.events: list[dict[str, Any]] = []
         everything = {
             "bootstrap.servers": servers,
@@ -80,7 +79,6 @@ class OrdinaryConsumer(Child):
             "settings": everything,
             "keep": keep,
         }
-        self._log = file.with_suffix(".log").open("ab")
         self.process = subprocess.Popen(
             [sys.executable, str(PROGRAM), json.dumps(arguments)],
             stdin=subprocess.PIPE,
@@ -113,14 +111,6 @@ class OrdinaryConsumer(Child):
         """Leave the group and end."""
         self.end(json.dumps({"do": "close"}))
         self._reader.join(END_S)
-
-    def __enter__(self) -> "OrdinaryConsumer":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.kill()
-        self._log.close()
-        self.close_pipes()
 
     # --- events -----------------------------------------------------------------------------------------------------
 

@@ -207,10 +207,8 @@ class RunProcess(Child):
     """
 
     def __init__(self, options: Mapping[str, str], file: Path, *, held: bool = False) -> None:
-        super().__init__(CLOSE_S)
-        self.file = file
+        super().__init__(file, CLOSE_S)
         self._group = options["kafka.group.id"]
-        self._log = file.with_suffix(".log").open("ab")
         arguments = {"options": dict(options), "file": str(file), "earlier": self.offsets(), "held": held}
         self.process = subprocess.Popen(
             [sys.executable, __file__, json.dumps(arguments)],
@@ -220,13 +218,10 @@ class RunProcess(Child):
             text=True,
         )
 
-    def send_command(self, order: str) -> None:
-        self.send(order)
-
     def rest(self) -> None:
         """Pause between two triggers, until the command to hold: records produced meanwhile are in one batch."""
         before = self.output.count("resting")
-        self.send_command("rest")
+        self.send("rest")
         await_progress(lambda: self.output.count("resting") > before, self.progress, what="the end of the trigger")
 
     def await_in_flight(self) -> None:
@@ -271,14 +266,6 @@ class RunProcess(Child):
 
     def _lines(self) -> list[str]:
         return self.file.read_text().rpartition("\n")[0].splitlines() if self.file.exists() else []
-
-    def __enter__(self) -> "RunProcess":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.kill()
-        self._log.close()
-        self.close_pipes()
 
 
 STOPPED = os.pipe() if __name__ == "__main__" else (-1, -1)

@@ -14,7 +14,7 @@ from functools import partial
 import pytest
 from confluent_kafka import KafkaException
 from confluent_kafka.admin import AdminClient, NewTopic  # type: ignore[attr-defined]  # missing in the stubs
-from conftest import ADMIN_S, await_until, create_topic
+from kafka_words import ADMIN_S, await_until, create_topic
 from kit.broker_cluster import BrokerCluster
 
 from rebalance.accounts import Flow, GroupView, asking, described, measured, stays

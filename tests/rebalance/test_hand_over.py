@@ -122,13 +122,13 @@ def test_a_drained_run_can_be_killed_without_duplicates(scene: HandOver) -> None
         with pytest.raises(GroupError, match="no query of group 'nobody' runs on this host"):
             drain("nobody")
         await_progress(lambda: len(run.records) > 100, run.progress, what="records in the run")
-        run.send_command("hold")
+        run.send("hold")
         run.await_in_flight()
         with pytest.raises(GroupError, match=f"in process {run.process.pid} did not finish its batch within 1 s"):
             drain(scene.group, timeout_s=1)
         with pytest.raises(GroupError, match="no query"):
             drain(scene.group, driver=os.getpid() + 1)
-        run.send_command("let_go")
+        run.send("let_go")
         shown = CliRunner().invoke(app, ["drain", "--group", scene.group])
         assert shown.exit_code == 0 and f"1 query of group {scene.group} drained" in shown.output, shown.output
         read = len(run.records)

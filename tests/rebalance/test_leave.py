@@ -1,7 +1,7 @@
 """Members that are killed or frozen, and a run that is frozen past its session (G3)."""
 
 import pytest
-from conftest import await_until
+from kafka_words import await_until
 
 from rebalance.accounts import Flow, stays
 from rebalance.conftest import GroupScene
@@ -53,7 +53,7 @@ def test_partitions_lost_while_the_run_was_frozen_are_never_committed(strategy: 
         scene.await_committed(name)
         run.rest()
         scene.fill(name, 10)
-        run.send_command("hold")
+        run.send("hold")
         run.await_in_flight()
         ours = {TopicPartition(name, p) for p in range(PARTITIONS)} - other.partitions
         before = run.statistics  # on a busy machine it may have lost partitions before
@@ -65,7 +65,7 @@ def test_partitions_lost_while_the_run_was_frozen_are_never_committed(strategy: 
         run.thaw()
         await_until(lambda: run.statistics["partitions_lost"] >= before["partitions_lost"] + 2, what="the known loss")
         assert run.statistics["possible_duplicates"] == before["possible_duplicates"] + 20
-        run.send_command("let_go")  # its rows become durable after all; they must not be committed
+        run.send("let_go")  # its rows become durable after all; they must not be committed
         await_until(lambda: len(run.records) >= 40, what="the batch")
         stays(lambda: min(scene.committed().values()) == 25, 1.0, "the newer offsets")
         run.await_partitions(2)

@@ -6,8 +6,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 import pytest
-from conftest import await_until
-from kafka_words import await_progress
+from kafka_words import await_progress, await_until
 from streams import Job
 
 from rebalance.accounts import Flow, measured, produced, records_in, stays

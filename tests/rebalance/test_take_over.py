@@ -4,8 +4,7 @@ import shutil
 
 import pytest
 from confluent_kafka.admin import AdminClient
-from conftest import await_until
-from kafka_words import await_progress, noted_of, set_committed
+from kafka_words import await_progress, await_until, noted_of, set_committed
 
 from rebalance.accounts import stays
 from rebalance.conftest import GroupScene
@@ -32,7 +31,7 @@ def test_G6_a_frozen_driver_with_an_idle_slot_stops_and_its_successor_continues(
         await_progress(lambda: whole(old), old.progress, what="both slots' assignments")
         scene.produce(name, [f"{n}" for n in range(10)])
         scene.await_committed(name)
-        old.send_command("hold")
+        old.send("hold")
         scene.produce(name, [f"{n}" for n in range(10, 20)])
         old.await_in_flight()
         old.freeze()
@@ -45,7 +44,7 @@ def test_G6_a_frozen_driver_with_an_idle_slot_stops_and_its_successor_continues(
             scene.await_committed(name)
 
             old.thaw()
-            old.send_command("let_go")  # its rows become durable after all; they must not be committed
+            old.send("let_go")  # its rows become durable after all; they must not be committed
             fenced = "another driver runs this stream"
             await_progress(lambda: fenced in old.output, old.progress, what="the end of the old driver")
             # While the successor checks whether it was replaced itself, a transaction hides the offset for a moment.
