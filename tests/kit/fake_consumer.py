@@ -14,7 +14,7 @@ from confluent_kafka import KafkaError, KafkaException
 from confluent_kafka import TopicPartition as KafkaPartition
 
 from kit.fake_library import Answered, Library, from_kafka, refusal, to_kafka
-from kit.kafka_client import Client, Kind, Op, make_client
+from kit.kafka_client import Client, Kind, Op, client_class
 from kit.kafka_group import Code, Entry
 from kit.misfortune import Ask
 from kit.wire import Partly, PendingRequest, Reply
@@ -91,7 +91,7 @@ class FakeConsumer:
             takes = self._instance is not None and group.protocol == "consumer" and not self._new_protocol
             fits = (group.incremental, group.protocol == "consumer") == (self._incremental, self._new_protocol)
             assert fits or takes, "members of another protocol are not simulated"
-            self._client = make_client(
+            self._client = client_class(group, takes=takes)(
                 self._library.process,
                 self._library.thread,
                 self._name,
@@ -100,7 +100,6 @@ class FakeConsumer:
                 self._library.cluster.books,
                 instance=self._instance,
                 client_id=self._library.settings.get("client.id", "rdkafka"),
-                takes=takes,
             )
             answered = self._library.process.name in self._library.cluster.transactions.answered
             self._library.cluster.books.joins(self._client, answered=answered)

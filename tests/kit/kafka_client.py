@@ -206,21 +206,9 @@ def ignore(_: Answer) -> None:
     """Discard an answer that no caller needs."""
 
 
-def make_client(
-    process: Process,
-    thread: str,
-    name: str,
-    group: Group,
-    listener: Listener,
-    truth: Books,
-    *,
-    instance: str | None,
-    client_id: str = "",
-    takes: bool = False,
-) -> Client:
-    """Create a client. ``takes``: one of the classic protocol, in a KIP-848 group."""
+def client_class(group: Group, *, takes: bool = False) -> type[Client]:
+    """Return the class of the group's clients. ``takes``: one of the classic protocol, in a KIP-848 group."""
     from kit.classic_client import ClassicClient
     from kit.consumer_client import ConsumerClient, TakingClient
 
-    kind = TakingClient if takes else ConsumerClient if group.protocol == "consumer" else ClassicClient
-    return kind(process, thread, name, group, listener, truth, instance=instance, client_id=client_id)
+    return TakingClient if takes else ConsumerClient if group.protocol == "consumer" else ClassicClient

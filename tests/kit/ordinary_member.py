@@ -8,7 +8,7 @@ from collections.abc import Callable
 from kit.books import Reader
 from kit.cluster import Cluster
 from kit.invariants import Invariants
-from kit.kafka_client import Kind, Op, Tps, make_client
+from kit.kafka_client import Kind, Op, Tps, client_class
 from kit.kafka_group import Code, Entry, Group
 from kit.world import Process, World
 from spark_group_source.model import TopicPartition
@@ -45,7 +45,7 @@ class OrdinaryMember:
         self._commits_epoch_0 = self.process.draws("epochs").chance(0.5)  # as IBM/sarama does
         self._world, self._cluster, self._group, self._truth = world, cluster, group, truth
         truth.reads_as(name, self.reader)
-        self._client = make_client(self.process, "main", f"{name}/0.1", group, self, truth, instance=None)
+        self._client = client_class(group)(self.process, "main", f"{name}/0.1", group, self, truth, instance=None)
         self._at: dict[TopicPartition, int] = {}
         self._ids: dict[TopicPartition, str] = {}  # the topic ids that its positions belong to
         self._epochs: dict[TopicPartition, int] = {}  # leader epochs that it commits

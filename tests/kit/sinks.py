@@ -43,12 +43,8 @@ class Plain:
         self._written.add(key)
 
 
-class Idempotent:
+class Idempotent(Plain):
     """Skips a batch whose number it has written."""
-
-    def __init__(self, truth: Invariants) -> None:
-        self._truth = truth
-        self._written: set[tuple[str, int]] = set()
 
     def write(self, run: SparkRun, offset: StreamOffset, read: Read) -> None:
         key = (run.query.checkpoint.query_id, offset.seq)

@@ -10,7 +10,7 @@ import pytest
 from kit.books import Cause, Reader
 from kit.classic_group import ClassicGroup
 from kit.invariants import Invariants, Violation
-from kit.kafka_client import Client, Op, make_client
+from kit.kafka_client import Client, Op, client_class
 from kit.kafka_group import Code, Entry
 from kit.world import Process, World
 
@@ -49,7 +49,7 @@ class Scene:
         process = Process(self.world, name)
         reader = Reader(name, stream or name, counted=(lambda: 0) if stream else None)
         self.truth.reads_as(name, reader)
-        client = make_client(process, "main", name, self.group, Silent(), self.truth, instance=None)
+        client = client_class(self.group)(process, "main", name, self.group, Silent(), self.truth, instance=None)
         client.member = self.group.new_member(name, None, name).id
         return reader, client
 
