@@ -6,11 +6,10 @@ One broker, one Spark (``local[2]``: one executor, two tasks at a time), one top
 new query with a new group, and the kinds take turns. Members are placed on agents after some seconds, so only the last
 ``--records`` of a run are measured, a fifth of the topic; runs of all kinds are measured alike. The parts:
 
-- ``backlog``: batch after batch, as fast as possible.
 - ``trigger``: a batch every few seconds, of the records that arrived meanwhile.
 - ``bound``: the same from a Python source that does no work: the rate at which Spark takes rows from any Python source.
-- ``latency``: 1,000 records a second; time from a record's timestamp to the end of its batch.
-- ``network``: latency of 20 MB/s with a sink that takes a second a batch, over a network with delay and limited rate.
+- ``network``: time from a record's timestamp to the end of its batch, at 20 MB/s with a sink that takes a second a
+  batch, over a network with delay and limited rate.
 
 Broker, JVM and Python share the machine's cores, so the figures serve to compare the kinds, not to plan capacity.
 """
@@ -63,8 +62,6 @@ KINDS: Mapping[str, Mapping[str, str]] = {
 }
 FIFTHS = 5
 """Parts of the topic; the last one is measured."""
-BACKLOG_BATCHES = 4
-"""Batches of a fifth in the part ``backlog``."""
 BOUND_WARM = 5
 """Batches of the idle source before the measured ones."""
 EVERY_S = 6
@@ -230,29 +227,29 @@ class Bench:
             query.stop()
             await_(lambda: not agent_folders(), "the end of the agents")
 
-    def read(self, kind: str, *, records: int, size: int, every_s: int) -> Run:
-        """Read the whole topic in batches of ``size``; the last ``records`` of it are measured."""
+    def read(self, kind: str, records: int, *, every_s: int) -> Run:
+        """Read the whole topic in batches of ``records``; the last one is measured."""
         before = cpu_s()
-        with self.query(kind, "bench", every_s=every_s, maxOffsetsPerTrigger=size) as query:
+        with self.query(kind, "bench", every_s=every_s, maxOffsetsPerTrigger=records) as query:
             whole = FIFTHS * records
             await_(lambda: sum(b.rows for b in batches_of(query)) >= whole, "the end of the topic", query)
             from_memory, after = rows_from_memory(), cpu_s()
             found = batches_of(query)
-        counted = [batch for batch in found if batch.rows > size // 2][-(records // size) :]
-        rows, total = sum(batch.rows for batch in counted), sum(batch.rows for batch in found)
-        if total != whole or abs(rows - records) > records // 100:  # Spark's batches are not quite even
-            raise AssertionError(f"{kind}: {total} rows of {whole}, {rows} in the last full batches")
-        wall_s = sum(batch.ended_s - batch.began_s for batch in counted)
+        last = [batch for batch in found if batch.rows > records // 2][-1]
+        total = sum(batch.rows for batch in found)
+        if total != whole or abs(last.rows - records) > records // 100:  # Spark's batches are not quite even
+            raise AssertionError(f"{kind}: {total} rows of {whole}, {last.rows} in the last full batch")
         used = {name: (after[name] - before[name]) / FIFTHS / records * 1e6 for name in before}
-        return Run(rows / sum(batch.tasks_s for batch in counted), rows / wall_s, used, from_memory, total)
+        whole_s = last.ended_s - last.began_s
+        return Run(last.rows / last.tasks_s, last.rows / whole_s, used, from_memory, total)
 
-    def compare(self, title: str, rounds: int, **how: int) -> None:
-        print(f"\n{title}")
+    def compare(self, records: int, rounds: int) -> None:
+        print(f"\nbatches of {records:,}, every {EVERY_S} s")
         runs: dict[str, list[Run]] = {kind: [] for kind in KINDS}
         for number in range(rounds):
             kinds = list(KINDS)
             for kind in kinds[number % len(kinds) :] + kinds[: number % len(kinds)]:
-                run = self.read(kind, **how)
+                run = self.read(kind, records, every_s=EVERY_S)
                 runs[kind].append(run)
                 used = ", ".join(f"{name} {s:.2f}" for name, s in run.cpu_s.items() if s > 0.005)
                 print(
@@ -335,7 +332,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--bytes", type=int, default=100)
     parser.add_argument("--partitions", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3)
-    parts = ["backlog", "trigger", "bound", "latency", "network"]
+    parts = ["trigger", "bound", "network"]
     parser.add_argument("--only", action="append", choices=parts)
     chosen = parser.parse_args(arguments)
     wanted = chosen.only or parts
@@ -345,31 +342,18 @@ def main(arguments: Sequence[str]) -> int:
         servers, records = broker.bootstrap_servers, chosen.records
         print(f"{records:,} records of {chosen.bytes} bytes measured of {FIFTHS * records:,}, in {chosen.partitions} "
               f"partitions, {os.cpu_count()} cores", flush=True)  # fmt: skip
-        if {"backlog", "trigger"} & set(wanted):
+        if "trigger" in wanted:
             fill(servers, "bench", records=FIFTHS * records, size=chosen.bytes, partitions=chosen.partitions)
         spark = session(Path(folder))
         try:
             bench = Bench(spark, servers, Path(folder))
-            if {"backlog", "trigger"} & set(wanted):
-                for kind in KINDS:  # warm-up of the JVM
-                    bench.read(kind, records=records, size=records, every_s=0)
-            if "backlog" in wanted:
-                size = records // BACKLOG_BATCHES
-                bench.compare(
-                    f"batches of {size:,}, one after the other", chosen.rounds, records=records, size=size, every_s=0
-                )
             if "trigger" in wanted:
-                bench.compare(
-                    f"batches of {records:,}, every {EVERY_S} s", chosen.rounds,
-                    records=records, size=records, every_s=EVERY_S,
-                )  # fmt: skip
+                for kind in KINDS:  # warm-up of the JVM
+                    bench.read(kind, records, every_s=0)
+                bench.compare(records, chosen.rounds)
             if "bound" in wanted:
                 print(f"\nbatches of {records:,}, every {EVERY_S} s, from an idle source")
                 bench.bound(max(chosen.rounds, 3), records=records, size=chosen.bytes, partitions=chosen.partitions)
-            if "latency" in wanted:
-                print(f"\n{Stream().per_s:,} records a second, from timestamp to the end of the batch")
-                for kind in ("driver", "executor") * max(1, chosen.rounds // 2):
-                    bench.latency(kind, Stream())
             if "network" in wanted:
                 network(spark, Path(folder), max(1, chosen.rounds // 2))
         finally:

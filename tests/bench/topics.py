@@ -167,13 +167,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--each", type=int, default=6, help="partitions of a topic")
     parser.add_argument("--busy", type=int, default=20, help="partitions with more than one record")
     parser.add_argument("--batches", type=int, default=20, help="measured after the first one")
-    parser.add_argument("--protocol", choices=["classic", "consumer"], default="classic")
-    parser.add_argument("--members", default="auto", help="groupMembers")
-    parser.add_argument("--record", type=int, default=1_048_588, help="message.max.bytes of the broker")
     chosen = parser.parse_args(arguments)
     os.environ["BENCH"] = uuid.uuid4().hex  # marks the processes of this benchmark
-    settings = {**BROKER_SETTINGS, "message.max.bytes": str(chosen.record)}
-    broker = Broker(settings=settings, java_options=(*JAVA_OPTIONS, *HEAP))
+    broker = Broker(settings=BROKER_SETTINGS, java_options=(*JAVA_OPTIONS, *HEAP))
     with tempfile.TemporaryDirectory(prefix="bench-") as name, broker:
         tempfile.tempdir = os.environ["TMPDIR"] = name
         folder, servers = Path(name), broker.bootstrap_servers
@@ -194,8 +190,7 @@ def main(arguments: Sequence[str]) -> int:
             production = Production(servers, names, chosen.each, chosen.busy)
             stream = spark.readStream.format("kafka-group").options(
                 **{"kafka.bootstrap.servers": servers, "kafka.group.id": GROUP, "subscribePattern": r"orders\..*"},
-                memberHost="executor", startingOffsets="earliest", groupMembers=chosen.members,
-                **{"kafka.group.protocol": chosen.protocol},
+                memberHost="executor", startingOffsets="earliest", groupMembers="auto",
             )  # fmt: skip
             writer = stream.load().writeStream.foreachBatch(DeltaSink(f"{name}/table"))
             began_s = time.monotonic()
