@@ -236,10 +236,6 @@ def fast_spark_starts(request: pytest.FixtureRequest) -> Iterator[None]:
         with pytest.MonkeyPatch.context() as java:  # the first test that uses this fixture may have no Java
             java.setenv("JAVA_HOME", JAVA_HOME) if JAVA_HOME else java.delenv("JAVA_HOME", raising=False)
             stack.enter_context(quick_spark.prepared())
-            home, options = str(quick_spark.home()), quick_spark.submit_options()
-        patch = stack.enter_context(pytest.MonkeyPatch.context())
-        patch.setenv("SPARK_HOME", home)
-        patch.setenv("SPARK_SUBMIT_OPTS", options)
         yield
 
 

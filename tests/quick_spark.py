@@ -18,6 +18,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 from spark_group_source.local.conf import DELTA_SETTINGS, linked_spark_home, local_spark_settings
 from spark_group_source.local.jars import cache_dir, delta_jars, java_path
@@ -40,16 +41,14 @@ def submit(*words: str) -> list[str]:
     return [command, "--jars", ",".join(map(str, delta_jars())), *settings, *words]
 
 
-def submit_options() -> str:
-    """What ``SPARK_SUBMIT_OPTS`` is to be. A JVM goes on without the archive where it is missing or does not fit."""
-    return f"{OPTIONS} -XX:SharedArchiveFile={_archive()} -Xlog:disable -Xlog:all=error:stderr"
-
-
 @contextlib.contextmanager
 def prepared() -> Iterator[None]:
-    """The archive is made meanwhile, if it is not there and nobody else makes it."""
+    """Let whatever starts a Spark start such a one until the block ends. The archive is made meanwhile, if it is not
+    there and nobody else makes it; a JVM goes on without it where it is missing or does not fit."""
     archive = _archive()
-    with archive.with_suffix(".lock").open("w") as lock:
+    options = f"{OPTIONS} -XX:SharedArchiveFile={archive} -Xlog:disable -Xlog:all=error:stderr"
+    quick = patch.dict(os.environ, SPARK_HOME=str(home()), SPARK_SUBMIT_OPTS=options)
+    with archive.with_suffix(".lock").open("w") as lock, quick:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -41,10 +41,6 @@ def main(arguments: Sequence[str]) -> int:
         quick_spark.prepared(),
         BrokerCluster(settings=churn.broker_settings(session_ms)) as broker,
     ):
-        os.environ["SPARK_HOME"], os.environ["SPARK_SUBMIT_OPTS"] = (
-            str(quick_spark.home()),
-            quick_spark.submit_options(),
-        )
         return int(_wrong(broker, Path(scratch) / "home", given))
 
 

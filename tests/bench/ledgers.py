@@ -71,8 +71,6 @@ def main(arguments: Sequence[str]) -> int:
         given.kills = KILLS
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     with tempfile.TemporaryDirectory(prefix="spark-group-ledgers-") as scratch, quick_spark.prepared():
-        os.environ["SPARK_HOME"] = str(quick_spark.home())
-        os.environ["SPARK_SUBMIT_OPTS"] = quick_spark.submit_options()
         if given.races:
             spark = session(Path(scratch))
             logging.getLogger("spark_group_source").setLevel(logging.ERROR)
