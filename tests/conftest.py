@@ -23,7 +23,6 @@ from confluent_kafka import Producer
 from confluent_kafka.admin import AdminClient
 from hypothesis import settings
 from kafka_words import (
-    ADMIN_S,
     SASL_PASSWORD,
     SASL_USER,
     Offsets,
@@ -48,18 +47,7 @@ from spark_group_source.local.jars import delta_jars, kafka_tools_jars, spark_ka
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-__all__ = [
-    "ADMIN_S",
-    "Offsets",
-    "Produce",
-    "Record",
-    "TopicFactory",
-    "await_until",
-    "committed_of",
-    "create_topic",
-    "end_offsets_of",
-    "produce_to",
-]
+__all__ = ["Produce", "Record", "TopicFactory", "await_until"]
 
 # No deadlines: the time of an example depends on the machine, and other tests run concurrently.
 settings.register_profile("concurrent", deadline=None)

@@ -213,7 +213,6 @@ def test_columns_are_ordered_fields_malformed_kafka(spark: "SparkSession") -> No
     assert (row[0], row[1], row[2], row["kafka_offset"]) == (5, "x", None, 7)
 
 
-@pytest.mark.spark
 class Conf(dict[str, str]):
     """The settings of a session."""
 

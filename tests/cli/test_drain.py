@@ -7,8 +7,8 @@ import sys
 from typing import Any
 
 import pytest
-from conftest import await_until
 from delta_files import living_rows
+from kafka_words import await_until
 from scenes import Scene
 from streams import numbered
 

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import await_until
-from kafka_words import set_committed
+from kafka_words import await_until, set_committed
 from scenes import Scene
 from streams import OtherMember, numbered
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import await_until
 from delta_files import living_rows
+from kafka_words import await_until
 from rebalance.accounts import describe
 from scenes import Scene
 from streams import END_S, numbered, remove_entry

@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 from confluent_kafka import Consumer
 from confluent_kafka.admin import AdminClient
-from conftest import Offsets, Produce, TopicFactory, await_until
-from kafka_words import set_committed
+from kafka_words import Offsets, Produce, TopicFactory, await_until, set_committed
 from rich.console import Console
 from typer.testing import CliRunner
 

@@ -8,8 +8,7 @@ import threading
 
 import pytest
 from confluent_kafka.admin import AdminClient
-from conftest import create_topic
-from kafka_words import await_until
+from kafka_words import await_until, create_topic
 from kit.faulty_cluster import Fault, FaultyCluster
 from rebalance.accounts import Flow, stays
 from rebalance.conftest import GroupScene

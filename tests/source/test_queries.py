@@ -11,10 +11,9 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from conftest import await_until
 from delta_files import living_rows
 from deltalake import DeltaTable
-from kafka_words import SASL_PASSWORD, await_progress, sasl
+from kafka_words import SASL_PASSWORD, await_progress, await_until, sasl
 from scenes import Scene
 from streams import (
     END_S,

@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 import pytest
-from conftest import Record, await_until
+from kafka_words import Record, await_until
 from scenes import Scene
 from streams import numbered, texts, values_of
 
