@@ -19,7 +19,7 @@ def offsets(environment: ManualEnvironment) -> GroupOffsets:
 
 
 @pytest.fixture
-def admin(environment: ManualEnvironment) -> Admin:
+def scripted_admin(environment: ManualEnvironment) -> Admin:
     """A client without retries, except confirmations."""
     return Admin(SETTINGS, environment=environment, retries=0)
 

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from kafka_words import Produce, TopicFactory, await_until
-from kit.broker_cluster import BrokerCluster
-from streams import Engine, options_of
+from kafka_words import await_until
+from scenes import Scene
+from streams import Engine
 
 from spark_group_source.errors import BrokerUnavailable, TopicMissing
 from spark_group_source.kafka import Admin, Environment
@@ -44,24 +44,22 @@ def test_replaced_admin_clients_are_destroyed_when_the_admin_is_closed() -> None
     assert environment.ended()
 
 
-def test_the_admin_clients_of_a_run_are_destroyed_when_it_stops(
-    broker: BrokerCluster, topic: TopicFactory, produce: Produce, group_id: str
-) -> None:
+def test_the_admin_clients_of_a_run_are_destroyed_when_it_stops(scene: Scene) -> None:
     """No test collects garbage before it ends. A late answer may run the collection on the client's own thread, which
     then aborts."""
-    name, environment = topic(1), Watching()
-    produce(name, ["a"])
-    with Engine(options_of(broker.bootstrap_servers, group_id, subscribe=name), environment=environment) as engine:
+    name, environment = scene.topic(), Watching()
+    scene.produce(name, ["a"])
+    with Engine(scene.options(subscribe=name), environment=environment) as engine:
         engine.run()
         assert not environment.ended()
     await_until(environment.ended, what="the end of the run's clients")
 
 
-def test_the_admin_clients_of_a_run_that_never_joined_are_destroyed_when_it_stops(
-    broker: BrokerCluster, group_id: str
-) -> None:
+def test_the_admin_clients_of_a_run_that_never_joined_are_destroyed_when_it_stops(scene: Scene) -> None:
     environment = Watching()
-    options = options_of(broker.bootstrap_servers, group_id, subscribe="no-such-topic")
-    with Engine(options, environment=environment) as engine, pytest.raises(TopicMissing):
+    with (
+        Engine(scene.options(subscribe="no-such-topic"), environment=environment) as engine,
+        pytest.raises(TopicMissing),
+    ):
         engine.run()
     await_until(environment.ended, what="the end of the run's clients")

@@ -84,30 +84,30 @@ def test_retry_follows_every_row_of_the_table(request_: Request) -> None:
         assert next(tries) == (3 if means in (Meaning.REFUSED, Meaning.GONE) else 2)
 
 
-def test_a_refusal_is_raised_only_when_it_is_repeated(environment: ManualEnvironment, admin: Admin) -> None:
+def test_a_refusal_is_raised_only_when_it_is_repeated(environment: ManualEnvironment, scripted_admin: Admin) -> None:
     environment.will("list_offsets", {A0: REFUSED}, {A0: REFUSED})
     with pytest.raises(AccessDenied, match="Describe on the topic 'a'"):
-        admin.latest([A0])
+        scripted_admin.latest([A0])
     assert environment.clock_ms >= CONFIRM_S * 1000
     environment.will("list_offsets", {A0: REFUSED}, {A0: _info(5)})
-    assert admin.latest([A0]) == {A0: 5}
+    assert scripted_admin.latest([A0]) == {A0: 5}
 
 
 def test_a_refused_connection_is_raised_only_when_a_new_client_is_refused_too(
-    environment: ManualEnvironment, admin: Admin
+    environment: ManualEnvironment, scripted_admin: Admin
 ) -> None:
     """The library reports it once in 30 s; an old report is unrelated to a slow answer days later."""
     told = KafkaError(KafkaError._AUTHENTICATION)
-    admin._on_error(told)
+    scripted_admin._on_error(told)
     environment.will("list_offsets", {A0: _info(5)})
-    assert admin.latest([A0]) == {A0: 5}
-    environment.will("list_offsets", {A0: _Slow(None, admin)})
-    assert admin.latest([A0]) == {A0: 6}  # slow only
-    environment.will("list_offsets", {A0: _Slow(told, admin)}, {A0: _info(7)})
-    assert admin.latest([A0]) == {A0: 7}  # refused, and not confirmed
-    environment.will("list_offsets", {A0: _Slow(told, admin)}, {A0: _Slow(told, admin)})
+    assert scripted_admin.latest([A0]) == {A0: 5}
+    environment.will("list_offsets", {A0: _Slow(None, scripted_admin)})
+    assert scripted_admin.latest([A0]) == {A0: 6}  # slow only
+    environment.will("list_offsets", {A0: _Slow(told, scripted_admin)}, {A0: _info(7)})
+    assert scripted_admin.latest([A0]) == {A0: 7}  # refused, and not confirmed
+    environment.will("list_offsets", {A0: _Slow(told, scripted_admin)}, {A0: _Slow(told, scripted_admin)})
     with pytest.raises(AccessDenied):
-        admin.latest([A0])
+        scripted_admin.latest([A0])
     assert len(environment.admins) == 4
 
 
@@ -141,12 +141,12 @@ def test_G10_a_missing_token_counts_as_unanswered_with_the_cause_in_the_error(
 
 @pytest.mark.parametrize("text", ['{"error": "invalid_client"}', '{"error_description":"x","error":"invalid_scope"}'])
 def test_an_OAuth_error_of_the_token_endpoint_is_a_refusal(
-    environment: ManualEnvironment, admin: Admin, text: str
+    environment: ManualEnvironment, scripted_admin: Admin, text: str
 ) -> None:
     told = KafkaError(KafkaError._AUTHENTICATION, NO_TOKEN + text)
-    environment.will("list_offsets", {A0: _Slow(told, admin)}, {A0: _Slow(told, admin)})
+    environment.will("list_offsets", {A0: _Slow(told, scripted_admin)}, {A0: _Slow(told, scripted_admin)})
     with pytest.raises(AccessDenied, match="invalid_"):
-        admin.latest([A0])
+        scripted_admin.latest([A0])
 
 
 def test_other_partitions_wait_only_the_short_timeout_for_an_unavailable_leader(
@@ -212,16 +212,16 @@ def test_one_slow_leader_gets_the_full_timeout_although_others_are_fast(
 
 
 def test_one_partition_without_a_leader_fails_a_request_only_with_require_all(
-    environment: ManualEnvironment, admin: Admin
+    environment: ManualEnvironment, scripted_admin: Admin
 ) -> None:
     moves = {A0: _info(5), A1: refusal(KafkaError.NOT_LEADER_FOR_PARTITION)}
     environment.will("list_offsets", moves, moves)
     environment.will("list_offsets", *[moves] * 3)
     for _ in range(4):
-        assert admin.latest([A0, A1], require_all=False) == {A0: 5}
+        assert scripted_admin.latest([A0, A1], require_all=False) == {A0: 5}
     assert len(environment.admins) <= 2
     with pytest.raises(BrokerUnavailable, match="listing offsets was not answered"):
-        admin.latest([A0, A1])
+        scripted_admin.latest([A0, A1])
 
 
 def test_G10_a_partition_unknown_to_the_library_is_retried(environment: ManualEnvironment) -> None:

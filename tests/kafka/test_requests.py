@@ -51,19 +51,19 @@ def test_starting_positions_of_one_kind_are_resolved_by_one_request(environment:
 
 
 def test_many_partitions_are_requested_in_batches(
-    environment: ManualEnvironment, offsets: GroupOffsets, admin: Admin, monkeypatch: pytest.MonkeyPatch
+    environment: ManualEnvironment, offsets: GroupOffsets, scripted_admin: Admin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("spark_group_source.kafka.translation.PARTITIONS_PER_REQUEST", 2)
     environment.will("list_offsets", {A0: info(3), A1: info(4)}, {B0: info(5)})
-    assert admin.latest([B0, A1, A0]) == {A0: 3, A1: 4, B0: 5}
+    assert scripted_admin.latest([B0, A1, A0]) == {A0: 3, A1: 4, B0: 5}
     assert [list(asked) for asked in environment.called("list_offsets")] == [[A0, A1], [B0]]
     environment.will("committed", [at(A0, 6), at(A1, -1001)], [at(B0, 7)])
     assert offsets.read([B0, A1, A0]) == {A0: CommittedOffset(6, ""), A1: None, B0: CommittedOffset(7, "")}
     environment.will("list_offsets", {A0: info(3), A1: info(4)}, {B0: refusal(KafkaError._TIMED_OUT)})
     with pytest.raises(BrokerUnavailable):
-        admin.latest([A0, A1, B0])
+        scripted_admin.latest([A0, A1, B0])
     environment.will("list_offsets", {A0: info(3), A1: info(4)}, {B0: refusal(KafkaError._TIMED_OUT)})
-    assert admin.latest([A0, A1, B0], require_all=False) == {A0: 3, A1: 4}
+    assert scripted_admin.latest([A0, A1, B0], require_all=False) == {A0: 3, A1: 4}
 
 
 def test_a_request_is_retried_after_a_pause_and_then_fails(environment: ManualEnvironment) -> None:
@@ -92,44 +92,46 @@ def test_a_refused_connection_is_remembered_although_another_one_is_lost() -> No
     watch.check()
 
 
-def test_partitions_that_a_broker_reports_missing_are_left_out(environment: ManualEnvironment, admin: Admin) -> None:
+def test_partitions_that_a_broker_reports_missing_are_left_out(
+    environment: ManualEnvironment, scripted_admin: Admin
+) -> None:
     gone, one = refusal(KafkaError.UNKNOWN_TOPIC_OR_PART), with_leaders(1)
     environment.will(
         "list_offsets", {A0: NO_LEADERS, B1: NO_LEADERS}, {A0: info(3), B1: UNKNOWN}, {B0: UNKNOWN, B1: UNKNOWN}
     )
     environment.will("describe_topics", {"a": gone, "b": one}, {"b": one}, {"b": one}, {"b": with_leaders()})
-    assert admin.latest([A0, B1]) == {}
-    assert admin.latest([A0, B1]) == {A0: 3}
+    assert scripted_admin.latest([A0, B1]) == {}
+    assert scripted_admin.latest([A0, B1]) == {A0: 3}
     with pytest.raises(BrokerUnavailable):
-        admin.latest([B0, B1])
+        scripted_admin.latest([B0, B1])
     environment.will("list_offsets", {B0: UNKNOWN})
     with pytest.raises(BrokerUnavailable):
-        admin.latest([B0])  # the broker does not return the partitions of the topic
+        scripted_admin.latest([B0])  # the broker does not return the partitions of the topic
 
 
 def test_G10_the_end_of_a_partition_unknown_to_a_broker_is_retried(
     environment: ManualEnvironment,
-    admin: Admin,
+    scripted_admin: Admin,
 ) -> None:
     """Else an AvailableNow run leaves it to the next one."""
     options = Options.parse({"kafka.bootstrap.servers": "b", "kafka.group.id": "g", "subscribe": "a,b"})
     environment.will("describe_topics", dict.fromkeys("ab", with_leaders(1)))
     environment.will("list_offsets", *[{A0: info(3), B0: UNKNOWN}] * 2, {A0: info(4), B0: info(5)})
     target = BrokerQueries(
-        options, admin, EpochEnds(SETTINGS, environment=environment), environment.now_ms
+        options, scripted_admin, EpochEnds(SETTINGS, environment=environment), environment.now_ms
     ).read_target()
     assert target.ends == {A0: 4, B0: 5}
 
 
 def test_G10_a_partition_with_unknown_end_is_left_to_the_next_run_with_a_warning(
-    environment: ManualEnvironment, admin: Admin, caplog: pytest.LogCaptureFixture
+    environment: ManualEnvironment, scripted_admin: Admin, caplog: pytest.LogCaptureFixture
 ) -> None:
     options = Options.parse({"kafka.bootstrap.servers": "b", "kafka.group.id": "g", "subscribe": "a"})
     gone = refusal(KafkaError.UNKNOWN_TOPIC_OR_PART)
     environment.will("describe_topics", {"a": with_leaders(1, 1)}, *[{"a": gone}] * 9)
     environment.will("list_offsets", *[{A0: info(3), A1: UNKNOWN}] * 9)
     target = BrokerQueries(
-        options, admin, EpochEnds(SETTINGS, environment=environment), environment.now_ms
+        options, scripted_admin, EpochEnds(SETTINGS, environment=environment), environment.now_ms
     ).read_target()
     assert target.ends == {A0: 3}
     assert f"no broker returned the end offsets of 1 partitions, such as {A1}" in caplog.text
@@ -180,14 +182,14 @@ def test_refused_partition_that_is_not_needed_is_no_error(
 
 
 def test_partition_that_one_broker_does_not_know_yet_is_asked_for_again(
-    environment: ManualEnvironment, admin: Admin
+    environment: ManualEnvironment, scripted_admin: Admin
 ) -> None:
     grown = {"a": with_leaders(1, 1)}
     environment.will("describe_topics", {"a": with_leaders(1)}, grown)
-    assert admin.existing_partitions([A0, A1]) == {A0, A1}
+    assert scripted_admin.existing_partitions([A0, A1]) == {A0, A1}
     gone = [{"b": with_leaders(1)}] * 4
     environment.will("describe_topics", *gone)
-    assert admin.existing_partitions([B0, B1]) == {B0}
+    assert scripted_admin.existing_partitions([B0, B1]) == {B0}
 
 
 def test_an_error_of_the_whole_request_is_raised(environment: ManualEnvironment, offsets: GroupOffsets) -> None:
