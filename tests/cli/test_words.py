@@ -229,6 +229,14 @@ def test_unreachable_brokers_give_one_line_and_a_retriable_exit_code() -> None:
         (["list", "stable"], "'stable' needs --state before it"),
         (["list", "--state", "calm"], "unknown state 'calm'; the states are stable,"),
         *[
+            (["exporter", "--port", "0", *arguments], message)
+            for arguments, message in (
+                ([], "give either --group (repeatable) or --all-groups"),
+                (["--group", "g", "--all-groups"], "give either --group"),
+                (["--group", "g", "--isolation-level", "all"], "it must be read_committed or read_uncommitted"),
+            )
+        ],
+        *[
             (["reset", "--group", "a", *arguments], message)
             for arguments, message in (
                 ([], "give exactly one of"),

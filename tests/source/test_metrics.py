@@ -12,10 +12,8 @@ from kafka_words import await_until
 from metrics.scrapes import Scrape, scrape, value, values
 from scenes import Scene
 from streams import numbered
-from typer.testing import CliRunner
 
 from spark_group_source import source
-from spark_group_source.cli.app import app
 from spark_group_source.errors import OptionError
 from spark_group_source.host import run_files
 from spark_group_source.metrics import groups, run
@@ -124,14 +122,3 @@ def test_a_query_whose_metrics_port_is_in_use_is_refused(monkeypatch: pytest.Mon
     with pytest.raises(OptionError, match=f"metricsPort is {taken.port}.*another process uses it"):
         source._start_metrics(options, run_files.Publisher("g"))
     taken.stop()
-
-
-def test_the_exporter_reports_a_wrong_option_in_one_line() -> None:
-    for arguments, said in (
-        ([], "give either --group (repeatable) or --all-groups"),
-        (["--group", "g", "--all-groups"], "give either --group"),
-        (["--group", "g", "--isolation-level", "all"], "it must be read_committed or read_uncommitted"),
-    ):
-        shown = CliRunner().invoke(app, ["exporter", "--bootstrap-servers", "b:1", "--port", "0", *arguments])
-        assert shown.exit_code == 2
-        assert said in shown.output.splitlines()[-1]
