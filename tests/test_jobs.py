@@ -15,13 +15,13 @@ import typer
 from delta_files import living_rows
 from deltalake import DeltaTable
 from quick_spark import submit
+from scenes import Scene
 from typer.testing import CliRunner
 
 from spark_group_source import KafkaGroupDataSource, command_line
 from spark_group_source.cli import run as job
 from spark_group_source.cli.app import app
 from spark_group_source.local import conf
-from spark_group_source.local.broker import Broker
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -66,16 +66,14 @@ def run(command: list[str], scratch: Path, **env: str) -> subprocess.CompletedPr
 @pytest.mark.spark
 @pytest.mark.full
 @pytest.mark.timeout(3 * RUN_S)
-def test_submitted_job_parses_records_and_continues_after_restart(
-    broker: Broker, topic: Any, group_id: str, produce: Any, committed: Any, tmp_path: Path
-) -> None:
-    name = topic(2)
-    produce(name, [json.dumps({"id": n, "name": f"n{n}"}) for n in range(100)], partition=0)
-    produce(name, [GOOD, *BAD], partition=1)
+def test_submitted_job_parses_records_and_continues_after_restart(scene: Scene, tmp_path: Path) -> None:
+    name = scene.topic(2)
+    scene.produce(name, [json.dumps({"id": n, "name": f"n{n}"}) for n in range(100)], partition=0)
+    scene.produce(name, [GOOD, *BAD], partition=1)
     options = tmp_path / "options"
     options.write_text("# passed on\nkafka.client.rack=${RACK}\n")
     table = tmp_path / "table"
-    asked = ["--bootstrap-servers", broker.bootstrap_servers, "--group", group_id, "--topics", name]
+    asked = ["--bootstrap-servers", scene.servers, "--group", scene.group, "--topics", name]
     asked += ["--table", str(table), "--checkpoint", str(tmp_path / "checkpoint"), "--option-file", str(options)]
     asked += ["--schema", "id BIGINT, name STRING", "--partition-by", "partition", "--option", "groupMembers=2"]
 
@@ -89,9 +87,9 @@ def test_submitted_job_parses_records_and_continues_after_restart(
     assert all(r["id"] is None and r["name"] is None for r in found if r["malformed"] is not None)
     assert {r["topic"] for r in found} == {name} and all(r["timestamp"] is not None for r in found)
     assert DeltaTable(table).metadata().partition_columns == ["partition"]
-    assert sorted(committed(group_id).values()) == [1 + len(BAD), 100]
+    assert sorted(scene.committed().values()) == [1 + len(BAD), 100]
 
-    produce(name, [json.dumps({"id": n, "name": "later"}) for n in range(100, 130)], partition=0)
+    scene.produce(name, [json.dumps({"id": n, "name": "later"}) for n in range(100, 130)], partition=0)
     second = run([*COMMAND, *asked, "--trigger", "once"], tmp_path, RACK="r1", SPARK_HOME="")
 
     assert second.returncode == 0, second.stderr

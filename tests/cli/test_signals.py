@@ -9,14 +9,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import pytest
 from delta_files import living_rows
 from kafka_words import await_until
 from quick_spark import submit
-
-from spark_group_source.local.broker import Broker
+from scenes import Scene
+from streams import numbered
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN = [sys.executable, "-m", "spark_group_source", "run"]
@@ -43,21 +43,13 @@ def processes(command: list[str], output: IO[str], env: dict[str, str]) -> Itera
     ("number", "submitted"), [(signal.SIGTERM, False), (signal.SIGINT, False), (signal.SIGTERM, True)]
 )
 def test_signal_to_the_process_group_ends_in_one_line(
-    number: signal.Signals,
-    submitted: bool,
-    broker: Broker,
-    topic: Any,
-    group_id: str,
-    produce: Any,
-    committed: Any,
-    tmp_path: Path,
+    number: signal.Signals, submitted: bool, scene: Scene, tmp_path: Path
 ) -> None:
-    name, table = topic(2), tmp_path / "table"
-    for partition in range(2):
-        produce(name, [f"{n}" for n in range(50)], partition=partition)
+    name, table = scene.topic(2), tmp_path / "table"
+    scene.produce(name, numbered(0, 99, 2))
     start = submit("--master", "local[2]", JOB) if submitted else RUN
-    command = [*start, "--bootstrap-servers", broker.bootstrap_servers]
-    command += ["--group", group_id, "--topics", name, "--table", str(table), "--trigger", "1 second"]
+    command = [*start, "--bootstrap-servers", scene.servers]
+    command += ["--group", scene.group, "--topics", name, "--table", str(table), "--trigger", "1 second"]
     command += ["--checkpoint", str(tmp_path / "checkpoint")]
     env = os.environ | {
         "SPARK_CONF_DIR": str(ROOT / "conf"), "SPARK_LOCAL_DIRS": str(tmp_path), "PYTHONPATH": str(ROOT)
@@ -77,8 +69,8 @@ def test_signal_to_the_process_group_ends_in_one_line(
     lines = [line for line in said.splitlines() if not line.lstrip().startswith("File ")]
     ours = [line for line in lines if "spark_group_source" in line and "records in" not in line]
     assert len(ours) == 1 or (submitted and not ours), said  # a JVM that ends may end the job before its line
-    assert all(f"group {group_id}: received a signal" in line for line in ours), said
+    assert all(f"group {scene.group}: received a signal" in line for line in ours), said
     assert "Py4J" not in said, said
     if not submitted:  # else the signal ends the JVM, too, which has its own exit code and logs what is interrupted
         assert code == 0 and "Traceback" not in said and "Exception" not in said, said
-        assert list(committed(group_id).values()) == [50, 50], "the last batch is finished and committed"
+        assert list(scene.committed().values()) == [50, 50], "the last batch is finished and committed"

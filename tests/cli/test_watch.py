@@ -6,7 +6,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
 from types import SimpleNamespace
@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 from confluent_kafka import Consumer
-from confluent_kafka.admin import AdminClient
-from kafka_words import Offsets, Produce, TopicFactory, await_until, set_committed
+from kafka_words import await_until, set_committed
 from rich.console import Console
+from scenes import Scene
+from streams import numbered
 from typer.testing import CliRunner
 
 import spark_group_source
@@ -27,7 +28,6 @@ from spark_group_source.cli.app import app
 from spark_group_source.cli.group import changes, rate
 from spark_group_source.cli.report import BAR, GroupReport, PartitionRow, group_view, partitions_table, spans
 from spark_group_source.kafka import GroupMember
-from spark_group_source.local.broker import Broker
 from spark_group_source.model import TopicPartition
 
 WATCH_S = 300
@@ -166,24 +166,21 @@ def test_notebook_tables_escape_html_and_markup() -> None:
 
 
 @pytest.fixture
-def name(topic: TopicFactory, produce: Produce, admin: AdminClient, group_id: str) -> str:
+def name(scene: Scene) -> str:
     """A topic with 5 records in each of its two partitions, 2 of them committed."""
-    found = topic(2)
-    for partition in (0, 1):
-        produce(found, ["x"] * 5, partition=partition)
-    set_committed(admin, group_id, found, {0: 2, 1: 2})
+    found = scene.topic(2)
+    scene.produce(found, numbered(0, 9, 2))
+    set_committed(scene.admin, scene.group, found, {0: 2, 1: 2})
     return found
 
 
-def test_describe_in_a_notebook_returns_tables(broker: Broker, name: str, group_id: str) -> None:
-    look = spark_group_source.describe(group_id, broker.bootstrap_servers)
+def test_describe_in_a_notebook_returns_tables(scene: Scene, name: str) -> None:
+    look = spark_group_source.describe(scene.group, scene.servers)
     assert [(row.partition, row.committed, row.end, row.lag) for row in look.partitions] == [(0, 2, 5, 3), (1, 2, 5, 3)]
     assert re.search(r" 0 +2 +5 +3 ", in_a_notebook(look).replace("│", " "))
 
 
-def test_reset_in_a_notebook_matches_the_command(
-    broker: Broker, name: str, group_id: str, committed: Callable[[str], Offsets]
-) -> None:
+def test_reset_in_a_notebook_matches_the_command(scene: Scene, name: str) -> None:
     moves: list[tuple[Any, list[int]]] = [
         ("earliest", [0, 0]),
         ("latest", [5, 5]),
@@ -193,40 +190,34 @@ def test_reset_in_a_notebook_matches_the_command(
     ]
 
     def at() -> list[int]:
-        return [offset for _, offset in sorted(committed(group_id).items())]
+        return [offset for _, offset in sorted(scene.committed().items())]
 
     before = at()
     for number, (to, then) in enumerate(moves, 1):
-        planned = spark_group_source.reset(group_id, broker.bootstrap_servers, to=to)
+        planned = spark_group_source.reset(scene.group, scene.servers, to=to)
         assert planned.number is None and "nothing was changed" in in_a_notebook(planned)
         assert at() == before
-        done = spark_group_source.reset(group_id, broker.bootstrap_servers, to=to, execute=True)
+        done = spark_group_source.reset(scene.group, scene.servers, to=to, execute=True)
         assert done.number == number and done.moves == planned.moves
         before = at()
         assert before == then
 
 
-@pytest.mark.parametrize("to", ["somewhere", -5, datetime(2020, 1, 1), "ledger"])  # noqa: DTZ001
-def test_reset_refuses_an_invalid_target(broker: Broker, name: str, group_id: str, to: Any) -> None:
-    with pytest.raises(OptionError, match="to="):
-        spark_group_source.reset(group_id, broker.bootstrap_servers, to=to)
-
-
-def test_reset_refuses_a_named_partition_that_does_not_exist(broker: Broker, name: str, group_id: str) -> None:
+def test_reset_refuses_a_named_partition_that_does_not_exist(scene: Scene, name: str) -> None:
     with pytest.raises(OptionError, match=f"partition {name}-7 does not exist"):
-        spark_group_source.reset(group_id, broker.bootstrap_servers, to={name: {0: 1, 7: 1}})
+        spark_group_source.reset(scene.group, scene.servers, to={name: {0: 1, 7: 1}})
 
 
-def test_watch_without_terminal_prints_one_line_per_event(broker: Broker, name: str, group_id: str) -> None:
-    command = [sys.executable, "-m", "spark_group_source", "watch", "--group", group_id]
-    command += ["--bootstrap-servers", broker.bootstrap_servers]
+def test_watch_without_terminal_prints_one_line_per_event(scene: Scene, name: str) -> None:
+    command = [sys.executable, "-m", "spark_group_source", "watch", "--group", scene.group]
+    command += ["--bootstrap-servers", scene.servers]
     first = subprocess.run([*command, "--once"], capture_output=True, text=True, timeout=WATCH_S, check=True).stdout
-    assert f"group {group_id}: empty" in " ".join(first.split()) and "lag 6" in first
+    assert f"group {scene.group}: empty" in " ".join(first.split()) and "lag 6" in first
 
     said: list[str] = []
     with subprocess.Popen([*command, "--interval-s", "0.2"], stdout=subprocess.PIPE, text=True) as watching:
         assert watching.stdout is not None
-        settings = {"bootstrap.servers": broker.bootstrap_servers, "group.id": group_id, "group.instance.id": "second"}
+        settings = {"bootstrap.servers": scene.servers, "group.id": scene.group, "group.instance.id": "second"}
         consumer = Consumer({**settings, "auto.offset.reset": "earliest"})
         try:
             for line in watching.stdout:  # its first look is printed before the consumer is there
@@ -246,11 +237,11 @@ def test_watch_without_terminal_prints_one_line_per_event(broker: Broker, name: 
     assert any(line.endswith("  second joined\n") for line in said)
 
 
-def test_watch_in_a_terminal_ends_with_ctrl_c(broker: Broker, name: str, group_id: str) -> None:
-    command = [sys.executable, "-m", "spark_group_source", "watch", "--group", group_id, "--interval-s", "0.2"]
+def test_watch_in_a_terminal_ends_with_ctrl_c(scene: Scene, name: str) -> None:
+    command = [sys.executable, "-m", "spark_group_source", "watch", "--group", scene.group, "--interval-s", "0.2"]
     ours, theirs = os.openpty()
     with subprocess.Popen(
-        [*command, "--bootstrap-servers", broker.bootstrap_servers],
+        [*command, "--bootstrap-servers", scene.servers],
         stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
         env={**os.environ, "TERM": "xterm", "COLUMNS": "120", "LINES": "40"},
     ) as watching:  # fmt: skip
