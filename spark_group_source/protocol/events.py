@@ -325,7 +325,7 @@ class OffsetCommitFailed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TopicsChanged:
-    """The topics that the subscription matches now. They change under a subscription by pattern."""
+    """The topics that a broker listed for a subscription by pattern. A broker may not know all topics for a moment."""
 
     topics: tuple[str, ...]
 

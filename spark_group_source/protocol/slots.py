@@ -8,10 +8,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import assert_never
 
+from spark_group_source.error_codes import Suspicions
 from spark_group_source.errors import Fenced, RebalanceTimeout, SourceError
 from spark_group_source.model import TopicPartition
 from spark_group_source.protocol import events as ev
 from spark_group_source.protocol import group_record, identifiers
+from spark_group_source.protocol.data_loss import GRACE_MS
 from spark_group_source.protocol.outbox import Outbox
 from spark_group_source.protocol.partitions import Partitions
 from spark_group_source.protocol.request_schedule import pause_ms
@@ -114,6 +116,7 @@ class Slots:
         self._stream, self.static = "", True
         self._topics: tuple[str, ...] = ()
         self._former_topics: tuple[str, ...] = ()
+        self._unlisted = Suspicions(GRACE_MS)  # subscribed topics that the last lists lack
         self._resubscribed_in: dict[int, int] = {}  # by slot: the generation in which it got the present topics
         self.all = [Slot(number) for number in range(rules.slots)]
         self._removed: dict[int, int] = {}  # slots that left: their last client
@@ -234,8 +237,14 @@ class Slots:
             group=self._rules.group,
         )
 
-    def change_topics(self, topics: tuple[str, ...]) -> None:
-        """The subscription matches these topics now."""
+    def change_topics(self, listed: tuple[str, ...]) -> None:
+        """A broker listed these topics for the subscription. A topic that is not in the list stays subscribed until a
+        list after the grace period lacks it as well: a broker may not know all topics for a moment."""
+        self._unlisted.clear(*listed)
+        unlisted = [topic for topic in self._topics if topic not in listed]
+        gone = {topic for topic in unlisted if self._unlisted.report(topic, self._out.now_ms)}
+        self._unlisted.clear(*gone)
+        topics = tuple(sorted({*listed, *unlisted} - gone))
         if topics == self._topics:
             return  # a new subscription could cause a rebalance
         self._out.log(f"the subscription matches {len(topics)} topics now: {', '.join(topics[:10])}")

@@ -10,6 +10,7 @@ from spark_group_source.errors import Fenced, InvariantBroken, RebalanceTimeout
 from spark_group_source.options.starting import StartingPosition
 from spark_group_source.protocol import events as ev
 from spark_group_source.protocol import group_record
+from spark_group_source.protocol.data_loss import GRACE_MS
 from spark_group_source.protocol.offsets import StreamOffset
 from spark_group_source.protocol.rules import Rules
 from spark_group_source.protocol.slots import Revocation, Slot, Slots
@@ -255,6 +256,25 @@ def test_every_member_gets_a_changed_subscription(pair: GroupHarness) -> None:
     assert commands == [ev.Subscribe(slot=slot, topics=("orders", "payments")) for slot in (0, 1)]
     assert any("matches 2 topics now: orders, payments" in text for text in pair.logged())
     assert pair.feed(ev.TopicsChanged(topics=("orders", "payments"))) == [], "an unchanged subscription is not sent"
+
+
+def test_topic_that_lists_lack_is_unsubscribed_after_a_grace_period(group: GroupHarness) -> None:
+    """One broker may not know it for a moment: without it, the group would revoke its partitions."""
+    group.feed(ev.TopicsChanged(topics=("orders", "payments")))
+    assert group.feed(ev.TopicsChanged(topics=("payments",))) == []
+    group.tick(ms=GRACE_MS - 1)
+    assert group.feed(ev.TopicsChanged(topics=())) == []
+    group.tick(ms=1)
+    assert group.feed(ev.TopicsChanged(topics=("new", "payments"))) == [
+        ev.Subscribe(slot=0, topics=("new", "payments"))
+    ]
+
+
+def test_grace_period_of_an_unlisted_topic_starts_again_after_a_list_has_it(group: GroupHarness) -> None:
+    for topics in ((), ("orders",), ()):
+        assert group.feed(ev.TopicsChanged(topics=topics)) == []
+        group.tick(ms=GRACE_MS)
+    assert group.feed(ev.TopicsChanged(topics=())) == [ev.Subscribe(slot=0, topics=())]
 
 
 def test_member_rejoins_with_the_newest_subscription(group: GroupHarness) -> None:
