@@ -19,7 +19,7 @@ from spark_group_source.errors import BrokerUnavailable, InvariantBroken, Option
 from spark_group_source.model import TopicPartition
 from spark_group_source.protocol import events as ev
 from spark_group_source.protocol import identifiers
-from spark_group_source.protocol.data_loss import DataLossDetector
+from spark_group_source.protocol.data_loss import GRACE_MS, DataLossDetector
 from spark_group_source.protocol.group_assignment import GroupAssignment
 from spark_group_source.protocol.lookups import POSITION_MS_MAX, PositionLookups
 from spark_group_source.protocol.offsets import BatchKey, StreamOffset
@@ -103,6 +103,8 @@ class Run:
         """The call that started the run; None before it."""
         self._topics: dict[str, int] | None = None
         """The subscribed topics and their partition counts; None until they are listed."""
+        self._list_again_at_ms: int | None = None
+        """When the topics are listed again before members join, because the first list may lack some; else None."""
         self._last_durable: StreamOffset | None = None
         """The last durable batch; None if this run knows its number only."""
         self._start = StreamOffset.initial(rules.group)
@@ -338,9 +340,8 @@ class Run:
                 self._move(ev.TargetRead)
             case ev.TopicsListed():
                 self._broker_answered(Requester.CALL)
-                self._topics = dict(event.topics)
-                if self.state is RunState.STARTING and not self._must_count_members:
-                    self._start_members(self._topics)
+                if self.state is RunState.STARTING:
+                    self._topics_listed(event.topics)
             case ev.GroupDescribed():
                 self._broker_answered(Requester.CALL)
                 if self.state is RunState.STARTING and self._topics is not None:
@@ -438,6 +439,28 @@ class Run:
         if members > self.rules.slots:
             self._out.log(f"the group still has {members} members of this stream; starting as many")
         return members
+
+    def _topics_listed(self, topics: Mapping[str, int]) -> None:
+        """Start with these topics, or list them once more: a broker may not know all topics for a moment.
+
+        No list of named topics lacks any, but that of a pattern may. Topics that a new stream finds later count as
+        added, and do not start where the starting options say. A resumed stream would give up those that it has read.
+        """
+        is_first, known = self._topics is None, self._topics or {}
+        self._topics = {topic: max(known.get(topic, 0), topics.get(topic, 0)) for topic in sorted({*known, *topics})}
+        is_new, is_pattern = self._resumed_from.is_initial, self.rules.topic_pattern is not None
+        if is_first and is_pattern and (is_new or self._unlisted_topics(self._topics)):
+            self._list_again_at_ms = self._now_ms + GRACE_MS
+            return
+        self._list_again_at_ms = None
+        if not self._must_count_members:
+            self._start_members(self._topics)
+
+    def _unlisted_topics(self, listed: Mapping[str, int]) -> list[str]:
+        """The topics that the checkpoint has positions of, and that the pattern matches, without the listed ones."""
+        past = self._resumed_from
+        read = {tp.topic for tp in (*past.positions(), *past.uncommitted)}
+        return sorted(topic for topic in read if topic not in listed and self.rules.matches(topic))
 
     def _start_members(self, topics: dict[str, int], former_slots: int = 0) -> None:
         """The topics are listed: start a new stream or continue the checkpoint's, and let the members join."""
@@ -647,7 +670,10 @@ class Run:
             case RunState.TARGETING:
                 return ev.ReadTarget()
             case RunState.STARTING:
-                return ev.ListTopics() if self._topics is None else ev.DescribeGroup()
+                if (at_ms := self._list_again_at_ms) is not None and self._now_ms < at_ms:
+                    return ev.Wait(until_ms=at_ms)
+                is_listed = self._topics is not None and self._list_again_at_ms is None
+                return ev.DescribeGroup() if is_listed else ev.ListTopics()
             case RunState.GATHERING:
                 return self._gathering()
             case RunState.SETTLING:

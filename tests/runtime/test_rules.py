@@ -6,6 +6,7 @@ from spark_group_source.options.table import Options
 from spark_group_source.runtime.coordinator import rules_of
 
 QUERY = {"kafka.bootstrap.servers": "b", "kafka.group.id": "g", "subscribe": "a"}
+PATTERN = {name: value for name, value in QUERY.items() if name != "subscribe"}
 
 
 @pytest.mark.parametrize(
@@ -22,3 +23,13 @@ def test_the_groups_protocol_decides_how_it_rebalances_and_is_stored(
     """With cooperative-sticky Kafka's record of a group has each topic name a third time."""
     rules = rules_of(Options.parse(QUERY | given))
     assert (rules.classic, rules.cooperative) == (classic, cooperative)
+
+
+def test_a_pattern_is_a_rule_and_named_topics_are_not() -> None:
+    named = rules_of(Options.parse(QUERY))
+    assert named.topic_pattern is None and not named.matches("orders")
+    pattern = rules_of(Options.parse({**PATTERN, "subscribePattern": "orders|new.*"}))
+    assert [topic for topic in ("orders", "orders-2", "newest", "a-new") if pattern.matches(topic)] == [
+        "orders",
+        "newest",
+    ]

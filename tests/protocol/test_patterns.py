@@ -1,0 +1,83 @@
+"""A subscription by pattern: a list of topics may lack some that exist."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from kit.harness import GROUP, STREAM, only, tps
+from kit.run_harness import RunHarness
+
+from spark_group_source.model import LATEST
+from spark_group_source.options.starting import StartingPosition
+from spark_group_source.protocol import events as ev
+from spark_group_source.protocol.data_loss import GRACE_MS
+from spark_group_source.protocol.offsets import StreamOffset
+
+ORDERS, PAYMENTS = tps("orders", 0) + tps("payments", 0)
+ORDERS_ONLY, BOTH = {"orders": 1}, {"orders": 1, "payments": 1}
+PATTERN = "orders|payments"
+FROM_THE_END = StartingPosition(everywhere=LATEST)
+READ = {ORDERS: (100, 150), PAYMENTS: (40, 40)}
+PAST = StreamOffset(
+    group=GROUP, stream=STREAM, seq=7, known=BOTH, ranges={ORDERS: (100, 150)}, uncommitted={PAYMENTS: 40}
+)
+
+
+class Lists(RunHarness):
+    """A run whose brokers list these topics, one list after the other; the last one repeats."""
+
+    def __init__(self, *lists: Mapping[str, int], **rules: Any) -> None:
+        super().__init__(topics=BOTH, **{"topic_pattern": PATTERN} | rules)
+        self.lists = list(lists)
+
+    def answer(self, step: ev.Step) -> ev.Event:
+        if isinstance(step, ev.ListTopics):
+            return ev.TopicsListed(topics=self.lists.pop(0) if len(self.lists) > 1 else self.lists[0])
+        return super().answer(step)
+
+    def lists_read(self) -> int:
+        return len(self.steps_of(ev.ListTopics))
+
+    def subscribed(self) -> set[tuple[str, ...]]:
+        return {join.topics for join in only(ev.Join, self.history)}
+
+
+def resumed(*lists: Mapping[str, int], past: StreamOffset = PAST, **rules: Any) -> Lists:
+    run, ends = Lists(*lists, **rules), {ORDERS: 150, PAYMENTS: 40}
+    run.start, run.ends = past, ends
+    run.committed = {tp: ev.Committed(offset=at, stream=STREAM, seq=past.seq) for tp, at in ends.items()}
+    return run
+
+
+def test_topic_that_the_first_list_of_a_new_stream_lacks_is_not_an_added_one() -> None:
+    """It would start at its first record, whatever startingOffsets says."""
+    run = Lists(ORDERS_ONLY, BOTH, starting=FROM_THE_END)
+    run.ends = {ORDERS: 100, PAYMENTS: 100}
+    began_ms = run.clock()
+    first = run.batch()
+    assert first.known == BOTH
+    assert first.ranges == {ORDERS: (100, 100), PAYMENTS: (100, 100)}
+    assert GRACE_MS <= run.clock() - began_ms < 2 * GRACE_MS and run.lists_read() == 2
+
+
+def test_topic_that_the_second_list_of_a_new_stream_lacks_is_known() -> None:
+    assert Lists({"orders": 2, "payments": 1}, ORDERS_ONLY).batch().known == {"orders": 2, "payments": 1}
+
+
+def test_resumed_stream_keeps_a_topic_that_the_first_list_lacks() -> None:
+    for past in PAST, StreamOffset(group=GROUP, stream=STREAM, seq=7, known=BOTH, ranges=READ):
+        run = resumed(ORDERS_ONLY, BOTH, past=past)
+        run.latest()
+        assert run.subscribed() == {("orders", "payments")} and run.lists_read() == 2
+
+
+def test_resumed_stream_reads_one_list_if_that_has_its_topics() -> None:
+    for run in resumed(BOTH), resumed(ORDERS_ONLY, topic_pattern="orders"), resumed(ORDERS_ONLY, topic_pattern=None):
+        began_ms = run.clock()
+        run.latest()
+        assert run.lists_read() == 1 and run.clock() - began_ms < GRACE_MS
+
+
+def test_replayed_batch_waits_for_the_second_list() -> None:
+    run = resumed(ORDERS_ONLY, BOTH)
+    assert run.call(ev.BatchStarted(offset=PAST)) == PAST
+    assert run.subscribed() == {("orders", "payments")}
