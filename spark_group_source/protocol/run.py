@@ -11,11 +11,18 @@ new partitions. The thread of Spark's call requests one step after another from 
 :class:`ReturnOffset` or :class:`RaiseError`: the coordinator has no state of its own.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import assert_never
 
-from spark_group_source.errors import BrokerUnavailable, InvariantBroken, OptionError, RebalanceTimeout, SourceError
+from spark_group_source.errors import (
+    BrokerUnavailable,
+    InvariantBroken,
+    OptionError,
+    RebalanceTimeout,
+    SourceError,
+    TopicMissing,
+)
 from spark_group_source.model import TopicPartition
 from spark_group_source.protocol import events as ev
 from spark_group_source.protocol import identifiers
@@ -456,11 +463,29 @@ class Run:
         if not self._must_count_members:
             self._start_members(self._topics)
 
-    def _unlisted_topics(self, listed: Mapping[str, int]) -> list[str]:
+    def _unlisted_topics(self, listed: Collection[str]) -> list[str]:
         """The topics that the checkpoint has positions of, and that the pattern matches, without the listed ones."""
         past = self._resumed_from
         read = {tp.topic for tp in (*past.positions(), *past.uncommitted)}
         return sorted(topic for topic in read if topic not in listed and self.rules.matches(topic))
+
+    def _may_continue_without(self, gone: list[str]) -> bool:
+        """Whether the run continues without topics that an earlier run read, and that no list of topics has any more;
+        else it fails."""
+        if not gone:
+            return True
+        text = f"topic {', '.join(gone)} does not exist any more, or the query's user may not describe it"
+        if not self.rules.fail_on_data_loss:
+            self._out.log(f"{text}; the query continues without it", warn=True)
+            return True
+        self._fail(
+            TopicMissing(
+                f"{text}, so records that the query has not read may be lost. Change subscribePattern so that it does "
+                "not match, or set failOnDataLoss=false to continue without it",
+                topics=gone,
+            )
+        )
+        return False
 
     def _start_members(self, topics: dict[str, int], former_slots: int = 0) -> None:
         """The topics are listed: start a new stream or continue the checkpoint's, and let the members join."""
@@ -477,6 +502,8 @@ class Run:
             self.slots.join_all(self.stream, tuple(topics), static=self.static)
             self._move(ev.StreamCreated)
         else:
+            if not self._may_continue_without(self._unlisted_topics(topics)):
+                return
             replayed = isinstance(first, ev.BatchStarted)
             self._resume(past, tuple(topics), former_slots, replay=replayed)
             if isinstance(first, ev.NextBatchRequested):
@@ -491,6 +518,8 @@ class Run:
         self.stream, self.lookups.known = offset.stream, offset.known
         committed = None if isinstance(self._first_call, ev.BatchStarted | None) else self._first_call.committed
         self.partitions.restore(offset, replay=replay, uncommitted=committed != BatchKey.of(offset))
+        if not replay:
+            self.partitions.forget(self._unlisted_topics(topics))
         self._last_durable = None if replay else offset
         self.plan = offset if replay else None
         former = offset.known.keys() | offset.topic_ids.keys() | {tp.topic for tp in offset.ranges}

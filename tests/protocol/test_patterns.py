@@ -3,9 +3,11 @@
 from collections.abc import Mapping
 from typing import Any
 
+import pytest
 from kit.harness import GROUP, STREAM, only, tps
 from kit.run_harness import RunHarness
 
+from spark_group_source.errors import TopicMissing
 from spark_group_source.model import LATEST
 from spark_group_source.options.starting import StartingPosition
 from spark_group_source.protocol import events as ev
@@ -81,3 +83,33 @@ def test_replayed_batch_waits_for_the_second_list() -> None:
     run = resumed(ORDERS_ONLY, BOTH)
     assert run.call(ev.BatchStarted(offset=PAST)) == PAST
     assert run.subscribed() == {("orders", "payments")}
+
+
+@pytest.mark.parametrize("call", [ev.NextBatchRequested(start=PAST, new_stream=STREAM), ev.BatchStarted(offset=PAST)])
+def test_topic_that_was_deleted_between_two_runs_is_an_error(call: ev.Event) -> None:
+    run = resumed(ORDERS_ONLY)
+    with pytest.raises(TopicMissing) as failure:
+        run.call(call)
+    assert failure.value.fields == {"topics": ["payments"]}
+    assert "topic payments does not exist any more" in str(failure.value)
+    assert run.lists_read() == 2 and not run.subscribed()
+
+
+@pytest.mark.parametrize("replays", [True, False])
+def test_topic_that_was_deleted_between_two_runs_is_a_warning_without_failOnDataLoss(replays: bool) -> None:
+    run = resumed(ORDERS_ONLY, fail_on_data_loss=False)
+    run.assignments, run.ends = {0: (ORDERS,)}, {ORDERS: 200}
+    del run.ids["payments"]
+    if replays:
+        run.call(ev.BatchStarted(offset=PAST))
+    following = run.batch()
+    assert following.ranges == {ORDERS: (150, 200)}
+    assert run.subscribed() == {("orders",)}
+    assert sum("topic payments does not exist any more" in text for text in run.warned()) == 1
+    if not replays:
+        assert not following.uncommitted
+        assert resumed(ORDERS_ONLY, past=following).batch().seq == 8, "the next run does not miss it again"
+
+
+def test_topic_that_the_pattern_does_not_match_any_more_is_not_missed() -> None:
+    assert resumed(ORDERS_ONLY, topic_pattern="orders").batch() == PAST
