@@ -154,8 +154,9 @@ class CommitFailed(GroupError):
 
     retriable = True
     remedy = (
-        "No action is needed for a query. After a failed reset, compare the committed offsets with `spark-group "
-        "describe --bootstrap-servers HOST:PORT --group GROUP`, then repeat the reset."
+        "No action is needed for a query that runs. If it cannot start, correct what the message names. After a failed "
+        "reset, compare the committed offsets with `spark-group describe --bootstrap-servers HOST:PORT --group GROUP`, "
+        "then repeat the reset."
     )
 
 

@@ -6,12 +6,13 @@ from it.
 """
 
 from spark_group_source import command_line
-from spark_group_source.errors import RebalanceTimeout
+from spark_group_source.errors import CommitFailed, GroupError, RebalanceTimeout
 from spark_group_source.model import TopicPartition
 from spark_group_source.protocol import events as ev
 from spark_group_source.protocol import identifiers
 from spark_group_source.protocol.outbox import Outbox
 from spark_group_source.protocol.partitions import Partitions
+from spark_group_source.protocol.request_schedule import CommitSchedule
 from spark_group_source.protocol.rules import Rules
 from spark_group_source.protocol.slots import Slots
 
@@ -24,8 +25,10 @@ DESCRIBE_PAUSE_MS = 100
 class GroupAssignment:
     """Compares the assignments of this run's members with the broker's description of the group."""
 
-    def __init__(self, rules: Rules, slots: Slots, partitions: Partitions, out: Outbox) -> None:
-        self._rules, self._slots, self._partitions, self._out = rules, slots, partitions, out
+    def __init__(
+        self, rules: Rules, slots: Slots, partitions: Partitions, commits: CommitSchedule, out: Outbox
+    ) -> None:
+        self._rules, self._slots, self._partitions, self._commits, self._out = rules, slots, partitions, commits, out
         self.is_settled = False
         """Whether the last comparison showed exactly the assignment that this run has."""
         self._described: ev.GroupDescribed | None = None
@@ -41,7 +44,7 @@ class GroupAssignment:
         """Keep a description until it is used; None drops the last one."""
         self._described = described
 
-    def next_step(self, since_ms: int) -> ev.Step | RebalanceTimeout:
+    def next_step(self, since_ms: int) -> ev.Step | GroupError:
         """Wait for assignments and positions since ``since_ms``, with a warning after a while; the error follows after
         the joining budget, and after one more request: in an outage it fails, and the outage has its own limit."""
         budget_ms, now_ms = self._rules.joining_budget_ms, self._out.now_ms
@@ -53,7 +56,9 @@ class GroupAssignment:
         if waited_ms >= warn_after_ms and not self._has_warned:
             self._has_warned = True
             self._out.log(
-                f"not all {len(self._slots.all)} members of this query have an assignment after "
+                f"{self._uncommitted()}; waiting up to {budget_ms / 1000:.0f} s"
+                if self._waits_for_commit
+                else f"not all {len(self._slots.all)} members of this query have an assignment after "
                 f"{waited_ms / 1000:.0f} s; waiting up to {budget_ms / 1000:.0f} s. Another member of the group may be "
                 "in a long batch. If the query loads this group twice, the two loads wait for each other: give each "
                 "load() its own group",
@@ -89,9 +94,27 @@ class GroupAssignment:
         self._held_elsewhere = sorted(given - held)
         return described.state == "stable" and slots == set(members.values()) and given == held
 
-    def timeout(self, done: str, waited_ms: int) -> RebalanceTimeout:
+    @property
+    def _waits_for_commit(self) -> bool:
+        """Whether all members have an assignment, and only the commit of foreign positions is missing."""
+        return self._slots.all_assigned and self._partitions.has_claims
+
+    def _uncommitted(self) -> str:
+        return (
+            "offsets that another consumer or a tool committed are not committed by this query yet, which it has to do "
+            f"before it reads from there (the last answer: {self._commits.last_failure or 'none'})"
+        )
+
+    def timeout(self, done: str, waited_ms: int) -> GroupError:
         """The error of a run that has waited too long; ``done``: what the group has not done, as a past participle."""
         rules, elsewhere = self._rules, self._held_elsewhere
+        if self._waits_for_commit:
+            return CommitFailed(
+                f"group {rules.group!r}: {self._uncommitted()}. The query has waited for {waited_ms / 1000:.0f} s and "
+                "cannot continue. Correct what the answer names, then restart the query",
+                group=rules.group,
+                waited_ms=waited_ms,
+            )
         states = ", ".join(sorted({slot.state.value for slot in self._slots.all}))
         other_driver = (
             f"Members with this stream's client ids that do not belong to this run have {len(elsewhere)} "

@@ -167,6 +167,8 @@ class CommitSchedule:
         """Commits that failed in a row."""
         self._durable_at_ms: int | None = None
         """When the last batch became durable; None once all its offsets are committed."""
+        self.last_failure = ""
+        """Kafka's last answer about offsets that are not committed; empty if the last commit had all of them."""
         self._absent: dict[int, _AbsentSlot] = {}
 
     @property
@@ -213,6 +215,7 @@ class CommitSchedule:
         """
         for slot in self._committing_slots() - left_out.keys():
             self.slot_is_back(slot)
+        self.last_failure = next(iter(left_out.values()), "")
         for slot, reason in left_out.items():
             self._leave_out(slot, reason, now_ms)
         self._state, self._failures = Idle(), 0
@@ -221,13 +224,15 @@ class CommitSchedule:
         took_ms, self._durable_at_ms = now_ms - self._durable_at_ms, None
         return took_ms
 
-    def failed(self, now_ms: int) -> None:
+    def failed(self, now_ms: int, reason: str) -> None:
         """The commit failed, and the next attempt may succeed."""
+        self.last_failure = reason
         self._state = Backoff(until_ms=now_ms + pause_ms(self._failures))
         self._failures += 1
 
     def was_stale(self, now_ms: int, reason: str) -> None:
         """Nothing was committed: every member is in another generation than when it was ordered, or in none."""
+        self.last_failure = reason
         for slot in self._committing_slots():
             self._leave_out(slot, reason, now_ms)
         self._state = Idle()

@@ -17,9 +17,9 @@ from typing import assert_never
 
 from spark_group_source.errors import (
     BrokerUnavailable,
+    GroupError,
     InvariantBroken,
     OptionError,
-    RebalanceTimeout,
     SourceError,
     TopicMissing,
 )
@@ -98,8 +98,8 @@ class Run:
         )
         self.placement = Placement(rules, self.slots, self.counts, self._out, self._is_fully_committed)
         self.lookups = PositionLookups(rules, self.partitions, self.counts, self._out)
-        self._assignment = GroupAssignment(rules, self.slots, self.partitions, self._out)
         self._commits = CommitSchedule()
+        self._assignment = GroupAssignment(rules, self.slots, self.partitions, self._commits, self._out)
         self._skips = Skips()
         self._renew_at_ms: int | None = None
         """When old committed offsets are searched for and renewed; None until the run has started."""
@@ -579,7 +579,7 @@ class Run:
             self._commits.was_stale(self._now_ms, event.reason)
             self._warn_of_absent_slots()
             return
-        self._commits.failed(self._now_ms)
+        self._commits.failed(self._now_ms, event.reason)
         self.counts.commits_failed += 1
         self._out.log(
             f"offset commit failed ({event.reason}); no rows are lost, the next commit includes these offsets",
@@ -757,7 +757,7 @@ class Run:
     def _wait_for_the_group(self, since_ms: int) -> ev.Step | None:
         """Wait for assignments and positions, with a warning after a while and an error after the joining budget."""
         step = self._assignment.next_step(self._waits_from_ms(since_ms))
-        if isinstance(step, RebalanceTimeout):
+        if isinstance(step, GroupError):
             self._fail(step)
             return None
         return step

@@ -7,7 +7,14 @@ import pytest
 from kit.harness import GROUP, JOINING_BUDGET_MS, STREAM, only, tps
 from kit.run_harness import ANSWER_MS, RunHarness
 
-from spark_group_source.errors import BrokerUnavailable, Fenced, InvariantBroken, OptionError, RebalanceTimeout
+from spark_group_source.errors import (
+    BrokerUnavailable,
+    CommitFailed,
+    Fenced,
+    InvariantBroken,
+    OptionError,
+    RebalanceTimeout,
+)
 from spark_group_source.model import LATEST
 from spark_group_source.options.starting import StartingPosition
 from spark_group_source.protocol import events as ev
@@ -121,6 +128,23 @@ def test_missing_assignment_is_logged_and_fails_the_run_after_its_budget() -> No
     assert "Join(slot=0" in str(failure.value)
     (warning,) = run.warned()
     assert "not all 1 members of this query have an assignment after 10 s; waiting up to 75 s" in warning
+
+
+@pytest.mark.parametrize("reason", ["GROUP_MAX_SIZE_REACHED", ""])
+def test_offsets_that_cannot_be_claimed_fail_the_run_after_its_budget_with_the_last_answer(reason: str) -> None:
+    run = RunHarness()
+    run.committed = {A: ev.Committed(offset=20)}
+    run.silent = {ev.CommitOffsets}
+    run.later(ev.Tick(), ms=ASSIGNMENT_WARNING_MS + 1)
+    if reason:
+        run.later(ev.OffsetCommitFailed(reason=reason), ms=1_000)
+    with pytest.raises(CommitFailed) as failure:
+        run.latest()
+    assert waited_ms(run) == JOINING_BUDGET_MS
+    for text in str(failure.value), run.warned()[-1]:
+        assert "offsets that another consumer or a tool committed are not committed by this query yet" in text
+        assert f"(the last answer: {reason or 'none'})" in text
+        assert "assign" not in text
 
 
 def test_starting_offsets_of_unknown_partitions_fail_before_members_join() -> None:
