@@ -24,6 +24,10 @@ from spark_group_source.protocol.statistics import Statistics
 IN_READER = ""
 """In place of an agent's id: the member lives in the stream reader."""
 
+STEADY_MS = 10_000
+"""How long a member must be in the group after its first assignment before its slot counts as recovered from earlier
+failures. By then it has polled and sent heartbeats several times."""
+
 WITHOUT_PARTITIONS = frozenset({SlotState.CLOSED, SlotState.CHECKING, SlotState.MOVING})
 
 
@@ -55,9 +59,11 @@ class Slot:
     is_fenced: bool = False
     """In CHECKING: whether the broker reported that another client has its instance id; else that is only possible."""
     failing_since_ms: int | None = None
-    """Since when it has failed to join; None if it has not."""
+    """Since when its members have failed to join or to stay in the group; None if they have not."""
     failures: int = 0
-    """How often it failed since then."""
+    """How often they failed since then."""
+    assigned_since_ms: int | None = None
+    """When its present member got its first assignment; None before that."""
     topics: tuple[str, ...] = ()
     """The topics that its member subscribes to."""
     agent: str = IN_READER
@@ -183,8 +189,7 @@ class Slots:
             case ev.MemberFenced():
                 self._lose(slot, tuple(slot.partitions), event.reason)
                 self._move(slot, ev.MemberFenced)
-                if slot.failing_since_ms is None:
-                    slot.failing_since_ms = self._out.now_ms
+                self._begin_failing(slot)
                 slot.is_fenced = event.confirmed
                 self._out.log(
                     f"another client {'has' if event.confirmed else 'may have'} the instance id of slot {slot.number} "
@@ -444,6 +449,7 @@ class Slots:
             slot.topics = self._former_topics if self._is_rejoining(slot) else self._topics
         slot.closing_on = IN_READER
         slot.outdated.clear()
+        self._end_membership(slot)
         slot.client += 1
         self._resubscribed_in.pop(slot.number, None)
         self._move(slot, ev.Join)
@@ -475,8 +481,9 @@ class Slots:
         self._move(slot, ev.Assigned)
         slot.may_be_alive = False
         has_restarted = event.generation < slot.generation
-        slot.failing_since_ms, slot.failures, slot.generation = None, 0, event.generation
-        slot.unassigned_since_ms = None
+        slot.generation, slot.unassigned_since_ms = event.generation, None
+        if slot.assigned_since_ms is None:
+            slot.assigned_since_ms = self._out.now_ms
         slot.missing.difference_update(event.partitions)
         outdated = {tp for tp in event.partitions if self._is_outdated(tp, event.generation)}
         slot.outdated |= outdated
@@ -562,12 +569,10 @@ class Slots:
 
     def _join_later(self, slot: Slot, reason: str) -> SourceError | None:
         """Join again after a pause. Returns the error that the run fails with if the budget is used up."""
-        if slot.failing_since_ms is None:
-            slot.failing_since_ms = self._out.now_ms
-        waited_ms = self._out.now_ms - slot.failing_since_ms
+        waited_ms = self._out.now_ms - self._begin_failing(slot)
         if waited_ms >= self._rules.joining_budget_ms:
             return RebalanceTimeout(
-                f"slot {slot.number} could not join group {self._rules.group!r} for {waited_ms} ms, in "
+                f"slot {slot.number} could not join group {self._rules.group!r} and stay in it for {waited_ms} ms, in "
                 f"{slot.failures + 1} attempts. The last answer: {reason}",
                 group=self._rules.group,
                 waited_ms=waited_ms,
@@ -576,6 +581,20 @@ class Slots:
         slot.failures += 1
         self._out.log(f"the member of slot {slot.number} failed ({reason}); it joins again", warn=slot.failures > 1)
         return None
+
+    def _begin_failing(self, slot: Slot) -> int:
+        """A member failed. Returns since when the slot has been failing. An assignment does not end that: a member may
+        fail after each one."""
+        self._end_membership(slot)
+        if slot.failing_since_ms is None:
+            slot.failing_since_ms = self._out.now_ms
+        return slot.failing_since_ms
+
+    def _end_membership(self, slot: Slot) -> None:
+        """The slot's member is replaced. If it was steady, the slot has recovered from the failures before it."""
+        since_ms, slot.assigned_since_ms = slot.assigned_since_ms, None
+        if since_ms is not None and self._out.now_ms - since_ms >= STEADY_MS:
+            slot.failing_since_ms, slot.failures = None, 0
 
     def _start_unassigned(self, slot: Slot) -> None:
         if slot.agent != IN_READER and slot.unassigned_since_ms is None:

@@ -1,7 +1,7 @@
 """Where slots are placed: on ready agents, moved only between batches, recalled from lost agents."""
 
 import pytest
-from kit.harness import STREAM, GroupHarness, only, tps
+from kit.harness import JOINING_BUDGET_MS, STREAM, GroupHarness, only, tps
 from kit.run_harness import RunHarness
 
 from spark_group_source.model import TopicPartition
@@ -483,3 +483,15 @@ def test_group_settles_by_slots_whatever_client_ids_the_broker_reports() -> None
     """A classic broker still reports the client id of the member that had the instance id before."""
     assert slot_of("s", "spark-group-s-3") == slot_of("s", "spark-group-s-at-exec-1-3") == 3
     assert slot_of("s", "spark-group-t-3") is slot_of("s", "spark-group-s-x") is slot_of("s", "other") is None
+
+
+def test_slot_has_recovered_from_failures_if_its_member_was_steady_when_its_agent_ended() -> None:
+    g = ready((A,))
+    begun(g)
+    back(g, A)
+    g.failed()
+    g.tick(ms=100)
+    g.settled(A)
+    g.send_heartbeats(2 * JOINING_BUDGET_MS)
+    assert only(ev.Join, g.feed(ev.AgentEnded(agent="h1", reason="killed")))
+    assert only(ev.Fail, g.failed()) == []

@@ -13,7 +13,7 @@ from spark_group_source.protocol import group_record
 from spark_group_source.protocol.data_loss import GRACE_MS
 from spark_group_source.protocol.offsets import StreamOffset
 from spark_group_source.protocol.rules import Rules
-from spark_group_source.protocol.slots import Revocation, Slot, Slots
+from spark_group_source.protocol.slots import STEADY_MS, Revocation, Slot, Slots
 from spark_group_source.protocol.states import SlotState
 
 A, B, C, D = tps("orders", 0, 1, 2, 3)
@@ -136,12 +136,35 @@ def test_joining_budget_is_used_up_to_its_end(group: GroupHarness) -> None:
     assert len(only(ev.Fail, group.failed())) == 1
 
 
-def test_assignment_restarts_the_joining_budget(group: GroupHarness) -> None:
-    group.failed()
-    group.tick(ms=100)
+def fenced_by_an_older_process(group: GroupHarness) -> Commands:
+    return group.fenced() + group.feed(ev.NotReplaced(slot=0))
+
+
+@pytest.mark.parametrize("fail", [GroupHarness.failed, fenced_by_an_older_process])
+def test_slot_whose_member_fails_after_each_assignment_fails_the_run_after_the_joining_budget(
+    group: GroupHarness, fail: Callable[[GroupHarness], Commands]
+) -> None:
+    fails: list[ev.Fail] = []
+    while not fails and group.clock() < 2 * JOINING_BUDGET_MS:
+        group.assigned(A)
+        group.tick(ms=STEADY_MS - 1)
+        fails = only(ev.Fail, fail(group))
+        group.tick(ms=5_000)
+    assert JOINING_BUDGET_MS <= group.clock() <= JOINING_BUDGET_MS + 2 * (STEADY_MS + 5_000)
+    assert "could not join group 'etl' and stay in it" in str(fails[0].error)
+
+
+@pytest.mark.parametrize("fail", [GroupHarness.failed, fenced_by_an_older_process])
+def test_steady_member_restarts_the_joining_budget(
+    group: GroupHarness, fail: Callable[[GroupHarness], Commands]
+) -> None:
+    fail(group)
+    group.tick(ms=JOINING_BUDGET_MS - 2)
     group.settled(A)
-    group.clock.advance(ms=JOINING_BUDGET_MS)
-    assert only(ev.Fail, group.failed()) == []
+    group.tick(ms=1)
+    group.assigned(B, generation=2)  # the member is the same
+    group.tick(ms=STEADY_MS - 1)
+    assert only(ev.Fail, fail(group)) == []
     assert group.tick(ms=100) == [group.join(client=3)]
 
 
