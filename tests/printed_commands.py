@@ -121,6 +121,7 @@ TESTED: dict[str, tuple[int, str]] = {
     "kafka/group_admin.py: GroupAdmin.move_committed": (1, BROKER),
     "local/background.py: start": (1, f"{LOCAL}::test_background_broker_is_started_shown_and_stopped"),
     "protocol/offsets.py: parse": (1, f"{HERE}test_the_checkpoint_of_another_source_names_a_command_with_help"),
+    "protocol/data_loss.py: DataLossDetector._log_is_short": (1, BROKER),
     "protocol/group_assignment.py: GroupAssignment.timeout": (1, BROKER),
     "reader/broker_checks.py: unreadable_record": (1, BROKER),
     # installations and conversions

@@ -43,6 +43,7 @@ from spark_group_source.model import OffsetRange, TopicPartition
 from spark_group_source.options.java import translate
 from spark_group_source.options.table import Options
 from spark_group_source.protocol import events as ev
+from spark_group_source.protocol.data_loss import GRACE_MS
 from spark_group_source.protocol.offsets import parse
 from spark_group_source.protocol.statistics import Statistics
 from spark_group_source.reader import records
@@ -139,6 +140,19 @@ def unreadable_record(scene: Scene, _: str) -> str:
     return error(lambda: list(read(settings, [OffsetRange(TopicPartition(topic, 0), 0, 1)])))
 
 
+def log_shorter_than_the_position(scene: Scene, topic: str) -> str:
+    tp = TopicPartition(topic, 0)
+    run = RunHarness(topics={topic: 1}, group=scene.group, connection=connection(scene))
+    run.committed, run.ends = {tp: ev.Committed(offset=5)}, {tp: 2}
+
+    def read() -> None:
+        for _ in range(3):
+            run.batch()
+            run.pass_time(GRACE_MS)
+
+    return error(read)
+
+
 MESSAGES: dict[str, tuple[Callable[[Scene, str], str], list[str]]] = {
     "rebalance timeout": (rebalance_timeout, ["describe"]),
     "commit not confirmed": (unconfirmed_commit, ["describe"]),
@@ -148,6 +162,7 @@ MESSAGES: dict[str, tuple[Callable[[Scene, str], str], list[str]]] = {
     "export of an active group": (export_of_an_active_group, ["drain"]),
     "checkpoint of a kafka-group query": (migration_of_a_kafka_group_checkpoint, ["reset"]),
     "unreadable record": (unreadable_record, ["reset"]),
+    "log shorter than the position": (log_shorter_than_the_position, ["reset"]),
 }
 """The messages with commands for a group or its brokers: how to provoke one, and the names of its commands."""
 
@@ -178,6 +193,8 @@ def test_a_command_runs_as_printed(message: str, scene: Scene, monkeypatch: pyte
         run.close()
     if message == "checkpoint of a kafka-group query":
         assert scene.committed() == {TopicPartition(topic, 0): 3}
+    if message == "log shorter than the position":
+        assert scene.committed() == {TopicPartition(topic, 0): 2}
     if message == "unreadable record":
         (skipped,) = scene.committed().keys() - {TopicPartition(topic, 0)}
         assert scene.committed()[skipped] == 1

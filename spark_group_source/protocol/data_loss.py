@@ -12,10 +12,13 @@ counts when it is repeated after :data:`GRACE_MS`. A topic is requested for that
 is assigned any more: a group revokes the partitions of a deleted topic.
 """
 
+import json
 from collections.abc import Callable, Container, Generator, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
+from spark_group_source import command_line
+from spark_group_source.command_line import Connection
 from spark_group_source.error_codes import Suspicions
 from spark_group_source.errors import DataLoss, GroupError, TopicMissing
 from spark_group_source.model import TopicPartition
@@ -42,10 +45,13 @@ class DataLossDetector:
 
     Args:
         fail_on_data_loss: whether lost records and missing topics are errors, or warnings.
+        group, connection: the consumer group and its brokers, for the commands in errors.
     """
 
-    def __init__(self, *, fail_on_data_loss: bool) -> None:
-        self._fail = fail_on_data_loss
+    def __init__(
+        self, *, fail_on_data_loss: bool, group: str = "GROUP", connection: Connection = command_line.UNKNOWN
+    ) -> None:
+        self._fail, self._group, self._connection = fail_on_data_loss, group, connection
         self.topic_ids: dict[str, str] = {}
         """The id of each topic, as last confirmed; without topics whose brokers have no ids (before 2.8)."""
         self.reset_number = 0
@@ -344,11 +350,24 @@ class DataLossDetector:
             if end >= at or tp in self._moved or tp in self._maybe_truncated or tp in self._earlier:
                 self._short.clear(tp)
                 self._warned.discard(tp)
-            elif tp in answer.log_ends and self._short.report(tp, self._now_ms):
-                text = f"{tp} ends at {end}, before the position {at}: its last records are lost"
-                if tp not in self._warned:  # its end changes with every record
-                    self._warned.add(tp)
-                    self._lost(tp, text, available=end)
+            elif tp in answer.log_ends and self._short.report(tp, self._now_ms) and tp not in self._warned:
+                self._warned.add(tp)  # once: its end changes with every record
+                self._log_is_short(tp, at, end)
+
+    def _log_is_short(self, tp: TopicPartition, at: int, end: int) -> None:
+        text = (
+            f"{tp} ends at {end}, before the position {at}: its last records are lost, and new records below {at} are "
+            "skipped"
+        )
+        offsets = json.dumps({tp.topic: {str(tp.partition): end}})
+        words = ("--to-offsets", offsets, "--execute")
+        command = command_line.spark_group("reset", self._connection, self._group, *words)
+        remedy = (
+            f"To read from {end} on and skip no new record, stop the query, run {command_line.in_sentence(command)}, "
+            "with --table TABLE if DeltaSink writes the table, and start the query with the same checkpoint. "
+            f"failOnDataLoss=false continues at {at} when the log has grown to it"
+        )
+        self._lost(tp, text, available=end, remedy=remedy)
 
     # --- results ----------------------------------------------------------------------------------------------------
 
@@ -364,21 +383,22 @@ class DataLossDetector:
             self._warned.add(text)
             self.warnings.append(f"{text}; the query continues without it")
 
-    def _lost(self, tp: TopicPartition, text: str, *, available: int) -> None:
+    def _lost(self, tp: TopicPartition, text: str, *, available: int, remedy: str = "") -> None:
         if not self._fail:
             self.warnings.append(f"data loss: {text}")
             return
-        self.error = self.error or data_loss(tp, text, expected=self._positions[tp], available=available)
+        error = data_loss(tp, text, expected=self._positions[tp], available=available, remedy=remedy)
+        self.error = self.error or error
 
 
 def _without(topics: Container[str], offsets: Offsets) -> Offsets:
     return {tp: at for tp, at in offsets.items() if tp.topic not in topics}
 
 
-def data_loss(tp: TopicPartition, text: str, *, expected: int, available: int) -> DataLoss:
+def data_loss(tp: TopicPartition, text: str, *, expected: int, available: int, remedy: str = "") -> DataLoss:
     """The error of a run with ``failOnDataLoss``, whether a lookup or a check before a batch finds the loss."""
     return DataLoss(
-        f"{text}. Set failOnDataLoss=false to continue with the records that are left",
+        f"{text}. {remedy or 'Set failOnDataLoss=false to continue with the records that are left'}",
         topic=tp.topic,
         partition=tp.partition,
         expected=expected,

@@ -85,7 +85,9 @@ class Run:
         self.partitions = Partitions(self.counts)
         self.planner = Planner(rules)
         self.outage = Outage()
-        self.data_loss = DataLossDetector(fail_on_data_loss=rules.fail_on_data_loss)
+        self.data_loss = DataLossDetector(
+            fail_on_data_loss=rules.fail_on_data_loss, group=rules.group, connection=rules.connection
+        )
         self._out = Outbox()
         self.slots = Slots(
             rules,

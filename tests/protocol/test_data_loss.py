@@ -354,7 +354,10 @@ def test_short_log_is_data_loss_after_the_grace_period() -> None:
     brokers.check({A: 100}, after_ms=1)
     error = brokers.error()
     assert isinstance(error, DataLoss)
-    assert "orders-0 ends at 80, before the position 100: its last records are lost" in str(error)
+    assert "orders-0 ends at 80, before the position 100: its last records are lost, and new records below" in str(
+        error
+    )
+    assert """--group GROUP --to-offsets '{"orders": {"0": 80}}' --execute`""" in str(error)
     assert error.fields == {"topic": "orders", "partition": 0, "expected": 100, "available": 80}
 
 
@@ -371,7 +374,10 @@ def test_short_log_is_one_warning_without_failOnDataLoss() -> None:
     brokers = Brokers(fail=False)
     brokers.shrink(A, 80)
     said = [text for _ in range(5) for text in brokers.check({A: 100}, after_ms=GRACE_MS)]
-    assert said == ["data loss: orders-0 ends at 80, before the position 100: its last records are lost"]
+    text = (
+        "orders-0 ends at 80, before the position 100: its last records are lost, and new records below 100 are skipped"
+    )
+    assert said == [f"data loss: {text}"]
     assert not brokers.detector.has_suspicions
 
 
