@@ -163,7 +163,7 @@ class Member(SlotMember):
         self._topics = join.topics
         self._assigned = False  # whether an assignment was reported since the last time all partitions were revoked
         self._stall_ms_max = STALL_SHARE * setting_ms(self._settings, "session.timeout.ms", SESSION_TIMEOUT_MS)
-        self._last_ran_ms = 0  # when the thread last ran
+        self._last_ran_ms = 0  # when the thread last ran, by the clock that counts while the machine is suspended
         self._thread: Thread | None = None
 
     def start(self) -> None:
@@ -257,7 +257,7 @@ class Member(SlotMember):
             on_identity=self._on_identity,
         )
         subscribed: tuple[str, ...] = ()
-        self._last_ran_ms = self._environment.now_ms()
+        self._last_ran_ms = self._environment.boot_ms()
         while self._leaving is None:
             if (error := self._check_stall()) is not None:
                 raise error
@@ -377,7 +377,7 @@ class Member(SlotMember):
         A member without partitions, or one that holds a revocation, gets no callback when its session expires: the
         library rejoins by itself, with an instance id that may belong to another process by now.
         """
-        since_ms, self._last_ran_ms = self._last_ran_ms, self._environment.now_ms()
+        since_ms, self._last_ran_ms = self._last_ran_ms, self._environment.boot_ms()
         stall_ms = self._last_ran_ms - since_ms
         return self._uncertain(f"did not run for {stall_ms} ms") if stall_ms > self._stall_ms_max else None
 

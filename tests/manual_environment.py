@@ -60,6 +60,7 @@ class ManualEnvironment(Environment):
     def __init__(self) -> None:
         super().__init__()
         self.clock_ms = 1_000
+        self.suspended_ms = 0  # how long the machine was suspended
         self.script: deque[Callable[[], object]] = deque()
         self.spawned: list[tuple[str, Callable[[], None]]] = []
         self.consumers: list[ManualConsumer] = []
@@ -96,6 +97,9 @@ class ManualEnvironment(Environment):
 
     def now_ms(self) -> int:
         return self.clock_ms
+
+    def boot_ms(self) -> int:
+        return self.clock_ms + self.suspended_ms
 
     def wall_ms(self) -> int:
         return WALL_MS

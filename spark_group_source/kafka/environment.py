@@ -54,6 +54,9 @@ class Thread(Protocol):
         """Whether it runs; False also if it could not be started."""
 
 
+_BOOT_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
+
+
 class Environment:
     """The real environment. Any thread may call its methods."""
 
@@ -65,6 +68,12 @@ class Environment:
     def now_ms(self) -> int:
         """Return monotonic time in ms; its zero is arbitrary."""
         return time.monotonic_ns() // 1_000_000
+
+    def boot_ms(self) -> int:
+        """Return monotonic time in ms that also counts while this machine is suspended, where the platform has that
+        clock: to find out that a process did not run. :meth:`now_ms` stops on Linux while the machine is suspended, and
+        so do all bounds of waits."""
+        return time.clock_gettime_ns(_BOOT_CLOCK) // 1_000_000
 
     def wall_ms(self) -> int:
         """Return this host's wall-clock time in ms since the epoch: for stored timestamps, never for durations."""

@@ -3,6 +3,7 @@
 import logging
 import os
 import threading
+import time
 from typing import NoReturn
 
 import pytest
@@ -49,6 +50,12 @@ def test_a_process_detects_the_end_of_its_parent(monkeypatch: pytest.MonkeyPatch
     assert not environment.is_orphaned()
     monkeypatch.setattr(os, "getppid", lambda: 1)
     assert Environment().is_orphaned() is False and environment.is_orphaned()
+
+
+@pytest.mark.skipif(not hasattr(time, "CLOCK_BOOTTIME"), reason="the platform has no such clock")
+def test_the_time_of_a_suspended_machine_counts_since_its_boot(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "clock_gettime_ns", {time.CLOCK_BOOTTIME: 7_000_000, time.CLOCK_MONOTONIC: 0}.get)
+    assert Environment().boot_ms() == 7
 
 
 @pytest.mark.parametrize("tripped", [False, True])

@@ -36,6 +36,9 @@ class SimulatedEnvironment(Environment):
     def now_ms(self) -> int:
         return self._world.now_ms
 
+    def boot_ms(self) -> int:
+        return self._world.now_ms
+
     def wall_ms(self) -> int:
         return self._world.now_ms
 

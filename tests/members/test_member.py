@@ -167,6 +167,16 @@ def test_G6_a_stalled_member_does_not_poll_again(scene: Scene, settings: dict[st
     assert (scene.doubts(), scene.kinds()) == ([False], ["Assigned", "MemberFenced"])
 
 
+def test_G6_a_member_of_a_machine_that_was_suspended_does_not_poll_again(scene: Scene) -> None:
+    """The monotonic clock of Linux stops meanwhile; the member's session does not."""
+
+    def suspend() -> None:
+        scene.environment.suspended_ms += SESSION_MS
+
+    scene.run(scene.assign, suspend)
+    assert (scene.doubts(), scene.kinds()) == ([False], ["Assigned", "MemberFenced"])
+
+
 def test_a_stall_between_two_polls_is_detected(scene: Scene) -> None:
 
     def report(event: ev.Event) -> None:
