@@ -634,8 +634,8 @@ MUTANTS = [
 ]
 
 FOUND_BY: dict[str, tuple[str, int]] = {
-    "takes-no-epoch-from-a-commit": ("eager", 197),
-    "believes-another-streams-check": ("cooperative", 50_632),
+    "takes-no-epoch-from-a-commit": ("eager", 779),
+    "believes-another-streams-check": ("eager", 50_632),
     "believes-foreign-epochs": ("cooperative", 1),
     "reads-over-a-truncation": ("consumer", 394),
     "forgets-how-far-it-was-read": ("consumer", 55_792),
