@@ -405,20 +405,28 @@ class Partitions:
     def uncommitted(self) -> dict[TopicPartition, int]:
         """Positions that may not be committed, of partitions that are assigned or were."""
         due = {tp: at.offset for tp, at in self._due.items()}
-        if not self._unknown_count and not self._unassigned:
-            return due
-        unknown = ((tp, uncommitted_offset(each.memory)) for tp, each in self._unknown())
-        return due | {tp: offset for tp, offset in unknown if offset is not None}
+        return due | {tp: memory.reached for tp, memory in self._uncommitted_memories()}
 
     def behind(self) -> dict[TopicPartition, int]:
         """Of uncommitted positions: how many offsets before them batches of this stream read that Kafka may lack."""
         found = {tp: at.uncommitted for tp, at in self._due.items()}
         found |= {
             tp: memory.reached - memory.position.offset + memory.position.uncommitted
-            for tp, each in self._unknown()
-            if isinstance(memory := each.memory, Memory) and uncommitted_offset(memory) is not None
+            for tp, memory in self._uncommitted_memories()
         }
         return {tp: count for tp, count in found.items() if count}
+
+    def _uncommitted_memories(self) -> Iterator[tuple[TopicPartition, Memory]]:
+        """What is remembered of partitions whose positions are not known, and of those whose positions are foreign
+        commits inside what is durable: the next run may find another one there."""
+        if self._unknown_count or self._unassigned:
+            for tp, each in self._unknown():
+                if isinstance(memory := each.memory, Memory) and uncommitted_offset(memory) is not None:
+                    yield tp, memory
+        if self.has_claims:
+            for tp in self._due:
+                if isinstance(known := self.ours[tp], Known) and known.is_foreign and known.durable is not None:
+                    yield tp, known.durable
 
     def last_batches(self, tps: Iterable[TopicPartition]) -> dict[TopicPartition, tuple[int, int]]:
         """Of those that this run never had: the last batch that read them, and where it started (:func:`is_older`)."""

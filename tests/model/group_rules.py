@@ -35,6 +35,16 @@ class Remembered:
     began: int | None
     followed: bool = False
 
+    @property
+    def position(self) -> int:
+        assert self.memory is not None
+        return self.memory[0]
+
+    @property
+    def reached(self) -> int:
+        """The durable end."""
+        return self.position if self.pending is None else after(self.position, self.pending)
+
 
 @dataclass
 class Model:
@@ -204,7 +214,9 @@ class Model:
     def uncommitted(self) -> Offsets:
         """Positions that may not be committed, of assigned and other partitions."""
         others = {tp: at for tp in ALL if tp not in self.position and (at := self.reached(tp)) is not None}
-        return self.due() | {tp: at for tp, at in others.items() if self.committed.get(tp) != at}
+        due = self.due()
+        due |= {tp: self.durable[tp].reached for tp in due if tp in self.foreign and tp in self.durable}
+        return due | {tp: at for tp, at in others.items() if self.committed.get(tp) != at}
 
     def plannable(self) -> Offsets:
         away = {tp for tps in self.leaving.values() for tp in tps} | self.foreign
@@ -212,6 +224,10 @@ class Model:
 
     def base(self, tp: TopicPartition) -> int:
         """From where on Kafka may lack batches of this stream."""
+        if tp in self.foreign and tp in self.durable:
+            durable = self.durable[tp]
+            known = durable.began if durable.committed is None else durable.committed
+            return self.unsure.get(tp, durable.position) if known is None else known
         remembered, _ = self.memory.get(tp, (None, -1))
         return self.committed.get(tp, self.began.get(tp, self.unsure.get(tp, remembered or 0)))
 

@@ -341,10 +341,10 @@ def test_foreign_commit_after_the_whole_host_died_counts_as_no_move_where_the_si
         assert any(f"moved orders-0 from {HAS_SINK} to {offset}" in text for text in fresh.logged())
 
 
-@pytest.mark.parametrize("restart", [False, True])
+@pytest.mark.parametrize(("lost", "restart"), [(True, False), (True, True), (False, True)])
 @pytest.mark.parametrize(("offset", "followed"), [(99, True), (HAS_KAFKA, False), (120, False), (HAS_SINK, True)])
 def test_foreign_commit_that_was_seen_before_the_partition_was_lost_again_counts_the_same(
-    fresh: GroupHarness, offset: int, followed: bool, restart: bool
+    fresh: GroupHarness, offset: int, followed: bool, lost: bool, restart: bool
 ) -> None:
     """The first time it was not committed under this stream's name: the request failed, for example."""
     fresh.resume(fresh.offset({A: (HAS_KAFKA, HAS_SINK)}, 7))
@@ -352,7 +352,8 @@ def test_foreign_commit_that_was_seen_before_the_partition_was_lost_again_counts
     fresh.committed({A: by_no_stream(offset), B: None})
     fresh.resolved({B: 0})
     fresh.feed(ev.OffsetCommitFailed(reason="timed out"))
-    fresh.lost(A)
+    if lost:
+        fresh.lost(A)
     if restart:
         batch = Planner(rules_with()).plan(fresh.run, {B: 10}, {}, lambda _: {}, first=False, unlimited=False, now_ms=0)
         assert batch is not None

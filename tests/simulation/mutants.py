@@ -250,9 +250,16 @@ MUTANTS = [
     Mutant(
         "plans-uncommitted-offsets-of-assigned-partitions-only",
         P,
-        "if not self._unknown_count and not self._unassigned:",
-        "if True:",
+        "if self._unknown_count or self._unassigned:",
+        "if False:",
         "the plan contains uncommitted positions of unassigned partitions",
+    ),
+    Mutant(
+        "plans-claims-without-what-is-durable",
+        P,
+        "if self.has_claims:",
+        "if False:",
+        "the plan contains what is durable of a partition whose foreign position is not committed yet",
     ),
     Mutant(
         "plans-without-marking-in-flight",
@@ -656,6 +663,7 @@ FOUND_BY: dict[str, tuple[str, int]] = {
     "keeps-the-plan-over-a-reset": ("eager", 41),
     "keeps-positions-over-a-reset": ("consumer", 104),
     "plans-uncommitted-offsets-of-assigned-partitions-only": ("eager", 33),
+    "plans-claims-without-what-is-durable": ("consumer", 101_439),
     "plans-without-marking-in-flight": ("cooperative", 0),
     "counts-no-duplicates": ("eager", 16),
     "ignores-the-batch-of-a-returning-partition": ("eager", 2),
