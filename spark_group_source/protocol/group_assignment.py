@@ -109,7 +109,9 @@ class GroupAssignment:
         """The error of a run that has waited too long; ``done``: what the group has not done, as a past participle."""
         rules, elsewhere = self._rules, self._held_elsewhere
         if self._waits_for_commit:
-            return CommitFailed(
+            # Without an answer, finding the positions took the time.
+            error = CommitFailed if self._commits.last_failure else RebalanceTimeout
+            return error(
                 f"group {rules.group!r}: {self._uncommitted()}. The query has waited for {waited_ms / 1000:.0f} s and "
                 "cannot continue. Correct what the answer names, then restart the query",
                 group=rules.group,

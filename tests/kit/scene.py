@@ -249,10 +249,10 @@ class Scene:
             while_down()
         if isinstance(error, Fenced) and self.cluster.transactions_allowed:
             self._judge_fenced(run, error)
-        if isinstance(error, CommitFailed):
-            raise self._violation(f"a commit that failed ended {run.process.name}: {error}")
-        if isinstance(error, RebalanceTimeout):
+        if isinstance(error, RebalanceTimeout | CommitFailed) and "waited_ms" in error.fields:  # the joining budget
             self._judge_timeout(run, error)
+        elif isinstance(error, CommitFailed):
+            raise self._violation(f"a commit that failed ended {run.process.name}: {error}")
         query = run.query
         if isinstance(error, (DataLoss, LedgerConflict)) and not self._needs_a_person(run, error):
             raise self._violation(f"{run.process.name} needs a person, although nothing happened: {error}")
