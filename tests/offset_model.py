@@ -55,7 +55,8 @@ class OffsetModel:
     def earliest(self, tps: Collection[TopicPartition]) -> dict[TopicPartition, int]:
         return dict.fromkeys(tps, 0)
 
-    def latest(self, tps: Collection[TopicPartition]) -> dict[TopicPartition, int]:
+    def latest(self, tps: Collection[TopicPartition], *, committed: bool = True) -> dict[TopicPartition, int]:
+        del committed  # no transaction is open
         return dict.fromkeys(tps, self.end)
 
     def recreate(self, id_: str, end: int) -> None:

@@ -203,7 +203,7 @@ def group_offsets(admin: GroupAdmin, found: Progress, scope: Scope) -> dict[Topi
     offsets = {tp: at for tp, at in found.offsets.items() if in_scope(tp, scope)}
     topics = admin.require_topics({tp.topic for tp in offsets})
     every = {TopicPartition(name, p) for name, topic in topics.items() for p in range(topic.partitions)}
-    first, end = admin.earliest(every), admin.latest(every)
+    first, end = admin.earliest(every), admin.latest(every, committed=False)  # the connector reads uncommitted records
     for tp, at in sorted(offsets.items()):
         if tp not in end or at > end[tp]:
             is_now = f"ends at {end[tp]}" if tp in end else "does not exist"

@@ -278,8 +278,13 @@ def start_offsets(admin: GroupAdmin, tps: Iterable[TopicPartition], to: StartAt)
 
 
 def resolve_offsets(admin: GroupAdmin, offsets: Mapping[TopicPartition, int]) -> dict[TopicPartition, int]:
-    """Resolve an offset for each partition (-1 latest, -2 earliest); one outside the log becomes its nearest end."""
-    first, end = admin.earliest(offsets), admin.latest(offsets)
+    """Resolve an offset for each partition (-1 latest, -2 earliest); one outside the log becomes its nearest end.
+
+    Latest is the last stable offset. A named offset may be behind it: a group that reads uncommitted records has such
+    positions while a transaction is open.
+    """
+    named = {tp for tp, at in offsets.items() if at not in (EARLIEST_OFFSET, LATEST_OFFSET)}
+    first, end = admin.earliest(offsets), admin.latest(offsets.keys() - named) | admin.latest(named, committed=False)
     words = {EARLIEST_OFFSET: first, LATEST_OFFSET: end}
     return {
         tp: words[at][tp] if at in words else min(max(at, first[tp]), end[tp])

@@ -11,7 +11,8 @@ from confluent_kafka import KafkaError
 from manual_environment import A0, A1, ManualEnvironment, refusal
 
 from spark_group_source import reset
-from spark_group_source.cli.reset import plan_reset, start_offsets
+from spark_group_source.cli.migrate import Progress, group_offsets
+from spark_group_source.cli.reset import plan_reset, resolve_offsets, start_offsets
 from spark_group_source.delta.ledger_format import Ledger
 from spark_group_source.errors import OptionError
 from spark_group_source.kafka import CommittedOffset, GroupAdmin, Topic
@@ -100,6 +101,21 @@ def test_partition_deleted_during_the_request_is_left_out() -> None:
     environment.will("list_offsets", {A0: no_record, A1: there}, {A0: unknown})
     environment.will("describe_topics", {"a": gone})
     assert start_offsets(admin, [A0, A1], StartAt("time", 7)) == {A1: 5}
+
+
+def test_a_named_offset_may_be_in_an_open_transaction() -> None:
+    """Groups that read uncommitted records have such positions, and so has Spark's Kafka connector by default."""
+    ends = {False: 10, True: 5}
+    admin: Any = SimpleNamespace(
+        require_topics=lambda _: {"a": Topic("id-1", 2)},
+        earliest=lambda tps: dict.fromkeys(tps, 0),
+        latest=lambda tps, *, committed=True: dict.fromkeys(tps, ends[committed]),
+    )
+    assert resolve_offsets(admin, {A0: 10, A1: -1}) == {A0: 10, A1: 5}
+    assert resolve_offsets(admin, {A0: 11, A1: -2}) == {A0: 10, A1: 0}
+    assert group_offsets(admin, Progress(0, {A0: 10}, {A0: "0"}), {}) == {A0: 10, A1: 0}
+    with pytest.raises(OptionError, match="offset 11 of a-0, which ends at 10"):
+        group_offsets(admin, Progress(0, {A0: 11}, {A0: "0"}), {})
 
 
 @pytest.mark.parametrize(
