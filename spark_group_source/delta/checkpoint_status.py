@@ -10,7 +10,8 @@ The sink has both, so the status files exist from a run's first batch on. ``<che
 for each group of the query:
 
 - ``<group>.run.json``: the statistics of the run, with its name, which no other run has; renewed when they change;
-- ``<group>.drain.json``: a request that the run of that name drains. A request for another run is stale.
+- ``<group>.drain.json``: a request that the run of that name drains. A request for another run is stale. A drained run
+  reports the id of the request, because the status of a run that has ended remains.
 """
 
 import contextlib
@@ -20,6 +21,7 @@ import os
 import socket
 import threading
 import time
+import uuid
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import quote
@@ -152,16 +154,18 @@ class _StatusReporter:
         return next((doc for doc in run_files.read(self._group) if doc["pid"] == self._pid), None)
 
     def poll(self, doc: dict[str, Any]) -> None:
-        """Write the statistics if they changed, and forward a drain request."""
+        """Write the statistics if they changed, and forward or answer a drain request."""
         if self._is_drain_requested and not doc["drained"]:  # waits for the end of the drain
             return
         status = self._open_files()
+        request = status.read(self._group, "drain") or {}
+        is_requested = request.get("run") == self._run
+        doc = {**doc, "answered": request.get("id") if is_requested and doc["drained"] else None}
         if doc != self._reported:
             more = {"run": self._run, "host": socket.gethostname(), "now_ms": time.monotonic_ns() // 1_000_000}
             status.write(self._group, "run", {**doc, **more, "written_ms": int(time.time() * 1000)})
             self._reported = doc
-        request = status.read(self._group, "drain")
-        if request is not None and request.get("run") == self._run and not doc["drained"]:
+        if is_requested and not doc["drained"]:
             run_files.request_drain(self._pid)
             self._is_drain_requested = True
 
@@ -189,17 +193,17 @@ def drain(status: StatusFiles, group: str, *, timeout_s: float) -> int:
     """Request that the run of a checkpoint drains, and wait until it has.
 
     Raises:
-        GroupError: there is no run, or it did not drain in time.
+        GroupError: there is no run, or it did not drain in time: it may have ended, drained by an earlier request.
     """
 
-    doc = last_status(status, group)
+    doc, id_ = last_status(status, group), uuid.uuid4().hex
 
     def runs() -> dict[str, dict[str, Any]]:
         nonlocal doc
         doc = status.read(group, "run") or doc  # None: some file systems replace a file by deleting it first
-        return {doc["run"]: doc}
+        return {doc["run"]: {**doc, "drained": doc["drained"] and doc.get("answered") == id_}}
 
     def request(run: str) -> None:
-        status.write(group, "drain", {"run": run})
+        status.write(group, "drain", {"run": run, "id": id_})
 
     return run_files.drain_runs(run_files.DrainTarget(runs, request, WAITING_POLL_S), group, timeout_s=timeout_s)

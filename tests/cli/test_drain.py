@@ -42,14 +42,26 @@ class Folder:
     def _write(self, name: str, text: str) -> None:
         self.files[name] = text
         if self.then:
-            self.say(**self.then)
+            self.say(**self.then, answered=json.loads(text)["id"])
 
 
 def test_a_drain_request_names_the_run_and_waits_until_it_is_drained() -> None:
     folder = Folder()
     folder.then = {"drained": True}
     assert checkpoint_status.drain(folder.place, "etl", timeout_s=10) == 1
-    assert json.loads(folder.files[DRAIN]) == {"run": "r1"}
+    assert json.loads(folder.files[DRAIN])["run"] == "r1"
+
+
+def test_the_status_of_a_run_that_was_drained_before_is_no_answer() -> None:
+    """It remains when the run ends, and the next run has none before its first batch."""
+    folder = Folder(drained=True, answered="of yesterday")
+    with pytest.raises(GroupError, match="did not finish its batch within 0 s"):
+        checkpoint_status.drain(folder.place, "etl", timeout_s=0)
+    reporter = checkpoint_status._StatusReporter("r1", "etl", 7, lambda: folder.place)
+    for _ in range(2):
+        reporter.poll({"pid": 7, "group": "etl", "drained": True})
+    request = json.loads(folder.files[DRAIN])
+    assert checkpoint_status.last_status(folder.place, "etl")["answered"] == request["id"]
 
 
 def test_a_run_that_does_not_drain_in_time_is_reported_with_the_age_of_its_status() -> None:
