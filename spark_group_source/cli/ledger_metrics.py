@@ -27,7 +27,7 @@ class LedgerReader:
 
     def __call__(self) -> tuple[LedgerSnapshot, ...]:
         """Return the ledgers that can be read; another one has no value."""
-        return tuple(found for table in self._tables for found in table.read())
+        return tuple(found for table in self._tables for found in table.read_if_possible())
 
 
 class _Table:
@@ -42,6 +42,24 @@ class _Table:
         self._written_ms: dict[str, int] = {}
         """When each group committed last."""
         self._ledgers: dict[str, Ledger] = {}
+        self._is_failing = False
+
+    def read_if_possible(self) -> list[LedgerSnapshot]:
+        """Read the ledgers; none if the log cannot be read now, of which the begin and the end are logged."""
+        from deltalake.exceptions import DeltaError
+
+        try:
+            found = self.read()
+        except (DeltaError, OSError, ValueError) as exc:  # ValueError: another writer is writing a commit
+            if not self._is_failing:
+                reason = str(exc).partition("\n")[0]
+                log.warning("the log of table %s cannot be read; no metrics of its ledgers: %s", self._table, reason)
+            self._is_failing = True
+            return []
+        if self._is_failing:
+            log.warning("the log of table %s is read again", self._table)
+        self._is_failing = False
+        return found
 
     def read(self) -> list[LedgerSnapshot]:
         history = TableHistory(self._log)

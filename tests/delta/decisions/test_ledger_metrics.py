@@ -56,6 +56,27 @@ def test_ledgers_of_tables_are_compared_with_kafka(query: Query, table: Path) ->
     assert value(scrape_of(read, 10), "kafka_group_ledger_expires_seconds") <= 7200
 
 
+def test_a_log_that_cannot_be_read_for_a_while_has_no_values(
+    query: Query, table: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The exporter continues: its other metrics are needed most while a file system has trouble."""
+    query.run(query.sink(table), 0, offset(0, one(0, 10)))
+    read = LedgerReader([str(table)])
+    assert len(read()) == 1
+    part = table / "_delta_log" / f"{DeltaTable(table).version() + 1:020}.json"
+    part.write_text('{"commitInfo":{"opera')
+    for _ in range(2):
+        assert read() == ()
+    part.unlink()
+    assert len(read()) == 1
+    log = table / "_delta_log"
+    log.rename(table / "away")
+    log.write_text("")
+    assert read() == ()
+    begins, ends = (sum(text in line for line in caplog.messages) for text in ("cannot be read; no metrics", "again"))
+    assert (begins, ends) == (2, 1)
+
+
 def test_a_table_that_cannot_be_read_without_spark_is_refused(tmp_path: Path) -> None:
     for table in ("orders", str(tmp_path)):
         with pytest.raises(OptionError, match=f"--table {table}: there is no Delta table at a local path"):
