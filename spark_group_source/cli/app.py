@@ -62,6 +62,14 @@ EXIT_CODES = {
 class _Commands(TyperGroup):
     """Shows the message of an error instead of a traceback."""
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        for word in args:
+            try:
+                word.encode()
+            except UnicodeEncodeError:  # the client library crashes on such a name
+                raise typer.BadParameter(f"argument {word!r} is not UTF-8", ctx) from None
+        return super().parse_args(ctx, args)
+
     def invoke(self, ctx: Any) -> Any:  # Any: as in the base class, whose context class typer does not export
         try:
             return super().invoke(ctx)

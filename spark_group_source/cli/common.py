@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from spark_group_source.delta.checkpoint import CheckpointFiles
     from spark_group_source.delta.table_history import TableHistory
 
-console = Console()
+console = Console(markup=False, emoji=False)
+"""Prints names of groups and tables as they are, also such as ``etl[a]`` or ``shop:fire:1``."""
 
 
 class UsageError(OptionError):

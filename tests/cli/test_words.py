@@ -10,10 +10,11 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner
 
-from spark_group_source.cli import common
+from spark_group_source.cli import common, offsets
 from spark_group_source.cli.app import EXIT_CODES, FINAL, RETRIABLE, USAGE, app
 from spark_group_source.cli.reset import Offsets, Shift, duration_ms, parse_destination, plan_text, read_plan, scope_of
 from spark_group_source.errors import BrokerUnavailable, GroupError, OptionError, SourceError
+from spark_group_source.kafka import CommittedOffset, GroupDescription
 from spark_group_source.model import EARLIEST, StartAt, TopicPartition
 
 CLI_S = 600
@@ -259,6 +260,29 @@ def test_contradictory_options_exit_2_before_any_request(arguments: list[str], m
     assert shown.exit_code == USAGE
     assert message in shown.output
     assert len(shown.output.splitlines()) == 1
+
+
+def test_an_argument_that_is_not_utf_8_is_refused() -> None:
+    """With such a group the client library ended the process with a segmentation fault."""
+    command = [sys.executable, "-m", "spark_group_source", "describe", "--bootstrap-servers", NOBODY, "--group"]
+    done = subprocess.run([*map(str.encode, command), b"etl\xff"], capture_output=True, timeout=CLI_S, check=False)
+    assert done.returncode == USAGE
+    assert b"argument 'etl\\udcff' is not UTF-8" in done.stderr
+
+
+def test_names_are_printed_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Brackets are no markup, and ``:fire:`` is no picture."""
+    admin = SimpleNamespace(
+        describe_group=lambda _: GroupDescription("empty", "classic", "", ()),
+        committed=lambda _: {P0: CommittedOffset(5, "")},
+        delete_group=lambda _: None,
+    )
+    monkeypatch.setattr(offsets, "admin_of", lambda *_: admin)
+    for group in ("etl[a]", "etl[/x]", "shop:fire:1"):
+        shown = CliRunner().invoke(
+            app, ["delete-group", "--bootstrap-servers", NOBODY, "--group", group, "--execute"]
+        )
+        assert shown.exit_code == 0 and f"deleted group {group} with 1 committed offsets" in shown.output, shown
 
 
 def test_broker_commands_print_json(monkeypatch: pytest.MonkeyPatch) -> None:
