@@ -82,8 +82,13 @@ class GroupReport(JupyterMixin):
 
     @property
     def lag(self) -> int:
-        """Sum of the lags of all partitions with a committed offset."""
+        """Sum of the lags of all partitions with a committed offset, without those whose end is unknown."""
         return sum(row.lag or 0 for row in self.partitions)
+
+    @property
+    def unknown_ends(self) -> int:
+        """Partitions with a committed offset whose end no broker returned, as those without a leader."""
+        return sum(row.committed is not None and row.end is None for row in self.partitions)
 
     def __rich__(self) -> RenderableType:
         return group_view(self)
@@ -147,7 +152,7 @@ def read_group(
         return None
     owner = {tp: name_of(m) for m in described.members for tp in m.partitions}
     tps = sorted(committed.keys() | owner.keys() | (ledger or {}).keys()) if offsets else []
-    ends = admin.latest(tps)
+    ends = admin.latest(tps, require_all=False)
     retention_ms = _retention_ms(admin, group) if committed else None
     times = {tp: parse_note(at.metadata).at_ms for tp, at in committed.items()}
     expiry = expiries(described, times, retention_ms=retention_ms)
@@ -282,7 +287,8 @@ def heading(report: GroupReport, per_s: float | None = None) -> Text:
         f": {report.state or 'unknown'}, {report.protocol or 'no'} protocol",
         f", {report.assignor}" if report.assignor else "",
         f", {len(report.members)} members, lag ",
-        (f"{report.lag:,}", "bold green" if report.lag == 0 else "bold yellow"),
+        (f"{report.lag:,}", "bold green" if report.lag == report.unknown_ends == 0 else "bold yellow"),
+        f" without {report.unknown_ends} partitions whose end is unknown" if report.unknown_ends else "",
         "" if per_s is None else f", {per_s:,.0f} records/s",
     )
 

@@ -27,7 +27,7 @@ from spark_group_source.cli import report as reporting
 from spark_group_source.cli.app import app
 from spark_group_source.cli.group import changes, rate
 from spark_group_source.cli.report import BAR, GroupReport, PartitionRow, group_view, partitions_table, spans
-from spark_group_source.kafka import GroupMember
+from spark_group_source.kafka import CommittedOffset, GroupDescription, GroupMember
 from spark_group_source.model import TopicPartition
 
 WATCH_S = 300
@@ -111,6 +111,19 @@ def test_watch_waits_for_a_group_that_does_not_exist_yet(monkeypatch: pytest.Mon
     monkeypatch.setattr(reporting, "read_group", lambda *_, **__: None)
     once = CliRunner().invoke(app, [*watching, "--once"])
     assert once.exit_code == 1 and "group 'g' does not exist" in once.output
+
+
+def test_partition_without_a_leader_hides_no_other() -> None:
+    there, leaderless = (TopicPartition("t", p) for p in range(2))
+    admin: Any = SimpleNamespace(
+        describe_group=lambda _: GroupDescription("empty", "classic", "", ()),
+        committed=lambda _: dict.fromkeys((there, leaderless), CommittedOffset(5, "")),
+        latest=lambda _, *, require_all: {there: 5} if not require_all else 1 / 0,
+        retention_ms=lambda _: None,
+    )
+    look = reporting.describe(admin, "g-of-nobody")
+    assert [(row.end, row.lag) for row in look.partitions] == [(5, 0), (None, None)]
+    assert "lag 0 without 1 partitions whose end is unknown" in shown(look)
 
 
 def test_tables_fit_80_columns() -> None:
