@@ -14,6 +14,7 @@ from spark_group_source.cli.report import GroupReport
 from spark_group_source.cli.reset import Destination, GroupReset, Offsets
 from spark_group_source.errors import OptionError
 from spark_group_source.model import EARLIEST, LATEST, StartAt, TopicPartition
+from spark_group_source.options.starting import EARLIEST_OFFSET
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -90,7 +91,11 @@ def reset(
 
 def _destination(to: Any) -> Destination:
     if isinstance(to, Mapping):
-        return Offsets({TopicPartition(topic, int(p)): at for topic, each in to.items() for p, at in each.items()})
+        offsets = {TopicPartition(topic, int(p)): at for topic, each in to.items() for p, at in each.items()}
+        for tp, at in offsets.items():
+            if not isinstance(at, int) or at < EARLIEST_OFFSET:  # -1001 is the client library's "no offset"
+                raise OptionError(f"to has {at!r} for {tp}; it must be an offset, or -1 for latest, or -2 for earliest")
+        return Offsets(offsets)
     if isinstance(to, datetime):
         if to.tzinfo is None:
             raise OptionError(f"to={to!r} has no time zone; add one, such as datetime.UTC")

@@ -45,7 +45,7 @@ from spark_group_source.delta.ledger_format import Ledger, LedgerDamaged
 from spark_group_source.errors import GroupError, OptionError
 from spark_group_source.kafka import CommittedOffset, GroupAdmin, Topic
 from spark_group_source.model import EARLIEST, LATEST, StartAt, TopicPartition
-from spark_group_source.options.starting import EARLIEST_OFFSET, LATEST_OFFSET, parse_offsets
+from spark_group_source.options.starting import EARLIEST_OFFSET, LATEST_OFFSET, PARTITION_MAX, parse_offsets
 from spark_group_source.protocol import identifiers
 
 if TYPE_CHECKING:
@@ -720,7 +720,8 @@ def read_plan(path: Path, group: str) -> dict[TopicPartition, int]:
             continue
         whose, *rest = row if len(row) == 4 else (group, *row)
         numbers = [cell.strip() for cell in rest[1:]]
-        if len(rest) != 3 or not all(cell.isdecimal() for cell in numbers):
+        are_numbers = all(cell.isdecimal() for cell in numbers)
+        if len(rest) != 3 or not are_numbers or int(numbers[0]) > PARTITION_MAX:
             raise OptionError(
                 f"{path}, line {number}: {','.join(row)!r} is not topic,partition,offset, as "
                 "kafka-consumer-groups --export writes it"

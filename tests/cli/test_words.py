@@ -148,7 +148,9 @@ def test_plan_file_with_several_groups_is_filtered(tmp_path: Path) -> None:
         read_plan(path, "third")
 
 
-@pytest.mark.parametrize("line", ["topic,partition,offset", "orders,0", "orders,0,-1", "orders,0,5,6,7", "orders 0 5"])
+@pytest.mark.parametrize(
+    "line", ["topic,partition,offset", "orders,0", "orders,0,-1", "orders,0,5,6,7", "orders 0 5", "orders,2147483648,5"]
+)
 def test_invalid_plan_line_is_named(line: str, tmp_path: Path) -> None:
     path = tmp_path / "plan.csv"
     path.write_text(f"orders,0,5\n{line}\n")
