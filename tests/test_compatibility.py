@@ -5,6 +5,7 @@ import importlib.util
 import os
 import pickle
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -190,6 +191,14 @@ def test_a_session_of_a_spark_without_a_delta_release_has_no_settings_of_delta(
     assert [record.message.partition(":")[0] for record in caplog.records] == [
         "Delta Lake has no release for the installed Spark"
     ]
+
+
+def test_options_of_the_jvm_may_contain_spaces(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Spark splits the setting as a shell does."""
+    monkeypatch.setattr(conf, "delta_settings", dict)
+    settings = local_spark_settings(tmp_path / "my files")
+    names = [word.partition("=")[0] for word in shlex.split(settings["spark.driver.extraJavaOptions"])]
+    assert names == ["-Dlog4j2.configurationFile", "-Djava.io.tmpdir"]
 
 
 def test_delta_lake_among_sparks_own_jars_is_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -121,9 +121,9 @@ def local_spark_settings(scratch: str | Path) -> dict[str, str]:
         read_conf("spark-defaults.conf")
         | delta_settings()
         | {
-            # Also the temporary directory: a killed JVM would leave files in /tmp.
+            # Also the temporary directory: a killed JVM would leave files in /tmp. Quoted, as paths may contain spaces.
             "spark.driver.extraJavaOptions": (
-                f"-Dlog4j2.configurationFile={conf_path('log4j2.properties')} -Djava.io.tmpdir={scratch}"
+                f'"-Dlog4j2.configurationFile={conf_path("log4j2.properties")}" "-Djava.io.tmpdir={scratch}"'
             ),
             "spark.sql.warehouse.dir": str(Path(scratch) / "warehouse"),
             "spark.pyspark.python": sys.executable,
