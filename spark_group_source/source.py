@@ -401,6 +401,6 @@ def _prepare_process() -> None:
     Without a handler the process would end without calling ``stop()``."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     logging.basicConfig(
-        level=os.environ.get(LOG_LEVEL_ENV, "WARNING"),
+        level=(os.environ.get(LOG_LEVEL_ENV) or "WARNING").upper(),
         format="%(asctime)s %(levelname)s %(threadName)s %(name)s: %(message)s",
     )

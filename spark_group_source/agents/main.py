@@ -136,7 +136,7 @@ def main(given: Mapping[str, Any], create: Callable[[Mapping[str, Any]], Agent] 
     _take_over_files(int(given["lock"]))
     handler = BoundedHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(threadName)s %(name)s: %(message)s"))
-    logging.basicConfig(level=os.environ.get("SPARK_GROUP_LOG_LEVEL", "INFO"), handlers=[handler])
+    logging.basicConfig(level=(os.environ.get("SPARK_GROUP_LOG_LEVEL") or "INFO").upper(), handlers=[handler])
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # meant for the application, whose end the agent detects itself
     agent = create(given)

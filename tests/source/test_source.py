@@ -1,6 +1,7 @@
 """The source without Spark: pickling, building a reader, and offsets of a checkpoint."""
 
 import json
+import logging
 import pickle
 import signal
 import socket
@@ -20,7 +21,7 @@ from spark_group_source.errors import CheckpointMismatch, OptionError, SetupErro
 from spark_group_source.model import TopicPartition
 from spark_group_source.options.table import Options
 from spark_group_source.protocol.offsets import StreamOffset
-from spark_group_source.source import KafkaGroupDataSource, PlainReader
+from spark_group_source.source import LOG_LEVEL_ENV, KafkaGroupDataSource, PlainReader, _prepare_process
 
 LOAD_S = 600
 """Time limit of a hanging process."""
@@ -174,6 +175,18 @@ def test_a_task_without_an_agent_imports_no_module_of_agents() -> None:
     loaded = set(said.stdout.split())
     assert "spark_group_source.reader.range_reader" in loaded
     assert not {name for name in loaded if ".agent" in name or ".channel" in name or ".members" in name}
+
+
+@pytest.mark.parametrize(("level", "number"), [("debug", 10), ("", 30), ("WARNING", 30)])
+def test_the_log_level_is_accepted_in_any_case(level: str, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(LOG_LEVEL_ENV, level)
+    monkeypatch.setattr(logging, "root", logging.RootLogger(logging.NOTSET))
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        _prepare_process()
+        assert logging.root.level == number
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @pytest.mark.parametrize("host", ["executor", "auto"])
