@@ -118,7 +118,7 @@ TESTED: dict[str, tuple[int, str]] = {
     "cli/report.py: missing_group": (1, BROKER),
     "host/run_files.py: drain": (2, BROKER),
     "kafka/consumer.py: MemberConsumer._brokers_settings": (2, f"{HERE}test_kafkas_tool_shows_the_settings_of_brokers"),
-    "kafka/group_admin.py: GroupAdmin.move_committed": (1, BROKER),
+    "kafka/group_admin.py: GroupAdmin._move": (1, BROKER),
     "local/background.py: start": (1, f"{LOCAL}::test_background_broker_is_started_shown_and_stopped"),
     "protocol/offsets.py: parse": (1, f"{HERE}test_the_checkpoint_of_another_source_names_a_command_with_help"),
     "protocol/data_loss.py: DataLossDetector._log_is_short": (1, BROKER),

@@ -18,7 +18,14 @@ from spark_group_source.errors import AccessDenied, BrokerUnavailable, CommitFai
 from spark_group_source.kafka.admin import COORDINATOR_BOUND, COORDINATOR_TIMEOUT_S, Admin, Bound, Missing
 from spark_group_source.kafka.group_offsets import GroupOffsets
 from spark_group_source.kafka.retry import RefusalWatch, Retry
-from spark_group_source.kafka.translation import ClientInfo, CommittedOffset, ListedGroup, to_kafka
+from spark_group_source.kafka.translation import (
+    ClientInfo,
+    CommitSizes,
+    CommittedOffset,
+    ListedGroup,
+    OffsetNote,
+    from_kafka,
+)
 from spark_group_source.librdkafka import (
     CLIENT,
     PARTITIONS,
@@ -136,17 +143,36 @@ class GroupAdmin(Admin):
     def move_committed(
         self, group: str, offsets: Mapping[TopicPartition, int], *, notes: Mapping[TopicPartition, str] | None = None
     ) -> None:
-        """Commit offsets of a group that has no members, in one request.
+        """Commit offsets of a group that has no members, in as few requests as the coordinator accepts.
 
         Args:
             notes: the metadata of each partition's offset; empty for partitions that are not in it.
 
         Raises:
             AccessDenied: the user may not commit for the group.
-            CommitFailed: Kafka refused an offset, for example because the group has members; or the request was not
-                answered, and may still take effect.
+            CommitFailed: Kafka refused an offset, for example because the group has members; or a request was not
+                answered, and may still take effect. The message says whether others of the offsets were moved.
         """
-        entries = [to_kafka(tp, offset, (notes or {}).get(tp, "")) for tp, offset in offsets.items()]
+        sizes, left = CommitSizes(group), dict(offsets)
+        texts = {tp: OffsetNote((notes or {}).get(tp, "")) for tp in offsets}
+        while left:
+            sent = next(sizes.split(left, texts))
+            moved = len(offsets) - len(left)
+            part = f" ({moved} of {len(offsets)} are moved, so repeat the command)" if moved else ""
+            if failed := self._move(group, sent, part):
+                if sizes.shrink(failed[0].error.code(), sent):
+                    continue
+                reasons = ", ".join(f"{p.topic}-{p.partition}: {p.error.str()}" for p in failed[:10])
+                raise CommitFailed(f"Kafka refused new offsets of group {group!r}{part}: {reasons}")
+            for tp in from_kafka(sent):
+                del left[tp]
+
+    def _move(self, group: str, entries: list[Any], part: str) -> list[Any]:
+        """Send one request; return the partitions whose offsets were refused, each with its error.
+
+        Args:
+            part: for messages: which offsets were moved by other requests.
+        """
         request = [ConsumerGroupTopicPartitions(group, entries)]
         try:
             future = self._client.alter_consumer_group_offsets(request, **COORDINATOR_BOUND)[group]
@@ -156,26 +182,24 @@ class GroupAdmin(Admin):
             if error.code() < 0:  # librdkafka's own code: no broker has answered
                 describe = command_line.spark_group("describe", self.connection, group)
                 raise CommitFailed(
-                    f"Kafka did not confirm the new offsets of group {group!r} ({error.str()}). They may still be "
-                    f"committed. Check with {command_line.in_sentence(describe)}, then try again"
+                    f"Kafka did not confirm the new offsets of group {group!r}{part} ({error.str()}). They may still "
+                    f"be committed. Check with {command_line.in_sentence(describe)}, then try again"
                 ) from exc
-            refused = f"Kafka refused new offsets of group {group!r}: {error.str()}"
+            refused = f"Kafka refused new offsets of group {group!r}{part}: {error.str()}"
             if missing := self._client_info.missing_permission(Request.ALTER, error.code(), group):
                 raise AccessDenied(
                     f"{refused}. {self._client_info.user} needs {missing}", op="committing offsets of the group"
                 ) from exc
             raise CommitFailed(refused) from exc
         if isinstance(answer, Missing):
-            raise CommitFailed(f"Kafka refused new offsets of group {group!r}: a topic does not exist")
+            raise CommitFailed(f"Kafka refused new offsets of group {group!r}{part}: a topic does not exist")
         failed = [p for p in answer.topic_partitions if p.error is not None]
         if any(p.error.code() == KafkaError.UNKNOWN_MEMBER_ID for p in failed):
             raise CommitFailed(
-                f"Kafka refused new offsets of group {group!r}, because a member has joined. Stop the group's queries "
-                "and consumers, then repeat the command"
+                f"Kafka refused new offsets of group {group!r}{part}, because a member has joined. Stop the group's "
+                "queries and consumers, then repeat the command"
             )
-        if failed:
-            reasons = ", ".join(f"{p.topic}-{p.partition}: {p.error.str()}" for p in failed[:10])
-            raise CommitFailed(f"Kafka refused new offsets of group {group!r}: {reasons}")
+        return failed
 
 
 # --- deletion of committed offsets, by a ctypes call of librdkafka -------------------------------------------------

@@ -281,9 +281,7 @@ def test_names_are_printed_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     monkeypatch.setattr(offsets, "admin_of", lambda *_: admin)
     for group in ("etl[a]", "etl[/x]", "shop:fire:1"):
-        shown = CliRunner().invoke(
-            app, ["delete-group", "--bootstrap-servers", NOBODY, "--group", group, "--execute"]
-        )
+        shown = CliRunner().invoke(app, ["delete-group", "--bootstrap-servers", NOBODY, "--group", group, "--execute"])
         assert shown.exit_code == 0 and f"deleted group {group} with 1 committed offsets" in shown.output, shown
 
 

@@ -235,6 +235,25 @@ def test_an_unanswered_commit_for_a_group_is_not_reported_as_refused(
         GroupAdmin(SETTINGS, environment=environment).move_committed("g", {A0: 4})
 
 
+def test_a_move_of_which_a_part_failed_says_so(environment: ManualEnvironment) -> None:
+    """A part that is too large is split; what was moved remains."""
+    offsets = dict.fromkeys((A0, A1), 4)
+
+    def answer(*codes: int) -> dict[str, Any]:
+        errors = [KafkaError(code) if code else None for code in codes]
+        return {
+            "g": SimpleNamespace(topic_partitions=[SimpleNamespace(topic="a", partition=0, error=e) for e in errors])
+        }
+
+    joined = answer(KafkaError.UNKNOWN_MEMBER_ID)
+    environment.will("alter_consumer_group_offsets", answer(*[KafkaError.UNKNOWN] * 2), answer(0), joined)
+    with pytest.raises(CommitFailed, match=r"group 'g' \(1 of 2 are moved, so repeat the command\), because a member"):
+        GroupAdmin(SETTINGS, environment=environment).move_committed("g", offsets)
+    requests = environment.called("alter_consumer_group_offsets")
+    sent = [[(p.partition, p.offset, p.metadata) for p in request.topic_partitions] for (request,) in requests]
+    assert sent == [[(0, 4, ""), (1, 4, "")], [(0, 4, "")], [(1, 4, "")]]
+
+
 def test_a_denied_commit_for_a_group_names_the_missing_permission(environment: ManualEnvironment) -> None:
     environment.will("alter_consumer_group_offsets", {"g": refusal(KafkaError.GROUP_AUTHORIZATION_FAILED)})
     with pytest.raises(

@@ -10,7 +10,7 @@ from manual_environment import member_consumer
 
 from rebalance.conftest import make_options
 from rebalance.runs import Run
-from spark_group_source.kafka import Environment, GroupOffsets, OffsetNote
+from spark_group_source.kafka import Environment, GroupAdmin, GroupOffsets, OffsetNote
 from spark_group_source.model import TopicPartition
 
 pytestmark = [pytest.mark.broker, pytest.mark.slow]
@@ -47,6 +47,14 @@ def test_run_commits_all_offsets_in_one_transaction(small: BrokerCluster, group_
     with Run(make_options(small.bootstrap_servers, group_id, topic, strategy, session_ms=45_000)) as run:
         run.await_partitions(PARTITIONS)
         run.await_(lambda: committed(small, group_id, topic) == {0}, "the committed start of every partition")
+
+
+def test_reset_moves_all_offsets(small: BrokerCluster, group_id: str) -> None:
+    topic = make_topic(small, group_id)
+    offsets = {TopicPartition(topic, p): 7 for p in range(PARTITIONS)}
+    admin = GroupAdmin({"bootstrap.servers": small.bootstrap_servers})
+    admin.move_committed(group_id, offsets, notes=dict.fromkeys(offsets, "x" * 60))
+    assert committed(small, group_id, topic) == {7}
 
 
 def test_member_commits_all_offsets(small: BrokerCluster, group_id: str) -> None:
