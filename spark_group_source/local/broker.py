@@ -187,8 +187,8 @@ class Broker:
         """Write a node's settings; returns its directory, with its data in ``data``."""
         home = self._home / f"node-{number}"
         home.mkdir(mode=0o700, exist_ok=True)
-        lines = [f"{key}={value}" for key, value in {"log.dirs": home / "data", **settings}.items()]
-        (home / "server.properties").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        lines = [f"{key}={_escaped(str(value))}" for key, value in {"log.dirs": home / "data", **settings}.items()]
+        (home / "server.properties").write_text("\n".join(lines) + "\n", encoding="ascii")
         return home
 
     def _format(self, home: Path, cluster_id: str) -> None:
@@ -241,6 +241,13 @@ class Broker:
             node.wait(max(0.0, deadline - time.monotonic()))
             node.kill()
         self._nodes = {}
+
+
+def _escaped(value: str) -> str:
+    """A value for a properties file of Java, which reads one byte as one character."""
+    units = value.replace("\\", "\\\\").encode("utf-16-be")
+    codes = [int.from_bytes(units[at : at + 2]) for at in range(0, len(units), 2)]
+    return "".join(chr(code) if code < 128 else f"\\u{code:04x}" for code in codes)
 
 
 class Node:

@@ -35,8 +35,9 @@ CLI_S = 600
 
 
 def test_node_serves_groups_at_once_and_leaves_only_its_data(tmp_path: Path) -> None:
+    folder = tmp_path / "données \\ 1"
     for begins in (True, False):
-        with Broker(data_dir=tmp_path) as broker:
+        with Broker(data_dir=folder) as broker:
             settings: dict[str, str | int | float | bool] = {
                 "bootstrap.servers": broker.bootstrap_servers,
                 "log_level": 0,
@@ -51,7 +52,8 @@ def test_node_serves_groups_at_once_and_leaves_only_its_data(tmp_path: Path) -> 
                 produce_to(Producer(settings), "kept", ["1", "2", "3"])
             assert list(end_offsets_of(admin, "kept").values()) == [3]
         assert list(pids) == [1] and not alive(pids[1]) and broker.pids == {}
-    assert (tmp_path / "logs" / "node-1.log").stat().st_size > 0
+    assert (folder / "logs" / "node-1.log").stat().st_size > 0
+    assert list(tmp_path.iterdir()) == [folder]
 
 
 @pytest.mark.parametrize(
