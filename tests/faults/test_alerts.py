@@ -93,7 +93,7 @@ def test_alerts_fire_and_clear(
         with faulty.suffering(Fault("refuse", 1)):
             await_until(lambda: exporter.last and exporter.last.unreachable_since_ms, ALERT_S, what="an outage")
             environment.ahead_ms += 61_000
-            at = become("KafkaGroupUnreachable")
+            at = become("KafkaGroupUnreachable", "KafkaUnreachable")
             assert value(at, "kafka_group_up") == 0
             assert not [sample for sample in at if sample.name in ("kafka_group_lag_seconds", "kafka_group_end_offset")]
         become()
