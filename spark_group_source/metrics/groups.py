@@ -245,7 +245,8 @@ class GroupSweeper:
         tps = owned.union(self._all if searching else watched.tps)
         offsets = watched.offsets or GroupOffsets(self._settings, group=name, environment=self._environment)
         try:
-            read = offsets.read(tps, stable=False) if tps else {}
+            # Members may own partitions of topics that this user may not describe: no values of these.
+            read = offsets.read(tps, stable=False, optional=tps) if tps else {}
         finally:
             open_now = sum(other.offsets is not None for other in self._watched.values())
             if watched.offsets is None and open_now >= OPEN_GROUPS_MAX:

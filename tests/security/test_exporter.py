@@ -3,10 +3,12 @@
 import logging
 
 import pytest
-from kafka_words import set_committed
-from streams import numbered
+from kafka_words import await_until, set_committed
+from streams import OtherMember, numbered
 
 from security.secured import Permission, SecuredBroker, query
+from spark_group_source.cli import report
+from spark_group_source.kafka import GroupAdmin
 from spark_group_source.metrics.groups import GroupSnapshot, GroupSweeper
 from spark_group_source.model import TopicPartition
 from spark_group_source.options.table import Options
@@ -53,3 +55,21 @@ def test_the_exporter_needs_the_documented_permissions_and_shows_only_what_it_ma
         hidden = seen()
     assert hidden.unreachable_since_ms is not None and not hidden.partitions
     assert f"Describe on the group '{group_id}'" in caplog.text and WORD not in caplog.text
+
+
+def test_a_topic_that_may_not_be_described_hides_no_other_of_its_group(secured: SecuredBroker, group_id: str) -> None:
+    seen, hidden = secured.topic("seen", 1), secured.topic("hidden", 1)
+    secured.add_user(WATCHER, WORD)
+    secured.allow(Permission(WATCHER, "DESCRIBE", "GROUP", group_id), Permission(WATCHER, "DESCRIBE", "TOPIC", seen))
+    secured.produce(seen, numbered(0, 9))
+    settings = Options.parse(query(secured.scram(WATCHER, WORD), group_id, seen)).admin_settings()
+    for topic in (seen, hidden):
+        set_committed(secured.admin, group_id, topic, {0: 4})
+    sweeps = GroupSweeper(settings, (group_id,), isolation_level="read_committed", bound_s=30)
+    with OtherMember(secured.broker.bootstrap_servers, group_id, [seen, hidden]) as member:
+        await_until(lambda: len(member.partitions) == 2, what="its partitions")
+        (found,) = sweeps.sweep().groups
+        described = report.describe(GroupAdmin(settings), group_id)
+    sweeps.close()
+    assert {tp.topic: at.lag for tp, at in found.partitions.items()} == {seen: 6}
+    assert {row.topic: row.lag for row in described.partitions} == {seen: 6, hidden: None}
