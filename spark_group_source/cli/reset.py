@@ -97,6 +97,8 @@ class Move:
     then: int
     clamped_from: int | None = None
     """The requested offset, if it is outside the log; ``then`` is the nearest end of the log."""
+    ledger: int | None = None
+    """The next offset in the ledger of the table that is reset too; None: there is none of this partition."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,9 +116,16 @@ class GroupReset(JupyterMixin):
 
     def __rich__(self) -> RenderableType:
         done = "nothing was changed" if self.number is None else f"done, reset #{self.number}"
-        rows = [(one.topic, str(one.partition), one.now, one.then) for one in self.moves]
-        table = table_of("topic", "partition", "now", "then", rows=rows)
-        return Group(Text(f"group {self.group}: {done}"), table, Text("\n".join(self.clamped())))
+        names = ["now", *(["ledger"] if any(one.ledger is not None for one in self.moves) else []), "then"]
+        rows = [(one.topic, str(one.partition), *(getattr(one, name) for name in names)) for one in self.moves]
+        table = table_of("topic", "partition", *names, rows=rows)
+        return Group(Text(f"group {self.group}: {done}"), table, Text("\n".join(self.warnings())))
+
+    def warnings(self) -> list[str]:
+        """Lines about offsets that were clamped, and about records that the table gets once more."""
+        again = sum(max(0, one.ledger - one.then) for one in self.moves if one.ledger is not None)
+        twice = f"the table's ledger is {again:,} offsets ahead of the new ones: their records are written again"
+        return self.clamped() + ([twice] if again else [])
 
     def clamped(self) -> list[str]:
         """One line for each partition whose requested offset is outside the log, at most SHOWN_MAX."""
@@ -392,20 +401,32 @@ def reset(
     if execute:
         _require_movable(admin, group, targets.offsets)
     committed = admin.committed(group)
-    moves = tuple(
-        Move(tp.topic, tp.partition, committed[tp].offset if tp in committed else None, at, targets.clamped.get(tp))
-        for tp, at in sorted(targets.offsets.items())
-    )
-    if not execute:
-        return GroupReset(group, moves, None)
-    from spark_group_source.delta import ledger_store
-
     ledger = None
     if spark is not None and table is not None:
+        from spark_group_source.delta import ledger_store
+
         with contextlib.suppress(LedgerDamaged):  # unreadable: it is replaced
             ledger = ledger_store.read_ledger(spark, table, group, to_reset=True)
     known = [*targets.offsets, *committed, *({} if ledger is None else ledger.offsets)]
     topics = admin.existing_topics(tp.topic for tp in known)
+    held = {
+        TopicPartition(name, p): n
+        for name, topic in topics.items()
+        for p, n in ({} if ledger is None else ledger.offsets_of(name, topic.id)).items()
+    }
+    moves = tuple(
+        Move(
+            tp.topic,
+            tp.partition,
+            committed[tp].offset if tp in committed else None,
+            at,
+            targets.clamped.get(tp),
+            held.get(tp),
+        )
+        for tp, at in sorted(targets.offsets.items())
+    )
+    if not execute:
+        return GroupReset(group, moves, None)
     found = plan_reset(targets.offsets, committed, ledger, topics)
     admin.move_committed(group, found.offsets, notes=found.notes)
     if spark is not None and table is not None:
@@ -540,7 +561,7 @@ def reset_command(
         done = reset(admin, group, targets, spark=spark, table=table, since=since, execute=execute)
     if export:
         typer.echo(plan_text(targets.offsets), nl=False)
-        for line in done.clamped():
+        for line in done.warnings():
             typer.echo(line, err=True)
     elif as_json:
         typer.echo(json.dumps(done.as_dict(), indent=2))

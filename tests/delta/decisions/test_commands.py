@@ -263,6 +263,21 @@ def test_a_reset_says_which_offsets_were_clamped(query: Query, table: Path, admi
     assert "clamped" not in within
 
 
+def test_a_reset_says_that_the_table_gets_records_again(query: Query, table: Path, admin: OffsetModel) -> None:
+    """Kafka lacks the last commit of the run, so its offset does not show it."""
+    query.run(query.sink(table), 0, offset(0, one(0, 50)))
+    admin.commit(40)
+    words = ["reset", "--bootstrap-servers", SERVERS, "--group", "etl", "--table", str(table)]
+    shown = CliRunner().invoke(app, [*words, "--to-current"]).output
+    assert "the table's ledger is 10 offsets ahead of the new ones: their records are written again" in shown
+    assert re.search(r"│ orders +│ 0 +│ 40 +│ 50 +│ 40 +│", shown), shown
+    (move,) = json.loads(CliRunner().invoke(app, [*words, "--to-current", "--json"]).stdout)["partitions"]
+    assert (move["now"], move["ledger"], move["then"]) == (40, 50, 40)
+    assert "written again" not in CliRunner().invoke(app, [*words, "--to-ledger"]).output
+    without = CliRunner().invoke(app, [*words[:-2], "--to-current"]).output
+    assert "written again" not in without and "ledger" not in without
+
+
 def test_command_for_a_stream_that_does_not_know_a_reset(query: Query, table: Path, admin: OffsetModel) -> None:
     query.run(query.sink(table), 0, offset(0, one(0, 10)))
     set_ledger(query.spark, str(table), "etl", {P0: 10}, reason="of another cluster", reset_number=1)
