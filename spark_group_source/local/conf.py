@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import logging
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -46,7 +47,8 @@ def read_conf(name: str) -> dict[str, str]:
 
 
 def pairs_in(text: str, where: str, separator: str = "=") -> dict[str, str]:
-    """Parse lines of keys and values; ``#`` starts a comment line.
+    """Parse lines of keys and values; ``#`` starts a comment line. A line that ends with a backslash continues in the
+    next one, as in the files of Kafka's tools; any other backslash is part of a value.
 
     Args:
         where: the file name for errors.
@@ -55,7 +57,7 @@ def pairs_in(text: str, where: str, separator: str = "=") -> dict[str, str]:
         ValueError: a line has no value, or a key appears twice. The message contains no value.
     """
     found: dict[str, str] = {}
-    for number, line in enumerate(map(str.strip, text.splitlines()), start=1):
+    for number, line in _lines(text):
         if not line or line.startswith("#"):
             continue
         key, has_value, value = line.partition(separator)
@@ -65,6 +67,16 @@ def pairs_in(text: str, where: str, separator: str = "=") -> dict[str, str]:
             raise ValueError(f"{where}, line {number}: {key.strip()!r} appears twice")
         found[key.strip()] = value.strip()
     return found
+
+
+def _lines(text: str) -> Iterator[tuple[int, str]]:
+    """Yield each line with the number of its first part."""
+    parts = enumerate(map(str.strip, text.splitlines()), start=1)
+    for number, first in parts:
+        line = first
+        while not line.startswith("#") and (len(line) - len(line.rstrip("\\"))) % 2 == 1:
+            line = line[:-1] + next(parts, (0, ""))[1]
+        yield number, line
 
 
 def delta_settings() -> dict[str, str]:

@@ -95,6 +95,21 @@ def test_settings_file_expands_environment_without_showing_values(
         assert "hunter2" not in str(caught.value) and str(path) in str(caught.value)
 
 
+def test_settings_may_continue_in_the_next_line(tmp_path: Path) -> None:
+    """As in the files of Kafka's tools, whose login modules have several lines."""
+    path = tmp_path / "client.properties"
+    login = "org.apache.kafka.common.security.plain.PlainLoginModule required \\\n  username=me \\\n  password=b;"
+    path.write_text(f"# a comment \\\nsasl.mechanism=PLAIN\nsasl.jaas.config={login}\nsecurity.protocol=SASL_SSL\n")
+    settings = dict(common.options_of("b:1", "etl", path).settings)
+    assert (settings["sasl.username"], settings["sasl.password"]) == ("me", "b")
+    assert settings["security.protocol"] == "SASL_SSL"
+    path.write_text("a=1\nb=x\\\\\nc=3\\")
+    assert common.settings_in(path) == {"a": "1", "b": "x\\\\", "c": "3"}
+    path.write_text("a=1\\\n2\nhunter2")
+    with pytest.raises(OptionError, match="line 3: must be key=value"):
+        common.settings_in(path)
+
+
 @pytest.mark.parametrize(
     ("setting", "why"),
     [
