@@ -55,7 +55,7 @@ def reset(
     bootstrap_servers: str,
     *,
     to: "str | int | datetime | Mapping[str, Mapping[int, int]]",
-    topics: Iterable[str] = (),
+    topics: str | Iterable[str] = (),
     table: str | None = None,
     spark: "SparkSession | None" = None,
     options: Mapping[str, str] | None = None,
@@ -66,7 +66,7 @@ def reset(
     Args:
         to: "earliest", "latest", "ledger" (of ``table``), an offset, a time with a time zone, or an offset for
             each partition, as ``{"orders": {0: 23, 1: -1}}``, where -1 is latest and -2 earliest.
-        topics: only these; by default all partitions that the group ever committed.
+        topics: only these, or this one; by default all partitions that the group ever committed.
         table: a Delta table whose ledger is moved too, so that the next batch is not refused.
         spark, options: as of :func:`describe`.
 
@@ -79,7 +79,7 @@ def reset(
         raise OptionError("to='ledger' needs table=, the Delta table with the ledger")
     destination = None if to == "ledger" else _destination(to)
     admin = common.admin_of(bootstrap_servers, group, options=options)
-    scope: resetting.Scope = dict.fromkeys(topics, frozenset())
+    scope: resetting.Scope = dict.fromkeys([topics] if isinstance(topics, str) else topics, frozenset())
     session = _session(spark) if table is not None and execute else None
     since = resetting.table_version(session, table)
     if destination is None:

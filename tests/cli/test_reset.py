@@ -11,6 +11,7 @@ from confluent_kafka import KafkaError
 from manual_environment import A0, A1, ManualEnvironment, refusal
 
 from spark_group_source import reset
+from spark_group_source.cli import common
 from spark_group_source.cli.migrate import Progress, group_offsets
 from spark_group_source.cli.reset import plan_reset, resolve_offsets, start_offsets
 from spark_group_source.delta.ledger_format import Ledger
@@ -131,6 +132,21 @@ def test_a_named_offset_may_be_in_an_open_transaction() -> None:
 def test_a_wrong_position_is_refused_before_table_and_brokers_are_asked(to: Any, why: str) -> None:
     with pytest.raises(OptionError, match=why):
         reset("etl", "nowhere:1", to=to, table="/no/such/table", execute=True)
+
+
+@pytest.mark.parametrize("topics", ["ab", ["ab"]])
+def test_the_topics_of_a_reset_may_be_one_name(topics: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the topics that are named like its letters."""
+    admin: Any = SimpleNamespace(
+        require_topics=lambda scope: {name: Topic("id-1", 2) for name in scope},
+        earliest=lambda tps: dict.fromkeys(tps, 0),
+        latest=lambda tps, *, committed=True: dict.fromkeys(tps, 5),
+        committed=lambda _: {},
+        existing_topics=lambda _: {},
+    )
+    monkeypatch.setattr(common, "admin_of", lambda *_, **__: admin)
+    done = reset("etl", "nowhere:1", to="earliest", topics=topics)
+    assert [(move.topic, move.partition) for move in done.moves] == [("ab", 0), ("ab", 1)]
 
 
 def test_a_reset_to_the_ledger_needs_a_table() -> None:
