@@ -6,6 +6,7 @@ the offsets of its own partitions (``group_offsets``) and commits as a member of
 """
 
 import ctypes as c
+import functools
 import time
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
@@ -89,8 +90,8 @@ class GroupAdmin(Admin):
         return valid
 
     def delete_offsets(self, group: str, tps: Collection[TopicPartition]) -> dict[TopicPartition, int]:
-        """Delete committed offsets, also while the group has members (KIP-496). The request may be sent twice; deleting
-        is idempotent.
+        """Delete committed offsets, also while the group has members (KIP-496). A request may be sent twice, as
+        deleting is idempotent. It is as small as a commit, because the coordinator writes a deletion in the same way.
 
         The Python client lacks this call, librdkafka has it: each request creates a client of its own, uses it on the
         calling thread, and destroys it.
@@ -111,7 +112,15 @@ class GroupAdmin(Admin):
                 are not consumers (as those of Kafka Connect).
         """
         retry = Retry(ClientInfo.of(self._settings, group=group), self._environment)
-        return retry(Request.DELETE, "deleting committed offsets", lambda: _delete_once(self._settings, group, tps))
+        codes: dict[TopicPartition, int] = {}
+        for sent in CommitSizes(group).split(dict.fromkeys(tps, 0), dict.fromkeys(tps, OffsetNote(""))):
+            named = from_kafka(sent)
+            codes |= retry(
+                Request.DELETE,
+                "deleting committed offsets",
+                functools.partial(_delete_once, self._settings, group, named),
+            )
+        return codes
 
     def read_offsets(self, group: str, tps: Iterable[TopicPartition]) -> dict[TopicPartition, CommittedOffset | None]:
         """Read committed offsets of the group; None: there is none. Unanswered partitions are left out.

@@ -9,7 +9,15 @@ from confluent_kafka import TopicPartition as KafkaPartition
 from manual_environment import A0, A1, ManualEnvironment, refusal
 
 from spark_group_source.errors import AccessDenied, BrokerUnavailable, CommitFailed
-from spark_group_source.kafka import Admin, CommittedOffset, EpochEnds, GroupAdmin, GroupOffsets, ListedGroup
+from spark_group_source.kafka import (
+    Admin,
+    CommittedOffset,
+    EpochEnds,
+    GroupAdmin,
+    GroupOffsets,
+    ListedGroup,
+    group_admin,
+)
 from spark_group_source.kafka.retry import RefusalWatch
 from spark_group_source.model import EARLIEST, LATEST, StartAt, TopicPartition
 from spark_group_source.options.table import Options
@@ -252,6 +260,20 @@ def test_a_move_of_which_a_part_failed_says_so(environment: ManualEnvironment) -
     requests = environment.called("alter_consumer_group_offsets")
     sent = [[(p.partition, p.offset, p.metadata) for p in request.topic_partitions] for (request,) in requests]
     assert sent == [[(0, 4, ""), (1, 4, "")], [(0, 4, "")], [(1, 4, "")]]
+
+
+def test_many_offsets_are_deleted_in_requests_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The coordinator writes each request as one batch of at most max.message.bytes, 1 MiB by default."""
+    tps, sent = [TopicPartition("t" * 100, p) for p in range(10_000)], list[Any]()
+
+    def delete(_settings: Any, _group: str, some: Any) -> dict[TopicPartition, int]:
+        sent.append(some)
+        return dict.fromkeys(some, 0)
+
+    monkeypatch.setattr(group_admin, "_delete_once", delete)
+    assert GroupAdmin(SETTINGS).delete_offsets("g", tps) == dict.fromkeys(tps, 0)
+    assert [tp for some in sent for tp in some] == tps
+    assert max(map(len, sent)) * 200 < 1_000_000
 
 
 def test_a_denied_commit_for_a_group_names_the_missing_permission(environment: ManualEnvironment) -> None:
