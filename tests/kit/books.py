@@ -36,6 +36,7 @@ class Reader:
     closing: bool = False  # its members are being closed
     fails_on_loss: bool = False  # failOnDataLoss
     known: Mapping[str, int] = field(default_factory=dict)  # partitions of each topic when its stream began
+    replays: int = -1  # the number of the batch of a former run that it began with
     began_ms: int = 0
     ended_ms: int = 0
     blame: list[list["Loss"]] = field(default_factory=list)  # for each duplicate offset, its losses that explain it

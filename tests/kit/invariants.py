@@ -257,6 +257,7 @@ class Invariants(Accounts):
 
     def replaying(self, reader: Reader, offset: StreamOffset) -> None:
         """A batch of a former run is in flight again, with the planned ranges, also after a foreign commit."""
+        reader.replays = offset.seq
         for tp, (start, end) in self._of(offset.ranges) if offset.reset_number >= self._reset else ():
             book = self.books[tp]
             if start < end:
@@ -455,9 +456,9 @@ class Invariants(Accounts):
         return self.reports_epochs and not moved and None not in streams
 
     def _after_durable_batch(self, tp: TopicPartition, reader: Reader) -> int | None:
-        """Return the end of the stream's last durable batch if an older run, which did not know this batch, committed
-        an offset inside it after another member's commit. The commit's note shows that it precedes the batch; the sink
-        has all records between the two. A run that was replaced, and does not know it yet, continues there too."""
+        """Return the end of the stream's last durable batch if an older run committed an offset inside it after another
+        member's commit: it did not know the batch, or this run replays it. The sink has all records between
+        the two. A run that was replaced, and does not know it yet, continues there too."""
         book = self.books[tp]
         batch = book.durable.get(reader.party)
         if batch is not None and self._is_replaced(reader):
@@ -466,7 +467,7 @@ class Invariants(Accounts):
             return None
         last = book.commits[-1][1]
         older = last.stream == reader.party and self._readers[last.by] is not reader
-        late = older and parse_note(last.note).seq < batch.seq
+        late = older and parse_note(last.note).seq < batch.seq + (reader.replays == batch.seq)
         return batch.end if late and batch.start <= last.offset <= batch.end else None
 
     def _may_start(self, tp: TopicPartition, reader: Reader, start: int, last: int | None) -> bool:
