@@ -18,8 +18,9 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -55,10 +56,22 @@ def main(
         int | None, typer.Option(help="Process to stop (SIGTERM) when the new application commits.")
     ] = None,
     wait_s: Annotated[float, typer.Option(help="Bound of each wait.")] = 120.0,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            "--command-config", exists=True, dir_okay=False, help="File of name=value lines with librdkafka's settings."
+        ),
+    ] = None,
 ) -> None:
     """Wait for the new application, stop the old one, wait until the new one owns all partitions."""
-    admin = AdminClient({"bootstrap.servers": bootstrap_servers})
-    offsets = Offsets(bootstrap_servers, group)
+    settings = {"bootstrap.servers": bootstrap_servers} | ({} if config is None else _settings_in(config))
+    if stop is not None:
+        _require_process(stop)
+    try:
+        admin = AdminClient(settings)
+    except KafkaException as exc:
+        raise typer.BadParameter(f"--command-config {config}: {exc.args[0].str()}") from None
+    offsets = Offsets(settings, group)
     started_s = time.monotonic()
     both = _wait(admin, group, to, lambda now: now.newcomer > 0, wait_s, f"partitions at {to}…")
     _say(started_s, f"{to}… has {both.newcomer} partitions, others have {both.others}")
@@ -73,11 +86,25 @@ def main(
     _say(started_s, f"{to}… has all {done.newcomer} partitions; the group is {done.state}")
 
 
+def _settings_in(path: Path) -> dict[str, str]:
+    lines = (line.strip() for line in path.read_text(encoding="utf-8").splitlines())
+    pairs = [line.partition("=") for line in lines if line and not line.startswith("#")]
+    return {name.strip(): value.strip() for name, _, value in pairs}
+
+
+def _require_process(pid: int) -> None:
+    """Check before anything waits that the process can be stopped."""
+    try:
+        os.kill(pid, 0)
+    except OSError as exc:
+        raise typer.BadParameter(f"--stop {pid}: {exc.strerror}") from None
+
+
 class Offsets:
     """The group's committed offsets, read through a consumer that never joins it."""
 
-    def __init__(self, servers: str, group: str) -> None:
-        self._consumer = Consumer({"bootstrap.servers": servers, "group.id": group})
+    def __init__(self, settings: Mapping[str, str], group: str) -> None:
+        self._consumer = Consumer({**settings, "group.id": group})
         self._before: dict[TopicPartition, int] = {}
 
     def moved(self, partitions: Sequence[TopicPartition]) -> bool:

@@ -88,10 +88,17 @@ def admin_of(
 def options_of(
     servers: str, group: str, config: Path | None = None, options: Mapping[str, str] | None = None
 ) -> Options:
-    """The client settings of ``--command-config``, checked and translated like those of a query."""
+    """The client settings of ``--command-config``, checked and translated like those of a query.
+
+    Raises:
+        UsageError: a setting, the group or the servers cannot be used.
+    """
     given = {} if config is None else {f"kafka.{name}": value for name, value in settings_in(config).items()}
     own = {"kafka.bootstrap.servers": servers, "kafka.group.id": group, "subscribe": "-"}
-    return Options.parse({**given, **(options or {}), **own})
+    try:
+        return Options.parse({**given, **(options or {}), **own})
+    except OptionError as exc:
+        raise UsageError(str(exc), **exc.fields) from None
 
 
 def text_of(path: Path) -> str:

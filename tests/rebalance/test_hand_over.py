@@ -172,3 +172,18 @@ class SparkJob:
     @property
     def records(self) -> list[Record]:
         return records_in(self._table)
+
+
+@pytest.mark.parametrize(
+    ("config", "stop", "says"),
+    [("security.protocol=none", os.getpid(), "security.protocol"), ("", 2**22 + 1, "--stop 4194305: No such process")],
+)
+def test_a_hand_over_that_cannot_work_is_refused_before_it_waits(
+    config: str, stop: int, says: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "client"
+    file.write_text(f"# settings of the client\n{config}\n")
+    command = [sys.executable, str(JOB), "--bootstrap-servers", "localhost:1", "--group", "etl", "--to", "spark-group"]
+    command += ["--command-config", str(file), "--stop", str(stop)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | {"COLUMNS": "200"})
+    assert ended.returncode == 2 and says in ended.stderr
