@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from confluent_kafka import Consumer, KafkaException, TopicPartition
@@ -64,7 +64,8 @@ def main(
     ] = None,
 ) -> None:
     """Wait for the new application, stop the old one, wait until the new one owns all partitions."""
-    settings = {"bootstrap.servers": bootstrap_servers} | ({} if config is None else _settings_in(config))
+    settings: dict[str, Any] = {"bootstrap.servers": bootstrap_servers}
+    settings |= {} if config is None else _settings_in(config)
     if stop is not None:
         _require_process(stop)
     try:
@@ -103,7 +104,7 @@ def _require_process(pid: int) -> None:
 class Offsets:
     """The group's committed offsets, read through a consumer that never joins it."""
 
-    def __init__(self, settings: Mapping[str, str], group: str) -> None:
+    def __init__(self, settings: Mapping[str, Any], group: str) -> None:
         self._consumer = Consumer({**settings, "group.id": group})
         self._before: dict[TopicPartition, int] = {}
 
