@@ -6,7 +6,7 @@ A stream commits with the transactional id ``<group>.<stream id>``, and its memb
 ``<group>.<stream id>.<slot>``. The note is the metadata of a committed offset and names the stream or
 the reset that committed it (``docs/formats.md``)::
 
-    spark-group:<stream id>:<batch>:<reset number>[:followed][:truncated_after=<offset>][:at=<ms>]
+    spark-group:<stream id>:<batch>:<reset number>[:followed][:truncated_after=<epoch>][:at=<ms>]
     spark-group-reset:<reset number>
 
 Any other text is a foreign commit. Resets of a group are numbered: plans that were made before the newest one are void,

@@ -3,8 +3,7 @@
 Runs in: the stream reader, tests. Deliberately absent: parsing (``options``), and the settings of Kafka clients.
 """
 
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -41,8 +40,8 @@ class Rules:
     starting: Starting
     connection: Connection = ()
     """The arguments with which commands connect to the brokers, for those in error texts."""
-    topic_pattern: str | None = None
-    """The regular expression of ``subscribePattern``; None: the topics are named, and each of them exists."""
+    matches: Callable[[str], bool] | None = None
+    """Whether ``subscribePattern`` matches a topic; None: the topics are named, and each of them exists."""
     slots: int = 1
     """The members of this run; with ``auto_slots`` those at its start."""
     hold_budget_ms: int = 240_000
@@ -80,7 +79,3 @@ class Rules:
     """A batch waits for this many offsets; None: it does not wait."""
     max_delay_ms: int = 900_000
     """How long a batch waits for ``min_offsets`` after the batch before it."""
-
-    def matches(self, topic: str) -> bool:
-        """Whether the query subscribes to the topic by a pattern."""
-        return self.topic_pattern is not None and re.fullmatch(self.topic_pattern, topic) is not None

@@ -457,7 +457,7 @@ class Run:
         """
         is_first, known = self._topics is None, self._topics or {}
         self._topics = {topic: max(known.get(topic, 0), topics.get(topic, 0)) for topic in sorted({*known, *topics})}
-        is_new, is_pattern = self._resumed_from.is_initial, self.rules.topic_pattern is not None
+        is_new, is_pattern = self._resumed_from.is_initial, self.rules.matches is not None
         if is_first and is_pattern and (is_new or self._unlisted_topics(self._topics)):
             self._list_again_at_ms = self._now_ms + GRACE_MS
             return
@@ -467,6 +467,8 @@ class Run:
 
     def _unlisted_topics(self, listed: Collection[str]) -> list[str]:
         """The topics that the checkpoint has positions of, and that the pattern matches, without the listed ones."""
+        if self.rules.matches is None:
+            return []
         past = self._resumed_from
         read = {tp.topic for tp in (*past.positions(), *past.uncommitted)}
         return sorted(topic for topic in read if topic not in listed and self.rules.matches(topic))
@@ -504,10 +506,13 @@ class Run:
             self.slots.join_all(self.stream, tuple(topics), static=self.static)
             self._move(ev.StreamCreated)
         else:
-            if not self._may_continue_without(self._unlisted_topics(topics)):
+            gone = self._unlisted_topics(topics)
+            if not self._may_continue_without(gone):
                 return
             replayed = isinstance(first, ev.BatchStarted)
             self._resume(past, tuple(topics), former_slots, replay=replayed)
+            if not replayed:
+                self.partitions.forget(gone)
             if isinstance(first, ev.NextBatchRequested):
                 self._apply_reported_reset(first)
             self._move(ev.Replay if replayed else ev.Durable)
@@ -520,8 +525,6 @@ class Run:
         self.stream, self.lookups.known = offset.stream, offset.known
         committed = None if isinstance(self._first_call, ev.BatchStarted | None) else self._first_call.committed
         self.partitions.restore(offset, replay=replay, uncommitted=committed != BatchKey.of(offset))
-        if not replay:
-            self.partitions.forget(self._unlisted_topics(topics))
         self._last_durable = None if replay else offset
         self.plan = offset if replay else None
         former = offset.known.keys() | offset.topic_ids.keys() | {tp.topic for tp in offset.ranges}

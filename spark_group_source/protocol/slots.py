@@ -246,7 +246,7 @@ class Slots:
         """A broker listed these topics for the subscription. A topic that is not in the list stays subscribed until a
         list after the grace period lacks it as well: a broker may not know all topics for a moment."""
         self._unlisted.clear(*listed)
-        unlisted = [topic for topic in self._topics if topic not in listed]
+        unlisted = set(self._topics).difference(listed)
         gone = {topic for topic in unlisted if self._unlisted.report(topic, self._out.now_ms)}
         self._unlisted.clear(*gone)
         topics = tuple(sorted({*listed, *unlisted} - gone))

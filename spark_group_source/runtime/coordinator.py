@@ -365,7 +365,7 @@ def rules_of(options: Options) -> Rules:
     return Rules(
         group=options.group_id,
         connection=options.connection,
-        topic_pattern=options.topic_pattern,
+        matches=None if options.topic_pattern is None else options.is_subscribed,
         slots=1 if options.group_members == "auto" else options.group_members,
         auto_slots=options.group_members == "auto" and options.member_host != "driver",
         hold_budget_ms=int(options.max_poll_interval_ms * HOLD_SHARE),

@@ -16,7 +16,7 @@ from spark_group_source.protocol.offsets import StreamOffset
 
 ORDERS, PAYMENTS = tps("orders", 0) + tps("payments", 0)
 ORDERS_ONLY, BOTH = {"orders": 1}, {"orders": 1, "payments": 1}
-PATTERN = "orders|payments"
+MATCHES = BOTH.__contains__
 FROM_THE_END = StartingPosition(everywhere=LATEST)
 READ = {ORDERS: (100, 150), PAYMENTS: (40, 40)}
 PAST = StreamOffset(
@@ -28,7 +28,7 @@ class Lists(RunHarness):
     """A run whose brokers list these topics, one list after the other; the last one repeats."""
 
     def __init__(self, *lists: Mapping[str, int], **rules: Any) -> None:
-        super().__init__(topics=BOTH, **{"topic_pattern": PATTERN} | rules)
+        super().__init__(topics=BOTH, **{"matches": MATCHES} | rules)
         self.lists = list(lists)
 
     def answer(self, step: ev.Step) -> ev.Event:
@@ -73,7 +73,11 @@ def test_resumed_stream_keeps_a_topic_that_the_first_list_lacks() -> None:
 
 
 def test_resumed_stream_reads_one_list_if_that_has_its_topics() -> None:
-    for run in resumed(BOTH), resumed(ORDERS_ONLY, topic_pattern="orders"), resumed(ORDERS_ONLY, topic_pattern=None):
+    for run in (
+        resumed(BOTH),
+        resumed(ORDERS_ONLY, matches=ORDERS_ONLY.__contains__),
+        resumed(ORDERS_ONLY, matches=None),
+    ):
         began_ms = run.clock()
         run.latest()
         assert run.lists_read() == 1 and run.clock() - began_ms < GRACE_MS
@@ -112,4 +116,4 @@ def test_topic_that_was_deleted_between_two_runs_is_a_warning_without_failOnData
 
 
 def test_topic_that_the_pattern_does_not_match_any_more_is_not_missed() -> None:
-    assert resumed(ORDERS_ONLY, topic_pattern="orders").batch() == PAST
+    assert resumed(ORDERS_ONLY, matches=ORDERS_ONLY.__contains__).batch() == PAST
