@@ -57,6 +57,8 @@ LEADER_MS_MAX = 30_000
 one takes about ten seconds. Then the next run reads them."""
 START_MS_MAX = 20_000
 """How long brokers may not answer before the members of a run join: a wrong address is reported within 30 s."""
+SHOWN_MAX = 10
+"""How many topics an error or a log line lists."""
 
 
 class Run:
@@ -478,7 +480,9 @@ class Run:
         else it fails."""
         if not gone:
             return True
-        text = f"topic {', '.join(gone)} does not exist any more, or the query's user may not describe it"
+        more = f" and {len(gone) - SHOWN_MAX} more" if len(gone) > SHOWN_MAX else ""
+        shown = ", ".join(gone[:SHOWN_MAX]) + more
+        text = f"topic {shown} does not exist any more, or the query's user may not describe it"
         if not self.rules.fail_on_data_loss:
             self._out.log(f"{text}; the query continues without it", warn=True)
             return True

@@ -1,6 +1,7 @@
 """A subscription by pattern: a list of topics may lack some that exist."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -117,3 +118,12 @@ def test_topic_that_was_deleted_between_two_runs_is_a_warning_without_failOnData
 
 def test_topic_that_the_pattern_does_not_match_any_more_is_not_missed() -> None:
     assert resumed(ORDERS_ONLY, matches=ORDERS_ONLY.__contains__).batch() == PAST
+
+
+def test_the_message_lists_some_of_many_missing_topics() -> None:
+    names = [f"t{number:02}" for number in range(30)]
+    past = replace(PAST, uncommitted={tps(name, 0)[0]: 0 for name in names})
+    run = resumed(ORDERS_ONLY, past=past, matches=names.__contains__)
+    with pytest.raises(TopicMissing, match=r"topic t00, .*, t09 and 20 more does not exist any more") as failure:
+        run.latest()
+    assert failure.value.fields == {"topics": names}
