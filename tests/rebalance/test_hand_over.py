@@ -177,6 +177,7 @@ class SparkJob:
 @pytest.mark.parametrize(
     ("config", "stop", "says"),
     [("security.protocol=none", os.getpid(), "security.protocol"), ("", 2**22 + 1, "--stop 4194305: No such process")],
+    ids=["a setting", "a process"],
 )
 def test_a_hand_over_that_cannot_work_is_refused_before_it_waits(
     config: str, stop: int, says: str, tmp_path: Path
