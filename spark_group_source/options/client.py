@@ -72,8 +72,8 @@ CALLABLES: Final = frozenset({TOKEN_CALLABLE})
 
 CONNECTION: Final = (
     "api.", "broker.", "client.", "connections.", "debug", "enable.metrics.", "enable.sasl.", "enable.ssl.", "https.",
-    "log.", "metadata.", "oauth", "plugin.", "receive.", "reconnect.", "retry.", "sasl.", "security.", "socket.",
-    "ssl.", "statistics.", "topic.metadata.",
+    "log.", "metadata.", "oauth", "plugin.", "reconnect.", "retry.", "sasl.", "security.", "socket.", "ssl.",
+    "statistics.", "topic.metadata.",
 )  # fmt: skip
 """Prefixes of settings that every client gets: connection and authentication. Other settings go to consumers only; the
 producer that commits offsets gets only :data:`TRANSACTION_TIMEOUT` of them, so no setting can change how offsets are

@@ -13,7 +13,7 @@ from confluent_kafka.admin import AdminClient
 
 from spark_group_source.errors import BrokerUnavailable, CommitFailed, OptionError
 from spark_group_source.kafka import GroupOffsets, OffsetCommitter
-from spark_group_source.kafka.environment import Environment, check_settings
+from spark_group_source.kafka.environment import NEVER_JOINS, Environment, check_settings
 from spark_group_source.model import TopicPartition
 from spark_group_source.options.client import CONNECTION, REFUSED, is_secret
 from spark_group_source.options.java import RENAMED, parse_jaas, translate
@@ -138,8 +138,9 @@ NOT_OF_A_CONNECTION = {
     "allow.auto.create.topics", "background_event_cb", "bootstrap.servers", "builtin.features", "closesocket_cb",
     "connect_cb", "default_topic_conf", "enable.random.seed", "enabled_events", "error_cb", "interceptors",
     "internal.termination.signal", "log_cb", "log_level", "max.in.flight", "max.in.flight.requests.per.connection",
-    "message.copy.max.bytes", "message.max.bytes", "opaque", "open_cb", "resolve_cb", "socket_cb", "ssl_ca",
-    "ssl_certificate", "ssl_engine_callback_data", "ssl_key", "stats_cb", "throttle_cb", "topic.blacklist",
+    "message.copy.max.bytes", "message.max.bytes", "opaque", "open_cb",
+    "receive.message.max.bytes", "resolve_cb", "socket_cb", "ssl_ca", "ssl_certificate",
+    "ssl_engine_callback_data", "ssl_key", "stats_cb", "throttle_cb", "topic.blacklist",
 }  # fmt: skip
 """Settings of every client that admin clients and the producer of the commits do without."""
 
@@ -162,6 +163,12 @@ def test_producer_settings_do_not_reach_the_producer_that_commits_offsets(capfd:
     Producer(made.producer_settings() | {"transactional.id": "etl.1"})
     assert "CONFWARN" not in capfd.readouterr().err
     assert made.admin_settings()["client.id"] == "me"
+
+
+def test_limits_of_fetch_responses_reach_only_clients_that_fetch_records() -> None:
+    made = options(receive_message_max_bytes="2000000", fetch_max_bytes="1000000", message_max_bytes="1000000")
+    check_settings(made)
+    Consumer({**NEVER_JOINS, **made.admin_settings()}).close()
 
 
 @pytest.mark.parametrize(
