@@ -33,8 +33,11 @@ def test_a_condition_that_becomes_true_at_the_time_limit_succeeds() -> None:
 
 
 def test_every_call_that_waits_has_a_bound() -> None:
-    without = {f"{wait.place} {wait.call}" for wait in waits.waits() if not wait.bound}
-    assert without == set(waits.UNBOUNDED)
+    assert {wait.name for wait in waits.waits() if not wait.bound} == waits.UNBOUNDED.keys()
+
+
+def test_every_bound_that_a_caller_gives_is_described() -> None:
+    assert {wait.name for wait in waits.waits() if wait.bound and not wait.constants} == waits.GIVEN.keys()
 
 
 def test_every_named_time_has_a_meaning() -> None:

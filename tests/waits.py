@@ -8,29 +8,76 @@ from typing import NamedTuple
 
 PACKAGE = Path(__file__).resolve().parent.parent / "spark_group_source"
 BLOCKING = {
+    "abort_transaction",
     "accept",
+    "commit_transaction",
     "communicate",
     "consume",
+    "flush",
+    "init_transactions",
     "poll",
     "readline",
     "recv",
     "result",
     "select",
+    "send_offsets_to_transaction",
     "sleep",
     "wait",
     "wait_for",
 }
-"""Methods that wait. ``join`` and ``get`` count for threads and queues only, other calls if they have a timeout."""
+"""Methods that wait. ``join`` and ``get`` count for threads and queues only, ``commit`` and ``close`` for consumers of
+the library, other calls if they have a timeout."""
 DELEGATED = {"drain", "drain_runs", "Endpoint"}
 """Functions of the package with a timeout; the calls inside them are listed."""
 TIMEOUTS = {"timeout", "request_timeout", "timeout_s", "wait_s"}
+_NEVER_JOINED = "the consumer has no group to leave"
 UNBOUNDED = {
     "agents.prefetch.server:PrefetchServer._accept accept": "the listener is closed when the agent ends",
     "agents.channel.wire:receive_exactly recv": "the timeout of the socket, which is the time left of the caller's",
     "local.broker:Node.__init__ readline": "the supervisor, a process of this package, writes a line or ends",
     "local.supervise:main wait": "the child has ended, or was killed",
+    "kafka.consumer:MemberConsumer.commit commit": "librdkafka ends it: after `session.timeout.ms` without a "
+    "coordinator, or `socket.timeout.ms` without a response; the caller waits for "
+    "{runtime.offset_commits.MEMBER_COMMIT_S_MAX}",
+    "kafka.consumer:MemberConsumer.close close": "on the member's own thread; the run waits for it for "
+    "{runtime.coordinator.CLOSE_S_MAX}",
+    "kafka.admin:EpochEnds._read close": _NEVER_JOINED,
+    "kafka.committer:memberless close": _NEVER_JOINED,
+    "kafka.environment:check_settings close": _NEVER_JOINED,
+    "kafka.record_times:RecordTimes.close close": _NEVER_JOINED,
 }
 """Calls without an argument that bounds them, and what ends them."""
+GIVEN = {
+    "agents.channel.client:ChannelClient._connect wait": "{agents.channel.client.RETRY_S} Within the limit for "
+    "connecting; after it a task reads from the brokers, and an agent tries again",
+    "agents.channel.client:ChannelClient.receive poll": "an agent: {agents.hosted_members.RECEIVE_S} A task: "
+    "{agents.task.ATTEMPT_S}",
+    "agents.channel.server:ChannelPeer.serve wait_for": "5 s; then the connection is closed",
+    "agents.channel.server:ChannelServer.stop join": "{agents.channel.server.STOP_S}",
+    "agents.connected_agents:RemoteMember.wait_ended result": "{runtime.coordinator.CLOSE_S_MAX}",
+    "agents.hosted_members:ControlConnection.stop wait": "{agents.main.MEMBERS_END_S} Then the process ends, and the "
+    "members leave with their sessions",
+    "agents.main:ProcessWatch.wait_ended poll": "{agents.main.CHECK_S}",
+    "agents.prefetch.prefetcher:SharedBuffers.wait_changed wait_for": "{agents.prefetch.prefetcher.ROOM_S}",
+    "agents.prefetch.prefetcher:Prefetcher.stop join": "{agents.main.END_S} Then the process ends",
+    "cli.group:watch wait": "`--interval-s`, or a signal; then the next snapshot",
+    "host.run_files:drain_runs wait": "{host.run_files.POLL_S} In all `--timeout-s`; then the command fails",
+    "kafka.consumer:MemberConsumer.poll poll": "{members.POLL_S}",
+    "kafka.environment:Environment.pause wait": "the pause between a bounded number of attempts; each is in this table "
+    "or in the next one",
+    "kafka.environment:_Thread.join join": "{runtime.coordinator.CLOSE_S_MAX}",
+    "kafka.group_offsets:GroupOffsets._answers committed": "{kafka.group_offsets.READ_TIMEOUT_S}",
+    "local.broker:Broker._end wait": "{local.broker.STOP_S}",
+    "local.broker:Node.wait wait": "{local.broker.STOP_S}",
+    "local.broker:connects create_connection": "1 s; then nothing listens there",
+    "local.jars:locked wait": "the interval at which a lock is checked. In all {local.jars.RESOLVE_S} A lock of the "
+    "local broker: {local.background.LOCK_S} Then the command fails",
+    "members:Member.wait_ended join": "{runtime.coordinator.CLOSE_S_MAX} In an agent: "
+    "{agents.hosted_members.CLOSE_S_MAX}",
+    "metrics.groups:Exporter.run wait": "`--interval-s`, or a signal; then the next round",
+}
+"""What the caller gives as the bound, and what happens at its end. ``{module.NAME}`` is a bound of the package."""
+_ENDS = UNBOUNDED | GIVEN
 TIME = re.compile(r"_(S|MS)(_MAX|_MIN)?$")
 """Names of constants that are times."""
 
@@ -52,6 +99,11 @@ class Wait(NamedTuple):
     """The argument, as in the code; empty: none."""
     constants: tuple[str, ...]
     """``module.NAME`` of the named bounds in it."""
+
+    @property
+    def name(self) -> str:
+        """Its place and call."""
+        return f"{self.place} {self.call}"
 
 
 def modules() -> Iterator[tuple[str, ast.Module]]:
@@ -118,7 +170,10 @@ def _bound(call: ast.Call) -> str | None:
     method, receiver = call.func.attr if isinstance(call.func, ast.Attribute) else "", _receiver(call)
     arguments = [ast.unparse(argument) for argument in call.args]
     waits_for = {
+        "close": not call.keywords and ("consumer(" in receiver or receiver.endswith("consumer")),
+        "commit": "asynchronous" in {keyword.arg for keyword in call.keywords},
         "join": receiver.endswith("thread"),
+        "flush": receiver.endswith("producer"),
         "get": receiver.endswith(("queue", "commands")),
         "select": receiver == "select",
         "poll": receiver != "self" and bool(arguments),  # without arguments: of a process
@@ -137,11 +192,14 @@ def call_rows() -> str:
     """One row for each wait: its bound, and what happens when it ends."""
     known, lines = bounds(), ["| wait | bound | meaning |", "|---|---|---|"]
     for wait in waits():
-        end = UNBOUNDED.get(f"{wait.place} {wait.call}")
-        named = [f"{known[name].value}: {known[name].meaning}" for name in wait.constants]
-        meaning = end or " ".join(named) or "given by the caller"
-        lines.append(f"| `{wait.place}`, {wait.call} | {f'`{wait.bound}`' if end is None else 'none'} | {meaning} |")
+        text = _ENDS.get(wait.name) or " ".join(f"{{{name}}}" for name in wait.constants)
+        meaning = re.sub(r"\{(.+?)\}", lambda at: _described(known[at[1]]), text)
+        lines.append(f"| `{wait.place}`, {wait.call} | {f'`{wait.bound}`' if wait.bound else 'none'} | {meaning} |")
     return "\n".join(lines) + "\n"
+
+
+def _described(bound: Bound) -> str:
+    return f"{bound.value}: {bound.meaning}"
 
 
 def time_rows() -> str:
