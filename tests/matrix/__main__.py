@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -46,14 +47,15 @@ def main(arguments: Sequence[str]) -> int:
         for cell in wanted:
             _say(f"{cell.name}: {', '.join(one.name for one in cells.scenarios(cell))}")
         return 0
+    commit = environments.commit()
     with environments.wheel() as package:
-        incomplete = [cell for cell in wanted if not _run_cell(cell, package, given)]
+        incomplete = [cell for cell in wanted if not _run_cell(cell, package, given, commit)]
     wrong = violations(Results(given.results), wanted)
     _say("\n".join(wrong) or "nothing failed")
     return int(bool(wrong or incomplete))
 
 
-def _run_cell(cell: Cell, package: Path, given: argparse.Namespace) -> bool:
+def _run_cell(cell: Cell, package: Path, given: argparse.Namespace, commit: str) -> bool:
     """Run the scenarios of a cell that are due, and store their results. Returns whether there is such an environment,
     and the wheel changed nothing in it."""
     results = Results(given.results)
@@ -76,7 +78,7 @@ def _run_cell(cell: Cell, package: Path, given: argparse.Namespace) -> bool:
         left = given.kills if given.again else _kills_left(results, cell, scenario, given.kills)
         while left > 0:
             count = min(left, KILLS_EACH)
-            result = _run(python, cell, scenario, count)
+            result = replace(_run(python, cell, scenario, count), commit=commit)
             results.add(cell, scenario, result)
             _say(f"{cell.name}, {scenario.name}: {result}")
             left = left - count if scenario.each and result.holds else 0

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -21,12 +22,24 @@ from spark_group_source.local.jars import cache_dir, locked, resolve
 ROOT = Path(__file__).resolve().parents[2]
 PIP_S = 1_800
 VENV_S = 300
+GIT_S = 60
 LOCK_S = 3_600
 CONNECT = ("grpcio", "grpcio-status", "googleapis-common-protos", "zstandard")
 """What pyspark's extra ``connect`` requires, besides pandas, pyarrow and numpy."""
 TOOLS = ("pytest>=8.4", "pytest-timeout>=2.3", "hypothesis>=6.130", "psutil>=6", "chispa>=0.11", "greenlet>=3.1")
 DELTA_MODULES_WITHOUT_SPARK = (4, 1)
 """The first Delta Lake whose artifacts for Spark 4.0 name the version of Spark."""
+TESTED = ("spark_group_source", "pyspark_kafka_group", "tests", "pyproject.toml", ":(exclude)tests/matrix/results.json")
+"""What a result depends on, for git."""
+
+
+def commit(root: Path = ROOT) -> str:
+    """The commit of a checkout, with a plus sign if what is tested differs from it; empty outside of git."""
+    if not (root / ".git").exists():
+        return ""
+    git = ["git", "-C", str(root)]
+    head = _run([*git, "rev-parse", "--short=12", "HEAD"], GIT_S).strip()
+    return head + "+" * bool(_run([*git, "status", "--porcelain", "--", *TESTED], GIT_S))
 
 
 @contextlib.contextmanager
@@ -51,7 +64,8 @@ def make(cell: Cell, package: Path, say: Callable[[str], None]) -> tuple[Path, d
     home = cache_dir() / "matrix" / cell.name.lower().replace(" ", "-")
     home.parent.mkdir(parents=True, exist_ok=True)
     python, stamp = home / "bin" / "python", home / "made.json"
-    wanted = (cell.spark, cell.delta, cell.python, cell.platform, cell.libraries, CONNECT, TOOLS)
+    # With the project's dependencies: an environment that is there gets the wheel only.
+    wanted = (cell.spark, cell.delta, cell.python, cell.platform, cell.libraries, CONNECT, TOOLS, dependencies())
     spec = repr(wanted)
     with locked(home.parent / f"{home.name}.lock", LOCK_S):
         made = json.loads(stamp.read_text()) if stamp.is_file() else {}
@@ -74,6 +88,12 @@ def make(cell: Cell, package: Path, say: Callable[[str], None]) -> tuple[Path, d
         stamp.write_text(json.dumps(made))
     versions: dict[str, dict[str, str]] = made["versions"]
     return python, versions
+
+
+def dependencies() -> list[str]:
+    """What the project requires, from ``pyproject.toml``."""
+    found: list[str] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    return sorted(found)
 
 
 def changed(versions: Mapping[str, Mapping[str, str]]) -> list[str]:

@@ -7,7 +7,7 @@ import contextlib
 import json
 import xml.etree.ElementTree as ET
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ class Result:
         date: of the last run, as ``2026-11-25``.
         passed, failed, skipped: the number of tests.
         figures: what the tests recorded, such as the number of kills.
+        commit: of the last run, with a plus sign if the checkout differed from it; empty where it is not known.
     """
 
     date: str
@@ -42,6 +43,7 @@ class Result:
     skipped: int = 0
     seconds: int = 0
     figures: dict[str, int] = field(default_factory=dict)
+    commit: str = ""
 
     @property
     def holds(self) -> bool:
@@ -56,9 +58,7 @@ class Result:
             name: count + (earlier.figures.get(name, 0) if name.split(" of ")[0] in ADDED else 0)
             for name, count in self.figures.items()
         }
-        return Result(
-            self.date, self.passed, self.failed, self.skipped, self.seconds + earlier.seconds, earlier.figures | sums
-        )
+        return replace(self, seconds=self.seconds + earlier.seconds, figures=earlier.figures | sums)
 
 
 class Results:

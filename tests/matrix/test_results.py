@@ -1,5 +1,7 @@
 """The stored results of the matrix, and their tables. No Spark, no broker."""
 
+import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ from matrix import cells, environments, results
 from matrix.__main__ import _kills_left
 from matrix.results import Result, Results
 
+GIT_S = 60
 CELL = cells.SPARKS[0]
 KILLS = next(one for one in cells.OF_SPARKS if one.each)
 OTHER = next(one for one in cells.OF_SPARKS if not one.each)
@@ -51,6 +54,48 @@ def test_kills_are_added_up_until_there_are_enough_and_a_failure_is_not_hidden(s
     stored.add(CELL, KILLS, Result("2026-11-27", failed=1, figures={"kills": 5}))
     assert _kills_left(stored, CELL, KILLS, 20) == 20
     assert results.violations(stored, [CELL]) == [f"{CELL.name}, {KILLS.name}: 1 failed, 0 passed"]
+
+
+def test_the_commit_of_the_last_run_is_stored(stored: Results) -> None:
+    for commit in ("a" * 12, "b" * 12):
+        stored.add(CELL, KILLS, Result("2026-11-25", passed=1, figures={"kills": 5}, commit=commit))
+    found = Results(stored._file).of(CELL, KILLS)
+    assert found is not None and (found.commit, found.figures) == ("b" * 12, {"kills": 10})
+
+
+def test_a_checkout_that_differs_from_its_commit_is_marked(tmp_path: Path) -> None:
+    assert environments.commit(tmp_path) == ""
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=t", "-c", "user.email=t@t.test"]
+    stored, tested = tmp_path / "tests" / "matrix" / "results.json", tmp_path / "tests" / "test_a.py"
+    stored.parent.mkdir(parents=True)
+    stored.touch()
+    for words in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "a"]):
+        subprocess.run([*git, *words], check=True, timeout=GIT_S)
+    stored.write_text("{}")  # as an earlier run of the matrix leaves it
+    assert re.fullmatch("[0-9a-f]{12}", commit := environments.commit(tmp_path))
+    tested.touch()
+    assert environments.commit(tmp_path) == f"{commit}+"
+
+
+def test_an_environment_is_made_again_for_another_dependency(
+    stored: Results, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    del stored  # its cache folder is empty
+    made: list[str] = []
+
+    def venv(command: list[str], _bound_s: int) -> str:
+        Path(command[-1]).mkdir()
+        made.append(command[-1])
+        return ""
+
+    monkeypatch.setattr(environments, "_run", venv)
+    monkeypatch.setattr(environments, "_pip", lambda _python, *_words: "[]")
+    monkeypatch.setattr(environments, "python_of", lambda _version: "python3")
+    monkeypatch.setattr(environments, "ROOT", tmp_path)
+    for required in ('"a>=1"', '"a>=1"', '"a>=1", "b"'):
+        (tmp_path / "pyproject.toml").write_text(f"[project]\ndependencies = [{required}]\n")
+        environments.make(cells.SPARKS[-1], Path("a.whl"), lambda _text: None)
+    assert len(made) == 2
 
 
 def test_a_scenario_that_passed_is_not_run_again(stored: Results) -> None:
