@@ -18,6 +18,8 @@ from spark_group_source.options.table import OPTIONS, Options
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 PAGES = ("databricks", "kubernetes", "clusters", "brokers")
+SECTIONS = (("install", "On a cluster"), ("agents", "Where agents run"))
+"""Of other pages; the first paragraph says what the marks mean."""
 MARK = re.compile(r"\b(?:run here|not run)\b")
 CODE = re.compile(r"^( *)```.*?^\1```\n", re.MULTILINE | re.DOTALL)
 OTHERS_OWN = {"availableNow", "emptyDir", "entryPointArguments", "hostNetwork", "memoryOverhead"}
@@ -37,17 +39,24 @@ def statements(text: str) -> Iterator[str]:
         if not lines or lines[0].startswith("#"):
             continue
         if lines[0].startswith("|"):
-            if not before.startswith("**"):  # a marked paragraph is for all rows of the table after it
+            if not before.lstrip("- ").startswith("**"):  # a mark before a table is for its rows
                 yield from lines[2:]
         else:
             yield from re.split(r"\n(?=(?:- |\d+\. ))", block.strip())
         before = block
 
 
-@pytest.mark.parametrize("name", PAGES)
-def test_every_statement_says_whether_it_was_run(name: str) -> None:
-    found = list(statements(page(name)))
-    assert len(found) > 10
+def section(name: str, heading: str) -> str:
+    """A section of a page as a page of its own, whose introduction is the section's first paragraph."""
+    (text,) = re.findall(rf"^## {heading}\n\n(.*?)(?=^## |\Z)", page(name), re.MULTILINE | re.DOTALL)
+    introduction, _, rest = text.partition("\n\n")
+    return f"{introduction}\n\n## {heading}\n\n{rest}"
+
+
+@pytest.mark.parametrize(("name", "heading"), [*((name, "") for name in PAGES), *SECTIONS])
+def test_every_statement_says_whether_it_was_run(name: str, heading: str) -> None:
+    found = list(statements(section(name, heading) if heading else page(name)))
+    assert len(found) > (3 if heading else 10)
     pointers = "["  # a sentence that only names another page
     assert [text for text in found if not MARK.search(text) and not text.lstrip().startswith(pointers)] == []
 
