@@ -34,7 +34,7 @@ from spark_group_source.protocol.partition_states import (
     is_older,
     uncommitted_offset,
 )
-from spark_group_source.protocol.states import PARTITIONS, PartitionState, next_state
+from spark_group_source.protocol.states import PARTITIONS, PartitionState, next_state, require_change
 from spark_group_source.protocol.statistics import Statistics
 
 RENEW_MS = 6 * 3_600_000
@@ -510,7 +510,7 @@ class Partitions:
     def _replace(self, tp: TopicPartition, cause: type, after: AssignedPartition) -> None:
         """Replace the record of a partition by that of its state after a cause."""
         before, self.ours[tp] = self.ours[tp], after
-        _require_change(tp, state_of(before), cause, state_of(after))
+        require_change(PARTITIONS, state_of(before), cause, state_of(after), tp)
         self._recount(tp, state_of(before), state_of(after))
 
     def _update_known(
@@ -520,7 +520,7 @@ class Partitions:
         None."""
         before = state_of(partition)
         partition.until, partition.is_foreign = until, is_foreign
-        _require_change(tp, before, cause, state_of(partition))
+        require_change(PARTITIONS, before, cause, state_of(partition), tp)
         self._recount(tp, before, state_of(partition))
 
     def _recount(self, tp: TopicPartition, before: PartitionState, after: PartitionState) -> None:
@@ -539,11 +539,6 @@ def state_of(partition: Unassigned | AssignedPartition) -> PartitionState:
     if partition.until is not None:
         return PartitionState.IN_FLIGHT
     return PartitionState.CLAIMING if partition.is_foreign else PartitionState.READY
-
-
-def _require_change(tp: TopicPartition, before: PartitionState, cause: type, after: PartitionState) -> None:
-    if next_state(PARTITIONS, before, cause, tp) is not after:
-        raise InvariantBroken(f"{tp}: {cause.__name__} leads from state {before.value} to {after.value}")
 
 
 def _own_position(memory: AnyMemory, committed: ev.Committed | None, reset_number: int) -> Position:

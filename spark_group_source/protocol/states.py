@@ -209,3 +209,9 @@ def next_state(table: Mapping[tuple[S, type], S], state: S, cause: type, what: o
     if to is None:
         raise InvariantBroken(f"{what}: {cause.__name__} in state {state.value}")
     return to
+
+
+def require_change(table: Mapping[tuple[S, type], S], before: S, cause: type, after: S, what: object) -> None:
+    """Raise :class:`InvariantBroken` unless a cause leads from one state to another one."""
+    if next_state(table, before, cause, what) is not after:
+        raise InvariantBroken(f"{what}: {cause.__name__} leads from state {before.value} to {after.value}")
