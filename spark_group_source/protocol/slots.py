@@ -126,7 +126,7 @@ class Slots:
         self._resubscribed_in: dict[int, int] = {}  # by slot: the generation in which it got the present topics
         self.all = [Slot(number) for number in range(rules.slots)]
         self._removed: dict[int, int] = {}  # slots that left: their last client
-        self._holding: set[int] = set()  # in state REVOKING, so that a tick does not visit thousands of others
+        self._held: dict[int, Revocation] = {}  # by slot, so that a tick does not visit thousands of others
         self._wake_at_ms: dict[int, int] = {}  # when a slot joins again, or checks again whether it was replaced
         self._assigned_count = 0
         self._unassigned_since_ms = 0
@@ -266,15 +266,15 @@ class Slots:
                 self._out.order(ev.CheckReplaced(slot=number, confirmed=self.all[number].is_fenced))
             else:
                 self.join(self.all[number])
-        for slot, revocation in list(self._held_revocations()):
+        for number, revocation in sorted(self._held.items()):
             if now_ms - revocation.since_ms >= self._rules.hold_budget_ms:
-                self._release(slot, revocation, is_overrun=True)
+                self._release(self.all[number], revocation, is_overrun=True)
 
     def release_revocations(self) -> None:
         """Release the revocations of which no partition has to be held any more."""
-        for slot, revocation in list(self._held_revocations()):
+        for number, revocation in sorted(self._held.items()):
             if not any(map(self._must_hold, revocation.partitions)):
-                self._release(slot, revocation, is_overrun=False)
+                self._release(self.all[number], revocation, is_overrun=False)
 
     def record_prefetch(self, event: ev.PrefetchReported) -> None:
         """Store what an agent has read ahead."""
@@ -365,7 +365,7 @@ class Slots:
     def unassigned_since_ms(self) -> int | None:
         """Since when no slot has had an assignment; None if one has, or holds a revocation, or checks whether it was
         replaced, which has a bound of its own."""
-        if self._assigned_count or self._holding or any(slot.state is SlotState.CHECKING for slot in self.all):
+        if self._assigned_count or self._held or any(slot.state is SlotState.CHECKING for slot in self.all):
             return None
         return self._unassigned_since_ms
 
@@ -376,12 +376,12 @@ class Slots:
 
     def revoked(self) -> Iterator[TopicPartition]:
         """Partitions that are revoked and not released yet."""
-        for _, revocation in self._held_revocations():
+        for revocation in self._held.values():
             yield from revocation.partitions
 
     def deadlines_ms(self) -> list[int]:
         """When :meth:`tick` has something to do."""
-        overruns = [revocation.since_ms + self._rules.hold_budget_ms for _, revocation in self._held_revocations()]
+        overruns = [revocation.since_ms + self._rules.hold_budget_ms for revocation in self._held.values()]
         return overruns + list(self._wake_at_ms.values())
 
     def too_large(self) -> str:
@@ -401,7 +401,7 @@ class Slots:
         """The first contradiction, or None."""
         for slot in self.all:
             is_revoking = slot.state is SlotState.REVOKING
-            if is_revoking != (slot.revocation is not None) or is_revoking != (slot.number in self._holding):
+            if is_revoking != (slot.revocation is not None) or slot.revocation is not self._held.get(slot.number):
                 return f"slot {slot.number} has a revocation and is {slot.state.value}"
             if slot.revocation is not None and not slot.revocation.partitions <= slot.partitions:
                 return f"slot {slot.number} releases partitions that it does not have"
@@ -523,10 +523,11 @@ class Slots:
     def _revoking(self, slot: Slot, event: ev.Revoking) -> None:
         revoked = {tp for tp in event.partitions if tp in slot.partitions}
         revocation = slot.revocation or Revocation(self._out.now_ms)
+        self._held[slot.number] = slot.revocation = revocation
         self._move(slot, ev.Revoking)
         revocation.is_eager = event.eager
         revocation.partitions |= revoked
-        slot.revocation, slot.unassigned_since_ms = revocation, None
+        slot.unassigned_since_ms = None
         if revoked:
             self._counts.count_rebalance(
                 f"{len(revoked)} partitions of slot {slot.number} were revoked", now_ms=self._out.now_ms
@@ -600,21 +601,13 @@ class Slots:
         if slot.agent != IN_READER and slot.unassigned_since_ms is None:
             slot.unassigned_since_ms = self._out.now_ms
 
-    def _held_revocations(self) -> Iterator[tuple[Slot, Revocation]]:
-        for number in sorted(self._holding):
-            slot = self.all[number]
-            if slot.revocation is not None:
-                yield slot, slot.revocation
-
     def _move(self, slot: Slot, cause: type) -> None:
         before = slot.state
         slot.state = to = next_state(SLOTS, before, cause, f"slot {slot.number}")
-        had_some = bool(self._assigned_count or self._holding)
+        had_some = bool(self._assigned_count or self._held)
         self._assigned_count += (to is SlotState.ASSIGNED) - (before is SlotState.ASSIGNED)
-        if to is SlotState.REVOKING:
-            self._holding.add(slot.number)
-        else:
-            self._holding.discard(slot.number)
+        if to is not SlotState.REVOKING:
+            self._held.pop(slot.number, None)
             slot.revocation = None
-        if had_some and not (self._assigned_count or self._holding):
+        if had_some and not (self._assigned_count or self._held):
             self._unassigned_since_ms = self._out.now_ms

@@ -173,7 +173,7 @@ class WatchedRun(Run):
 
     def longest_hold_ms(self, now_ms: int) -> int:
         """Return how long the oldest revocation has been held."""
-        return max((now_ms - held.since_ms for _, held in self.slots._held_revocations()), default=0)
+        return max((now_ms - held.since_ms for held in self.slots._held.values()), default=0)
 
     def handle(self, event: ev.Event, *, now_ms: int) -> list[ev.Command]:
         tick = isinstance(event, ev.Tick)

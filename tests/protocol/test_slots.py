@@ -380,7 +380,7 @@ def test_outdated_assignment_does_not_come_back_when_it_was_revoked(pair: GroupH
     ("spoil", "why"),
     [
         (lambda slots, slot: setattr(slot, "revocation", Revocation(0)), "has a revocation and is assigned"),
-        (lambda slots, slot: slots._holding.add(slot.number), "has a revocation and is assigned"),
+        (lambda slots, slot: slots._held.update({slot.number: Revocation(0)}), "has a revocation and is assigned"),
         (lambda slots, slot: slot.partitions.clear(), "a partition has two slots or none"),
         (
             lambda slots, slot: slots.all[1].partitions.add(slot.partitions.pop()),
