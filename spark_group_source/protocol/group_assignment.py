@@ -117,7 +117,7 @@ class GroupAssignment:
                 group=rules.group,
                 waited_ms=waited_ms,
             )
-        states = ", ".join(sorted({slot.state.value for slot in self._slots.all}))
+        states = ", ".join(sorted({slot.state.kind.value for slot in self._slots.all}))
         other_driver = (
             f"Members with this stream's client ids that do not belong to this run have {len(elsewhere)} "
             f"partitions, such as {elsewhere[0]}: another driver of this stream may still run. "

@@ -22,7 +22,7 @@ from spark_group_source.model import TopicPartition
 from spark_group_source.protocol import events as ev
 from spark_group_source.protocol.outbox import Outbox
 from spark_group_source.protocol.rules import SLOTS_MAX, Rules
-from spark_group_source.protocol.slots import IN_READER, Slot, Slots
+from spark_group_source.protocol.slots import IN_READER, MovingState, Slot, Slots
 from spark_group_source.protocol.states import AGENTS, AgentState, SlotState, next_state
 from spark_group_source.protocol.statistics import Statistics
 
@@ -245,7 +245,7 @@ class Placement:
     def member_ended(self, event: ev.MemberEnded) -> None:
         """A member has closed. If its slot moves, the next member joins."""
         slot = self._slots.get(event.slot)
-        if slot is not None and slot.state is SlotState.MOVING and event.client == slot.client:
+        if slot is not None and slot.state.kind is SlotState.MOVING and event.client == slot.client:
             self._slots.join(slot)
 
     def start_moves(self) -> None:
@@ -276,7 +276,7 @@ class Placement:
         now_ms = self._out.now_ms
         self._recall_from(self.agents.tick())
         for slot in self._slots.all:
-            if slot.state is SlotState.MOVING and slot.moved_ms is not None and now_ms >= slot.moved_ms + CLOSE_MS_MAX:
+            if isinstance(slot.state, MovingState) and now_ms >= slot.state.since_ms + CLOSE_MS_MAX:
                 slot.may_be_alive = True
                 self._slots.join(slot)
             elif slot.agent != IN_READER and slot.unassigned_since_ms is not None and now_ms >= self._recall_ms(slot):
@@ -312,7 +312,7 @@ class Placement:
     def deadlines_ms(self) -> list[int]:
         """When :meth:`tick` has something to do."""
         slots = self._slots.all if self.has_agents else ()
-        closing = [(slot.moved_ms or 0) + CLOSE_MS_MAX for slot in slots if slot.state is SlotState.MOVING]
+        closing = [slot.state.since_ms + CLOSE_MS_MAX for slot in slots if isinstance(slot.state, MovingState)]
         unassigned = [slot for slot in slots if slot.agent != IN_READER and slot.unassigned_since_ms is not None]
         return self.agents.deadlines_ms() + closing + [self._recall_ms(slot) for slot in unassigned]
 
@@ -327,8 +327,8 @@ class Placement:
 
     def _is_on_the_move(self, slot: Slot) -> bool:
         is_late = self._out.now_ms >= (slot.moved_ms or 0) + RETURN_MS_MAX
-        is_back = slot.state is SlotState.ASSIGNED and not slot.missing
-        return slot.state is SlotState.MOVING or not (is_late or is_back)
+        is_back = slot.state.kind is SlotState.ASSIGNED and not slot.missing
+        return slot.state.kind is SlotState.MOVING or not (is_late or is_back)
 
     def _load(self) -> Counter[str]:
         return Counter(slot.agent for slot in self._slots.all)
@@ -414,7 +414,7 @@ class Placement:
     def _recall_all(self) -> None:
         """Transactions are refused, so the offsets of members on agents cannot be committed: recall the members."""
         for slot in self._slots.all:
-            if slot.agent != IN_READER and slot.state in (SlotState.ASSIGNED, SlotState.REVOKING):
+            if slot.agent != IN_READER and slot.state.kind in (SlotState.ASSIGNED, SlotState.REVOKING):
                 self._out.log(
                     f"transactions are refused; slot {slot.number} moves to the stream reader, where members commit "
                     "without them",
@@ -436,13 +436,13 @@ class Placement:
         self._counts.recalls += 1
         slot.recalls += 1
         slot.unassigned_since_ms = None
-        if slot.state is SlotState.JOINING and not slot.partitions:
+        if slot.state.kind is SlotState.JOINING and not slot.partitions:
             self._move(slot, self.agent_for(slot))
 
     def _recall_from(self, ended: dict[str, str]) -> None:
         """Agents ended: their slots join from elsewhere."""
         for agent, why in ended.items():
-            slots = [slot for slot in self._slots.all if agent in (slot.agent, slot.closing_on)]
+            slots = [slot for slot in self._slots.all if slot.uses(agent)]
             if slots:
                 self._out.log(f"{why}; {len(slots)} slots join from elsewhere", warn=True)
             self._counts.recalls += len(slots)

@@ -210,7 +210,7 @@ class Run:
     def awaits_end(self, slot: int) -> bool:
         """Whether a slot waits for its member to close. Any thread: the caller was ordered to close."""
         found = self.slots.get(slot)
-        return found is not None and found.state is SlotState.MOVING
+        return found is not None and found.state.kind is SlotState.MOVING
 
     def next_deadline_ms(self) -> int | None:
         """When :class:`Tick` is due; None while nothing waits for a time."""
@@ -230,7 +230,7 @@ class Run:
             seq=self.seq,
             state=self.state.value,
             generation=max((slot.generation for slot in slots), default=-1),
-            slots=tuple(slot.state.value for slot in slots),
+            slots=tuple(slot.state.kind.value for slot in slots),
             assigned=tuple(len(slot.partitions) for slot in slots),
             agents=self.placement.agent_names(),
             placed_since_ms=tuple(slot.placed_since_ms if slot.agent != IN_READER else 0 for slot in slots),

@@ -4,9 +4,9 @@ Runs in: the stream reader (inside ``run``), tests. Deliberately absent: positio
 may be released (``run``), which agent a member lives on (``placement``), batches and commits.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass, field
-from typing import assert_never
+from typing import ClassVar, assert_never
 
 from spark_group_source.error_codes import Suspicions
 from spark_group_source.errors import Fenced, RebalanceTimeout, SourceError
@@ -18,7 +18,7 @@ from spark_group_source.protocol.outbox import Outbox
 from spark_group_source.protocol.partitions import Partitions
 from spark_group_source.protocol.request_schedule import pause_ms
 from spark_group_source.protocol.rules import SLOTS_MAX, Rules
-from spark_group_source.protocol.states import SLOTS, SlotState, next_state
+from spark_group_source.protocol.states import SLOTS, SlotState, require_change
 from spark_group_source.protocol.statistics import Statistics
 
 IN_READER = ""
@@ -28,60 +28,111 @@ STEADY_MS = 10_000
 """How long a member must be in the group after its first assignment before its slot counts as recovered from earlier
 failures. By then it has polled and sent heartbeats several times."""
 
-WITHOUT_PARTITIONS = frozenset({SlotState.CLOSED, SlotState.CHECKING, SlotState.MOVING})
-
 
 @dataclass(slots=True)
-class Revocation:
-    """A revocation that a member holds."""
+class Membership:
+    """The present member of a slot."""
 
-    since_ms: int
-    is_eager: bool = False
-    """Whether the member gives up everything and joins again."""
     partitions: set[TopicPartition] = field(default_factory=set)
+    """Its partitions, including revoked ones that are not released yet."""
+    outdated: set[TopicPartition] = field(default_factory=set)
+    """Partitions that it reported, and that another slot had got in a later generation."""
+    assigned_since_ms: int | None = None
+    """When it got its first assignment; None before that."""
+
+
+# --- states ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ClosedState:
+    """The slot has no member."""
+
+    kind: ClassVar = SlotState.CLOSED
+    member: ClassVar[None] = None
+
+
+@dataclass(frozen=True, slots=True)
+class JoiningState:
+    """The member waits for an assignment."""
+
+    kind: ClassVar = SlotState.JOINING
+    member: Membership
+
+
+@dataclass(frozen=True, slots=True)
+class AssignedState:
+    """The member has an assignment, possibly an empty one."""
+
+    kind: ClassVar = SlotState.ASSIGNED
+    member: Membership
+
+
+@dataclass(frozen=True, slots=True)
+class RevokingState:
+    """The member holds a revocation."""
+
+    kind: ClassVar = SlotState.REVOKING
+    member: Membership
+    since_ms: int
+    is_eager: bool
+    """Whether the member gives up everything and joins again."""
+    partitions: set[TopicPartition]
     """The revoked partitions that are not released yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckingState:
+    """Another client may have the instance id: the run checks whether a newer driver runs this stream."""
+
+    kind: ClassVar = SlotState.CHECKING
+    member: ClassVar[None] = None
+    is_fenced: bool
+    """Whether the broker reported that another client has the instance id; else that is only possible."""
+
+
+@dataclass(frozen=True, slots=True)
+class MovingState:
+    """The last member closes; then the next one joins from another place."""
+
+    kind: ClassVar = SlotState.MOVING
+    member: ClassVar[None] = None
+    since_ms: int
+    closing_on: str
+    """Where the last member is closing."""
+
+
+AnySlotState = ClosedState | JoiningState | AssignedState | RevokingState | CheckingState | MovingState
 
 
 @dataclass(slots=True)
 class Slot:
-    """One member of this run."""
+    """One member of this run after another: what outlives each of them, and the state of the present one."""
 
     number: int
-    state: SlotState = SlotState.CLOSED
     client: int = 0
     """The number of its consumers so far: events of an earlier consumer are ignored."""
+    state: AnySlotState = ClosedState()
     generation: int = -1
     """Of its last assignment; -1 before the first."""
-    partitions: set[TopicPartition] = field(default_factory=set)
-    """Its partitions, including revoked ones that are not released yet."""
-    revocation: Revocation | None = None
-    """Set in REVOKING, and only there."""
-    is_fenced: bool = False
-    """In CHECKING: whether the broker reported that another client has its instance id; else that is only possible."""
     failing_since_ms: int | None = None
     """Since when its members have failed to join or to stay in the group; None if they have not."""
     failures: int = 0
     """How often they failed since then."""
-    assigned_since_ms: int | None = None
-    """When its present member got its first assignment; None before that."""
     topics: tuple[str, ...] = ()
-    """The topics that its member subscribes to."""
-    agent: str = IN_READER
-    """Where its member lives; in MOVING, where the next one will live."""
-    placed_since_ms: int = 0
-    """Since when its members have lived there."""
-    closing_on: str = IN_READER
-    """In MOVING: where its last member is closing."""
-    moved_ms: int | None = None
-    """When its last move started."""
-    unassigned_since_ms: int | None = None
-    """Since when it has had no assignment on its present agent; None if it has one, or lives in the stream reader."""
+    """The topics that its member subscribes to, or the last one did."""
     may_be_alive: bool = False
     """Whether the broker may still see its last member, because that did not report that it closed."""
+    agent: str = IN_READER
+    """Where its member lives, or the next one will."""
+    placed_since_ms: int = 0
+    """Since when its members have lived there."""
+    unassigned_since_ms: int | None = None
+    """Since when it has had no assignment on its present agent; None if that does not count towards a recall."""
+    moved_ms: int | None = None
+    """When its last move started; None before the first."""
     missing: set[TopicPartition] = field(default_factory=set)
     """After a move: partitions that it had before, and has not got back."""
-    outdated: set[TopicPartition] = field(default_factory=set)
-    """Partitions that its member reported, and that another slot had got in a later generation."""
     recalls: int = 0
     """How often it was recalled from an agent."""
     buffered_bytes: int = 0
@@ -91,6 +142,16 @@ class Slot:
     """Rows of its partitions that tasks got from an agent, by their reports."""
     rows_from_brokers: int = 0
     """Rows of its partitions that tasks got from brokers, by their reports."""
+
+    @property
+    def partitions(self) -> Set[TopicPartition]:
+        """The partitions of its member; none without a member."""
+        member = self.state.member
+        return frozenset() if member is None else member.partitions
+
+    def uses(self, agent: str) -> bool:
+        """Whether its member lives on an agent, or the last one closes there, or the next one will live there."""
+        return agent == self.agent or (isinstance(self.state, MovingState) and agent == self.state.closing_on)
 
 
 class Slots:
@@ -126,7 +187,7 @@ class Slots:
         self._resubscribed_in: dict[int, int] = {}  # by slot: the generation in which it got the present topics
         self.all = [Slot(number) for number in range(rules.slots)]
         self._removed: dict[int, int] = {}  # slots that left: their last client
-        self._held: dict[int, Revocation] = {}  # by slot, so that a tick does not visit thousands of others
+        self._held: dict[int, RevokingState] = {}  # by slot, so that a tick does not visit thousands of others
         self._wake_at_ms: dict[int, int] = {}  # when a slot joins again, or checks again whether it was replaced
         self._assigned_count = 0
         self._unassigned_since_ms = 0
@@ -167,36 +228,35 @@ class Slots:
     def apply(self, event: ev.MemberReport) -> SourceError | None:
         """Handle the report of a member. Returns the error that the run fails with, if there is one."""
         slot = self.get(event.slot)
-        if slot is None or event.client != slot.client or slot.state in WITHOUT_PARTITIONS:
+        if slot is None or event.client != slot.client or (member := slot.state.member) is None:
             return None  # a late event of a consumer that was replaced or closed
         match event:
             case ev.Assigned():
-                self._assigned(slot, event)
+                self._assigned(slot, member, event)
             case ev.Revoking():
-                slot.outdated.difference_update(event.partitions)
-                self._revoking(slot, event)
+                member.outdated.difference_update(event.partitions)
+                self._revoking(slot, member, event)
             case ev.Lost():
-                slot.outdated.difference_update(event.partitions)
+                member.outdated.difference_update(event.partitions)
                 self._lose(slot, event.partitions, "the group revoked them without notice")
-                if not slot.partitions:
-                    self._move(slot, ev.Lost)
+                if not member.partitions:
+                    self._change(slot, ev.Lost, JoiningState(member))
                     self._start_unassigned(slot)
             case ev.MemberFailed():
-                self._lose(slot, tuple(slot.partitions), event.reason)
-                self._move(slot, ev.MemberFailed)
+                self._lose(slot, tuple(member.partitions), event.reason)
+                self._change(slot, ev.MemberFailed, ClosedState())
                 self._start_unassigned(slot)
                 return self._join_later(slot, event.reason)
             case ev.MemberFenced():
-                self._lose(slot, tuple(slot.partitions), event.reason)
-                self._move(slot, ev.MemberFenced)
+                self._lose(slot, tuple(member.partitions), event.reason)
+                self._change(slot, ev.MemberFenced, CheckingState(event.confirmed))
                 self._begin_failing(slot)
-                slot.is_fenced = event.confirmed
                 self._out.log(
                     f"another client {'has' if event.confirmed else 'may have'} the instance id of slot {slot.number} "
                     f"({event.reason}); checking whether a newer driver runs this stream",
                     warn=True,
                 )
-                self._out.order(ev.CheckReplaced(slot=slot.number, confirmed=slot.is_fenced))
+                self._out.order(ev.CheckReplaced(slot=slot.number, confirmed=event.confirmed))
             case _:
                 assert_never(event)
         return None
@@ -205,22 +265,21 @@ class Slots:
         """No newer driver runs this stream: the slot joins again. If an older process has its instance id, for example
         one that was frozen, the slot takes the id back."""
         slot = self.get(event.slot)
-        if slot is None or slot.state is not SlotState.CHECKING:
+        if slot is None or not isinstance(checking := slot.state, CheckingState):
             return None
-        self._move(slot, ev.NotReplaced)
+        self._change(slot, ev.NotReplaced, ClosedState())
         older = "an older process of this stream had its instance id"
-        return self._join_later(slot, older if slot.is_fenced else "it may have been out of the group for a while")
+        return self._join_later(slot, older if checking.is_fenced else "it may have been out of the group for a while")
 
     def replacement_unclear(self, event: ev.ReplacedUnclear) -> SourceError | None:
         """It is not known whether a newer driver runs this stream: the check is repeated, within its bound."""
         slot = self.get(event.slot)
-        if slot is None or slot.state is not SlotState.CHECKING:
+        if slot is None or not isinstance(slot.state, CheckingState):
             return None
-        self._move(slot, ev.ReplacedUnclear)
+        self._change(slot, ev.ReplacedUnclear, slot.state)
         if event.final:
             return self.replaced(f"another client has the instance id of slot {slot.number}, and {event.reason}")
-        since_ms = self._out.now_ms if slot.failing_since_ms is None else slot.failing_since_ms
-        waited_ms = self._out.now_ms - since_ms
+        waited_ms = self._out.now_ms - self._begin_failing(slot)
         bound_ms = self._rules.broker_timeout_ms and max(self._rules.broker_timeout_ms, self._rules.joining_budget_ms)
         if bound_ms and waited_ms >= bound_ms:
             return RebalanceTimeout(
@@ -255,26 +314,26 @@ class Slots:
         self._out.log(f"the subscription matches {len(topics)} topics now: {', '.join(topics[:10])}")
         self._set_topics(topics)
         for slot in self.all:
-            if slot.state not in (SlotState.CLOSED, SlotState.MOVING) and not self._is_rejoining(slot):
+            if slot.state.member is not None and not self._is_rejoining(slot):
                 self._subscribe(slot)
 
     def tick(self) -> None:
         now_ms = self._out.now_ms
         for number in [number for number, at_ms in self._wake_at_ms.items() if now_ms >= at_ms]:
             del self._wake_at_ms[number]
-            if self.all[number].state is SlotState.CHECKING:
-                self._out.order(ev.CheckReplaced(slot=number, confirmed=self.all[number].is_fenced))
+            if isinstance(state := self.all[number].state, CheckingState):
+                self._out.order(ev.CheckReplaced(slot=number, confirmed=state.is_fenced))
             else:
                 self.join(self.all[number])
-        for number, revocation in sorted(self._held.items()):
-            if now_ms - revocation.since_ms >= self._rules.hold_budget_ms:
-                self._release(self.all[number], revocation, is_overrun=True)
+        for number, revoking in sorted(self._held.items()):
+            if now_ms - revoking.since_ms >= self._rules.hold_budget_ms:
+                self._release(self.all[number], revoking, is_overrun=True)
 
     def release_revocations(self) -> None:
         """Release the revocations of which no partition has to be held any more."""
-        for number, revocation in sorted(self._held.items()):
-            if not any(map(self._must_hold, revocation.partitions)):
-                self._release(self.all[number], revocation, is_overrun=False)
+        for number, revoking in sorted(self._held.items()):
+            if not any(map(self._must_hold, revoking.partitions)):
+                self._release(self.all[number], revoking, is_overrun=False)
 
     def record_prefetch(self, event: ev.PrefetchReported) -> None:
         """Store what an agent has read ahead."""
@@ -300,21 +359,21 @@ class Slots:
             leave: whether they leave the group.
         """
         for slot in self.all:
-            if slot.state is not SlotState.CLOSED:
-                self._move(slot, ev.Leave)
+            if not isinstance(slot.state, ClosedState):
+                self._change(slot, ev.Leave, ClosedState())
                 self._out.order(ev.Leave(slot=slot.number, leave=leave))
 
     def may_move(self, slot: Slot) -> bool:
         """Whether the state of the group allows the slot to close its member and join from another agent."""
         settled = slot.topics == self._topics and slot.number not in self._resubscribed_in
-        return slot.state is SlotState.ASSIGNED and settled and self.static
+        return isinstance(slot.state, AssignedState) and settled and self.static
 
     def move(self, slot: Slot, agent: str) -> None:
         """Close the member; when it is closed, the next one joins on ``agent``. All positions must be committed."""
         slot.missing = set(slot.partitions)
         self._drop(slot, tuple(slot.partitions), ev.SlotMoves)
-        self._move(slot, ev.SlotMoves)
-        slot.closing_on, slot.moved_ms, slot.unassigned_since_ms = slot.agent, self._out.now_ms, None
+        self._change(slot, ev.SlotMoves, MovingState(self._out.now_ms, slot.agent))
+        slot.moved_ms, slot.unassigned_since_ms = self._out.now_ms, None
         self._place_on(slot, agent)
         self._out.order(ev.Leave(slot=slot.number, leave=False))
 
@@ -328,7 +387,7 @@ class Slots:
         """Remove the last slot; its member leaves the group. All its positions must be committed."""
         slot = self.all[-1]
         self._drop(slot, tuple(slot.partitions), ev.SlotMoves)
-        self._move(slot, ev.Leave)
+        self._change(slot, ev.Leave, ClosedState())
         self._removed[slot.number] = slot.client
         self.all.pop()
         self._out.order(ev.Leave(slot=slot.number, leave=True))
@@ -336,14 +395,14 @@ class Slots:
     def agent_lost(self, slot: Slot, agent: str, why: str) -> None:
         """The agent of the slot's member is lost: the next member joins at once. If the old one still runs, the broker
         fences it."""
-        if slot.state is SlotState.MOVING:
-            if slot.closing_on == agent:
+        if isinstance(slot.state, MovingState):
+            if slot.state.closing_on == agent:
                 slot.may_be_alive = True
                 self.join(slot)
-        elif slot.state not in WITHOUT_PARTITIONS:
+        elif slot.state.member is not None:
             slot.may_be_alive = True
             self._lose(slot, tuple(slot.partitions), why)
-            self._move(slot, ev.AgentLost)
+            self._change(slot, ev.AgentLost, ClosedState())
             self.join(slot)
 
     # --- queries ----------------------------------------------------------------------------------------------------
@@ -365,23 +424,23 @@ class Slots:
     def unassigned_since_ms(self) -> int | None:
         """Since when no slot has had an assignment; None if one has, or holds a revocation, or checks whether it was
         replaced, which has a bound of its own."""
-        if self._assigned_count or self._held or any(slot.state is SlotState.CHECKING for slot in self.all):
+        if self._assigned_count or self._held or any(isinstance(slot.state, CheckingState) for slot in self.all):
             return None
         return self._unassigned_since_ms
 
     @property
     def all_closed(self) -> bool:
         """Whether no slot has a member."""
-        return all(slot.state is SlotState.CLOSED for slot in self.all)
+        return all(isinstance(slot.state, ClosedState) for slot in self.all)
 
     def revoked(self) -> Iterator[TopicPartition]:
         """Partitions that are revoked and not released yet."""
-        for revocation in self._held.values():
-            yield from revocation.partitions
+        for revoking in self._held.values():
+            yield from revoking.partitions
 
     def deadlines_ms(self) -> list[int]:
         """When :meth:`tick` has something to do."""
-        overruns = [revocation.since_ms + self._rules.hold_budget_ms for revocation in self._held.values()]
+        overruns = [revoking.since_ms + self._rules.hold_budget_ms for revoking in self._held.values()]
         return overruns + list(self._wake_at_ms.values())
 
     def too_large(self) -> str:
@@ -400,19 +459,17 @@ class Slots:
     def check(self) -> str | None:
         """The first contradiction, or None."""
         for slot in self.all:
-            is_revoking = slot.state is SlotState.REVOKING
-            if is_revoking != (slot.revocation is not None) or slot.revocation is not self._held.get(slot.number):
-                return f"slot {slot.number} has a revocation and is {slot.state.value}"
-            if slot.revocation is not None and not slot.revocation.partitions <= slot.partitions:
+            revoking = slot.state if isinstance(slot.state, RevokingState) else None
+            if revoking is not self._held.get(slot.number):
+                return f"slot {slot.number} holds another revocation, and is {slot.state.kind.value}"
+            if revoking is not None and not revoking.partitions <= slot.partitions:
                 return f"slot {slot.number} releases partitions that it does not have"
-            if slot.state in WITHOUT_PARTITIONS and slot.partitions:
-                return f"slot {slot.number} is {slot.state.value} and has partitions"
         if sum(len(slot.partitions) for slot in self.all) != len(self._partitions.ours):
             return "a partition has two slots or none"
         for tp, partition in self._partitions.ours.items():
             if tp not in self.all[partition.slot].partitions:
                 return f"{tp} names another slot than the one that has it"
-        assigned = sum(slot.state is SlotState.ASSIGNED for slot in self.all)
+        assigned = sum(isinstance(slot.state, AssignedState) for slot in self.all)
         return None if assigned == self._assigned_count else "the assigned slots are miscounted"
 
     # --- changes ----------------------------------------------------------------------------------------------------
@@ -440,19 +497,16 @@ class Slots:
 
     def join(self, slot: Slot) -> None:
         """Start the next member of a slot, on the agent where it belongs now."""
-        is_moving, agent = slot.state is SlotState.MOVING, self._agent_for(slot)
+        is_moving, agent = isinstance(slot.state, MovingState), self._agent_for(slot)
         if is_moving or agent != slot.agent:
             self._place_on(slot, agent)
             slot.placed_since_ms = self._out.now_ms
             slot.unassigned_since_ms = self._out.now_ms if agent != IN_READER else None
         if not is_moving:  # the broker ignores a new subscription of a member that returns under its instance id
             slot.topics = self._former_topics if self._is_rejoining(slot) else self._topics
-        slot.closing_on = IN_READER
-        slot.outdated.clear()
-        self._end_membership(slot)
         slot.client += 1
         self._resubscribed_in.pop(slot.number, None)
-        self._move(slot, ev.Join)
+        self._change(slot, ev.Join, JoiningState(Membership()))
         self._out.order(
             ev.Join(
                 slot=slot.number,
@@ -472,28 +526,27 @@ class Slots:
         if agent != slot.agent:
             slot.agent, slot.buffered_bytes, slot.buffered_rows = agent, 0, 0
 
-    def _assigned(self, slot: Slot, event: ev.Assigned) -> None:
-        revocation = slot.revocation
-        if revocation is not None:  # an assignment ends a revocation, whether it was released or not
-            late = tuple(tp for tp in revocation.partitions if self._must_hold(tp))
+    def _assigned(self, slot: Slot, member: Membership, event: ev.Assigned) -> None:
+        if isinstance(slot.state, RevokingState):  # an assignment ends a revocation, whether it was released or not
+            late = tuple(tp for tp in slot.state.partitions if self._must_hold(tp))
             self._lose(slot, late, "the group completed a rebalance while they were held")
-            self._drop(slot, tuple(revocation.partitions), ev.Release)
-        self._move(slot, ev.Assigned)
+            self._drop(slot, tuple(slot.state.partitions), ev.Release)
+        self._change(slot, ev.Assigned, AssignedState(member))
         slot.may_be_alive = False
         has_restarted = event.generation < slot.generation
         slot.generation, slot.unassigned_since_ms = event.generation, None
-        if slot.assigned_since_ms is None:
-            slot.assigned_since_ms = self._out.now_ms
+        if member.assigned_since_ms is None:
+            member.assigned_since_ms = self._out.now_ms
         slot.missing.difference_update(event.partitions)
         outdated = {tp for tp in event.partitions if self._is_outdated(tp, event.generation)}
-        slot.outdated |= outdated
-        new = [tp for tp in event.partitions if tp not in slot.partitions and tp not in outdated]
+        member.outdated |= outdated
+        new = [tp for tp in event.partitions if tp not in member.partitions and tp not in outdated]
         for tp in new:
             before = self._partitions.ours.get(tp)
             if before is not None:  # its former slot has not reported the revocation yet
                 self._lose(self.all[before.slot], (tp,), f"slot {slot.number} was assigned it")
             self._partitions.assign(tp, slot.number)
-            slot.partitions.add(tp)
+            member.partitions.add(tp)
         if new:
             self._counts.count_rebalance(
                 f"slot {slot.number} was assigned {len(new)} partitions", now_ms=self._out.now_ms
@@ -509,10 +562,12 @@ class Slots:
     def _assign_outdated(self) -> None:
         """The group was created again, and its generations start again: the earlier one was the later one."""
         for slot in self.all:
-            for tp in sorted(slot.outdated - self._partitions.ours.keys()):
+            if (member := slot.state.member) is None:
+                continue
+            for tp in sorted(member.outdated - self._partitions.ours.keys()):
                 self._partitions.assign(tp, slot.number)
-                slot.partitions.add(tp)
-                slot.outdated.discard(tp)
+                member.partitions.add(tp)
+                member.outdated.discard(tp)
 
     def _is_outdated(self, tp: TopicPartition, generation: int) -> bool:
         """Whether another slot of this run got the partition in a later generation. A member whose thread was busy for
@@ -520,33 +575,31 @@ class Slots:
         partition = self._partitions.ours.get(tp)
         return partition is not None and self.all[partition.slot].generation > generation
 
-    def _revoking(self, slot: Slot, event: ev.Revoking) -> None:
-        revoked = {tp for tp in event.partitions if tp in slot.partitions}
-        revocation = slot.revocation or Revocation(self._out.now_ms)
-        self._held[slot.number] = slot.revocation = revocation
-        self._move(slot, ev.Revoking)
-        revocation.is_eager = event.eager
-        revocation.partitions |= revoked
+    def _revoking(self, slot: Slot, member: Membership, event: ev.Revoking) -> None:
+        revoked, held, since_ms = member.partitions.intersection(event.partitions), set(), self._out.now_ms
+        if isinstance(slot.state, RevokingState):
+            held, since_ms = slot.state.partitions, slot.state.since_ms
+        self._change(slot, ev.Revoking, RevokingState(member, since_ms, event.eager, held | revoked))
         slot.unassigned_since_ms = None
         if revoked:
             self._counts.count_rebalance(
                 f"{len(revoked)} partitions of slot {slot.number} were revoked", now_ms=self._out.now_ms
             )
 
-    def _release(self, slot: Slot, revocation: Revocation, *, is_overrun: bool) -> None:
-        held_ms = self._out.now_ms - revocation.since_ms
+    def _release(self, slot: Slot, revoking: RevokingState, *, is_overrun: bool) -> None:
+        held_ms = self._out.now_ms - revoking.since_ms
         if is_overrun:
-            late = [tp for tp in revocation.partitions if self._must_hold(tp)]
+            late = [tp for tp in revoking.partitions if self._must_hold(tp)]
             self._out.log(
                 f"slot {slot.number} held a revocation for {held_ms} ms, its whole budget; {len(late)} partitions are "
                 "released without a commit, and their next reader may read the batch in flight again",
                 warn=True,
             )
             self._lose(slot, tuple(late), "the revocation was held for its whole budget")
-        self._drop(slot, tuple(revocation.partitions), ev.Release)
+        self._drop(slot, tuple(revoking.partitions), ev.Release)
         self._counts.count_release(held_ms, overrun=is_overrun)
-        release = ev.ReleaseAll if revocation.is_eager else ev.Release
-        self._move(slot, release)
+        release = ev.ReleaseAll if revoking.is_eager else ev.Release
+        self._change(slot, release, (JoiningState if revoking.is_eager else AssignedState)(revoking.member))
         self._out.order(release(slot=slot.number, client=slot.client))
 
     def _lose(self, slot: Slot, partitions: tuple[TopicPartition, ...], why: str) -> None:
@@ -562,11 +615,13 @@ class Slots:
             self._out.log(f"{reason}; {twice} offsets may be read twice", warn=True)
 
     def _drop(self, slot: Slot, partitions: tuple[TopicPartition, ...], cause: type) -> None:
+        state = slot.state
         for tp in partitions:
             self._partitions.drop(tp, cause)
-            slot.partitions.discard(tp)
-            if slot.revocation is not None:
-                slot.revocation.partitions.discard(tp)
+        if state.member is not None:
+            state.member.partitions.difference_update(partitions)
+        if isinstance(state, RevokingState):
+            state.partitions.difference_update(partitions)
 
     def _join_later(self, slot: Slot, reason: str) -> SourceError | None:
         """Join again after a pause. Returns the error that the run fails with if the budget is used up."""
@@ -586,28 +641,28 @@ class Slots:
     def _begin_failing(self, slot: Slot) -> int:
         """A member failed. Returns since when the slot has been failing. An assignment does not end that: a member may
         fail after each one."""
-        self._end_membership(slot)
         if slot.failing_since_ms is None:
             slot.failing_since_ms = self._out.now_ms
         return slot.failing_since_ms
-
-    def _end_membership(self, slot: Slot) -> None:
-        """The slot's member is replaced. If it was steady, the slot has recovered from the failures before it."""
-        since_ms, slot.assigned_since_ms = slot.assigned_since_ms, None
-        if since_ms is not None and self._out.now_ms - since_ms >= STEADY_MS:
-            slot.failing_since_ms, slot.failures = None, 0
 
     def _start_unassigned(self, slot: Slot) -> None:
         if slot.agent != IN_READER and slot.unassigned_since_ms is None:
             slot.unassigned_since_ms = self._out.now_ms
 
-    def _move(self, slot: Slot, cause: type) -> None:
+    def _change(self, slot: Slot, cause: type, after: AnySlotState) -> None:
+        """Replace the record of a slot's state by that of its state after a cause."""
         before = slot.state
-        slot.state = to = next_state(SLOTS, before, cause, f"slot {slot.number}")
+        require_change(SLOTS, before.kind, cause, after.kind, f"slot {slot.number}")
+        slot.state = after
+        if before.member is not None and after.member is None:  # if it was steady, the slot has recovered
+            since_ms = before.member.assigned_since_ms
+            if since_ms is not None and self._out.now_ms - since_ms >= STEADY_MS:
+                slot.failing_since_ms, slot.failures = None, 0
         had_some = bool(self._assigned_count or self._held)
-        self._assigned_count += (to is SlotState.ASSIGNED) - (before is SlotState.ASSIGNED)
-        if to is not SlotState.REVOKING:
+        self._assigned_count += isinstance(after, AssignedState) - isinstance(before, AssignedState)
+        if isinstance(after, RevokingState):
+            self._held[slot.number] = after
+        else:
             self._held.pop(slot.number, None)
-            slot.revocation = None
         if had_some and not (self._assigned_count or self._held):
             self._unassigned_since_ms = self._out.now_ms

@@ -19,8 +19,7 @@ from kit.world import Draws, Process, Thread, World, the_thread
 from spark_group_source.agents import messages as ms
 from spark_group_source.agents.hosted_members import HostedMembers
 from spark_group_source.protocol.placement import CLOSE_MS_MAX
-from spark_group_source.protocol.slots import IN_READER
-from spark_group_source.protocol.states import SlotState
+from spark_group_source.protocol.slots import IN_READER, MovingState
 
 if TYPE_CHECKING:
     from kit.spark import SparkRun
@@ -38,7 +37,6 @@ LOOK_MS = 10_000
 """How late the run may look at its clock: its request thread may wait for brokers."""
 TWO_MS_MAX = 20_000
 """How long an instance id may have two living members: until the fenced one learns it, or that it has to end."""
-WITH_MEMBER = frozenset({SlotState.JOINING, SlotState.ASSIGNED, SlotState.REVOKING})
 
 M = TypeVar("M")
 
@@ -299,10 +297,9 @@ class Executors:
                 if gone_ms > run.watched.rules.lease_ms + LOOK_MS:
                     return f"{agent.process.name} is gone for {gone_ms} ms, and is still used"
         for slot in run.watched.slots.all:
-            moving_ms = now_ms - (slot.moved_ms or 0)
-            if slot.state is SlotState.MOVING and moving_ms > CLOSE_MS_MAX + LOOK_MS:
-                return f"slot {slot.number} moves for {moving_ms} ms"
-            if slot.state in WITH_MEMBER and slot.agent != IN_READER and slot.agent not in placement.agents.all:
+            if isinstance(slot.state, MovingState) and now_ms > slot.state.since_ms + CLOSE_MS_MAX + LOOK_MS:
+                return f"slot {slot.number} moves since {slot.state.since_ms} ms"
+            if slot.state.member is not None and slot.agent != IN_READER and slot.agent not in placement.agents.all:
                 return f"slot {slot.number} is placed on agent {slot.agent}, which is gone"
             if slot.agent != IN_READER and not ever:
                 return f"slot {slot.number} is placed on an agent although transactions are refused"

@@ -388,9 +388,9 @@ def test_each_agent_has_a_member_within_a_bound_however_far_apart_they_connect(a
             connected_ms[host] = now_ms
         g.feed(ev.BatchBoundary())
         for slot in g.run.slots.all:
-            if slot.state is SlotState.MOVING:
+            if slot.state.kind is SlotState.MOVING:
                 g.member_ended(slot.number)
-            if slot.state is SlotState.JOINING:
+            if slot.state.kind is SlotState.JOINING:
                 g.settled((A, B, C)[slot.number], slot=slot.number)
             placed_ms.setdefault(slot.agent, now_ms)
         g.send_heartbeats(step_ms)

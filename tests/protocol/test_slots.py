@@ -13,8 +13,7 @@ from spark_group_source.protocol import group_record
 from spark_group_source.protocol.data_loss import GRACE_MS
 from spark_group_source.protocol.offsets import StreamOffset
 from spark_group_source.protocol.rules import Rules
-from spark_group_source.protocol.slots import STEADY_MS, Revocation, Slot, Slots
-from spark_group_source.protocol.states import SlotState
+from spark_group_source.protocol.slots import STEADY_MS, ClosedState, Membership, RevokingState, Slot, Slots
 
 A, B, C, D = tps("orders", 0, 1, 2, 3)
 
@@ -376,17 +375,29 @@ def test_outdated_assignment_does_not_come_back_when_it_was_revoked(pair: GroupH
     assert not pair.run.partitions.ours
 
 
+def test_outdated_assignment_does_not_come_back_after_its_member_failed(pair: GroupHarness) -> None:
+    pair.assigned(A, slot=0, generation=10)
+    pair.assigned(A, slot=1, generation=7)
+    pair.failed(slot=1)
+    pair.lost(A, slot=0)
+    pair.assigned(slot=0, generation=2)
+    assert not pair.run.partitions.ours
+
+
+HELD = RevokingState(Membership(), since_ms=0, is_eager=False, partitions=set())
+
+
 @pytest.mark.parametrize(
     ("spoil", "why"),
     [
-        (lambda slots, slot: setattr(slot, "revocation", Revocation(0)), "has a revocation and is assigned"),
-        (lambda slots, slot: slots._held.update({slot.number: Revocation(0)}), "has a revocation and is assigned"),
+        (lambda slots, slot: setattr(slot, "state", HELD), "holds another revocation, and is revoking"),
+        (lambda slots, slot: slots._held.update({slot.number: HELD}), "holds another revocation, and is assigned"),
         (lambda slots, slot: slot.partitions.clear(), "a partition has two slots or none"),
         (
             lambda slots, slot: slots.all[1].partitions.add(slot.partitions.pop()),
             "names another slot than the one that has it",
         ),
-        (lambda slots, slot: setattr(slot, "state", SlotState.CHECKING), "is checking and has partitions"),
+        (lambda slots, slot: setattr(slot, "state", ClosedState()), "a partition has two slots or none"),
         (lambda slots, slot: setattr(slots, "_assigned_count", 1), "the assigned slots are miscounted"),
     ],
 )

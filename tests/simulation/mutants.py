@@ -400,7 +400,7 @@ MUTANTS = [
     Mutant(
         "holds-without-budget",
         S,
-        "if now_ms - revocation.since_ms >= self._rules.hold_budget_ms:",
+        "if now_ms - revoking.since_ms >= self._rules.hold_budget_ms:",
         "if now_ms < 0:",
         "a hold has a budget",
     ),
@@ -561,8 +561,8 @@ MUTANTS = [
     Mutant(
         "leaves-slots-on-lost-agents",
         S,
-        "            self._move(slot, ev.AgentLost)\n            self.join(slot)",
-        "            self._move(slot, ev.AgentLost)",
+        "            self._change(slot, ev.AgentLost, ClosedState())\n            self.join(slot)",
+        "            self._change(slot, ev.AgentLost, ClosedState())",
         "a slot whose agent is lost joins again elsewhere",
         agents=True,
     ),
@@ -577,8 +577,8 @@ MUTANTS = [
     Mutant(
         "counts-no-lost-agent",
         S,
-        "            self._lose(slot, tuple(slot.partitions), why)\n            self._move(slot, ev.AgentLost)",
-        "            self._drop(slot, tuple(slot.partitions), ev.Lost)\n            self._move(slot, ev.AgentLost)",
+        "self._lose(slot, tuple(slot.partitions), why)",
+        "self._drop(slot, tuple(slot.partitions), ev.Lost)",
         "duplicates of a lost agent's partitions are counted",
         agents=True,
     ),
