@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Final, Literal, assert_never
 
-from spark_group_source.agents.connected_agents import ConnectedAgents, PlacedMembers, RemoteMember
+from spark_group_source.agents.connected_agents import ConnectedAgents, PlacedMembers
 from spark_group_source.errors import BrokerUnavailable, InvariantBroken, SourceError
 from spark_group_source.host import run_files
 from spark_group_source.kafka import Admin, Environment, EpochEnds, is_incremental
@@ -154,8 +154,8 @@ class Coordinator:
         """Return the partitions of the members that agents run now."""
         with self._changed:
             agents = self._run.placement.agents.all
-            placed = [member for member in self._members.values() if isinstance(member, RemoteMember)]
-            return [PlacedMembers(m.agent, agents[m.agent].executor, m.partitions) for m in placed if m.agent in agents]
+            placed = [member for member in self._members.values() if member.agent in agents]
+            return [PlacedMembers(member.agent, agents[member.agent].executor, member.partitions) for member in placed]
 
     def record_task(self, report: ev.TaskReported) -> None:
         """Record what a task read. Any thread."""
