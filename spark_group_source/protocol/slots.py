@@ -4,7 +4,7 @@ Runs in: the stream reader (inside ``run``), tests. Deliberately absent: positio
 may be released (``run``), which agent a member lives on (``placement``), batches and commits.
 """
 
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass, field
 from typing import ClassVar, assert_never
 
@@ -12,7 +12,7 @@ from spark_group_source.error_codes import Suspicions
 from spark_group_source.errors import Fenced, RebalanceTimeout, SourceError
 from spark_group_source.model import TopicPartition
 from spark_group_source.protocol import events as ev
-from spark_group_source.protocol import group_record, identifiers
+from spark_group_source.protocol import identifiers
 from spark_group_source.protocol.data_loss import GRACE_MS
 from spark_group_source.protocol.outbox import Outbox
 from spark_group_source.protocol.partitions import Partitions
@@ -27,6 +27,15 @@ IN_READER = ""
 STEADY_MS = 10_000
 """How long a member must be in the group after its first assignment before its slot counts as recovered from earlier
 failures. By then it has polled and sent heartbeats several times."""
+
+RECORD_BYTES_MAX = 1_048_588
+"""Kafka's default of ``max.message.bytes``, for the topic in which it stores groups."""
+NAMES_SHARE = 0.9
+"""The share of it that topic names may take; the rest is for partition numbers and the ids and hosts of members."""
+LENGTH_BYTES = 2
+"""Before each name in the record of a group."""
+PARTITIONS_BYTES = 4
+"""The count of a topic's partitions, after its name in an assignment."""
 
 
 @dataclass(slots=True)
@@ -447,11 +456,11 @@ class Slots:
         """Return why Kafka may be unable to store the group, for errors; empty if it fits."""
         if self._fitting() >= len(self.all):
             return ""
-        bytes_ = group_record.member_bytes(self._topics, cooperative=self._rules.cooperative)
+        bytes_ = member_bytes(self._topics, cooperative=self._rules.cooperative)
         return (
             f"The names of {len(self._topics)} topics take up to {bytes_} bytes for each of {len(self.all)} members in "
             "the record in which Kafka stores this group. A record above max.message.bytes of the topic "
-            f"__consumer_offsets (default {group_record.RECORD_BYTES_MAX}) cannot be stored, and then no member "
+            f"__consumer_offsets (default {RECORD_BYTES_MAX}) cannot be stored, and then no member "
             "gets an assignment. Set kafka.group.protocol to consumer, a smaller groupMembers, or a larger "
             "max.message.bytes for that topic, or subscribe to fewer topics."
         )
@@ -484,7 +493,7 @@ class Slots:
     def _fitting(self) -> int:
         """Return how many members with these topics Kafka can store."""
         rules = self._rules
-        fitting = group_record.members_max(self._topics, cooperative=rules.cooperative) if rules.classic else None
+        fitting = members_max(self._topics, cooperative=rules.cooperative) if rules.classic else None
         return SLOTS_MAX if fitting is None else fitting
 
     def _is_rejoining(self, slot: Slot) -> bool:
@@ -666,3 +675,26 @@ class Slots:
             self._held.pop(slot.number, None)
         if had_some and not (self._assigned_count or self._held):
             self._unassigned_since_ms = self._out.now_ms
+
+
+# --- the size of a classic group -------------------------------------------------------------------------------------
+
+
+def member_bytes(topics: Iterable[str], *, cooperative: bool) -> int:
+    """Return how much of the group's record the topic names of one member take, if it has a partition of each topic."""
+    times = 3 if cooperative else 2
+    return sum(times * (len(name) + LENGTH_BYTES) + (times - 1) * PARTITIONS_BYTES for name in topics)
+
+
+def members_max(topics: Iterable[str], *, cooperative: bool) -> int | None:
+    """Return how many members with this subscription fit into the group's record; None: as many as one likes.
+
+    Kafka stores a classic group as one record in the topic ``__consumer_offsets``: for each member the names of its
+    topics in its subscription and again in its assignment (``GroupMetadataValue``; with cooperative-sticky a third
+    time, as the partitions that it owns). A record above the topic's ``max.message.bytes`` cannot be stored. Then the
+    broker answers each SyncGroup with UNKNOWN_SERVER_ERROR, librdkafka joins again without a word, and no member of the
+    group gets an assignment, for ever. A KIP-848 group has records for each member, with topic ids in assignments. The
+    subscriptions of other applications' members are not known here.
+    """
+    bytes_ = member_bytes(topics, cooperative=cooperative)
+    return int(RECORD_BYTES_MAX * NAMES_SHARE) // bytes_ if bytes_ else None

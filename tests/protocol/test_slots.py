@@ -9,11 +9,18 @@ from kit.harness import GROUP, JOINING_BUDGET_MS, STREAM, Commands, GroupHarness
 from spark_group_source.errors import Fenced, InvariantBroken, RebalanceTimeout
 from spark_group_source.options.starting import StartingPosition
 from spark_group_source.protocol import events as ev
-from spark_group_source.protocol import group_record
 from spark_group_source.protocol.data_loss import GRACE_MS
 from spark_group_source.protocol.offsets import StreamOffset
 from spark_group_source.protocol.rules import Rules
-from spark_group_source.protocol.slots import STEADY_MS, ClosedState, Membership, RevokingState, Slot, Slots
+from spark_group_source.protocol.slots import (
+    STEADY_MS,
+    ClosedState,
+    Membership,
+    RevokingState,
+    Slot,
+    Slots,
+    members_max,
+)
 
 A, B, C, D = tps("orders", 0, 1, 2, 3)
 
@@ -432,9 +439,9 @@ def test_group_that_kafka_may_be_unable_to_store_is_warned_of(rules: dict[str, A
 
 @pytest.mark.parametrize(("cooperative", "fit"), [(False, 1), (True, 0)])
 def test_topic_names_count_once_more_for_cooperative_members(cooperative: bool, fit: int) -> None:
-    assert group_record.members_max(LONG, cooperative=cooperative) == fit
-    assert group_record.members_max(LONG[:500], cooperative=cooperative) == [4, 3][cooperative]
-    assert group_record.members_max((), cooperative=cooperative) is None
+    assert members_max(LONG, cooperative=cooperative) == fit
+    assert members_max(LONG[:500], cooperative=cooperative) == [4, 3][cooperative]
+    assert members_max((), cooperative=cooperative) is None
 
 
 def test_topics_that_are_added_may_make_the_group_too_large() -> None:
