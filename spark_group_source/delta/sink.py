@@ -26,7 +26,7 @@ and its rows lost.
 
 A batch is durable when ``foreachBatch`` is done with it. Where Spark calls the sink itself, that is when the sink
 returns. A function that calls sinks may write to further tables after that; so the batch is durable when Spark has
-noted it in the commit log of the checkpoint (:mod:`finished_batches`).
+noted it in the commit log of the checkpoint (:class:`FinishedBatches`).
 """
 
 import json
@@ -34,12 +34,13 @@ import logging
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from spark_group_source import command_line, compatibility
 from spark_group_source.delta import (
@@ -51,7 +52,6 @@ from spark_group_source.delta import (
     table_writer,
 )
 from spark_group_source.delta.checkpoint import ONLY_RUN, PlannedBatch, is_finished, read_planned
-from spark_group_source.delta.finished_batches import FinishedBatches
 from spark_group_source.delta.ledger_decision import SHOWN_MAX, AlreadyWritten, WriteBatch, format_ranges
 from spark_group_source.delta.ledger_format import APP_PREFIX, Ledger
 from spark_group_source.delta.table_history import LedgerExpired, LogFiles, TableHistory, note_of
@@ -70,14 +70,17 @@ log = logging.getLogger(__name__)
 
 _Run = TypeVar("_Run")
 
-_finished = FinishedBatches()
-
 QUERIES_MAX = 1_000
 """Of how many queries the newest run is kept; the one whose run started first is forgotten first. It is then known
 again from its next batch on."""
 
 RECENT_COMMITS_MAX = 20
 """In how many commits a starting query looks for other groups, for a log line; one ``DESCRIBE HISTORY`` reads them."""
+
+POLL_S = 0.25
+"""The interval at which the checkpoint is checked for a batch: each check is a request to its file system."""
+FINISH_S = 600.0
+"""How long it is checked. After that, the run learns from Spark's next call that the batch is durable."""
 
 
 class DeltaSink:
@@ -676,3 +679,75 @@ def _second_write(table: str, planned: PlannedBatch, former: TableWrite) -> Opti
         batch_id=planned.batch_id,
         version=former.version,
     )
+
+
+# --- batches of a user's function ------------------------------------------------------------------------------------
+
+
+class WrittenBatch(NamedTuple):
+    """A batch that a sink has written, and Spark may not have finished."""
+
+    offsets: Sequence[StreamOffset]
+    """Those whose rows the table has."""
+    is_finished: Callable[[], bool]
+    """Whether Spark's commit log has the batch."""
+    deadline_s: float
+
+
+class FinishedBatches:
+    """Watches the newest batch of each query of this process, and marks it as durable when Spark has noted it in
+    ``commits/<batch id>`` of the checkpoint, right after the user's function has returned.
+
+    One thread serves all queries: a thread that used the JVM keeps its connection open. Spark Connect has none, because
+    its workers cannot use Spark's file systems.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._batches: dict[str, WrittenBatch] = {}
+        self._has_thread = False
+
+    def watch(self, query_id: str, offsets: Sequence[StreamOffset], is_finished: Callable[[], bool]) -> None:
+        """Mark the batch as durable when it is finished. A later batch of the query takes its place."""
+        with self._changed:
+            self._batches[query_id] = WrittenBatch(offsets, is_finished, time.monotonic() + FINISH_S)
+            self._changed.notify()
+            if not self._has_thread:
+                threading.Thread(target=self._run, name="spark-group finished batches", daemon=True).start()
+                self._has_thread = True
+
+    def _run(self) -> None:
+        pause = threading.Event()
+        while True:
+            with self._changed:
+                if not self._batches:
+                    self._changed.wait(FINISH_S)
+            self._mark_finished()
+            pause.wait(POLL_S)
+
+    def _mark_finished(self) -> None:
+        """Check every batch once."""
+        with self._changed:
+            batches = list(self._batches.items())
+        for query_id, batch in batches:
+            if _mark_if_finished(batch):
+                with self._changed:
+                    if self._batches.get(query_id) is batch:
+                        del self._batches[query_id]
+
+
+def _mark_if_finished(batch: WrittenBatch) -> bool:
+    """Mark a finished batch. Returns whether it need not be checked again."""
+    try:
+        if not batch.is_finished():
+            return time.monotonic() > batch.deadline_s
+    except Exception as exc:  # noqa: BLE001 - of Spark, Hadoop or py4j: the session may be stopped
+        log.debug("a finished batch is not marked as durable: %s", str(exc).partition("\n")[0])
+        return True
+    for offset in batch.offsets:
+        if not run_files.void_by(offset.stream, offset.seq):  # void in another table of the query
+            run_files.mark_durable(offset)
+    return True
+
+
+_finished = FinishedBatches()
