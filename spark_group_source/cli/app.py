@@ -33,7 +33,7 @@ from spark_group_source.cli.common import (
     table_of,
 )
 from spark_group_source.cli.group import describe, list_groups, watch
-from spark_group_source.cli.ledger import ledger_app
+from spark_group_source.cli.ledger import LedgerReader, ledger_app
 from spark_group_source.cli.migrate import migrate
 from spark_group_source.cli.offsets import delete_group, delete_offsets
 from spark_group_source.cli.reset import reset_command
@@ -289,8 +289,6 @@ def exporter(
     check_settings(options)
     read_ledgers: Callable[[], tuple[LedgerSnapshot, ...]] = tuple
     if table:
-        from spark_group_source.cli.ledger_metrics import LedgerReader
-
         read_ledgers = LedgerReader(table)
     stop = stop_on_signals()
     names = None if all_groups else sorted(set(group or ()))

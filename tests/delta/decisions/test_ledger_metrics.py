@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from sink_source import offset
 from sink_words import Query, one
 
-from spark_group_source.cli.ledger_metrics import LedgerReader
+from spark_group_source.cli.ledger import LedgerReader
 from spark_group_source.delta.ledger_store import set_ledger
 from spark_group_source.errors import OptionError
 from spark_group_source.metrics.endpoint import MetricsCollector
