@@ -135,7 +135,6 @@ class RequestThread:
             self._environment.pause(WAKE_S)
 
     def _died(self, exc: BaseException) -> None:
-        self._is_stopped = True
         self._handle(ev.InternalFailure(error=InvariantBroken(f"the request thread died: {exc!r}")))
 
     def _process_next(self) -> None:
