@@ -201,8 +201,6 @@ class Slots:
         self._assigned_count = 0
         self._unassigned_since_ms = 0
         """Since when no slot has had an assignment, while none has one."""
-        self.members_max = SLOTS_MAX
-        """How many members with these topics the group may have; at least one."""
 
     # --- events -----------------------------------------------------------------------------------------------------
 
@@ -425,6 +423,11 @@ class Slots:
         return bool(self._topics)
 
     @property
+    def members_max(self) -> int:
+        """How many members with these topics the group may have; at least one."""
+        return max(1, min(self._fitting(), SLOTS_MAX))
+
+    @property
     def all_assigned(self) -> bool:
         """Whether every slot has an assignment for its present topics, maybe an empty one, and none is revoking."""
         return self._assigned_count == len(self.all) and not self._resubscribed_in
@@ -486,7 +489,6 @@ class Slots:
     def _set_topics(self, topics: tuple[str, ...]) -> None:
         """Set the subscribed topics; a warning names a classic group that Kafka may be unable to store."""
         self._topics = topics
-        self.members_max = max(1, min(self._fitting(), SLOTS_MAX))
         if text := self.too_large():
             self._out.log(text, warn=True)
 
