@@ -528,7 +528,7 @@ class Slots:
                 if self.static
                 else None,
                 agent=agent,
-                takes_over=slot.may_be_alive and self.static and not self._rules.classic,
+                takes_over=slot.may_be_alive and not self._rules.classic,
             )
         )
 

@@ -569,7 +569,7 @@ MUTANTS = [
     Mutant(
         "takes-no-instance-id-over",
         S,
-        "takes_over=slot.may_be_alive and self.static and not self._rules.classic,",
+        "takes_over=slot.may_be_alive and not self._rules.classic,",
         "takes_over=False,",
         "the instance id of a vanished member is taken over",
         agents=True,
