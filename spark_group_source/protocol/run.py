@@ -397,7 +397,7 @@ class Run:
         if self.state is RunState.NEW:
             self._choose_membership()
             self._first_call = event
-        elif not event.start.is_initial and self.stream and not self.closed:
+        elif not event.start.is_initial and self.stream:
             self._apply_reported_reset(event)
             self._apply(ev.Durable(offset=event.start))
         if self.state is not RunState.FAILED:
