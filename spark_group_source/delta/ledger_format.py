@@ -171,14 +171,13 @@ class Ledger:
         changes = None if before is None else self._changes(before)
         if new := self._new(before, starts):
             doc["new"] = new
-        age_ms = -1 if self.full is None else now_ms - self.full.written_ms
         if (
             changes is not None
-            and self.full is not None
-            and self.number - self.full.number < FULL_EVERY
-            and 0 <= age_ms < min(FULL_AGE_MAX_MS, log_retention_ms // 2)
+            and (full := self.full) is not None
+            and self.number - full.number < FULL_EVERY
+            and 0 <= now_ms - full.written_ms < min(FULL_AGE_MAX_MS, log_retention_ms // 2)
         ):
-            return self, _dumps({**doc, "full": self.full, "topics": changes})
+            return self, _dumps({**doc, "full": full, "topics": changes})
         doc |= {
             "former": {id_: {"name": topic.name, **_numbers_of(topic)} for id_, topic in self.former.items()},
             "topics": {name: {"id": topic.id, **_numbers_of(topic)} for name, topic in self.topics.items()},
