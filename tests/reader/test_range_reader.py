@@ -529,6 +529,28 @@ def test_a_range_is_read_while_its_check_is_pending(monkeypatch: pytest.MonkeyPa
     assert client.asked == 1
 
 
+class LogEnd(Silent):
+    """The log's readable end is reached. The position moves on when a check has begun."""
+
+    polls = checks = 0
+
+    def poll(self, rows_max: int, wait_s: float) -> FakeChunk:
+        self.polls += 1
+        assert self.polls < 9, "no check"
+        return FakeChunk([], [records.ClientEvent(records.EOF, "", T0, 5)] if self.polls == 1 else [])
+
+    def positions(self, tps: Sequence[TopicPartition]) -> dict[TopicPartition, int]:
+        return dict.fromkeys(tps, 9 if self.checks else -1001)
+
+    def request_watermarks(self, tp: TopicPartition) -> FakeRequest:
+        self.checks += 1
+        return FakeRequest([])
+
+
+def test_a_range_is_checked_at_once_when_the_log_ends_before_it() -> None:
+    assert list(offsets_by(LogEnd(), of("t", 5, 9))) == []
+
+
 class OpenTransaction(Silent):
     """The log's readable end is reached, and again after a new assignment. Only the first check gets a response: the
     log has records up to the planned end."""
@@ -676,6 +698,15 @@ def test_the_client_is_reused_and_replaced_after_an_error(topic: TopicFactory, p
     assert idle() == [] and first[0].rk is None, "it is closed"
     assert offsets(read(of(name, 0, 3))) == [0, 1, 2]
     assert idle() != first
+
+
+def test_a_renewed_client_is_closed_before_the_next_one_is_opened() -> None:
+    settings = range_reader._settings({"bootstrap.servers": "127.0.0.1:1"})
+    lease = range_reader.ClientLease(range_reader._ClientSettings(settings))
+    first = lease.client
+    lease.renew()
+    assert first.rk is None and lease.client.rk is not None
+    lease.release(is_reusable=False)
 
 
 def test_a_worker_that_runs_tasks_of_many_queries_keeps_the_clients_of_the_last_ones(
