@@ -168,6 +168,7 @@ class WatchedRun(Run):
         super().__init__(rules)
         self._process, self._reader, self._truth = process, reader, truth
         self._planned_seq = -1
+        self._waits_since_ms: int | None = None  # of Spark's call, unless an event came since
         self.failed_ms: int | None = None
         """When the run failed: maybe long before Spark's next call, which reports it."""
 
@@ -176,7 +177,7 @@ class WatchedRun(Run):
         return max((now_ms - held.since_ms for held in self.slots._held.values()), default=0)
 
     def handle(self, event: ev.Event, *, now_ms: int) -> list[ev.Command]:
-        tick = isinstance(event, ev.Tick)
+        tick, self._waits_since_ms = isinstance(event, ev.Tick), None
         self._reader.closing |= isinstance(event, ev.MembersClosing)
         if isinstance(event, ev.Lost):
             self._truth.hears(self._reader, event.partitions)
@@ -200,6 +201,10 @@ class WatchedRun(Run):
         step, commands = super().proceed(now_ms=now_ms)
         if not isinstance(step, ev.Wait):
             self._process.world.note(lambda: f"{self._process.name} {_in_words(step, commands)}")
+        elif step.until_ms > now_ms:
+            if self._waits_since_ms == now_ms:
+                self._break("Spark's call does not wait, although nothing is to be done")
+            self._waits_since_ms = now_ms
         plan = self.plan
         if plan is not None and plan.seq != self._planned_seq and isinstance(step, ev.ReturnOffset):
             self._planned_seq = plan.seq
