@@ -159,6 +159,7 @@ class ManualConsumer:
     def __init__(self, environment: ManualEnvironment) -> None:
         self.environment = environment
         self.metadata = NOBODY
+        self.member_id = ""
         self.callbacks: dict[str, Callable[[Any, list[Any]], None]] = {}
 
     def subscribe(self, topics: list[str], **callbacks: Callable[[Any, list[Any]], None]) -> None:
@@ -200,13 +201,14 @@ class ManualConsumer:
         self.environment.answer("unsubscribe")
 
     def memberid(self) -> str:
-        return ""
+        return self.member_id
 
     def commit(self, *, offsets: list[Any], asynchronous: bool) -> list[Any]:
         self.environment.answer("commit", [(p.topic, p.partition, p.offset, p.metadata) for p in offsets])
         return offsets
 
     def committed(self, partitions: list[Any], timeout: float) -> list[Any]:
+        self.environment.calls.append(("committed timeout", timeout))
         found: list[Any] = self.environment.answer("committed", [(p.topic, p.partition) for p in partitions], [])
         return found
 
@@ -247,7 +249,8 @@ class ManualAdmin:
         self.topic_bounds_s: list[float] = []
 
     def poll(self, timeout: float) -> None:
-        """Do nothing: there are no events."""
+        """There are no events."""
+        self.environment.clock_ms += int(timeout * 1000)
 
     def describe_topics(self, topics: Any, **bounds: float) -> dict[str, "Future[Any]"]:
         self.topic_bounds_s.append(bounds["request_timeout"])

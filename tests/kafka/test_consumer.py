@@ -41,6 +41,19 @@ def test_a_membership_still_in_use_is_recognised_by_the_error_text(environment: 
     assert failure.fields == {"unreleased": True}
 
 
+@pytest.mark.parametrize("protocol", ["classic", "consumer"])
+def test_a_member_that_leaves_polls_until_it_has_left(environment: ManualEnvironment, protocol: str) -> None:
+    """A KIP-848 client keeps its member id."""
+    consumer, library = joined(environment, **{"group.protocol": protocol})
+    library.assign_callback(A0)
+    library.member_id = "m"
+    environment.script.extend([lambda: None, lambda: library.revoke_callback(A0)])
+    if protocol == "classic":
+        environment.script.append(lambda: setattr(library, "member_id", ""))
+    consumer.close(leave=True)
+    assert not environment.script and environment.called()[-1] == "close"
+
+
 class _Told:
     """An error of a connection that the library reports."""
 

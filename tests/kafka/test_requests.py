@@ -21,6 +21,7 @@ from spark_group_source.kafka import (
 from spark_group_source.kafka.retry import RefusalWatch
 from spark_group_source.model import EARLIEST, LATEST, StartAt, TopicPartition
 from spark_group_source.options.table import Options
+from spark_group_source.protocol import events as ev
 from spark_group_source.runtime.coordinator import BrokerQueries
 
 SETTINGS = {"bootstrap.servers": "b"}
@@ -65,8 +66,9 @@ def test_many_partitions_are_requested_in_batches(
     environment.will("list_offsets", {A0: info(3), A1: info(4)}, {B0: info(5)})
     assert scripted_admin.latest([B0, A1, A0]) == {A0: 3, A1: 4, B0: 5}
     assert [list(asked) for asked in environment.called("list_offsets")] == [[A0, A1], [B0]]
-    environment.will("committed", [at(A0, 6), at(A1, -1001)], [at(B0, 7)])
-    assert offsets.read([B0, A1, A0]) == {A0: CommittedOffset(6, ""), A1: None, B0: CommittedOffset(7, "")}
+    environment.will("committed", [at(A0, 0), at(A1, -1001)], [at(B0, 7)])
+    assert offsets.read([B0, A1, A0]) == {A0: CommittedOffset(0, ""), A1: None, B0: CommittedOffset(7, "")}
+    assert environment.called("committed timeout") == [10, 10], "one timeout for all of them"
     environment.will("list_offsets", {A0: info(3), A1: info(4)}, {B0: refusal(KafkaError._TIMED_OUT)})
     with pytest.raises(BrokerUnavailable):
         scripted_admin.latest([A0, A1, B0])
@@ -80,6 +82,10 @@ def test_a_request_is_retried_after_a_pause_and_then_fails(environment: ManualEn
     with pytest.raises(BrokerUnavailable, match="within 8 s"):
         admin.earliest([A0])
     assert len(environment.called("list_offsets")) == 3
+    assert environment.clock_ms == 1_000 + 2 * 4_000
+    environment.will("list_offsets", *[refusal(KafkaError._TRANSPORT)] * 4)
+    with pytest.raises(BrokerUnavailable, match="within 3 s"):
+        Admin(SETTINGS, environment=environment).earliest([A0])
 
 
 NO_LEADERS = refusal(KafkaError._NOENT)
@@ -155,6 +161,19 @@ def test_partitions_without_a_leader_are_retried(environment: ManualEnvironment)
 
 NO_LEADER = refusal(KafkaError.LEADER_NOT_AVAILABLE)
 """A broker's answer for a partition whose brokers are all down."""
+
+
+def test_bounds_of_logs_are_high_watermarks_without_partitions_that_have_no_leader(
+    environment: ManualEnvironment, scripted_admin: Admin
+) -> None:
+    options = Options.parse({"kafka.bootstrap.servers": "b", "kafka.group.id": "g", "subscribe": "a"})
+    stable = SimpleNamespace(offset=3, leader_epoch=None)
+    environment.will("list_offsets", {A0: stable}, *({A0: info(at), A1: NO_LEADER} for at in (1, 5)))
+    found = BrokerQueries(
+        options, scripted_admin, EpochEnds(SETTINGS, environment=environment), environment.now_ms
+    ).read_log_ends(ev.ReadLogEnds(ends=(A0,), firsts=(A0, A1), log_ends=(A0, A1)))
+    assert (found.ends, found.firsts, found.log_ends) == ({A0: 3}, {A0: 1}, {A0: 5})
+    assert environment.called("isolation") == ["READ_COMMITTED", "READ_UNCOMMITTED", "READ_UNCOMMITTED"]
 
 
 def test_partition_without_a_leader_is_left_out_and_makes_no_new_client(environment: ManualEnvironment) -> None:
@@ -282,6 +301,40 @@ def test_a_denied_commit_for_a_group_names_the_missing_permission(environment: M
         AccessDenied, match=r"refused new offsets of group 'g'.* needs Read and Describe on the group 'g'"
     ):
         GroupAdmin(SETTINGS, environment=environment).move_committed("g", {A0: 4})
+
+
+@pytest.mark.parametrize(
+    ("broker", "settings", "found"),
+    [(4, {"offsets.retention.minutes": SimpleNamespace(value="2")}, 120_000), (4, {}, None), (-1, {}, None)],
+)
+def test_the_retention_of_offsets_is_that_of_the_groups_coordinator_if_it_has_one(
+    environment: ManualEnvironment, scripted_admin: Admin, broker: int, settings: dict[str, Any], found: int | None
+) -> None:
+    known = SimpleNamespace(name="STABLE")
+    node = SimpleNamespace(host="h", port=9092, id=broker) if broker >= 0 else None
+    group = SimpleNamespace(
+        coordinator=node, state=known, type=known, partition_assignor="range", members=[],
+        is_simple_consumer_group=False,
+    )  # fmt: skip
+    environment.will("describe_consumer_groups", {"g": group})
+    environment.will("describe_configs", settings)
+    assert scripted_admin.retention_ms("g") == found
+    assert environment.called("describe_configs") == (["4"] if node else [])
+
+
+def test_a_member_without_an_instance_id_is_described_with_an_empty_one(
+    environment: ManualEnvironment, scripted_admin: Admin
+) -> None:
+    known, none = SimpleNamespace(name="STABLE"), SimpleNamespace(topic_partitions=[])
+    members = [
+        SimpleNamespace(member_id="m", client_id="c", group_instance_id=id_, host="/h", assignment=none)
+        for id_ in ("i", None)
+    ]
+    group = SimpleNamespace(
+        coordinator=None, state=known, type=known, partition_assignor="", members=members, is_simple_consumer_group=True
+    )
+    environment.will("describe_consumer_groups", {"g": group})
+    assert [member.instance_id for member in scripted_admin.describe_group("g").members] == ["i", ""]
 
 
 def test_a_list_without_the_groups_of_one_broker_is_an_error(environment: ManualEnvironment) -> None:
