@@ -11,6 +11,7 @@ from spark_group_source.model import OffsetRange, TopicPartition
 from spark_group_source.protocol.claims import (
     PLANS_MAX,
     SMALL_PIECES_MAX,
+    WIDTH_PLANS,
     Claims,
     PlannedPiece,
     TaskPlan,
@@ -192,8 +193,8 @@ def test_the_width_forgets_old_plans() -> None:
     claims = late(Claims("r"))
     plan = claims.plan_tasks(batch(1, *[60_000] * 8), {})
     claim_all(claims, plan)
-    assert claims.width == 8
-    for seq in range(2, 13):
+    for seq in range(2, 2 + WIDTH_PLANS):
+        assert claims.width == 8
         claim_all(claims, claims.plan_tasks(batch(seq, 10), {}))
     assert claims.width == 1
 

@@ -557,6 +557,15 @@ def test_partition_is_not_read_before_its_new_leader_has_answered() -> None:
     assert brokers.detector.ends == {A: 200}
 
 
+def test_log_that_may_be_truncated_is_not_reported_as_short() -> None:
+    brokers = read_up_to_100()
+    brokers.elect(A, 5, has=60, end=80)
+    brokers.check({A: 100})
+    del brokers.epoch_ends[A]
+    assert brokers.check({A: 100}, after_ms=GRACE_MS) == []
+    assert brokers.error() is None
+
+
 def test_new_leader_without_an_epoch_end_is_accepted() -> None:
     brokers = read_up_to_100()
     brokers.elect(A, 4, has=None, end=200)

@@ -92,6 +92,7 @@ def test_slots_are_recalled_when_transactions_are_refused(holds: bool) -> None:
     assert (join.agent, join.client) == ("", 3)
     g.assigned(A)
     assert begun(g) == [] and hosts_of(g) == [""]
+    assert g.run.statistics().slot_recalls == (1,)
 
 
 # --- moves -----------------------------------------------------------------------------------------------------------
@@ -163,7 +164,9 @@ def test_slot_moves_only_after_its_batch_is_durable_and_committed() -> None:
     g.durable()
     assert begun(g) == []
     assert g.run.placement.waits_until_ms() == g.clock() + MOVE_START_MS_MAX
-    g.commit_succeeds()
+    g.feed(ev.OffsetCommitFailed(reason="broker down"))
+    assert begun(g) == []
+    g.commit_succeeds(g.tick(ms=100))
     assert begun(g) == [0]
 
 
@@ -206,6 +209,16 @@ def test_slot_moves_to_a_new_agent_only_from_one_with_two_more_and_not_soon_agai
     g.send_heartbeats(READY_AFTER_MS)
     assert begun(g) == [1]
     assert sorted(hosts_of(g)) == ["h1", "h2", "h3"]
+
+
+def test_new_agent_gets_half_of_the_slots_of_the_only_other_one() -> None:
+    partitions = (A, B, C, TopicPartition("orders", 3))
+    g = ready(*((tp,) for tp in partitions))
+    begun(g)
+    back(g, *partitions)
+    g.agent_connects("h2")
+    g.send_heartbeats(MOVE_INTERVAL_MS)
+    assert len(begun(g)) == 2
 
 
 def test_instance_id_is_taken_only_from_a_member_that_does_not_close_in_time() -> None:
@@ -328,6 +341,8 @@ def test_slot_that_cannot_join_from_an_agent_is_recalled_and_the_agent_avoided()
     g.member_ended()
     g.send_heartbeats(g.run.rules.joining_budget_ms // 2 + 1_000)
     assert [join.agent for join in only(ev.Join, g.member_ended())] == [""]
+    assert any("slot 0 has no assignment on" in text for text in g.warned())
+    assert g.run.statistics().slot_recalls == (1,)
     g.settled(A)
     assert begun(g) == []
     g.send_heartbeats(AVOID_MS)

@@ -393,6 +393,12 @@ def of(partition: int, start: int, end: int) -> OffsetRange:
             id="more than half a task is a task",
         ),
         pytest.param(
+            [of(p, 0, TASK_RECORDS_TARGET // 2) for p in range(2)],
+            *(None, None),
+            [[of(p, 0, TASK_RECORDS_TARGET // 2) for p in range(2)]],
+            id="two halves share a task",
+        ),
+        pytest.param(
             [of(0, 0, 10), of(1, 0, 10 * TASK_RECORDS_TARGET)],
             *(None, None),
             [[of(1, 0, 10 * TASK_RECORDS_TARGET)], [of(0, 0, 10)]],

@@ -117,7 +117,6 @@ def test_first_batch_waits_for_partitions_of_members_of_an_earlier_run() -> None
 def test_missing_assignment_is_logged_and_fails_the_run_after_its_budget() -> None:
     run = RunHarness(group="our etl")
     run.silent = {ev.Join}
-    run.later(ev.Tick(), ms=ASSIGNMENT_WARNING_MS + 1)
     with pytest.raises(RebalanceTimeout) as failure:
         run.latest()
     assert waited_ms(run) == JOINING_BUDGET_MS
