@@ -11,7 +11,7 @@ from confluent_kafka import KafkaError, KafkaException
 
 from spark_group_source.errors import BrokerUnavailable
 from spark_group_source.kafka import Environment
-from spark_group_source.kafka.environment import LibraryLog, create_client
+from spark_group_source.kafka.environment import ID_DIGITS, LibraryLog, create_client
 
 JOIN_S = 120.0
 
@@ -50,6 +50,11 @@ def test_a_process_detects_the_end_of_its_parent(monkeypatch: pytest.MonkeyPatch
     assert not environment.is_orphaned()
     monkeypatch.setattr(os, "getppid", lambda: 1)
     assert Environment().is_orphaned() is False and environment.is_orphaned()
+
+
+def test_each_id_is_a_new_one_of_the_same_length() -> None:
+    ids = {Environment().new_id() for _ in range(2)}
+    assert [len(id_) for id_ in ids] == [ID_DIGITS] * 2
 
 
 @pytest.mark.skipif(not hasattr(time, "CLOCK_BOOTTIME"), reason="the platform has no such clock")

@@ -172,7 +172,7 @@ def test_bounds_of_logs_are_high_watermarks_without_partitions_that_have_no_lead
     found = BrokerQueries(
         options, scripted_admin, EpochEnds(SETTINGS, environment=environment), environment.now_ms
     ).read_log_ends(ev.ReadLogEnds(ends=(A0,), firsts=(A0, A1), log_ends=(A0, A1)))
-    assert (found.ends, found.firsts, found.log_ends) == ({A0: 3}, {A0: 1}, {A0: 5})
+    assert (found.ends, found.epoch_ends, found.firsts, found.log_ends) == ({A0: 3}, {}, {A0: 1}, {A0: 5})
     assert environment.called("isolation") == ["READ_COMMITTED", "READ_UNCOMMITTED", "READ_UNCOMMITTED"]
 
 
