@@ -447,9 +447,9 @@ class FixedLease(range_reader.ClientLease):
 
 def offsets_by(client: FakeClient, *wanted: OffsetRange, **options: Any) -> Iterator[tuple[int, int]]:
     """(partition, offset) of each row that a reader with this client hands over."""
-    epochs = options.pop("leader_epochs", {})
+    epochs, ids = options.pop("leader_epochs", {}), options.pop("topic_ids", {})
     given = range_reader.ReadOptions({}, **{"progress_timeout_s": LONG_S, "outage_timeout_s": LONG_S, **options})
-    reader = range_reader.RangeReader(FixedLease(client), Piece(wanted, {}, epochs), given, range_reader.ReadCounts())
+    reader = range_reader.RangeReader(FixedLease(client), Piece(wanted, ids, epochs), given, range_reader.ReadCounts())
     for batch in reader.batches():
         yield from ((row["partition"], row["offset"]) for row in batch.to_pylist())
 
@@ -527,6 +527,30 @@ def test_a_range_is_read_while_its_check_is_pending(monkeypatch: pytest.MonkeyPa
     client = NoResponse()
     assert list(offsets_by(client, of("t", 5, 9))) == []
     assert client.asked == 1
+
+
+class LateTopic(Silent):
+    """The first response about the topic is an error."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        error, topic = (
+            records.TopicDescription(code, "", id_, 1) for code, id_ in ((min(records.DAMAGED), ""), (0, "id"))
+        )
+        self.responses = [{"t": error}, {"t": topic}]
+
+    def poll(self, rows_max: int, wait_s: float) -> FakeChunk:
+        return FakeChunk([Message(T0, 5), Message(T0, 6)])
+
+    def describe_topics(self, names: Sequence[str]) -> FakeRequest:
+        return FakeRequest([self.responses.pop(0)])
+
+
+def test_a_topic_that_is_not_confirmed_is_requested_again_after_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses_s: list[float] = []
+    monkeypatch.setattr(range_reader._pause, "wait", pauses_s.append)
+    assert list(offsets_by(LateTopic(), of("t", 5, 7), topic_ids={"t": "id"})) == [(0, 5), (0, 6)]
+    assert pauses_s == [range_reader.TOPIC_REQUEST_PAUSE_S]
 
 
 class LogEnd(Silent):
