@@ -33,10 +33,10 @@ class Brokers:
         self.requests: list[ev.ReadLogEnds] = []
         self.now_ms = 10_000
 
-    def check(self, positions: Offsets, *, after_ms: int = 100) -> list[str]:
+    def check(self, positions: Offsets, *, after_ms: int = 100, reset_number: int = 0) -> list[str]:
         """One check. Returns its warnings."""
         self.now_ms += after_ms
-        request: ev.ReadLogEnds | None = self.detector.begin(positions, self.now_ms)
+        request: ev.ReadLogEnds | None = self.detector.begin(positions, self.now_ms, reset_number)
         self.requests = []
         while request is not None:
             self.requests.append(request)
@@ -589,6 +589,13 @@ def test_epochs_of_a_recreated_topic_start_again() -> None:
     assert moved(brokers.detector) == {A: 0}
     brokers.check({A: 0})
     assert brokers.requests[1].epoch_ends == {}
+
+
+def test_epochs_start_again_after_a_reset() -> None:
+    """Before the reset the topic may have been another one of that name."""
+    brokers = read_up_to_100()
+    brokers.leaders[A] = 0
+    assert brokers.check({A: 100}, reset_number=1) == []
 
 
 def test_plan_has_the_epoch_of_the_leader_that_reported_its_end() -> None:
