@@ -55,6 +55,8 @@ _ENVIRONMENT = {"MALLOC_ARENA_MAX": "2", "OPENBLAS_NUM_THREADS": "1"}
 numpy, one for each core otherwise, which an agent never uses."""
 ENDED_STATES = ("Z", "X")
 """States in proc(5) of a process that has ended and that its parent has not waited for yet."""
+_EXECUTOR_THREAD = "executor-heartb"
+"""The first 15 characters of the name of a thread that each executor has until it ends; Linux keeps no more."""
 
 
 # --- the executor ---------------------------------------------------------------------------------------------------
@@ -83,6 +85,15 @@ class ProcessId:
         # Not the owner of /proc/<pid>, which is root for a program with capabilities.
         lines = Path(f"/proc/{self.pid}/status").read_text().splitlines()
         return int(next(line for line in lines if line.startswith("Uid:")).split()[2])
+
+    @property
+    def runs_tasks(self) -> bool:
+        """Whether this JVM has an executor. The driver's has one in local mode only, where it is the only one."""
+        for name in Path(f"/proc/{self.pid}/task").glob("*/comm"):
+            with contextlib.suppress(OSError):  # a thread that has just ended
+                if name.read_text().strip() == _EXECUTOR_THREAD:
+                    return True
+        return False
 
 
 def find_executor() -> ProcessId | None:

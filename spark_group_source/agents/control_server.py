@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+from spark_group_source.agents.agent_folder import find_executor
 from spark_group_source.agents.channel.client import Address
 from spark_group_source.agents.channel.handshake import Secret
 from spark_group_source.agents.channel.server import ChannelPeer, ChannelServer
@@ -46,6 +47,7 @@ UNFREEZE_S = 3_600.0
 UNREACHED_BATCHES = 3
 """After so many batches of which no task has connected, the log says once that executors do not reach this process. A
 batch may have no running task: a function in ``foreachBatch`` that does not use the rows."""
+LOOPBACK = "127.0.0.1"
 RUN_DIGITS = 12
 """Length of a run's name, which is random."""
 
@@ -79,7 +81,10 @@ class ControlServer:
         self._claims = Claims(
             self.run, min_partitions=options.min_partitions, max_records=options.max_records_per_partition
         )
-        where = listen_addresses(options.coordinator_host, options.bootstrap_servers)
+        jvm = find_executor()  # in local mode; otherwise the driver's JVM, which runs no tasks
+        where = listen_addresses(
+            options.coordinator_host, options.bootstrap_servers, local_mode=jvm is not None and jvm.runs_tasks
+        )
         self._advertised = where.advertised
         self._server = ChannelServer(
             CODEC,
@@ -213,7 +218,7 @@ class ListenAddresses(NamedTuple):
     advertised: tuple[str, ...]
 
 
-def listen_addresses(coordinator_host: str | None, bootstrap_servers: str) -> ListenAddresses:
+def listen_addresses(coordinator_host: str | None, bootstrap_servers: str, *, local_mode: bool) -> ListenAddresses:
     """Where to listen, and the hosts that executors try.
 
     Args:
@@ -221,10 +226,13 @@ def listen_addresses(coordinator_host: str | None, bootstrap_servers: str) -> Li
             host may be unable to resolve it. If it is an address of this host, the server listens only there.
         bootstrap_servers: the brokers. Without ``coordinator_host`` executors try the address from which this host
             reaches the brokers, a network that executors use too, and the host's name.
+        local_mode: all tasks run on this host. Without ``coordinator_host`` only this host can connect then.
     """
     if coordinator_host:
         found = tuple(_resolve(coordinator_host))
         return ListenAddresses(found if found and all(map(_is_local, found)) else (), (coordinator_host,))
+    if local_mode:
+        return ListenAddresses((LOOPBACK,), (LOOPBACK,))
     return ListenAddresses((), tuple(dict.fromkeys([*_source_addresses(bootstrap_servers), socket.gethostname()])))
 
 

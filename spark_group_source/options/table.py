@@ -332,7 +332,7 @@ class Options:
         "it is used only if failOnDataLoss is false or maxBytesPerTrigger is set, for the reports of tasks.")
     coordinator_host: str | None = _option(
         "coordinatorHost", non_empty, "name or address", default=None,
-        shown="the address that connects to the brokers, then the host name",
+        shown="the address that connects to the brokers, then the host name; 127.0.0.1 in local mode",
         doc="The address at which executors connect to the stream reader.")
     agent_memory_bytes: int = _option(
         "agentMemory", memory_bytes(1 << 20, 1 << 40), "size", default=64 << 20, shown="64m",

@@ -136,16 +136,19 @@ def test_a_killed_driver_leaves_no_process_and_its_members_expire(scene: Scene) 
 def test_in_local_mode_an_agent_starts_only_if_the_option_demands_it(
     scene: Scene, no_reader_left: None, member_host: str, agents: int
 ) -> None:
-    """The driver's JVM is the only executor: members beside it gain nothing over members in the stream reader."""
+    """The driver's JVM is the only executor: members beside it gain nothing over members in the stream reader. Other
+    hosts have nothing to connect for."""
     name = scene.topic()
     scene.produce(name, numbered(0, 9))
     before = set(agents_directory().glob("*"))
     query = scene.job(subscribe=name, memberHost=member_host).start()
     query.processAllAvailable()
-    (jvm,) = {psutil.Process(reader).ppid() for reader in readers_below()}
-    started = set(agents_directory().glob(f"{jvm}-*")) - before
+    (reader,) = map(psutil.Process, readers_below())
+    started = set(agents_directory().glob(f"{reader.ppid()}-*")) - before
+    listening = {c.laddr.ip for c in reader.net_connections() if c.status == psutil.CONN_LISTEN}
     query.stop()
     assert len(started) == agents
+    assert listening == {"127.0.0.1"}
 
 
 # --- stop() ---------------------------------------------------------------------------------------------------------
