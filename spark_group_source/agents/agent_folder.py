@@ -111,6 +111,14 @@ def find_executor() -> ProcessId | None:
     return ProcessId.of(parent)
 
 
+def pid_namespace() -> int:
+    """The namespace of this process's ids, which are not unique in a host with containers; 0 without /proc."""
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0
+
+
 def _stat(pid: int) -> list[str] | None:
     """The fields of /proc/<pid>/stat from the third on (proc(5)); None if there is no such process."""
     try:
@@ -145,10 +153,8 @@ class AgentFolder:
         """The folder of a run's agent on an executor. Where the executor cannot be determined no agent can run, and the
         folder of the worker's parent has the other files."""
         executor = executor or ProcessId(os.getppid(), 0)
-        namespace = ""
-        with contextlib.suppress(OSError):
-            namespace = os.readlink("/proc/self/ns/pid")  # containers that share a temporary directory share pids
-        digest = hashlib.sha256(f"{run}\0{namespace}".encode()).hexdigest()[:16]
+        # Containers may share a temporary directory.
+        digest = hashlib.sha256(f"{run}\0{pid_namespace()}".encode()).hexdigest()[:16]
         return cls(agents_directory() / f"{executor.pid}-{executor.started}-{digest}")
 
     def create(self) -> None:

@@ -31,6 +31,7 @@ from spark_group_source.agents.agent_folder import (
     ProcessId,
     find_executor,
     open_folder,
+    pid_namespace,
     start_agent,
     warn_once,
 )
@@ -120,11 +121,10 @@ def read_piece(options: Options, piece: Piece, task: PlannedTask, read: ReadOpti
 
 
 def executor_name(executor: ProcessId | None) -> str:
-    """The executor's name in claims, unique among the running executors of a cluster."""
-    host = socket.gethostname()
-    if executor is None:
-        return f"{host}-worker-{os.getpid()}"
-    return f"{host}-{executor.pid}-{executor.started}"
+    """The executor's name in claims, unique among the running executors of a cluster. Containers may share the name of
+    their host."""
+    process = f"worker-{os.getpid()}" if executor is None else f"{executor.pid}-{executor.started}"
+    return f"{socket.gethostname()}-{pid_namespace()}-{process}"
 
 
 def _agent_settings(options: Options, task: PlannedTask, executor: ProcessId | None) -> AgentSettings:

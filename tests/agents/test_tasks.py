@@ -1,13 +1,19 @@
 """Claims of tasks over a real channel; the test answers for the stream reader."""
 
-from collections.abc import Callable, Iterator, Mapping
+import contextlib
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import restricted
 from channel_words import RecordingServer
 from kafka_words import await_until
+from restricted import NO_PROC
 
 from spark_group_source.agents import agent_folder, task
 from spark_group_source.agents.agent_folder import AgentSettings
@@ -119,6 +125,46 @@ def test_a_task_of_the_driver_reads_its_piece_without_claim_and_agent(monkeypatc
     assert read == [piece, piece]
     first = TaskEnded(plan=planned.plan, task=planned.number, executor=here)
     assert reported == [first, LAST], "without the counts, which would be a part of the rows"
+
+
+# --- the executor's name ----------------------------------------------------------------------------------------------
+
+NAMED = """
+import sys
+from spark_group_source.agents.agent_folder import ProcessId
+from spark_group_source.agents.task import executor_name
+print(executor_name(ProcessId(7, 70)), flush=True)
+sys.stdin.read()
+"""
+
+
+def names_of(*commands: Sequence[str]) -> list[str]:
+    """What processes that run at the same time call an executor with the same id and start time."""
+    if reason := restricted.obstacle(NO_PROC):
+        pytest.skip(reason)
+    with contextlib.ExitStack() as stack:
+        running = [
+            stack.enter_context(subprocess.Popen(each, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+            for each in commands
+        ]
+        return [each.stdout.readline().strip() for each in running if each.stdout is not None]
+
+
+def test_executors_of_two_containers_with_one_host_name_have_different_names() -> None:
+    """As on Kubernetes with hostNetwork. The processes of each container are numbered from 1 on."""
+    container = ["unshare", "--pid", "--fork", "--mount-proc", sys.executable, "-c", NAMED]
+    process = [sys.executable, "-c", NAMED]
+    first, second, here, beside = names_of(container, container, process, process)
+    assert len({first, second, here}) == 3
+    assert here == beside, "workers of one executor use one name"
+
+
+def test_an_executor_has_a_name_without_proc() -> None:
+    (name,) = names_of(restricted.command([NO_PROC], "-c", NAMED))
+    assert name.startswith(socket.gethostname())
+
+
+# --- racks ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("zone", "rack"), [("b", "b"), ("", "everywhere"), (None, "everywhere")])
