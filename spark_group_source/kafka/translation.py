@@ -170,8 +170,8 @@ def to_kafka(tp: TopicPartition, *more: Any) -> Any:
 
 
 def from_kafka(partitions: Iterable[Any]) -> tuple[TopicPartition, ...]:
-    """Return this package's values for the library's partitions."""
-    return tuple(TopicPartition(p.topic, p.partition) for p in partitions)
+    """Return this package's values for the library's partitions, sorted: a message with them names each topic once."""
+    return tuple(sorted(TopicPartition(p.topic, p.partition) for p in partitions))
 
 
 def request_batches(tps: Iterable[TopicPartition]) -> Iterator[list[TopicPartition]]:

@@ -13,26 +13,32 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from confluent_kafka import TopicPartition as LibraryPartition
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kafka_words import await_until
 
 from spark_group_source.agents import messages, task
 from spark_group_source.agents.channel.client import ChannelClient
-from spark_group_source.agents.channel.wire import WireError
+from spark_group_source.agents.channel.server import ChannelLimits
+from spark_group_source.agents.channel.wire import FRAME_BYTES_MAX, WireError
 from spark_group_source.agents.connected_agents import ConnectedAgents, PlacedMembers
 from spark_group_source.agents.control_server import PREFETCHED_MAX, UNREACHED_BATCHES, ControlServer
 from spark_group_source.agents.messages import (
     CODEC,
+    AgentOrders,
     AgentReport,
     Claim,
     ClaimGranted,
     ClaimRefused,
+    MemberChange,
     MemberIdentity,
+    MemberOrder,
     PrefetchPositions,
 )
 from spark_group_source.agents.task import PlannedTask
 from spark_group_source.kafka import Environment
+from spark_group_source.kafka.translation import from_kafka
 from spark_group_source.model import OffsetRange, Piece, TopicPartition
 from spark_group_source.options.table import Options
 from spark_group_source.protocol import events as ev
@@ -194,6 +200,35 @@ def test_the_largest_piece_of_a_task_and_the_positions_of_an_agent_fit_into_one_
             leader_epochs=dict.fromkeys(everywhere, 2**31 - 1),
         )
     )
+
+
+@pytest.mark.parametrize(("topics", "partitions", "members"), [(2_000, 12_000, 60), (10_000, 100_000, 12)])
+def test_the_largest_order_and_report_of_a_member_fit_into_one_message(
+    topics: int, partitions: int, members: int
+) -> None:
+    """All topics of the group, with the longest names, and all of its partitions. The library may list them in any
+    order, here each topic's first partition, then each topic's second one, and so on."""
+    names = tuple(f"{n:0>{KAFKA_TOPIC_CHARS_MAX}}" for n in range(topics))
+    listed = (LibraryPartition(name, p) for p in range(partitions // topics) for name in names)
+    all_, last, name = from_kafka(listed), 2**63 - 1, "n" * KAFKA_TOPIC_CHARS_MAX
+    assert len(all_) == partitions
+    orders: list[MemberOrder] = [
+        ev.Join(slot=999, client=last, topics=names, client_id=name, instance_id=name, agent=name),
+        ev.Subscribe(slot=999, topics=names),
+    ]
+    changes: list[MemberChange] = [
+        ev.Assigned(slot=999, client=last, partitions=all_, generation=last),
+        ev.Revoking(slot=999, client=last, partitions=all_, eager=False),
+        ev.Lost(slot=999, client=last, partitions=all_),
+    ]
+    sent = [AgentOrders(received=last, lease_ms=last, number=last, client=last, order=order) for order in orders]
+    reports = [
+        AgentReport(agent=name, executor=name, name=name, fresh=False, received=last, number=last, change=change)
+        for change in changes
+    ]
+    assert max(len(CODEC.encode(message)) for message in (*sent, *reports)) < FRAME_BYTES_MAX / 4
+    # After a reconnect an agent receives the orders of all its members at once.
+    assert members * len(CODEC.encode(sent[0])) < ChannelLimits().outbox_bytes
 
 
 def test_an_agent_prefetches_a_bounded_number_of_partitions_the_busy_ones_first(one_task: OneTask) -> None:

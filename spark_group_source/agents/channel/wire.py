@@ -21,7 +21,7 @@ from spark_group_source.model import OffsetRange, TopicPartition
 
 FRAME_BYTES_MAX: Final = 16 << 20
 """Size limit of one message. The largest ones list the partitions of an agent: 100,000 of one topic take 600 KB, and
-those of 10,000 topics with the longest names that Kafka permits 12 MB."""
+the positions of 10,000 topics with the longest names that Kafka permits 12 MB."""
 HEAD_BYTES: Final = 4
 """Length prefix of a frame, big-endian."""
 INT_MAX: Final = 2**63 - 1
