@@ -155,12 +155,13 @@ def test_the_server_stops_while_a_peer_disconnects(
     assert "Exception" not in caplog.text
 
 
-def test_clients_without_the_secret_are_refused() -> None:
+def test_clients_without_the_secret_are_refused_and_counted_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     with RecordingServer() as there:
         with pytest.raises(ChannelBroken, match="another run"):
             there.client(secret=Secret.new(), within_s=1.0)
         assert there.received.empty() and there.closed.empty()
         assert there.server.refused
+        assert caplog.messages.count("control channel: refused 1 connections") == 1, "the next line is due in a minute"
         there.assert_serves()
 
 
