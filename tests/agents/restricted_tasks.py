@@ -2,8 +2,9 @@
 
 Runs in: processes of tests. Arguments, as one JSON object: ``task``, the arguments of a PlannedTask, or null as with
 ``memberHost=driver``; ``options``; ``workers``, which run one after the other; ``tasks`` of each worker, the next one
-when the agents of the last one have ended, if ``wait``; ``threads``, how many more the workers' user may start;
-``records``, how many of partition 0 each task reads. Prints a line for each task: how many agents its worker has
+when the agents of the last one have ended, if ``wait``; ``threads``, how many more the workers' user may start after a
+worker has read once; ``users``, whether each worker is another user; ``records``, how many of partition 0 each task
+reads. Prints a line for each task: how many agents its worker has
 started. Log lines are on standard error.
 """
 
@@ -33,24 +34,31 @@ def main(
     tasks: int,
     wait: bool,
     threads: int | None,
-    records: int = 0,
+    users: bool = False,
+    records: int,
 ) -> None:
     logging.basicConfig(level="WARNING", format="%(message)s")
     planned = None
     if task is not None:
         task |= {"addresses": tuple(map(tuple, task["addresses"])), "secret": Secret.from_hex(task["secret"])}
         planned = PlannedTask(**task)
-    ranges = (OffsetRange(TopicPartition(options["subscribe"], 0), 0, records),) if records else ()
+    piece = Piece((OffsetRange(TopicPartition(options["subscribe"], 0), 0, records),))
     reader = GroupStreamReader(Options.parse(options))
+
+    def read(planned: PlannedTask | None) -> None:
+        assert sum(batch.num_rows for batch in reader.read(RangesPartition(piece, planned))) == records
+
     for _ in range(workers):
         if os.fork() == 0:
             try:
+                if users:
+                    restricted.become_user()
                 if threads is not None:
+                    read(None)  # the threads of a worker's Kafka client stay until it ends
                     restricted.limit_threads(threads)
                 started: list[subprocess.Popen[bytes]] = []
                 for _ in range(tasks):
-                    read = reader.read(RangesPartition(Piece(ranges), planned))
-                    assert sum(batch.num_rows for batch in read) == records
+                    read(planned)
                     started += [agent for agent in agent_folder._started if agent not in started]
                     sys.stdout.write(f"{len(started)}\n")
                     sys.stdout.flush()

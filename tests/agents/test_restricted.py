@@ -1,7 +1,7 @@
 """Tasks on platforms that restrict executors: they read from the brokers, and one of them logs the reason.
 
-Processes stand for an executor, its worker daemon and its workers. The restrictions are the operating system's, and the
-channel is real; there is no Kafka, because the tasks are empty.
+Processes stand for an executor, its worker daemon and its workers. The restrictions are the operating system's, the
+channel is real, and the broker is librdkafka's mock. Each task checks that it has read all records of its piece.
 """
 
 import contextlib
@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 import restricted
 from channel_words import RecordingServer
+from confluent_kafka import Producer
+from kit.mock_cluster import MockCluster
 from restricted import NO_EXEC, NO_PROC, OTHER_USER, READ_ONLY
 
 from spark_group_source.agents.channel.handshake import Secret
@@ -24,6 +26,7 @@ from spark_group_source.agents.messages import CODEC, Claim, ClaimGranted
 
 HANG_S = 300
 WORKERS, TASKS = 3, 3
+RECORDS = 20
 PROGRAM = Path(__file__).with_name("restricted_tasks.py")
 EXECUTOR = "import subprocess, sys; sys.exit(subprocess.run(sys.argv[1:]).returncode)"
 Address = tuple[str, int]
@@ -34,10 +37,11 @@ class Tasks:
 
     Args:
         folder: the temporary folder of the executor.
+        servers: brokers with a topic ``orders``, whose first partition has :data:`RECORDS` records.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, servers: str) -> None:
+        self.folder, self._servers = folder, servers
         folder.chmod(0o777)
         self.environment = {**os.environ, "TMPDIR": str(folder)}
         self.agents: list[int] = []
@@ -53,21 +57,23 @@ class Tasks:
         writable: Sequence[Path] = (),
         wait: bool = False,
         threads: int | None = None,
+        users: bool = False,
     ) -> None:
         """Run the tasks to their end.
 
         Args:
             restrictions: of the daemon and its workers.
             executor: restrictions of the executor, and of all that it starts.
-            writable, wait, threads: as in ``restricted`` and in the program.
+            writable, wait, threads, users: as in ``restricted`` and in the program.
         """
-        for restriction in (*restrictions, *executor):
+        for restriction in (*restrictions, *executor, *([OTHER_USER] if users else ())):
             if reason := restricted.obstacle(restriction):
                 pytest.skip(reason)
         task = {"run": "run", "plan": "r.1", "number": 0, "late": False}
         task |= {"addresses": [address], "secret": secret.to_hex()}
-        options = {"kafka.bootstrap.servers": "127.0.0.1:1", "kafka.group.id": "g", "subscribe": "orders"}
-        given = {"task": task, "options": options, "workers": WORKERS, "tasks": TASKS, "wait": wait, "threads": threads}
+        options = {"kafka.bootstrap.servers": self._servers, "kafka.group.id": "g", "subscribe": "orders"}
+        given = {"task": task, "options": options, "workers": WORKERS, "tasks": TASKS, "records": RECORDS}
+        given |= {"wait": wait, "threads": threads, "users": users}
         daemon = restricted.command(restrictions, str(PROGRAM), json.dumps(given), writable=writable)
         found = subprocess.run(
             restricted.command(executor, "-c", EXECUTOR, *daemon),
@@ -83,9 +89,20 @@ class Tasks:
         assert len(self.agents) == WORKERS * TASKS, "every task reads its piece"
 
 
+@pytest.fixture(scope="module")
+def servers() -> Iterator[str]:
+    with MockCluster() as cluster:
+        cluster.create_topic("orders")
+        producer = Producer({"bootstrap.servers": cluster.bootstrap_servers})
+        for _ in range(RECORDS):
+            producer.produce("orders", b"value", partition=0)
+        assert producer.flush(HANG_S) == 0
+        yield cluster.bootstrap_servers
+
+
 @pytest.fixture
-def tasks(tmp_path: Path) -> Tasks:
-    return Tasks(tmp_path)
+def tasks(tmp_path: Path, servers: str) -> Tasks:
+    return Tasks(tmp_path, servers)
 
 
 @pytest.fixture
@@ -124,6 +141,15 @@ def test_tasks_that_run_as_another_user_than_their_executor(tasks: Tasks, reader
     """Each user would start an agent of its own for the same executor, and each agent would replace the others."""
     tasks.run(*reader, OTHER_USER)
     assert_reason(tasks, f"no agent runs on this executor: the executor runs as user {os.geteuid()}, and this task as")
+
+
+def test_workers_that_each_run_as_another_user(tasks: Tasks, reader: tuple[Address, Secret]) -> None:
+    """They share no folder in which one could note that it has logged the reason: every user of the host could write
+    to it."""
+    tasks.run(*reader, users=True)
+    assert sum(tasks.agents) == 0
+    assert tasks.log.count("\n") == tasks.log.count("no agent runs on this executor: the executor runs as") == WORKERS
+    assert len(set(tasks.log.splitlines())) == WORKERS, "each line names its user"
 
 
 def test_an_executor_at_its_pids_limit(tasks: Tasks, reader: tuple[Address, Secret]) -> None:
