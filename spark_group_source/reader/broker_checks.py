@@ -6,7 +6,8 @@ Runs in: executor workers. Deliberately absent: what follows from a check, and w
 Kafka gives every topic a new id, even if a topic of the same name existed before (KIP-516). librdkafka follows the
 name: if a topic is deleted and recreated, it continues with the new one at the same offsets and does not report it. Ids
 are never reused. So one check after the last rows that finds the planned id proves that all rows are of the planned
-topic; a check before the first rows avoids reading most of the others at all.
+topic; a check before the first rows avoids reading most of the others at all. A check of the worker's task before is
+used again while it covers rows that arrive (``range_reader.TOPIC_CHECK_VALID_S``).
 """
 
 import time
@@ -68,12 +69,12 @@ class TopicChecks:
 
     Args:
         planned_ids: topic ids in the plan; a topic without one is not compared.
+        described: see :attr:`NativeClient.described`. Readers use a client one after another and share it.
     """
 
-    def __init__(self, planned_ids: Mapping[str, str]) -> None:
+    def __init__(self, planned_ids: Mapping[str, str], described: dict[str, tuple[TopicDescription, float]]) -> None:
         self._planned_ids = {name: id_ for name, id_ in planned_ids.items() if id_}
-        self._checks: dict[str, tuple[TopicCheck, float]] = {}
-        """The last check of each topic, and when its request was sent; monotonic seconds."""
+        self._described = described
         self._request: PendingRequest[TopicDescriptions] | None = None
 
     def with_planned_id(self, names: Collection[str]) -> set[str]:
@@ -107,14 +108,13 @@ class TopicChecks:
         if isinstance(topics, ClientEvent):
             return topics
         self._request = None
-        checks = {name: self._compared(name, topic) for name, topic in topics.items()}
-        self._checks.update({name: (check, sent_s) for name, check in checks.items()})
-        return checks
+        self._described.update({name: (topic, sent_s) for name, topic in topics.items()})
+        return {name: self._compared(name, topic) for name, topic in topics.items()}
 
     def check(self, name: str, since_s: float) -> TopicCheck:
         """Return the last check of a topic, if it was requested at ``since_s`` or later."""
-        check, sent_s = self._checks.get(name, (TopicUnchecked(), since_s))
-        return check if sent_s >= since_s else TopicUnchecked()
+        topic, sent_s = self._described.get(name, (None, since_s))
+        return self._compared(name, topic) if topic and sent_s >= since_s else TopicUnchecked()
 
     def _compared(self, name: str, topic: TopicDescription) -> TopicCheck:
         match meaning(Request.TOPICS, topic.code):

@@ -70,9 +70,9 @@ LINGER_S = 0.02
 CHECK_AFTER_S = 1.0
 """A range without progress for this long is checked, and again after each further such time."""
 TOPIC_CHECK_VALID_S = 0.1
-"""How long after its request a topic check still covers rows that arrive. This is too short for a topic to be deleted,
-recreated and filled to the planned offsets, and for librdkafka to find the new one. A second request would wait behind
-a fetch at the log's end, and a small task would take twice as long."""
+"""How long after its request a topic check still covers rows that arrive, also those of the worker's next task. This is
+too short for a topic to be deleted, recreated and filled to the planned offsets, and for librdkafka to find the new
+one. A second request would wait behind a fetch at the log's end, and a small task would take twice as long."""
 TOPIC_REQUEST_PAUSE_S = 0.2
 """The pause between two requests about topics while rows wait for the response."""
 
@@ -401,7 +401,7 @@ class RangeReader:
         self._record_size = RecordSize()
         self._suspicions = Suspicions(broker_checks.GRACE_S)
         self._failures = RequestFailures(options.servers, principal(options.settings), self._suspicions)
-        self._topics = TopicChecks(piece.topic_ids)
+        self._topics = TopicChecks(piece.topic_ids, lease.client.described)
         self._ranges: dict[TopicPartition, RangeProgress] = {}
         """The ranges that are not finished."""
         self._finished: list[TopicPartition] = []
@@ -443,7 +443,7 @@ class RangeReader:
         self._deadline.note_progress(now)
         epochs = self._piece.leader_epochs
         self._ranges = {r.tp: RangeProgress(r.start, r.end, epochs.get(r.tp), now) for r in self._piece.ranges}
-        if names := self._topics.with_planned_id({tp.topic for tp in self._ranges}):
+        if names := self._unchecked_topics({tp.topic for tp in self._ranges}):
             self._topics.send(self._client, names)  # the response arrives with the first rows
         self._client.assign([(r.tp, r.start) for r in self._piece.ranges])
 
@@ -622,13 +622,18 @@ class RangeReader:
 
     def _await_planned_topics(self, topics: set[str]) -> None:
         """Before the first rows of topics: wait until brokers confirm their ids, or their ranges are skipped."""
-        names = self._topics.with_planned_id(topics)
         pause = False
-        while names := {n for n in names if not isinstance(self._topics.check(n, self._started_s), TopicPlanned)}:
+        while names := self._unchecked_topics(topics):
             self._request_topics(names, pause=pause)
             pause = True
-            names = {name for name in names if any(tp.topic == name for tp in self._ranges)}
+            topics = {name for name in names if any(tp.topic == name for tp in self._ranges)}
         self._last_rows_s = time.monotonic()
+
+    def _unchecked_topics(self, topics: set[str]) -> set[str]:
+        """Those of these topics whose ids were not confirmed: neither since the reader started, nor for the task before
+        that had the client, shortly before that."""
+        names, since_s = self._topics.with_planned_id(topics), self._started_s - TOPIC_CHECK_VALID_S
+        return {name for name in names if not isinstance(self._topics.check(name, since_s), TopicPlanned)}
 
     def _confirm_topics(self) -> None:
         """After the last rows: wait until brokers confirm that all rows are of the planned topics. A topic that is

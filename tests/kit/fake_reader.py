@@ -88,6 +88,7 @@ class FakeClient:
 
     assigned: dict[TopicPartition, int] = field(default_factory=dict)
     reassigned: list[tuple[TopicPartition, int]] = field(default_factory=list)
+    described: dict[str, Any] = field(default_factory=dict)
     rk: int = 1
 
     def assign(self, positions: Sequence[tuple[TopicPartition, int]]) -> None:

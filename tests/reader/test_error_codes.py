@@ -383,7 +383,10 @@ def test_one_failed_watermark_fails_the_request(cluster: MockCluster) -> None:
 # --- recreated topics, short logs
 
 
-def test_a_recreated_topic_is_data_loss_even_if_its_log_covers_the_plan(cluster: MockCluster, read: Read) -> None:
+def test_a_recreated_topic_is_data_loss_even_if_its_log_covers_the_plan(
+    cluster: MockCluster, read: Read, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(range_reader, "TOPIC_CHECK_VALID_S", 0)  # mock brokers recreate a topic within a few ms
     planned = {"orders": topic_id(cluster)}
     assert read(0, 5, topic_ids=planned) == [0, 1, 2, 3, 4]
     recreate(cluster)
@@ -432,17 +435,30 @@ def test_a_topic_recreated_while_it_is_read_is_detected_after_the_last_rows(
         list(found)
 
 
-@pytest.mark.parametrize(("valid_s", "requests_sent"), [(1000, 1), (0, 2)])
-def test_the_number_of_topic_checks_of_a_small_task(
-    cluster: MockCluster, read: Read, monkeypatch: pytest.MonkeyPatch, valid_s: float, requests_sent: int
+@pytest.mark.parametrize(("valid_s", "first", "next_task"), [(1000, 1, 0), (0, 2, 2)])
+def test_tasks_of_a_worker_share_topic_checks_while_they_are_valid(
+    cluster: MockCluster, read: Read, monkeypatch: pytest.MonkeyPatch, valid_s: float, first: int, next_task: int
 ) -> None:
     monkeypatch.setattr(range_reader, "TOPIC_CHECK_VALID_S", valid_s)
     monkeypatch.setattr(native_client, "RESEND_AFTER_S", DEADLINE_S)  # nothing is resent, even on a slow machine
     planned = {"orders": topic_id(cluster)}
     read(0, 1)  # the client and its connections
-    cluster.forget_requests()
-    assert read(topic_ids=planned) == list(range(COUNT))
-    assert cluster.asked(Api.METADATA) == requests_sent
+    for requests_sent in (first, next_task, next_task):
+        cluster.forget_requests()
+        assert read(topic_ids=planned) == list(range(COUNT))
+        assert cluster.asked(Api.METADATA) == requests_sent
+
+
+def test_a_shared_topic_check_is_compared_with_the_plan_of_each_task(
+    cluster: MockCluster, read: Read, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(range_reader, "TOPIC_CHECK_VALID_S", 1000)
+    former = {"orders": topic_id(cluster)}
+    assert read(topic_ids=former) == list(range(COUNT))
+    recreate(cluster)
+    assert read(topic_ids={"orders": topic_id(cluster)}) == list(range(COUNT))
+    with pytest.raises(DataLoss, match="recreated"):
+        read(topic_ids=former)
 
 
 def test_records_deleted_by_retention_fail_the_task_with_their_offsets(cluster: MockCluster, read: Read) -> None:
