@@ -8,10 +8,14 @@ The files of each attempt are in a visible folder of the table, so that ``VACUUM
 Spark's task commit protocol applies to them, with retries and speculation. ``deltalake`` adds one commit to the table's
 log, with the group's next ``SetTransaction`` number: of two commits with one number that were decided by the same
 version of the table, ``deltalake`` and Delta let one through.
+
+New columns are a commit of their own before that of the rows. A driver that is killed between the two leaves a table
+with columns that are null.
 """
 
 import contextlib
 import json
+import logging
 import math
 import re
 import uuid
@@ -28,6 +32,8 @@ from spark_group_source.delta.table_history import CommitRace, LogFiles
 if TYPE_CHECKING:
     from deltalake import DeltaTable
     from pyspark.sql import DataFrame, SparkSession
+
+log = logging.getLogger(__name__)
 
 FOLDER = "spark-group-source"
 """The table's folder for data files. Its name must not begin with ``_`` or ``.``: ``VACUUM`` ignores such folders."""
@@ -68,6 +74,14 @@ _NULLABILITY = ("nullable", "containsNull", "valueContainsNull")
 
 _PARTITION_TYPES = frozenset({"string", "integer", "long", "short", "byte", "boolean", "date"})
 """Types of partition columns whose values Spark writes in folder names as Delta writes them in its log."""
+
+_NEW_TYPES = re.compile(
+    r"string|long|integer|short|byte|float|double|boolean|binary|date|timestamp|decimal\(\d+,\d+\)|struct|array|map"
+)
+"""Types of new columns: those that need no table feature, which ``deltalake`` would add to the table."""
+
+_NOT_IN_NAMES = re.compile(r"[ ,;{}()\n\t=]")
+"""What Delta refuses in the names of columns without column mapping, and ``deltalake`` accepts."""
 
 
 def reason_not_native(opened: "DeltaTable") -> str | None:
@@ -115,11 +129,33 @@ def writable_columns(opened: "DeltaTable") -> list[str]:
     return [f["name"] for f in _fields(opened) if not any(key.startswith(generated) for key in f["metadata"])]
 
 
-def has_other_columns(opened: "DeltaTable", rows: "DataFrame") -> bool:
-    """Return whether the rows have other columns or types than the table, so that Delta casts, adds or refuses them."""
-    of_rows = {field["name"]: field["type"] for field in json.loads(rows.schema.json())["fields"]}
+def new_columns(opened: "DeltaTable", rows: "DataFrame") -> list[dict[str, Any]] | None:
+    """Return the columns of the rows that the table lacks; None if only Delta itself can cast, add or refuse columns.
+
+    The rows may lack columns of the table, which are null then, but no partition column.
+    """
     of_table = {field["name"]: field["type"] for field in _fields(opened)}
-    return bool(_value_types(of_rows) != _value_types(of_table))
+    of_rows = json.loads(rows.schema.json())["fields"]
+    common = {field["name"]: field["type"] for field in of_rows if field["name"] in of_table}
+    new = [nullable_types(field) for field in of_rows if field["name"] not in of_table]
+    names = [*of_table, *(field["name"] for field in new)]
+    if _value_types(common) != _value_types({name: of_table[name] for name in common}):
+        return None
+    if not common.keys() >= set(opened.metadata().partition_columns):
+        return None
+    if len({name.lower() for name in names}) < len(names):  # Delta does not distinguish upper and lower case
+        return None
+    return new if all(map(_is_addable, new)) else None
+
+
+def _is_addable(part: Any) -> bool:
+    """Return whether every table can have a new column, by its field or type with the nested ones."""
+    if not isinstance(part, dict):
+        return _NEW_TYPES.fullmatch(part) is not None
+    if part.get("metadata") or _NOT_IN_NAMES.search(part.get("name", "")):
+        return False
+    nested = (part[key] for key in ("type", "elementType", "keyType", "valueType") if key in part)
+    return all(map(_is_addable, (*nested, *part.get("fields", ()))))
 
 
 def _value_types(types: Any) -> Any:
@@ -156,7 +192,7 @@ class NativeWriter:
         *,
         needed: bool,
     ) -> bool:
-        """Commit rows, ``SetTransaction`` numbers and a note.
+        """Commit rows, ``SetTransaction`` numbers and a note; or, if the table lacks columns, only these columns.
 
         Args:
             rows: None for a commit without rows. The files of the same DataFrame are written once.
@@ -168,11 +204,14 @@ class NativeWriter:
             Whether a commit was made: False without rows, unless one is needed.
 
         Raises:
-            CommitRace: another writer committed one of the numbers, or changed the table's columns or protocol.
+            CommitRace: another writer committed one of the numbers, or changed the table's columns or protocol; or
+                this one added columns.
         """
         from deltalake import CommitProperties, Transaction
         from deltalake.exceptions import CommitFailedError
 
+        if rows is not None and (new := new_columns(self._log.opened, rows)):
+            self._add_columns(new)
         actions = [] if rows is None else self._files(rows)
         if not (actions or needed):
             return False
@@ -191,11 +230,31 @@ class NativeWriter:
             raise CommitRace(str(exc)) from exc
         return True
 
+    def _add_columns(self, new: list[dict[str, Any]]) -> None:
+        """Add columns in a commit of their own, and raise CommitRace.
+
+        ``deltalake`` may put that commit behind those of other writers. A batch that was decided before these must not
+        be committed behind them, so it is decided again.
+        """
+        from deltalake import CommitProperties, Field
+        from deltalake.exceptions import CommitFailedError
+
+        fields = [Field.from_json(json.dumps(field)) for field in new]
+        properties = CommitProperties(max_commit_retries=COMMIT_TRIES_MAX)
+        try:
+            self._log.opened.alter.add_columns(fields, commit_properties=properties)
+        except CommitFailedError as exc:
+            raise CommitRace(str(exc)) from exc
+        names = ", ".join(field["name"] for field in new)
+        log.info("table %s: added the columns %s of the batch", self._log.table, names)
+        raise CommitRace(f"added the columns {names}")
+
     def _files(self, rows: "DataFrame") -> list[Any]:
         schema = self._log.opened.schema().to_json()
         if self._written is not None and self._written[0] is rows and self._written[1] == schema:
             return self._written[2]
-        columns = [field["name"] for field in json.loads(schema)["fields"]]
+        of_rows = {field["name"] for field in json.loads(rows.schema.json())["fields"]}
+        columns = [field["name"] for field in json.loads(schema)["fields"] if field["name"] in of_rows]
         partitions = list(self._log.opened.metadata().partition_columns)
         folder = f"{FOLDER}/{uuid.uuid4()}"
         writer = rows.select(*map(table_names.quoted, columns)).write.mode("error")

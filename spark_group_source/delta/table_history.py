@@ -153,7 +153,7 @@ class LedgerExpired(Exception):
 
 
 class CommitRace(Exception):
-    """Another writer committed what this commit read or writes; decide again from the table's new version."""
+    """The table has changed since the decision about this commit; decide again from the table's new version."""
 
 
 class CommitSource(Protocol):

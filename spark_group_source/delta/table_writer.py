@@ -254,8 +254,12 @@ class TableWriter:
                 "has a feature that deltalake does not support"
             )
         reason = native_writer.reason_not_native(source.opened)
-        if reason is None and rows is not None and native_writer.has_other_columns(source.opened, rows):
-            return "the batch has other columns or types"
+        if reason is None and rows is not None:
+            new = native_writer.new_columns(source.opened, rows)
+            if new is None:
+                return "the batch has other columns or types"
+            if new and not self.merge_schema:
+                return f"the table lacks its column {new[0]['name']}, and merge_schema is False"
         partitions = tuple(source.opened.metadata().partition_columns)
         if reason is None and self.partition_by and self.partition_by != partitions:
             return f"it is partitioned by {', '.join(partitions) or 'nothing'}, not by {', '.join(self.partition_by)}"
@@ -283,7 +287,7 @@ class TableWriter:
             without a ledger and the version is unknown.
 
         Raises:
-            CommitRace: another writer committed first; read the history and decide again.
+            CommitRace: another writer committed first, or columns were added; read the history and decide again.
             OptionError: the commit needs a writer that does not work here.
             Delta's own errors, unchanged. Nothing was written.
         """
@@ -504,7 +508,7 @@ def retry_races(attempt: Callable[[], _T], *, what: str) -> _T:
             return attempt()
         except CommitRace as exc:
             last_race = exc
-            log.info("%s: another writer committed first (attempt %d of %d)", what, n, COMMIT_ATTEMPTS_MAX)
+            log.info("%s: the table has changed meanwhile (attempt %d of %d)", what, n, COMMIT_ATTEMPTS_MAX)
             threading.Event().wait(random.uniform(0, RACE_WAIT_MAX_S * n / COMMIT_ATTEMPTS_MAX))
     raise LedgerConflict(
         f"{what} lost to concurrent writers {COMMIT_ATTEMPTS_MAX} times in a row; nothing was written. It is safe to "

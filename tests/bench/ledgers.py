@@ -183,7 +183,7 @@ def counted() -> Iterator[list[int]]:
 
     class Counting(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            count[0] += "another writer committed first" in record.getMessage()
+            count[0] += "the table has changed meanwhile" in record.getMessage()
 
     handler, level = Counting(), table_writer.log.level
     table_writer.log.addHandler(handler)

@@ -235,6 +235,7 @@ def test_partition_columns_are_created_and_compared(query: Query, new_table: Pat
     assert len(commits(new_table)) == 3
 
 
+@pytest.mark.parametrize("writer", ["auto", "options"])
 def test_new_columns_are_refused_unless_merged_and_wrong_types_always(query: Query, table: Path) -> None:
     from pyspark.errors import AnalysisException
 
@@ -245,11 +246,14 @@ def test_new_columns_are_refused_unless_merged_and_wrong_types_always(query: Que
     assert len(commits(table)) == 2
     assert next_offsets(table) == {("orders", 0): 1}
     query.run(query.sink(table, transform=wider, merge_schema=True), 1, offset(1, one(1, 2)))
-    assert rows(table) == [(*records(0, 1)[0], None), (*records(1, 2)[0], "m")]
+    query.run(query.sink(table), 2, offset(2, one(2, 3)))
+    expected = [(*records(0, 1)[0], None), (*records(1, 2)[0], "m"), (*records(2, 3)[0], None)]
+    assert rows(table) == expected
+    assert list(map(tuple, query.spark.read.format("delta").load(str(table)).orderBy("offset").collect())) == expected
     wrong: Callable[[DataFrame], DataFrame] = lambda df: df.withColumn("offset", F.array(F.lit("x")))  # noqa: E731
     before = len(commits(table))
     with pytest.raises(AnalysisException, match="Failed to merge fields"):
-        query.run(query.sink(table, transform=wrong, merge_schema=True), 2, offset(2, one(2, 3)))
+        query.run(query.sink(table, transform=wrong, merge_schema=True), 3, offset(3, one(3, 4)))
     assert len(commits(table)) == before
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from deltalake import DeltaTable, Schema
+from deltalake import DeltaTable, Field, Schema
 from deltalake.exceptions import DeltaError
 from kit.frames import DeltaSession, Frame
 from pyspark import cloudpickle
@@ -35,7 +35,7 @@ from spark_group_source.delta import sink as sink_module
 from spark_group_source.delta import table_names, table_writer
 from spark_group_source.delta.checkpoint import parse_planned
 from spark_group_source.delta.ledger_store import set_ledger
-from spark_group_source.delta.native_writer import NativeWriter, reason_not_native
+from spark_group_source.delta.native_writer import NativeWriter, new_columns, reason_not_native
 from spark_group_source.delta.sink import DeltaSink, _is_called_by_spark
 from spark_group_source.delta.table_history import CommitRace
 from spark_group_source.delta.table_writer import OptionsWriter
@@ -492,6 +492,119 @@ def test_a_table_with_headers_that_the_sink_creates_is_written_natively(query: Q
 
     query.run(query.sink(new_table, writer="native", transform=transform), 0, offset(0, one(0, 5)))
     assert [row[-1] for row in rows(new_table)] == [[{"key": "k", "value": b"v"}]] * 5
+
+
+# New columns
+
+
+def with_more(df: Any) -> Any:
+    return Frame(df.sparkSession, df.rows.append_column("more", pa.array(["m"] * len(df.rows))))
+
+
+def more(start: int, end: int) -> list[Any]:
+    """The rows of ``with_more``."""
+    return [(*row, "m") for row in records(start, end)]
+
+
+def fewer(start: int, end: int) -> list[Any]:
+    """The rows without that column, in a table that has it."""
+    return [(*row, None) for row in records(start, end)]
+
+
+def definitions(table: Path) -> int:
+    """Return the number of commits that set the table's columns."""
+    return sum(bool(actions(commit, "metaData")) for commit in commits(table))
+
+
+def test_new_columns_are_added_in_a_commit_of_their_own_and_rows_without_them_are_still_written(
+    query: Query, table: Path
+) -> None:
+    wider = query.sink(table, writer="native", transform=with_more, merge_schema=True)
+    query.run(query.sink(table), 0, offset(0, one(0, 2)))
+    query.run(wider, 1, offset(1, one(2, 4)))
+    assert [sorted({kind for action in commit for kind in action}) for commit in commits(table)[2:]] == [
+        ["commitInfo", "metaData"],
+        ["add", "commitInfo", "txn"],
+    ]
+    query.run(query.sink(table, writer="native"), 2, offset(2, one(4, 6)))
+    query.run(wider, 3, offset(3, one(6, 8)))
+    assert rows(table) == fewer(0, 2) + more(2, 4) + fewer(4, 6) + more(6, 8)
+    assert next_offsets(table) == {("orders", 0): 8}
+    assert definitions(table) == 2, "the table's creation and the new column"
+
+
+def test_a_batch_killed_after_its_columns_were_added_is_written_once(
+    query: Query, table: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments: dict[str, Any] = {"writer": "native", "transform": with_more, "merge_schema": True}
+
+    def killed(self: NativeWriter, rows: Any) -> list[Any]:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(NativeWriter, "_files", killed)
+        with pytest.raises(KeyboardInterrupt):
+            query.run(query.sink(table, **arguments), 0, offset(0, one(0, 2)))
+    assert (rows(table), definitions(table)) == ([], 2)
+    query.run(query.sink(table, **arguments), 0, offset(0, one(0, 2)))
+    assert rows(table) == more(0, 2)
+    assert definitions(table) == 2
+
+
+@pytest.mark.parametrize("is_wider", [False, True])
+def test_of_two_queries_whose_batches_overlap_one_decides_again_after_columns_were_added(
+    new_query: NewQuery, table: Path, before_next_commit: BeforeNextCommit, is_wider: bool
+) -> None:
+    """``deltalake`` puts the columns behind the other query's rows; these must not be written again."""
+    a, b = new_query("a"), new_query("b")
+    arguments: dict[str, Any] = {"writer": "native", "transform": with_more, "merge_schema": True}
+    a.run(a.sink(table), 0, offset(0, one(0, 2)))
+    other = b.sink(table, **(arguments if is_wider else {}))
+    before_next_commit(lambda: b.run(other, 0, offset(0, one(2, 5), stream="s2")))
+    a.run(a.sink(table, **arguments), 1, offset(1, one(2, 9)))
+    assert rows(table) == fewer(0, 2) + (more if is_wider else fewer)(2, 5) + more(5, 9)
+    assert next_offsets(table) == {("orders", 0): 9}
+    assert definitions(table) == 2
+
+
+def test_new_columns_are_refused_without_merge_schema_and_a_missing_partition_column_always(
+    query: Query, table: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(OptionError, match="natively: the table lacks its column more, and merge_schema is False"):
+        query.run(query.sink(table, writer="native", transform=with_more), 0, offset(0, one(0, 2)))
+    assert len(commits(table)) == 1
+    parted = tmp_path / "parted"
+    query.run(query.sink(parted, partition_by="topic"), 0, offset(0, one(0, 2)))
+    without: Any = {"transform": lambda df: df.select("partition", "offset", "value"), "merge_schema": True}
+    with pytest.raises(OptionError, match="natively: the batch has other columns or types"):
+        query.run(query.sink(parted, writer="native", **without), 1, offset(1, one(2, 4)))
+    assert len(commits(parted)) == 2
+
+
+@pytest.mark.parametrize(
+    ("column", "is_added"),
+    [
+        (field("more", "decimal(10,2)", nullable=False), True),
+        (field("more", map_to(array(struct(field("b", "timestamp", nullable=False))))), True),
+        (field("more", "timestamp_ntz"), False),  # needs a table feature
+        (field("more", array(struct(field("b", "variant")))), False),
+        (field("more", "void"), False),
+        (field("more", "string", __CHAR_VARCHAR_TYPE_STRING="char(5)"), False),
+        (field("more", struct(field("b c", "long"))), False),  # a name for column mapping
+        (field("N", "long"), False),  # Delta takes it for n
+        (field("n", "double"), False),  # another type, which Delta casts or widens
+    ],
+)
+def test_columns_are_added_natively_if_every_table_can_have_them(
+    tmp_path: Path, column: dict[str, Any], is_added: bool
+) -> None:
+    created = DeltaTable.create(tmp_path / "t", Schema.from_json(EMPTY))
+    batch: Any = SimpleNamespace(schema=SimpleNamespace(json=lambda: json.dumps(struct(column))))
+    found = new_columns(created, batch)
+    assert (found is not None) == is_added
+    if found is not None:
+        created.alter.add_columns([Field.from_json(json.dumps(new)) for new in found])
+        assert reason_not_native(created) is None
 
 
 def test_writer_options_refuse_the_sources_of_several_groups(query: Query) -> None:
