@@ -10,7 +10,7 @@ Runs in: every process. Deliberately absent: exceptions of other libraries (each
     ├── GroupError           a failure at run time; ``retriable`` says whether a retry can help
     │   ├── BrokerUnavailable     no broker answered in time (retriable)
     │   ├── AccessDenied          credentials or permissions were refused
-    │   ├── TopicMissing          a subscribed topic does not exist
+    │   ├── TopicMissing          a topic was deleted, or does not exist
     │   ├── DataLoss              planned or committed offsets are no longer in the log
     │   ├── ReadTimeout           a range was not read within its deadline (retriable)
     │   ├── RebalanceTimeout      the group got no assignment in time (retriable)
@@ -96,11 +96,12 @@ class AccessDenied(GroupError):
 
 
 class TopicMissing(GroupError):
-    """A subscribed topic does not exist, or was deleted. ``fields``: topics."""
+    """A topic that the query has read was deleted, or a command needs one that does not exist. ``fields``: topics.
 
-    remedy = (
-        "Create the topic or correct `subscribe`. With `subscribePattern` a query can start before its topics exist."
-    )
+    A query may start before its topics exist. With ``failOnDataLoss=false`` it also continues without a deleted one.
+    """
+
+    remedy = "Remove the topic from the subscription, or set `failOnDataLoss=false`. For a command, correct the name."
 
 
 class DataLoss(GroupError):

@@ -260,7 +260,8 @@ class Options:
         doc="The consumer group that the query joins. A new query starts at the group's committed offsets.")
     topics: tuple[str, ...] = _option(
         "subscribe", topic_names, "topic, …", default=(), shown="this or subscribePattern",
-        doc="The topics to read.")
+        doc="The topics to read. Those that do not exist yet are named in a warning, and read from their first record "
+        "when they have been created.")
     topic_pattern: str | None = _option(
         "subscribePattern", regex, "regex", default=None, shown="this or subscribe",
         doc="The topics to read: a Python regular expression that must match the whole name. Kafka's internal topics "

@@ -40,8 +40,10 @@ class Rules:
     starting: Starting
     connection: Connection = ()
     """The arguments with which commands connect to the brokers, for those in error texts."""
+    named_topics: tuple[str, ...] = ()
+    """The topics that ``subscribe`` names; some may not exist yet."""
     matches: Callable[[str], bool] | None = None
-    """Whether ``subscribePattern`` matches a topic; None: the topics are named, and each of them exists."""
+    """Whether ``subscribePattern`` matches a topic; None: the topics are named."""
     slots: int = 1
     """The members of this run; with ``auto_slots`` those at its start."""
     hold_budget_ms: int = 240_000

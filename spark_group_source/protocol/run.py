@@ -37,7 +37,7 @@ from spark_group_source.protocol.placement import Placement
 from spark_group_source.protocol.planner import Planner
 from spark_group_source.protocol.request_schedule import CommitSchedule, Outage, Requester
 from spark_group_source.protocol.rules import Rules
-from spark_group_source.protocol.slots import IN_READER, Slot, Slots
+from spark_group_source.protocol.slots import IN_READER, Slot, Slots, shown
 from spark_group_source.protocol.states import RUN, RunState, SlotState, next_state
 from spark_group_source.protocol.statistics import Skips, Statistics
 
@@ -57,8 +57,6 @@ LEADER_MS_MAX = 30_000
 one takes about ten seconds. Then the next run reads them."""
 START_MS_MAX = 20_000
 """How long brokers may not answer before the members of a run join: a wrong address is reported within 30 s."""
-SHOWN_MAX = 10
-"""How many topics an error or a log line lists."""
 
 
 class Run:
@@ -242,6 +240,7 @@ class Run:
             unreachable_since_ms=self.outage.since_ms or 0,
             uncommitted_partitions=len(partitions.due),
             uncommitted_offsets=sum(at.uncommitted for at in partitions.due.values()),
+            missing_topics=self.slots.missing_topics,
             records_lost=self.data_loss.records_lost + self._skips.records_lost,
         )
 
@@ -454,8 +453,9 @@ class Run:
     def _topics_listed(self, topics: Mapping[str, int]) -> None:
         """Start with these topics, or list them once more: a broker may not know all topics for a moment.
 
-        No list of named topics lacks any, but that of a pattern may. Topics that a new stream finds later count as
-        added, and do not start where the starting options say. A resumed stream would give up those that it has read.
+        Named topics that one broker does not know were asked for again, but a pattern is matched with one list. Topics
+        that a new stream finds later count as added, and do not start where the starting options say. A resumed stream
+        would give up those that it has read.
         """
         is_first, known = self._topics is None, self._topics or {}
         self._topics = {topic: max(known.get(topic, 0), topics.get(topic, 0)) for topic in sorted({*known, *topics})}
@@ -468,28 +468,24 @@ class Run:
             self._start_members(self._topics)
 
     def _unlisted_topics(self, listed: Collection[str]) -> list[str]:
-        """The topics that the checkpoint has positions of, and that the pattern matches, without the listed ones."""
-        if self.rules.matches is None:
-            return []
-        past = self._resumed_from
+        """The topics that the checkpoint has positions of, and that are subscribed, without the listed ones."""
+        past, is_subscribed = self._resumed_from, self.rules.matches or self.rules.named_topics.__contains__
         read = {tp.topic for tp in (*past.positions(), *past.uncommitted)}
-        return sorted(topic for topic in read if topic not in listed and self.rules.matches(topic))
+        return sorted(topic for topic in read if topic not in listed and is_subscribed(topic))
 
     def _may_continue_without(self, gone: list[str]) -> bool:
         """Whether the run continues without topics that an earlier run read, and that no list of topics has any more;
         else it fails."""
         if not gone:
             return True
-        more = f" and {len(gone) - SHOWN_MAX} more" if len(gone) > SHOWN_MAX else ""
-        shown = ", ".join(gone[:SHOWN_MAX]) + more
-        text = f"topic {shown} does not exist any more, or the query's user may not describe it"
+        text = f"topic {shown(gone)} does not exist any more, or the query's user may not describe it"
         if not self.rules.fail_on_data_loss:
             self._out.log(f"{text}; the query continues without it", warn=True)
             return True
         self._fail(
             TopicMissing(
-                f"{text}, so records that the query has not read may be lost. Change subscribePattern so that it does "
-                "not match, or set failOnDataLoss=false to continue without it",
+                f"{text}, so records that the query has not read may be lost. Remove it from the subscription, or set "
+                "failOnDataLoss=false to continue without it",
                 topics=gone,
             )
         )
@@ -504,8 +500,6 @@ class Run:
             except OptionError as exc:
                 self._fail(exc)
                 return
-            if not topics:
-                self._out.log("no topic matches the subscription; nothing is read before one is created", warn=True)
             self.stream, self.lookups.known = first.new_stream, topics
             self.slots.join_all(self.stream, tuple(topics), static=self.static)
             self._move(ev.StreamCreated)
@@ -533,6 +527,8 @@ class Run:
         self.plan = offset if replay else None
         former = offset.known.keys() | offset.topic_ids.keys() | {tp.topic for tp in offset.ranges}
         before = tuple(topic for topic in topics if topic in former) or tuple(sorted(former))
+        if not topics:  # a member whose topics are all deleted would never get an assignment
+            before = ()
         self.slots.join_all(self.stream, topics, former_topics=before, static=self.static, former_slots=former_slots)
 
     def _choose_membership(self) -> None:

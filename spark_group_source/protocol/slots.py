@@ -4,7 +4,7 @@ Runs in: the stream reader (inside ``run``), tests. Deliberately absent: positio
 may be released (``run``), which agent a member lives on (``placement``), batches and commits.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from typing import ClassVar, assert_never
 
@@ -27,6 +27,9 @@ IN_READER = ""
 STEADY_MS = 10_000
 """How long a member must be in the group after its first assignment before its slot counts as recovered from earlier
 failures. By then it has polled and sent heartbeats several times."""
+
+SHOWN_MAX = 10
+"""How many topics an error or a log line lists."""
 
 RECORD_BYTES_MAX = 1_048_588
 """Kafka's default of ``max.message.bytes``, for the topic in which it stores groups."""
@@ -191,6 +194,8 @@ class Slots:
         self._must_hold, self._agent_for, self._agent_name = must_hold, agent_for, agent_name
         self._stream, self.static = "", True
         self._topics: tuple[str, ...] = ()
+        self.missing_topics: tuple[str, ...] = ()
+        """Topics that the query names and that do not exist, since members have joined."""
         self._former_topics: tuple[str, ...] = ()
         self._unlisted = Suspicions(GRACE_MS)  # subscribed topics that the last lists lack
         self._resubscribed_in: dict[int, int] = {}  # by slot: the generation in which it got the present topics
@@ -318,7 +323,7 @@ class Slots:
         topics = tuple(sorted({*listed, *unlisted} - gone))
         if topics == self._topics:
             return  # a new subscription could cause a rebalance
-        self._out.log(f"the subscription matches {len(topics)} topics now: {', '.join(topics[:10])}")
+        self._out.log(f"the subscription matches {len(topics)} topics now: {shown(topics)}")
         self._set_topics(topics)
         for slot in self.all:
             if slot.state.member is not None and not self._is_rejoining(slot):
@@ -487,8 +492,18 @@ class Slots:
     # --- changes ----------------------------------------------------------------------------------------------------
 
     def _set_topics(self, topics: tuple[str, ...]) -> None:
-        """Set the subscribed topics; a warning names a classic group that Kafka may be unable to store."""
+        """Set the subscribed topics. Warnings name those that do not exist, because nothing else shows a wrong name,
+        and a classic group that Kafka may be unable to store."""
         self._topics = topics
+        self.missing_topics = tuple(sorted(set(self._rules.named_topics).difference(topics)))
+        if self.missing_topics:
+            self._out.log(
+                f"topic {shown(self.missing_topics)} does not exist. It is read from its first record when it has been "
+                "created; if the name is wrong, correct subscribe",
+                warn=True,
+            )
+        elif not topics:
+            self._out.log("no topic matches subscribePattern; nothing is read before one is created", warn=True)
         if text := self.too_large():
             self._out.log(text, warn=True)
 
@@ -677,6 +692,12 @@ class Slots:
             self._held.pop(slot.number, None)
         if had_some and not (self._assigned_count or self._held):
             self._unassigned_since_ms = self._out.now_ms
+
+
+def shown(topics: Sequence[str]) -> str:
+    """The first topics, for an error or a log line."""
+    more = f" and {len(topics) - SHOWN_MAX} more" if len(topics) > SHOWN_MAX else ""
+    return ", ".join(topics[:SHOWN_MAX]) + more
 
 
 # --- the size of a classic group -------------------------------------------------------------------------------------

@@ -54,6 +54,8 @@ class Statistics:
     """Slots that moved to another agent, or to the stream reader, between two batches."""
     recalls: int = 0
     """Slots that were recalled from agents that were gone, or from which they could not join the group."""
+    missing_topics: tuple[str, ...] = ()
+    """Topics that ``subscribe`` names and that do not exist."""
     unreachable_since_ms: int = 0
     """Since when the brokers have not answered, on the run's clock; 0 if they do."""
     uncommitted_partitions: int = 0

@@ -16,6 +16,7 @@ publishes statistics). The life of a batch::
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Final, Literal, assert_never
 
 from spark_group_source.agents.connected_agents import ConnectedAgents, PlacedMembers
@@ -90,7 +91,7 @@ class Coordinator:
             options,
             self._admin,
             environment=self._environment,
-            topics=self._queries.topics,
+            topics=partial(self._queries.topics, retry=False),
             handle=self._handle,
         )
         self._clock = self._environment.condition()
@@ -365,6 +366,7 @@ def rules_of(options: Options) -> Rules:
     return Rules(
         group=options.group_id,
         connection=options.connection,
+        named_topics=options.topics,
         matches=None if options.topic_pattern is None else options.is_subscribed,
         slots=1 if options.group_members == "auto" else options.group_members,
         auto_slots=options.group_members == "auto" and options.member_host != "driver",
@@ -402,16 +404,18 @@ class BrokerQueries:
         self._now_ms = now_ms
         self._committed = options.isolation_level == "read_committed"
 
-    def topics(self) -> dict[str, int]:
-        """Return the subscribed topics and their partition counts.
+    def topics(self, *, retry: bool = True) -> dict[str, int]:
+        """Return the subscribed topics that exist, and their partition counts.
 
-        Raises:
-            TopicMissing: ``subscribe`` names a topic that does not exist.
+        Args:
+            retry: ask several times for named topics that a broker reports missing, because a start depends on the
+                answer. A list that is followed by others does not: the next one corrects it.
         """
-        if self._options.topic_pattern is None:
-            found = self._admin.require_topics(self._options.topics)
-        else:
+        if self._options.topic_pattern is not None:
             found = self._admin.matching_topics(self._options.is_subscribed)
+        else:
+            find = self._admin.existing_topics if retry else self._admin.describe_topics
+            found = find(self._options.topics)
         return {name: topic.partitions for name, topic in sorted(found.items())}
 
     def read_target(self) -> ev.TargetRead:

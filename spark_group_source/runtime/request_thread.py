@@ -50,7 +50,7 @@ class RequestThread:
     Args:
         options, admin: those of the run.
         environment: threads, clocks and Kafka clients.
-        topics: lists the subscribed topics and their partition counts; may raise GroupError.
+        topics: lists the subscribed topics that exist, and their partition counts; may raise GroupError.
         handle: receives each event; never raises.
     """
 
@@ -158,7 +158,7 @@ class RequestThread:
     def _run_due_tasks(self) -> None:
         if not self._is_prepared and self._environment.now_ms() >= self._prepare_at_ms:
             self._prepare()
-        if self._options.topic_pattern is not None and self._environment.now_ms() >= self._topics_at_ms:
+        if self._environment.now_ms() >= self._topics_at_ms:
             self._topics_at_ms = self._environment.now_ms() + self._topics_every_ms
             try:
                 self._handle(ev.TopicsChanged(topics=tuple(self._topics())))
@@ -213,14 +213,10 @@ class RequestThread:
         self._is_prepared = self._commits.prepare()
 
     def _any_partition(self) -> TopicPartition:
-        """Return a partition of the first subscribed topic, for a request that must name one."""
-        if self._options.topics:
-            return TopicPartition(self._options.topics[0], 0)
+        """Return a partition of the first subscribed topic that exists, for a request that must name one."""
         topic = next(iter(self._topics()), None)
         if topic is None:
-            raise CommitFailed(
-                "no topic matches subscribePattern now, and the check for a newer run must name a partition"
-            )
+            raise CommitFailed("no subscribed topic exists now, and the check for a newer run must name a partition")
         return TopicPartition(topic, 0)
 
 

@@ -59,7 +59,7 @@ class Troubles:
             "leaderless before it was read",
             "commit too large",
             "thousands of partitions",
-            "no topic matches",
+            "no topic exists",
             "commit by timer",
             "reader dies alone",
             "topic denied",
@@ -93,7 +93,7 @@ class Troubles:
 
         draws = self.world.draws("trouble: topics")
         if draws.chance(NO_TOPIC_SHARE):
-            self._no_topic(draws.choice(NO_TOPIC_MS))
+            self._no_topic(draws, draws.choice(NO_TOPIC_MS))
         draws = self.world.draws("trouble: leaders")
         if draws.chance(LEADERLESS_SHARE):
             self.scene.leaders_return_ms = CALM_LEADERLESS_MS
@@ -168,15 +168,16 @@ class Troubles:
         if not self.scene.is_calm:
             draws.choice(self.scene.queries).runs[-1].reader_dies = True
 
-    def _no_topic(self, ms: int) -> None:
-        """The queries subscribe to a pattern, and its topics are created later."""
+    def _no_topic(self, draws: Draws, ms: int) -> None:
+        """The topics that the queries name, or that match their pattern, are created later."""
         for query in self.scene.queries:
             options = {name: value for name, value in query.habits.options.items() if name != "subscribe"}
-            query.habits = replace(query.habits, options=options | {"subscribePattern": PATTERN})
+            if draws.chance(0.5):
+                query.habits = replace(query.habits, options=options | {"subscribePattern": PATTERN})
         for topic in sorted(self.scene.cluster.topics):
             self.scene.delete(topic)
             self.world.at(ms, lambda topic=topic: self.scene.make_again(topic))  # type: ignore[misc]
-        self.happened["no topic matches"] += 1
+        self.happened["no topic exists"] += 1
 
     def _lose_leader(self, draws: Draws) -> None:
         """All brokers with the log of one partition are down, all others answer."""

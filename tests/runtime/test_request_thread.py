@@ -29,6 +29,7 @@ FENCED = refusal(KafkaError._FENCED, fatal=True)
 STALE = refusal(KafkaError.ILLEGAL_GENERATION, abort=True)
 UNKNOWN = refusal(KafkaError.UNKNOWN_MEMBER_ID, abort=True)
 B0 = TopicPartition("b", 0)
+REFRESH_MS = "kafka.topic.metadata.refresh.interval.ms"
 
 
 class FakeMember:
@@ -66,8 +67,9 @@ class Scene:
         self.transactions: list[bool] = []
         """The values of TransactionsChecked."""
         self.topics: list[Mapping[str, int] | Exception] = []
+        """What lists of the subscribed topics return before they return both."""
         self.members = {slot: FakeMember(slot, self.environment) for slot in range(3)}
-        given = {"kafka.bootstrap.servers": "b", "kafka.group.id": "g", "subscribe": "a,b"} | options
+        given = {"kafka.bootstrap.servers": "b", "kafka.group.id": "g", "subscribe": "a,b", REFRESH_MS: "-1"} | options
         if "subscribePattern" in given:
             del given["subscribe"]
         self.options = parsed = Options.parse(given)
@@ -86,7 +88,7 @@ class Scene:
             self.handled.append(event)
 
     def _topics(self) -> Mapping[str, int]:
-        found = self.topics.pop(0)
+        found = self.topics.pop(0) if self.topics else {"a": 2, "b": 1}
         if isinstance(found, Exception):
             raise found
         return found
@@ -196,15 +198,15 @@ def test_an_unanswered_lookup_is_reported_and_a_refused_one_fails_the_run(scene:
 # --- errors ---------------------------------------------------------------------------------------------------------
 
 
-def by_pattern(*topics: Mapping[str, int] | Exception) -> Scene:
-    """A request thread that matches a pattern every 500 ms, with these results."""
-    scene = Scene(subscribePattern="a|b", **{"kafka.topic.metadata.refresh.interval.ms": "500"})
+def listing(*topics: Mapping[str, int] | Exception, **subscription: str) -> Scene:
+    """A request thread that lists the subscribed topics every 500 ms, with these results."""
+    scene = Scene(**subscription, **{REFRESH_MS: "500"})
     scene.topics = list(topics)
     return scene
 
 
 def test_an_unexpected_error_of_a_due_task_fails_the_run_but_not_the_thread() -> None:
-    scene = by_pattern(ValueError("odd"), *[{"a": 1}] * 9)
+    scene = listing(ValueError("odd"))
     scene.run(lambda: None, lambda: None, scene.order(ev.CheckReplaced(slot=1)))
     broken, answer = (event for event in scene.handled if not isinstance(event, ev.TopicsChanged))
     assert (
@@ -227,26 +229,26 @@ def test_the_death_of_the_request_thread_fails_the_run(scene: Scene) -> None:
     assert isinstance(broken, ev.InternalFailure)
 
 
-def test_a_pattern_is_matched_periodically_and_failures_are_retried() -> None:
-    scene = by_pattern(BrokerUnavailable("no"), {"a": 1, "b": 2})
+@pytest.mark.parametrize("subscription", [{"subscribe": "a,b"}, {"subscribePattern": "a|b"}])
+def test_topics_are_listed_periodically_and_failures_are_retried(subscription: dict[str, str]) -> None:
+    scene = listing(BrokerUnavailable("no"), **subscription)
     scene.run(lambda: None, lambda: None)
     assert scene.handled == [ev.TopicsChanged(topics=("a", "b"))]
 
 
-def test_a_pattern_is_matched_periodically_also_when_the_queue_is_never_empty() -> None:
-    scene = by_pattern(*[{"a": 1, "b": 2}] * 3)
+def test_topics_are_listed_periodically_also_when_the_queue_is_never_empty() -> None:
+    scene = listing()
     scene.run(scene.order_after(500, ev.CheckReplaced(slot=1)))
     assert ev.TopicsChanged(topics=("a", "b")) in scene.handled
 
 
 @pytest.mark.parametrize("off", ["-1", "0"])
-def test_a_pattern_is_not_matched_again_if_the_refresh_is_turned_off(off: str) -> None:
+def test_topics_are_not_listed_again_if_the_refresh_is_turned_off(off: str) -> None:
     """librdkafka refreshes nothing then."""
-    scene = Scene(subscribePattern="a|b", **{"kafka.topic.metadata.refresh.interval.ms": off})
-    scene.topics = [{"a": 1}]  # for the check
+    scene = Scene(**{REFRESH_MS: off})
     scene.run(scene.order_after(86_400_000, ev.CheckReplaced(slot=1)))
     assert scene.handled == [ev.NotReplaced(slot=1)]
-    assert scene.options.member_settings()["topic.metadata.refresh.interval.ms"] == off
+    assert scene.options.member_settings()[REFRESH_MS.removeprefix("kafka.")] == off
 
 
 # --- replaced runs --------------------------------------------------------------------------------------------------
@@ -416,13 +418,12 @@ def test_a_run_that_may_not_commit_at_all_fails_with_that_reason(scene: Scene) -
     assert not any(member.committed for member in scene.members.values())
 
 
-def test_without_a_matching_topic_replacement_is_unclear() -> None:
-    scene = Scene(subscribePattern="a.*")
-    scene.topics = [{}, {"ab": 3}]
+def test_without_an_existing_topic_replacement_is_unclear(scene: Scene) -> None:
+    scene.topics = [{}, {"b": 3}]
     question = ev.CheckReplaced(slot=1)
     scene.run(scene.order(question), scene.order(question))
     assert [type(event) for event in scene.handled] == [ev.ReplacedUnclear, ev.NotReplaced]
-    assert scene.environment.called("send_offsets") == [(-1, {TopicPartition("ab", 0): (0, None, None)})]
+    assert scene.environment.called("send_offsets") == [(-1, {B0: (0, None, None)})]
 
 
 # --- offset commits -------------------------------------------------------------------------------------------------

@@ -27,8 +27,9 @@ def test_the_groups_protocol_decides_how_it_rebalances_and_is_stored(
 
 def test_a_pattern_is_a_rule_and_named_topics_are_not() -> None:
     named = rules_of(Options.parse(QUERY))
-    assert named.matches is None
-    matches = rules_of(Options.parse({**PATTERN, "subscribePattern": "orders|new.*|__.*"})).matches
-    assert matches is not None
+    assert (named.named_topics, named.matches) == (("a",), None)
+    rules = rules_of(Options.parse({**PATTERN, "subscribePattern": "orders|new.*|__.*"}))
+    matches = rules.matches
+    assert matches is not None and not rules.named_topics
     topics = ("orders", "orders-2", "newest", "a-new", "__consumer_offsets")
     assert list(filter(matches, topics)) == ["orders", "newest"]

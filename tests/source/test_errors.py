@@ -17,11 +17,6 @@ def test_an_unreachable_broker_is_named_in_bounded_time(scene: Scene) -> None:
         one.run()
 
 
-def test_a_missing_topic_is_named(scene: Scene) -> None:
-    with pytest.raises(TopicMissing, match=f"topic {scene.group}-nowhere does not exist on .*Create it first"):
-        scene.played(subscribe=f"{scene.topic()},{scene.group}-nowhere").run()
-
-
 def test_records_deleted_while_a_query_is_stopped_fail_it_or_are_skipped(scene: Scene) -> None:
     name = scene.topic(2)
     scene.produce(name, numbered(0, 3, 2))
@@ -52,6 +47,23 @@ def test_a_topic_recreated_while_a_query_is_stopped_is_detected_even_if_its_log_
     assert values_of(one.rows) == texts(0, 3)
     assert one.run(failOnDataLoss=False) == again
     assert scene.committed() == {TopicPartition(name, 0): 9}
+
+
+@pytest.mark.parametrize("by", ["subscribe", "subscribePattern"])
+def test_a_topic_deleted_while_a_query_is_stopped_fails_it_or_is_read_when_it_exists_again(
+    by: str, scene: Scene
+) -> None:
+    name = scene.topic()
+    scene.produce(name, numbered(0, 3))
+    one = scene.played(**{by: name})
+    one.run()
+    scene.delete(name)
+    with pytest.raises(TopicMissing, match=f"topic {name} does not exist any more.*set failOnDataLoss=false"):
+        one.run()
+    assert one.run(failOnDataLoss=False) == []
+    scene.topic(name=name)
+    scene.produce(name, numbered(4, 5))
+    assert one.run(failOnDataLoss=False) == texts(4, 5)
 
 
 def test_deleting_the_only_topic_of_a_running_query_fails_it_with_the_topics_name(scene: Scene) -> None:
