@@ -183,6 +183,8 @@ def _show_runs(described: GroupReport) -> None:
             f"{run['records_lost']} records lost"
         )
         console.print(_slots(Statistics.from_dict(run), now_s))
+        if missing := run["missing_topics"]:
+            console.print(f"query in {at}: topic {', '.join(missing)} does not exist")
         if since_ms := run.get("unreachable_since_ms"):
             console.print(f"query in {at}: no broker has answered it for {now_s - since_ms / 1000:.0f} s")
 

@@ -79,6 +79,8 @@ METRICS: tuple[_Row, ...] = (
     _count("moves_total", "moves", "Moves of a slot between agents or between an agent and the stream reader."),
     _by_slot("recalls_total", lambda of: of.slot_recalls,
              "How often the slot was recalled from an agent that had ended or could not join."),
+    _metric("missing_topics", lambda of, _: len(of.missing_topics),
+            "Topics that `subscribe` names and that do not exist."),
     _metric("unreachable_seconds", lambda of, now_ms: since_s(of.unreachable_since_ms, now_ms),
             "How long brokers have not answered; 0 if they answer."),
     _count("rebalances_total", "rebalances", "Assignments and revocations that changed the run's partitions."),
