@@ -88,6 +88,19 @@ def test_rows_have_the_named_columns_only(scene: Scene) -> None:
     assert [field.name for field in DeltaTable(str(table)).schema().fields] == ["value", "timestamp"]
 
 
+@pytest.mark.parametrize("by", ["subscribe", "subscribePattern"])
+def test_available_now_ends_without_a_topic_and_a_query_waits_for_it(by: str, scene: Scene) -> None:
+    name = f"{scene.group}-later"
+    one = scene.job(startingOffsets="latest", **{by: name})
+    assert one.run() == []
+    with one.running() as query:
+        query.processAllAvailable()
+        scene.topic(2, name=name)
+        scene.produce(name, numbered(0, 5, 2))
+        await_until(lambda: one.values == texts(0, 5), what="the records of the new topic")
+    assert planned(one.checkpoint)[0].ranges == {}
+
+
 # --- triggers -------------------------------------------------------------------------------------------------------
 
 

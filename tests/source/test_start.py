@@ -1,4 +1,5 @@
-"""Starting positions: the options, the group's offsets, and partitions that are added later; without Spark."""
+"""Starting positions: the options, the group's offsets, and topics and partitions that are added later; without
+Spark."""
 
 import json
 from typing import Any
@@ -6,7 +7,7 @@ from typing import Any
 import pytest
 from kafka_words import Record, await_until
 from scenes import Scene
-from streams import numbered, texts, values_of
+from streams import PROTOCOLS, numbered, texts, values_of
 
 T0_MS = 1_700_000_000_000
 KEPT = {"retention.ms": "-1"}  # otherwise retention deletes records this old
@@ -69,3 +70,46 @@ def test_partitions_added_while_a_query_is_stopped_are_read_from_their_start(sce
     scene.grow(name, 10)
     scene.produce(name, numbered(10, 39, 10))
     assert one.run() == texts(10, 39)
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+@pytest.mark.parametrize("by", ["subscribe", "subscribePattern"])
+def test_a_query_whose_topic_does_not_exist_yet_says_so_and_reads_it_from_its_first_record(
+    by: str, protocol: str, scene: Scene, caplog: pytest.LogCaptureFixture
+) -> None:
+    name = f"{scene.group}-later"
+    one = scene.played(protocol, startingOffsets="latest", **{by: name})
+    told = f"topic {name} does not exist" if by == "subscribe" else "no topic matches subscribePattern"
+    assert one.run() == []
+    assert caplog.text.count(told) == 1
+    with one.running() as engine:
+        assert engine.step() is None
+        scene.topic(2, name=name)
+        scene.produce(name, numbered(0, 5, 2))
+        await_until(lambda: engine.step() is not None, what="a batch with the new topic")
+        engine.run()
+    assert values_of(one.rows) == texts(0, 5)
+    assert caplog.text.count(told) == 2, "once for each run"
+    assert scene.committed() == scene.end_offsets(name)
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_topics_that_exist_are_read_while_another_named_one_is_missing(protocol: str, scene: Scene) -> None:
+    name, later = scene.topic(2), f"{scene.group}-later"
+    scene.produce(name, numbered(0, 3, 2))
+    one = scene.played(protocol, subscribe=f"{later},{name}")
+    assert one.run() == texts(0, 3)
+    with one.running() as engine:
+        scene.produce(name, numbered(4, 5, 2))
+        engine.run()
+        assert values_of(engine.rows) == texts(4, 5)
+        assert f"topic {later} does not exist" in scene.of_group("describe").output
+        scene.topic(name=later)
+        scene.produce(later, numbered(6, 7))
+        await_until(lambda: engine.step() is not None, what="a batch with the new topic")
+        engine.run()
+        scene.produce(name, numbered(8, 9, 2))
+        await_until(lambda: engine.step() is not None, what="a batch with the other topic")
+        engine.run()
+    assert values_of(one.rows) == texts(0, 9)
+    assert scene.committed() == {**scene.end_offsets(name), **scene.end_offsets(later)}
