@@ -119,6 +119,14 @@ OF_SPARKS: Final = (
     Scenario("stateful", "stateful queries", (f"{CELL_TESTS}test_stateful_queries_have_each_result_once_after_kills",)),
     Scenario("kills", "kills of driver and Python processes", (f"{CELL_TESTS}test_kills_of_the_driver",), each=True),
     Scenario("lost", "lost checkpoint", (f"{CELL_TESTS}test_lost_checkpoints",)),
+    Scenario(
+        "reset",
+        "reset during a batch, with the same checkpoint",
+        (
+            "tests/cli/test_group.py::test_query_follows_a_reset_that_came_during_a_pending_batch",
+            "tests/cli/test_group.py::test_batch_pending_at_a_reset_is_void",
+        ),
+    ),
     Scenario("two", "two applications", (f"{CELL_TESTS}test_two_applications_on_one_table",)),
     Scenario("executors", "kills of executors, workers, agents", (f"{CELL_TESTS}test_kills_of_executors",), each=True),
     Scenario("connect", "Spark Connect", ("tests/crash/test_connect.py",)),

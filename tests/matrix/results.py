@@ -134,6 +134,7 @@ def spark_table(results: Results) -> str:
     versions = {
         "Python": [cell.python for cell in cells.SPARKS],
         "Delta Lake": [cell.delta or (release if cell.has_delta else "none") for cell in cells.SPARKS],
+        "Spark's Kafka connector": [cell.connector or cell.spark for cell in cells.SPARKS],
         **{name: [found.get(name, NOT_RUN) for found in after] for name in libraries},
     }
     return _table(results, "Spark", {cell.spark: cell for cell in cells.SPARKS}, cells.OF_SPARKS, versions)
