@@ -71,10 +71,11 @@ ROOT = Path(__file__).resolve().parent.parent
 SHARED_SPARK = ("tests/delta/", "tests/source/", "tests/rebalance/test_spark.py", "tests/security/test_spark.py")
 """Spark tests that share one session. The others share a second one, or start programs with their own Spark."""
 
-LANES = ("tables", "programs", "platforms", "cluster", "security")
+LANES = ("tables", "programs", "platforms", "versions", "cluster", "security")
 """Groups of tests that run one after another in one worker, because they share expensive processes; the longest first.
-All tests that start a Spark are in the first two, so at most two run at a time; in `make test-all` in the first three:
-otherwise one worker would still run those of "platforms" when the others have ended."""
+All tests that start the installed Spark are in the first two, so at most two run at a time; in `make test-all` in the
+first three: otherwise one worker would still run those of "platforms" when the others have ended. "versions" has other
+Sparks, and waits for their downloads first."""
 
 SHARED_JAVA_OPTIONS = ("-Xms256m", "-Xmx1g", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-Xshare:auto")
 """For the broker that all workers share; at the end it has the topics of all tests."""
@@ -129,6 +130,8 @@ def _file(nodeid: str) -> str:
 @functools.cache
 def _lane(file: str, selected: str) -> str | None:
     """The lane of a file's tests, from its text: the scheduler of pytest-xdist knows only names."""
+    if file == "tests/matrix/test_smoke.py":
+        return "versions"
     text = (ROOT / file).read_text()
     if "mark.spark" in text or "mark.crash" in text:
         if file.startswith(SHARED_SPARK):

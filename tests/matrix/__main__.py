@@ -11,6 +11,7 @@ and stores each result at once in ``tests/matrix/results.json``. An interrupted 
 """
 
 import argparse
+import contextlib
 import os
 import subprocess
 import sys
@@ -67,21 +68,22 @@ def _run_cell(cell: Cell, package: Path, given: argparse.Namespace, commit: str)
     ]
     if not due:
         return True
-    try:
-        python, versions = environments.make(cell.environment, package, _say)
-    except RuntimeError as exc:
-        _say(f"{cell.name}: {exc}")
-        return False
-    if not cell.kafka:
-        results.add_versions(cell, versions)
-    for scenario in due:
-        left = given.kills if given.again else _kills_left(results, cell, scenario, given.kills)
-        while left > 0:
-            count = min(left, KILLS_EACH)
-            result = replace(_run(python, cell, scenario, count), commit=commit)
-            results.add(cell, scenario, result)
-            _say(f"{cell.name}, {scenario.name}: {result}")
-            left = left - count if scenario.each and result.holds else 0
+    with contextlib.ExitStack() as stack:
+        try:
+            python, versions = stack.enter_context(environments.made(cell.environment, package, _say))
+        except RuntimeError as exc:
+            _say(f"{cell.name}: {exc}")
+            return False
+        if not cell.kafka:
+            results.add_versions(cell, versions)
+        for scenario in due:
+            left = given.kills if given.again else _kills_left(results, cell, scenario, given.kills)
+            while left > 0:
+                count = min(left, KILLS_EACH)
+                result = replace(run_tests(python, cell, scenario, count), commit=commit)
+                results.add(cell, scenario, result)
+                _say(f"{cell.name}, {scenario.name}: {result}")
+                left = left - count if scenario.each and result.holds else 0
     if changes := environments.changed(versions):
         _say(f"{cell.name}: the wheel changed {', '.join(changes)}")
     return not changes
@@ -95,9 +97,14 @@ def _kills_left(results: Results, cell: Cell, scenario: Scenario, kills: int) ->
     return max(0, kills - result.figures.get("kills", 0)) if scenario.each else 0
 
 
-def _run(python: Path, cell: Cell, scenario: Scenario, kills: int) -> Result:
+def log_of(cell: Cell, scenario: Scenario) -> Path:
+    """What pytest printed in the last run."""
+    return cache_dir() / "matrix" / "logs" / f"{cell.name} {scenario.name}.log".replace(" ", "-")
+
+
+def run_tests(python: Path, cell: Cell, scenario: Scenario, kills: int = KILLS_EACH) -> Result:
     """Run the tests of a scenario in an environment."""
-    log = cache_dir() / "matrix" / "logs" / f"{cell.name} {scenario.name}.log".replace(" ", "-")
+    log = log_of(cell, scenario)
     log.parent.mkdir(exist_ok=True)
     # Other versions warn of other things, so no warning is an error. An empty -m selects all tests.
     command = [str(python), "-m", "pytest", "-p", "no:cacheprovider", "-q", "-o", "filterwarnings=default", "-m", ""]

@@ -51,10 +51,12 @@ def wheel() -> Iterator[Path]:
         yield found
 
 
-def make(cell: Cell, package: Path, say: Callable[[str], None]) -> tuple[Path, dict[str, dict[str, str]]]:
-    """Make the environment of a cell, unless it is there, and install the wheel in it.
+@contextlib.contextmanager
+def made(cell: Cell, package: Path, say: Callable[[str], None]) -> Iterator[tuple[Path, dict[str, dict[str, str]]]]:
+    """Make the environment of a cell, unless it is there, and install the wheel in it. No other process installs its
+    wheel there until the block ends.
 
-    Returns:
+    Yields:
         Its Python, and the versions of Spark's own packages and the project's libraries: ``before`` and ``after`` the
         wheel was installed.
 
@@ -68,8 +70,8 @@ def make(cell: Cell, package: Path, say: Callable[[str], None]) -> tuple[Path, d
     wanted = (cell.spark, cell.delta, cell.python, cell.platform, cell.libraries, CONNECT, TOOLS, dependencies())
     spec = repr(wanted)
     with locked(home.parent / f"{home.name}.lock", LOCK_S):
-        made = json.loads(stamp.read_text()) if stamp.is_file() else {}
-        if made.get("spec") != spec:
+        found = json.loads(stamp.read_text()) if stamp.is_file() else {}
+        if found.get("spec") != spec:
             say(f"{cell.name}: making {home}")
             shutil.rmtree(home, ignore_errors=True)
             _run([python_of(cell.python), "-m", "venv", str(home)], VENV_S)
@@ -82,12 +84,11 @@ def make(cell: Cell, package: Path, say: Callable[[str], None]) -> tuple[Path, d
             fixed = [f"{name}=={version}" for name, version in after.items() if name != "spark-group-source"]
             _pip(python, "install", "--quiet", *TOOLS, *fixed)
             _add_delta(cell, home)
-            made = {"spec": spec, "versions": {"before": before, "after": after}}
+            found = {"spec": spec, "versions": {"before": before, "after": after}}
         else:
             _pip(python, "install", "--quiet", "--no-deps", "--force-reinstall", str(package))
-        stamp.write_text(json.dumps(made))
-    versions: dict[str, dict[str, str]] = made["versions"]
-    return python, versions
+        stamp.write_text(json.dumps(found))
+        yield python, found["versions"]
 
 
 def dependencies() -> list[str]:

@@ -94,7 +94,8 @@ def test_an_environment_is_made_again_for_another_dependency(
     monkeypatch.setattr(environments, "ROOT", tmp_path)
     for required in ('"a>=1"', '"a>=1"', '"a>=1", "b"'):
         (tmp_path / "pyproject.toml").write_text(f"[project]\ndependencies = [{required}]\n")
-        environments.make(cells.SPARKS[-1], Path("a.whl"), lambda _text: None)
+        with environments.made(cells.SPARKS[-1], Path("a.whl"), lambda _text: None):
+            pass
     assert len(made) == 2
 
 
