@@ -191,17 +191,35 @@ def test_minPartitions_splits_one_partition_between_tasks(scene: Scene) -> None:
 
 @PLAIN
 @pytest.mark.parametrize("protocol", PROTOCOLS)
+@pytest.mark.parametrize(
+    "given", [{"trigger": "availableNow", "maxOffsetsPerTrigger": 5}, {}], ids=["availableNow", "default"]
+)
 def test_available_now_without_admission_control_reads_and_commits_everything_in_one_batch(
-    protocol: str, scene: Scene
+    given: dict[str, Any], protocol: str, scene: Scene
 ) -> None:
     name, table = scene.topic(3), scene.folder / "table"
-    one = scene.job(protocol, subscribe=name, maxOffsetsPerTrigger=5, groupMembers=2, trigger="availableNow")
+    one = scene.job(protocol, subscribe=name, groupMembers=2, **given)
     for n in range(2):
         scene.produce(name, numbered(15 * n, 15 * n + 14, 3))
         one.run_into(DeltaSink(table), availableNow=True)
         assert scene.committed() == scene.end_offsets(name), "when the query has ended"
         assert len(planned(one.checkpoint)) == n + 1
     assert sorted(row["value"].decode() for row in living_rows(table, ["value"])) == texts(0, 29)
+
+
+@PLAIN
+@pytest.mark.parametrize("trigger", ["availableNow", "auto"])
+def test_another_sink_without_admission_control_has_its_last_offsets_committed_at_the_next_start(
+    trigger: str, scene: Scene
+) -> None:
+    """Spark stops the reader in the same way after a batch that the sink has and after one that failed."""
+    name = scene.topic(2)
+    scene.produce(name, numbered(0, 9, 2))
+    one = scene.job(subscribe=name, trigger=trigger)
+    for read in (texts(0, 9), []):
+        assert values_of(one.run()) == read
+        await_until(lambda: not readers_below(), what="the end of the stream reader")
+        assert (scene.committed() == scene.end_offsets(name)) is not bool(read)
 
 
 @PLAIN
@@ -346,18 +364,28 @@ def test_a_dataframe_can_be_read_again_after_its_query_ended(scene: Scene) -> No
 # --- progress -------------------------------------------------------------------------------------------------------
 
 
-@ADMISSION
-def test_progress_has_the_positions_and_the_ends_of_the_logs(scene: Scene) -> None:
-    name = scene.topic(2)
+def progress_of_batches(scene: Scene, name: str) -> list[dict[str, Any]]:
+    """The progress of each batch of at most 4 offsets, with rows."""
     scene.produce(name, numbered(0, 9, 2))
-    one = scene.job(subscribe=name, maxOffsetsPerTrigger=4)
-    query = one.start(availableNow=True)
+    query = scene.job(subscribe=name, maxOffsetsPerTrigger=4).start(availableNow=True)
     assert query.awaitTermination(60)
-    with_rows = [p for p in (json.loads(p.json) for p in query.recentProgress) if p["numInputRows"]]
-    assert [p["numInputRows"] for p in with_rows] == [4, 4, 2]
-    source = with_rows[0]["sources"][0]
-    assert parse(source["endOffset"]).positions() == {TopicPartition(name, 0): 2, TopicPartition(name, 1): 2}
-    assert _object(source["latestOffset"]) == {name: {"0": 5, "1": 5}}
+    return [p for p in (json.loads(p.json) for p in query.recentProgress) if p["numInputRows"]]
+
+
+def test_progress_has_the_positions(scene: Scene) -> None:
+    name = scene.topic(2)
+    first = progress_of_batches(scene, name)[0]
+    assert first["numInputRows"] == 4
+    end = parse(first["sources"][0]["endOffset"])
+    assert end.positions() == {TopicPartition(name, 0): 2, TopicPartition(name, 1): 2}
+
+
+@ADMISSION
+def test_progress_has_every_batch_and_the_ends_of_the_logs(scene: Scene) -> None:
+    name = scene.topic(2)
+    found = progress_of_batches(scene, name)
+    assert [p["numInputRows"] for p in found] == [4, 4, 2]
+    assert _object(found[0]["sources"][0]["latestOffset"]) == {name: {"0": 5, "1": 5}}
 
 
 def _object(value: object) -> object:
