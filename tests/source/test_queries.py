@@ -368,7 +368,7 @@ def progress_of_batches(scene: Scene, name: str) -> list[dict[str, Any]]:
     """The progress of each batch of at most 4 offsets, with rows."""
     scene.produce(name, numbered(0, 9, 2))
     query = scene.job(subscribe=name, maxOffsetsPerTrigger=4).start(availableNow=True)
-    assert query.awaitTermination(60)
+    assert query.awaitTermination(END_S)
     return [p for p in (json.loads(p.json) for p in query.recentProgress) if p["numInputRows"]]
 
 
