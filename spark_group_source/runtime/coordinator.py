@@ -92,6 +92,7 @@ class Coordinator:
             self._admin,
             environment=self._environment,
             topics=partial(self._queries.topics, retry=False),
+            may_find_topics=lambda: options.topic_pattern is not None or bool(self._run.slots.missing_topics),
             handle=self._handle,
         )
         self._clock = self._environment.condition()

@@ -51,6 +51,7 @@ class RequestThread:
         options, admin: those of the run.
         environment: threads, clocks and Kafka clients.
         topics: lists the subscribed topics that exist, and their partition counts; may raise GroupError.
+        may_find_topics: whether there may be subscribed topics that the run does not know: the topics are listed again.
         handle: receives each event; never raises.
     """
 
@@ -61,10 +62,11 @@ class RequestThread:
         *,
         environment: Environment,
         topics: Callable[[], Mapping[str, int]],
+        may_find_topics: Callable[[], bool],
         handle: Callable[[ev.Event], None],
     ) -> None:
         self._options, self._admin, self._environment = options, admin, environment
-        self._topics, self._handle = topics, handle
+        self._topics, self._may_find_topics, self._handle = topics, may_find_topics, handle
         self._offsets = GroupOffsets(options.admin_settings(), group=options.group_id, environment=environment)
         self._commits: offset_commits.OffsetCommits | None = None
         self.own_member_ids: deque[str] = deque(maxlen=OWN_MEMBER_IDS_MAX)
@@ -158,7 +160,7 @@ class RequestThread:
     def _run_due_tasks(self) -> None:
         if not self._is_prepared and self._environment.now_ms() >= self._prepare_at_ms:
             self._prepare()
-        if self._environment.now_ms() >= self._topics_at_ms:
+        if self._environment.now_ms() >= self._topics_at_ms and self._may_find_topics():
             self._topics_at_ms = self._environment.now_ms() + self._topics_every_ms
             try:
                 self._handle(ev.TopicsChanged(topics=tuple(self._topics())))

@@ -66,6 +66,7 @@ class Scene:
         self.handled: list[ev.Event] = []
         self.transactions: list[bool] = []
         """The values of TransactionsChecked."""
+        self.may_find_topics = True
         self.topics: list[Mapping[str, int] | Exception] = []
         """What lists of the subscribed topics return before they return both."""
         self.members = {slot: FakeMember(slot, self.environment) for slot in range(3)}
@@ -78,6 +79,7 @@ class Scene:
             Admin(parsed.admin_settings(), environment=self.environment, retries=0),
             environment=self.environment,
             topics=self._topics,
+            may_find_topics=lambda: self.may_find_topics,
             handle=self._handle,
         )
 
@@ -240,6 +242,14 @@ def test_topics_are_listed_periodically_also_when_the_queue_is_never_empty() -> 
     scene = listing()
     scene.run(scene.order_after(500, ev.CheckReplaced(slot=1)))
     assert ev.TopicsChanged(topics=("a", "b")) in scene.handled
+
+
+def test_topics_are_not_listed_again_while_all_are_known() -> None:
+    """Members find new partitions of known topics by themselves."""
+    scene = listing()
+    scene.may_find_topics = False
+    scene.run(scene.order_after(86_400_000, ev.CheckReplaced(slot=1)))
+    assert scene.handled == [ev.NotReplaced(slot=1)]
 
 
 @pytest.mark.parametrize("off", ["-1", "0"])
