@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from deltalake import DeltaTable, Field, Schema
 from deltalake.exceptions import DeltaError
@@ -492,6 +493,19 @@ def test_a_table_with_headers_that_the_sink_creates_is_written_natively(query: Q
 
     query.run(query.sink(new_table, writer="native", transform=transform), 0, offset(0, one(0, 5)))
     assert [row[-1] for row in rows(new_table)] == [[{"key": "k", "value": b"v"}]] * 5
+
+
+def test_native_commits_write_delta_s_checkpoints_at_the_table_s_interval(query: Query, table: Path) -> None:
+    DeltaTable(table).alter.set_table_properties({"delta.checkpointInterval": "3"}, raise_if_not_exists=False)
+    sink, log = query.sink(table, writer="native"), table / "_delta_log"
+    for n in range(6):
+        query.run(sink, n, offset(n, one(n, n + 1)))
+    found = sorted(int(path.name.split(".")[0]) for path in log.glob("*.checkpoint.parquet"))
+    newest = json.loads((log / "_last_checkpoint").read_text())["version"]
+    assert len(found) == 2 and found[1] - found[0] == 3 and newest == found[1]
+    content = pq.read_table(log / f"{newest:020}.checkpoint.parquet", columns=["add", "txn"]).to_pylist()
+    assert sum(row["add"] is not None for row in content) == newest - 1, "all batches up to that version"
+    assert [row["txn"]["version"] for row in content if row["txn"] is not None] == [newest - 1]
 
 
 # New columns
