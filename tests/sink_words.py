@@ -153,7 +153,7 @@ def clone_of(table: Path, version: int, clone: Path) -> Path:
     log = clone / "_delta_log"
     lines = [line for number in (0, 1) for line in (log / f"{number:020}.json").read_text().splitlines()]
     kept = [action for action in map(json.loads, lines) if "commitInfo" not in action]
-    parameters = {"source": f"delta.`file:{table}`", "sourceVersion": str(version), "isShallow": "false"}
+    parameters = {"source": f"delta.`file:{table}`", "sourceVersion": version}
     kept.append({"commitInfo": {"timestamp": 1, "operation": "CLONE", "operationParameters": parameters}})
     (log / f"{0:020}.json").write_text("\n".join(map(json.dumps, kept)) + "\n")
     (log / f"{1:020}.json").unlink()

@@ -1,7 +1,7 @@
 """What users do to a Delta table, by ``deltalake`` without a JVM and by Spark's statements, with the same names.
 
-Runs in: tests. Deliberately absent: the product, and what a change means for it. ``test_random_histories.py`` compares
-the commits that both leave in a table's log.
+Runs in: tests. Deliberately absent: the product, and what a change means for it. ``tests/delta/test_fakes.py`` compares
+what the product reads of the commits that both leave, and the rows.
 """
 
 import json
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 MISSING_FILES: tuple[type[Exception], ...] = (DeltaError, FileNotFoundError)
 """Raised where ``VACUUM`` deleted files of the version that a change reads."""
+
+RETENTION_CHECK = "spark.databricks.delta.retentionDurationCheck.enabled"
+"""The setting with which ``VACUUM`` refuses to delete files that are not old yet."""
 
 
 class Changes(Protocol):
@@ -110,7 +113,7 @@ class ByStatements:
 
     def __init__(self, spark: "SparkSession") -> None:
         self._spark = spark
-        spark.conf.set("spark.databricks.delta.retentionDurationCheck.enabled", "false")
+        spark.conf.set(RETENTION_CHECK, "false")
 
     def _run(self, text: str, table: Path) -> None:
         self._spark.sql(text.replace("$T", f"delta.`{table}`"))

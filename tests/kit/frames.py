@@ -2,8 +2,8 @@
 
 Runs in: tests. Deliberately absent: SQL, queries, Delta's classes. Tables are real: ``deltalake`` writes the log, and a
 DataFrame writes real Parquet files like Spark's tasks. :class:`DeltaSession` also appends like Delta's own writer.
-``tests/delta/test_contract.py`` runs the same cases on Spark. :func:`without_ranges` replaces the function of that name
-in :mod:`spark_group_source.delta.sink`, which needs a JVM.
+``tests/delta/test_fakes.py`` compares the commits and rows with those that Spark leaves. :func:`without_ranges`
+replaces the function of that name in :mod:`spark_group_source.delta.sink`, which needs a JVM.
 """
 
 import json
