@@ -1,25 +1,27 @@
-"""Fakes of Spark and Delta leave the commits and rows that Spark and Delta leave: changes by users, an expired log, and
-a session."""
+"""Fakes of Spark and Delta leave the commits and rows that Spark and Delta leave: changes by users, an expired log, a
+session, and the simulation's model of Delta's log."""
 
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 from delta_files import living_rows
 from kit import frames
 from kit.frames import DeltaSession, Session
+from kit.sinks import TableLog
 from sink_source import SCHEMA, offset
 from sink_words import Query, actions, commits, expire_log, one
 from table_changes import RETENTION_CHECK, ByFiles, ByStatements, Changes
 
 from spark_group_source.delta import sink as sink_module
 from spark_group_source.delta import table_writer
-from spark_group_source.delta.ledger_format import APP_PREFIX
+from spark_group_source.delta.ledger_format import APP_PREFIX, Ledger
 from spark_group_source.delta.restored_table import find_replacement
-from spark_group_source.delta.table_history import LedgerExpired, TableHistory
+from spark_group_source.delta.table_history import CommitRace, CommitSource, LedgerExpired, TableHistory, note_of
 from spark_group_source.delta.table_writer import TableWriter, Writer, open_log
 
 if TYPE_CHECKING:
@@ -171,3 +173,93 @@ def test_the_fake_of_spark_leaves_the_commits_and_rows_that_spark_leaves(
     fake, real = found
     assert fake == real
     assert len(fake["kinds"]) == 3
+
+
+# The simulation's model of Delta's log
+
+ETL, OPS = APP_PREFIX + "etl", APP_PREFIX + "ops"
+
+
+class Driver(NamedTuple):
+    """One driver that reads a table's log and commits to it."""
+
+    source: CommitSource
+    commit: Callable[[int, dict[str, int], str], int | None]
+    """Commits numbers and a note, decided by a version; returns the version that it made."""
+
+
+@pytest.fixture(params=["LogFiles", "LogFiles, model", "DescribedHistory", "DescribedHistory, model"])
+def new_driver(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Driver]:
+    """``new_driver()``: another driver of one table, which has its creation only."""
+    is_described = request.param.startswith("DescribedHistory")
+    if request.param.endswith("model"):
+        log = TableLog("/table", is_described=is_described)
+        return lambda: Driver(log, log.commit)
+    table = str(tmp_path / "table")
+    TableWriter(Session(), table).create(Session().createDataFrame([], SCHEMA))  # type: ignore[arg-type]
+    session: Any = request.getfixturevalue("spark") if is_described else Session()
+    if is_described:
+        monkeypatch.setattr(table_writer, "open_log", lambda *args: None)
+
+    def new() -> Driver:
+        writer = TableWriter(session, table)
+        source = writer.history().source
+        assert type(source).__name__ == request.param
+        return Driver(
+            source,
+            lambda read, numbers, note: writer.commit(TableHistory(source, read), None, numbers, note, needed=True),
+        )
+
+    return new
+
+
+def note(group: str, number: int, read: int) -> str:
+    return note_of({group: Ledger(group=group, number=number).to_commit(None)[1]}, read=read)
+
+
+def listed(source: CommitSource, newest: int, after: int) -> list[tuple[Any, ...]]:
+    names = ("version", "read", "operation", "note", "restore", "clone", "replaces_rows")
+    return [tuple(getattr(commit, name) for name in names) for commit in source.commits(newest, after)]
+
+
+def test_the_log_of_a_simulated_table_lists_commits_as_a_log_does(new_driver: Callable[[], Driver]) -> None:
+    source, commit = new_driver()
+    absent = None if source.number(ETL) is None else -1
+    assert (source.newest(), source.number(ETL)) == (0, absent)
+    created = (0, -1, "CREATE TABLE", None, None, None, False)
+    assert listed(source, 0, -1) == [created]
+    first, second = note("etl", 1, 0), note("ops", 1, 0)
+    assert commit(0, {ETL: 1}, first) == 1
+    assert commit(0, {OPS: 1}, second) == 2, "decided before the first one"
+    assert source.newest() == 2
+    made = [(2, 0, "WRITE", second, None, None, False), (1, 0, "WRITE", first, None, None, False)]
+    assert listed(source, 2, -1) == [*made, created]
+    assert listed(source, 1, 0) == made[1:]
+    assert listed(source, 2, 2) == []
+    assert [source.number(app_id) for app_id in (ETL, OPS, "theirs")] in ([1, 1, -1], [None] * 3)
+
+
+def test_of_two_simulated_commits_with_one_number_one_is_made_as_in_a_log(new_driver: Callable[[], Driver]) -> None:
+    winner, loser = new_driver(), new_driver()
+    assert winner.commit(0, {ETL: 1}, note("etl", 1, 0)) == 1
+    with pytest.raises(CommitRace):
+        loser.commit(0, {ETL: 1}, note("etl", 1, 0) + " ")
+    assert (winner.source.newest(), loser.source.newest()) == (1, 1)
+    assert loser.commit(1, {ETL: 2}, note("etl", 2, 1)) == 2
+    with pytest.raises(CommitRace):
+        winner.commit(1, {ETL: 2}, note("etl", 2, 1) + " ")
+    assert listed(winner.source, winner.source.newest(), 1) == listed(loser.source, 2, 1)
+
+
+def test_delta_refuses_used_numbers_and_deltalake_those_of_a_group_that_committed_since_the_decision(
+    new_driver: Callable[[], Driver],
+) -> None:
+    first, late = new_driver(), new_driver()
+    is_described = first.source.number(ETL) is None
+    assert first.commit(0, {ETL: 5}, note("etl", 5, 0)) == 1
+    with nullcontext() if is_described else pytest.raises(CommitRace):
+        late.commit(0, {ETL: 6}, note("etl", 6, 0))
+    newest = late.source.newest()
+    with pytest.raises(CommitRace) if is_described else nullcontext():
+        late.commit(newest, {ETL: 5}, note("etl", 5, newest))
+    assert late.source.newest() == 2

@@ -57,14 +57,19 @@ class Idempotent(Plain):
 class TableLog:
     """A model of a table's log: its commits, and the newest ``SetTransaction`` of each application.
 
+    ``tests/delta/test_fakes.py`` runs the same cases on real logs.
+
     Args:
-        is_described: whether it is read by ``DESCRIBE HISTORY``, which does not report these numbers.
+        is_described: whether Delta's writer commits, and ``DESCRIBE HISTORY`` reads, which does not report these
+            numbers; else ``deltalake`` does both.
     """
 
     def __init__(self, table: str, *, is_described: bool) -> None:
         self.table, self._is_described = table, is_described
         self._commits = [Commit.of(0, {"operation": "CREATE TABLE"})]
         self._numbers: dict[str, int] = {}
+        self._made: dict[str, int] = {}
+        """The version of each application's newest commit."""
 
     def newest(self) -> int:
         return len(self._commits) - 1
@@ -79,11 +84,15 @@ class TableLog:
         raise AssertionError("nothing restores this table")
 
     def commit(self, read: int, numbers: Mapping[str, int], note: str) -> int:
-        """Commit, unless a commit has one of the numbers: Delta lets one of two through. Returns the version."""
-        if any(self._numbers.get(app_id, -1) >= number for app_id, number in numbers.items()):
+        """Commit, and return the version. Of two commits with one number, one wins: Delta skips a number that is not
+        above the application's last one, and ``deltalake`` refuses an application that committed since ``read``."""
+        is_used = {app_id: self._numbers.get(app_id, -1) >= number for app_id, number in numbers.items()}
+        is_late = {app_id: self._made.get(app_id, -1) > read for app_id in numbers}
+        if any((is_used if self._is_described else is_late).values()):
             raise CommitRace(f"another commit has the number {dict(numbers)}")
-        self._numbers |= numbers
         version = len(self._commits)
+        self._numbers |= numbers
+        self._made |= dict.fromkeys(numbers, version)
         self._commits.append(Commit.of(version, {"operation": "WRITE", "userMetadata": note, "readVersion": read}))
         return version
 

@@ -695,7 +695,7 @@ FOUND_BY: dict[str, tuple[str, int]] = {
     "hides-a-fatal-error": ("cooperative", 43),
     "stops-the-clock": ("consumer", 0),
     "writes-rows-twice": ("consumer", 1),
-    "reads-full-ledgers-only": ("eager", 1),
+    "reads-full-ledgers-only": ("eager", 2),
     "writes-void-plans": ("eager", 5),
     "moves-uncommitted-slots": ("eager", 30),
     "joins-before-its-transactional-id": ("eager", 0),
