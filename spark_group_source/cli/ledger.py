@@ -298,6 +298,7 @@ class _Table:
         self._version = history.version
         properties = self._log.opened.metadata().configuration
         retention = properties.get(table_names.LOG_RETENTION, table_names.LOG_RETENTION_DEFAULT)
+        retention_ms = table_names.interval_ms(retention)
         found = []
         for group, written_ms in sorted(self._written_ms.items()):
             try:
@@ -308,13 +309,13 @@ class _Table:
                 continue
             if ledger is not None:
                 self._ledgers[group] = ledger.at_version(history.version)
-                expires_ms = written_ms + table_names.interval_ms(retention)
                 found.append(
                     LedgerSnapshot(
                         group=group,
                         table=self._table,
                         offsets=ledger.offsets,
-                        expires_ms=expires_ms,
+                        expires_ms=written_ms + retention_ms,
+                        retention_ms=retention_ms,
                         is_unsettled=is_unsettled,
                     )
                 )

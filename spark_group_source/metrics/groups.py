@@ -88,6 +88,8 @@ class LedgerSnapshot:
     """The next offset of each partition."""
     expires_ms: int
     """When Delta may delete the group's last commit from the table's log, in ms since 1970."""
+    retention_ms: int
+    """How long the table keeps its log."""
     is_unsettled: bool
     """Whether rows that it counts were removed by a ``RESTORE``, so that the next batch is refused."""
 
@@ -573,6 +575,8 @@ METRICS: tuple[_Row, ...] = (
     _by_ledger("ledger_expires_seconds", lambda ledger, _: ledger.expires_ms / 1000 - time.time(),
                "With `--table`: time until Delta may delete the group's last commit, and its ledger, from the table's "
                "log (`delta.logRetentionDuration`)."),
+    _by_ledger("ledger_retention_seconds", lambda ledger, _: ledger.retention_ms / 1000,
+               "With `--table`: how long the table keeps its log."),
     _by_ledger("ledger_unsettled", lambda ledger, _: float(ledger.is_unsettled),
                "With `--table`: 1 if a `RESTORE` removed rows of the group and no reset has settled it: the next batch "
                "is refused."),

@@ -6,12 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import yaml
 from confluent_kafka import Producer
 from confluent_kafka.admin import AdminClient
 from kafka_words import Record, await_until, create_topic, produce_to
 from kit.faulty_cluster import Fault, FaultyCluster
-from metrics.scrapes import Scrape, fires, scrape, value, values
+from metrics.scrapes import Scrape, fires, firing, scrape, value, values
 from rebalance.ordinary import OrdinaryConsumer
 
 from spark_group_source.kafka import Environment
@@ -19,12 +18,6 @@ from spark_group_source.metrics.groups import Exporter, GroupSweeper
 
 pytestmark = [pytest.mark.broker, pytest.mark.slow]
 
-ROOT = Path(__file__).resolve().parents[2]
-RULES = {
-    rule["alert"]: rule["expr"]
-    for group in yaml.safe_load((ROOT / "conf/alerts.yml").read_text())["groups"]
-    for rule in group["rules"]
-}
 ALERT_S = 600
 GROUP = "watched"
 
@@ -55,11 +48,6 @@ def exporter(faulty: FaultyCluster, environment: Ahead) -> Iterator[Exporter]:
     stop.set()
     thread.join(300)
     serving.close()
-
-
-def firing(now: Scrape) -> set[str]:
-    """Alerts of groups whose expression holds at a scrape, whatever their ``for`` is."""
-    return {name for name, expression in RULES.items() if "increase(" not in expression and fires(expression, now, {})}
 
 
 def test_alerts_fire_and_clear(

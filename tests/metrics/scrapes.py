@@ -1,19 +1,27 @@
 """A scrape as Prometheus reads it, and the evaluation of alert expressions.
 
-Runs in: tests. Deliberately absent: most of PromQL. The rules of ``conf/alerts.yml`` need two kinds only: a metric
-compared with a number, and a counter's increase compared with a number.
+Runs in: tests. Deliberately absent: most of PromQL. The rules of ``conf/alerts.yml`` need three kinds only: a metric
+compared with a number, with a share of another metric, and a counter's increase compared with a number.
 """
 
 import operator
 import re
 import urllib.request
+from pathlib import Path
 from typing import NamedTuple
 
+import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 SCRAPE_S = 120
 OPERATORS = {">": operator.gt, "<": operator.lt, "==": operator.eq}
-RULE = re.compile(r"(?:increase\()?(\w+)(?:\[\w+\]\))? ([<>]|==) ([\d.]+)")
+RULE = re.compile(r"(?:increase\()?(\w+)(?:\[\w+\]\))? ([<>]|==) ([\d.]+)(?: \* (\w+))?")
+ALERTS: dict[str, str] = {
+    rule["alert"]: rule["expr"]
+    for group in yaml.safe_load((Path(__file__).parents[2] / "conf" / "alerts.yml").read_text())["groups"]
+    for rule in group["rules"]
+}
+"""The expressions of ``conf/alerts.yml`` by the alert's name."""
 
 Labels = frozenset[tuple[str, str]]
 
@@ -57,10 +65,18 @@ def fires(expression: str, now: Scrape, before: Scrape) -> bool:
     """Whether an alert's expression holds for any series; ``before``: the scrape at the start of its window."""
     found = RULE.fullmatch(expression)
     assert found, f"{expression!r} is not of the simple kinds that are evaluated here"
-    name, compare, bound = found[1], OPERATORS[found[2]], float(found[3])
+    name, compare, bound, other = found[1], OPERATORS[found[2]], float(found[3]), found[4]
     gained = expression.startswith("increase(")
     return any(
-        compare(value - (before.get(sample, value) if gained else 0), bound)
+        compare(
+            value - (before.get(sample, value) if gained else 0),
+            bound * (1 if other is None else now[Sample(other, sample.labels)]),
+        )
         for sample, value in now.items()
         if sample.name == name
     )
+
+
+def firing(now: Scrape) -> set[str]:
+    """The alerts whose expression holds at one scrape, whatever their ``for`` is."""
+    return {name for name, expression in ALERTS.items() if "increase(" not in expression and fires(expression, now, {})}

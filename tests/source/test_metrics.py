@@ -68,7 +68,7 @@ def test_a_query_and_an_exporter_serve_every_metric_of_the_dashboard_and_the_ale
         {"bootstrap.servers": scene.servers}, (scene.group,), isolation_level="read_committed", bound_s=30
     )
     at = {TopicPartition(topic, 0): 10**6}
-    ledger = LedgerSnapshot(group=scene.group, table="t", offsets=at, expires_ms=0, is_unsettled=False)
+    ledger = LedgerSnapshot(group=scene.group, table="t", offsets=at, expires_ms=0, retention_ms=0, is_unsettled=False)
     exporter = Exporter(sweeps, interval_s=15, host="127.0.0.1", port=0, read_ledgers=lambda: (ledger,))
     with one.running() as query:
         query.processAllAvailable()

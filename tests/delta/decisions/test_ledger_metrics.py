@@ -1,10 +1,12 @@
 """Metrics of the ledgers of tables: ahead of Kafka, about to expire, a RESTORE that is not settled."""
 
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from deltalake import DeltaTable
-from metrics.scrapes import Scrape, parsed, value, values
+from metrics.scrapes import ALERTS, Scrape, firing, parsed, value, values
 from prometheus_client import CollectorRegistry, generate_latest
 from sink_source import offset
 from sink_words import Query, one
@@ -12,6 +14,7 @@ from sink_words import Query, one
 from spark_group_source.cli.ledger import LedgerReader
 from spark_group_source.delta.ledger_store import set_ledger
 from spark_group_source.errors import OptionError
+from spark_group_source.metrics import groups
 from spark_group_source.metrics.endpoint import MetricsCollector
 from spark_group_source.metrics.groups import METRICS, GroupSnapshot, PartitionSnapshot, SweepResult
 from spark_group_source.model import TopicPartition
@@ -54,6 +57,41 @@ def test_ledgers_of_tables_are_compared_with_kafka(query: Query, table: Path) ->
     assert (value(found, "kafka_group_ledger_unsettled"), value(found, "kafka_group_ledger_ahead_offsets")) == (0, 0)
     DeltaTable(table).alter.set_table_properties({"delta.logRetentionDuration": "interval 2 hours"})
     assert value(scrape_of(read, 10), "kafka_group_ledger_expires_seconds") <= 7200
+
+
+def alerts_of(read: LedgerReader, committed: int) -> set[str]:
+    """The alerts of ledgers that fire."""
+    return {name for name in firing(scrape_of(read, committed)) if "kafka_group_ledger" in ALERTS[name]}
+
+
+def test_alerts_of_ledgers_fire_until_a_commit_or_a_reset_clears_them(query: Query, table: Path) -> None:
+    for n in range(2):
+        query.run(query.sink(table), n, offset(n, one(n * 10, n * 10 + 10)))
+    read = LedgerReader([str(table)])
+    assert alerts_of(read, 17) == {"KafkaGroupLedgerAhead"}
+    assert alerts_of(read, 20) == set()
+    DeltaTable(table).restore(1)
+    assert alerts_of(read, 20) == {"KafkaGroupRestoreUnsettled"}
+    set_ledger(query.spark, str(table), "etl", {P0: 10}, reason="reset", reset_number=1)
+    assert alerts_of(read, 10) == set()
+
+
+@pytest.mark.parametrize(("retention", "hours"), [("interval 30 days", 720), ("interval 2 hours", 2)])
+def test_the_alert_of_an_expiring_ledger_fires_in_the_last_tenth_of_the_logs_retention(
+    query: Query, table: Path, retention: str, hours: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    properties = {"delta.logRetentionDuration": retention}
+    DeltaTable(table).alter.set_table_properties(properties, raise_if_not_exists=False)
+    query.run(query.sink(table), 0, offset(0, one(0, 10)))
+    read = LedgerReader([str(table)])
+
+    def alerts_after(share: float) -> set[str]:
+        now_s = time.time() + share * hours * 3600
+        monkeypatch.setattr(groups, "time", SimpleNamespace(time=lambda: now_s))
+        return alerts_of(read, 10)
+
+    assert (alerts_after(0), alerts_after(0.85)) == (set(), set())
+    assert alerts_after(0.95) == {"KafkaGroupLedgerExpires"}
 
 
 def test_a_log_that_cannot_be_read_for_a_while_has_no_values(
