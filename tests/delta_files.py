@@ -1,6 +1,8 @@
 """The rows of a Delta table, read from its files with pyarrow and the plain log, without Spark or Delta.
 
-Runs in: tests, as an independent reader of what the product wrote.
+Runs in: tests, as an independent reader of what the product wrote. Deliberately absent: deletion vectors. They need a
+decoder of Roaring bitmaps, and that of ``deltalake`` or Delta is not independent. A test with such a table reads its
+rows by Spark: ``tests/delta/test_foreign_changes.py``.
 """
 
 import json

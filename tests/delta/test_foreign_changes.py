@@ -11,7 +11,7 @@ from zoneinfo import ZoneInfo
 import pytest
 from printed_commands import commands
 from sink_source import offset
-from sink_words import BeforeNextCommit, Query, commits, next_offsets, one, parquet_files, records, rows
+from sink_words import BeforeNextCommit, Query, actions, commits, next_offsets, one, parquet_files, records, rows
 
 from spark_group_source.delta.ledger_store import read_ledger
 from spark_group_source.delta.ledger_transfer import transfer_ledger
@@ -185,7 +185,39 @@ def test_a_clone_has_no_ledger_until_it_is_copied(query: Query, table: Path, tmp
     assert content(spark, clone) == records(0, 40)
 
 
+@pytest.mark.parametrize(
+    ("statement", "error"),
+    [
+        ("CREATE TABLE delta.`{new}` DEEP CLONE delta.`{table}`", "PARSE_SYNTAX_ERROR"),
+        (
+            "CREATE TABLE delta.`{new}` (n int) USING delta TBLPROPERTIES ('delta.feature.catalogManaged'='supported')",
+            "DELTA_UNSUPPORTED_",
+        ),
+    ],
+    ids=["deep clone", "catalog-managed"],
+)
+def test_open_source_delta_has_no_deep_clone_and_no_catalog_managed_tables(
+    spark: "SparkSession", table: Path, statement: str, error: str
+) -> None:
+    """``docs/recovery.md`` and ``docs/sink.md`` say so."""
+    with pytest.raises(Exception, match=error):
+        spark.sql(statement.format(new=table.with_name("new"), table=table))
+
+
 # Maintenance
+
+
+@pytest.mark.slow
+def test_rows_that_a_deletion_vector_removed_stay_removed(query: Query, table: Path) -> None:
+    spark = query.spark
+    query.run(query.sink(table), 0, offset(0, one(0, 10)))
+    spark.sql(f"ALTER TABLE delta.`{table}` SET TBLPROPERTIES ('delta.enableDeletionVectors' = 'true')")
+    spark.sql(f"DELETE FROM delta.`{table}` WHERE offset = 3")
+    assert any(add.get("deletionVector") for commit in commits(table) for add in actions(commit, "add"))
+    query.run(query.sink(table, writer="native"), 1, offset(1, one(10, 20)))
+    query.run(query.sink(table, writer="options"), 2, offset(2, one(20, 30)))
+    query.run(query.sink(table), 3, offset(3, one(0, 40), stream="of a new checkpoint"))
+    assert content(spark, table) == records(0, 3) + records(4, 40)
 
 
 def forget_soon(spark: "SparkSession", table: Path, *, checkpoint_every: int) -> None:
