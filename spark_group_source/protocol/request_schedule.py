@@ -185,15 +185,10 @@ class CommitSchedule:
         """Slots whose offsets the next commit must leave out."""
         return {slot for slot, absent in self._absent.items() if absent.retry_at_ms is not None}
 
-    def may_commit(self, now_ms: int) -> bool:
+    @property
+    def may_commit(self) -> bool:
         """Whether a commit may be ordered now."""
-        match self._state:
-            case Idle():
-                return True
-            case Committing():
-                return False
-            case Backoff(until_ms):
-                return now_ms >= until_ms
+        return isinstance(self._state, Idle)
 
     def batch_durable(self, now_ms: int) -> None:
         """A batch became durable: the commit latency counts from here."""

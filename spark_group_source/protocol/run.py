@@ -603,7 +603,7 @@ class Run:
 
     def _apply_rules(self) -> None:
         """The joint rules, after every group event: commit, release, look up."""
-        if (due := self.partitions.due) and self._commits.may_commit(self._now_ms):
+        if (due := self.partitions.due) and self._commits.may_commit:
             self._order_commit(due)
         self.slots.release_revocations()
         self.lookups.order()
