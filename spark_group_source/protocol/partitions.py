@@ -446,10 +446,10 @@ class Partitions:
             if isinstance(each, Known) and ((at := each.position).origin is not stream or at.lost_from is not None)
         }
 
-    def in_flight(self, tp: TopicPartition) -> int:
-        """The number of offsets of the partition that the batch in flight reads."""
+    def is_in_flight(self, tp: TopicPartition) -> bool:
+        """Whether the batch in flight reads offsets of the partition."""
         start, end = self._in_flight.get(tp, (0, 0))
-        return end - start
+        return start < end
 
     def unconfirmed(self, tp: TopicPartition) -> int:
         """The number of offsets that the partition's next reader reads again: from the committed offset to the end of

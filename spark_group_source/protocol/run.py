@@ -644,7 +644,7 @@ class Run:
         partition = self.partitions.ours[tp]
         if not isinstance(partition, Known):
             # an earlier run's batch may be in flight, or its offsets not committed: first resolve the position
-            return uncommitted_offset(partition.memory) is not None or self.partitions.in_flight(tp) > 0
+            return uncommitted_offset(partition.memory) is not None or self.partitions.is_in_flight(tp)
         if partition.until is not None:
             return True
         at = partition.position

@@ -393,7 +393,7 @@ MUTANTS = [
     Mutant(
         "releases-unresolved-partitions",
         M,
-        "return uncommitted_offset(partition.memory) is not None or self.partitions.in_flight(tp) > 0",
+        "return uncommitted_offset(partition.memory) is not None or self.partitions.is_in_flight(tp)",
         "return False",
         "a partition without a known position is held if its offsets may not be committed",
     ),
