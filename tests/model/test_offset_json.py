@@ -121,3 +121,9 @@ def test_damaged_ranges_are_refused(damage: dict[str, object]) -> None:
     assert len(parse(doc).ranges) == 2
     with pytest.raises(CheckpointMismatch, match="damaged"):
         parse({**doc, "topics": {"orders": {**entry, **damage}}})
+
+
+@pytest.mark.parametrize("damage", [{"seq": 0.0}, {"seq": -1}, {"stream": 5}, {"reset": 1.0}], ids=str)
+def test_damaged_numbers_are_refused(damage: dict[str, object]) -> None:
+    with pytest.raises(CheckpointMismatch, match="damaged"):
+        parse({"group": "etl", "seq": 0, "stream": "ab", "topics": {}, "v": 1, **damage})
