@@ -671,7 +671,7 @@ FOUND_BY: dict[str, tuple[str, int]] = {
     "plans-without-reset-number": ("eager", 2),
     "ignores-a-reset-that-the-sink-reports": ("cooperative", 101_586),
     "hides-a-rewind": ("cooperative", 213),
-    "plans-without-what-kafka-lacks": ("cooperative", 2_000_250),
+    "plans-without-what-kafka-lacks": ("eager", 2_000_039),
     "overlaps-ranges": ("cooperative", 0),
     "commits-at-the-next-trigger-only": ("cooperative", 1),
     "drains-at-the-next-trigger-only": ("consumer", 7),
