@@ -4,6 +4,7 @@ import pytest
 from kit.harness import JOINING_BUDGET_MS, STREAM, GroupHarness, only, tps
 from kit.run_harness import RunHarness
 
+from spark_group_source.errors import RebalanceTimeout
 from spark_group_source.model import TopicPartition
 from spark_group_source.protocol import events as ev
 from spark_group_source.protocol.identifiers import slot_of
@@ -25,7 +26,7 @@ LEASE_MS = 45_000
 SHRINK_MS = 120_000
 
 
-def hosts_of(g: GroupHarness) -> list[str]:
+def hosts_of(g: GroupHarness | RunHarness) -> list[str]:
     return [slot.agent for slot in g.run.slots.all]
 
 
@@ -469,9 +470,11 @@ def test_slot_that_is_added_again_continues_its_client_numbers() -> None:
 # --- the next plan ---------------------------------------------------------------------------------------------------
 
 
-def running() -> RunHarness:
-    """A run that has read a batch, with a ready agent."""
+def running(target: int | None = None) -> RunHarness:
+    """A run that has read a batch, with a ready agent; with a target an AvailableNow run."""
     run = RunHarness()
+    if target is not None:
+        run.set_target(dict.fromkeys(run.ends, target))
     run.batch()
     run.feed(ev.AgentConnected(agent="h1", executor="1"))
     run.pass_time(READY_AFTER_MS)
@@ -492,6 +495,19 @@ def test_plan_continues_without_a_slot_that_does_not_return() -> None:
     since_ms = run.clock()
     run.latest()
     assert RETURN_MS_MAX <= run.clock() - since_ms <= RETURN_MS_MAX + 1_000
+
+
+def test_a_bounded_run_that_waits_recalls_slots_whose_offsets_cannot_be_committed() -> None:
+    """Without transactions a commit needs members in the stream reader, and the wait may be for that commit."""
+    run = running(target=7)
+    run.ends = dict.fromkeys(run.ends, 3)
+    run.start = run.latest()
+    assert hosts_of(run) == ["h1"]
+    run.group_state = "rebalancing"
+    run.later(ev.TransactionsChecked(allowed=False), ms=2_000)
+    with pytest.raises(RebalanceTimeout, match="stable assignment"):
+        run.latest()
+    assert len([text for text in run.logged() if "slot 0 moves to the stream reader" in text]) == 1
 
 
 def test_group_settles_by_slots_whatever_client_ids_the_broker_reports() -> None:

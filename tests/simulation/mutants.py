@@ -198,14 +198,6 @@ MUTANTS = [
         "a foreign commit is committed under the stream's name before it is read",
     ),
     Mutant(
-        "leaves-slots-on-agents-while-it-reads-again",
-        "protocol/run.py",
-        "self._apply(ev.BatchBoundary())  # a slot",
-        "pass  # a slot",
-        "a bounded run that waits recalls the slots whose offsets cannot be committed on their agents",
-        agents=True,
-    ),
-    Mutant(
         "trusts-commits-from-before-a-reset",
         P,
         "is_followed = committed.followed or committed.reset_number < reset_number",
@@ -655,7 +647,6 @@ FOUND_BY: dict[str, tuple[str, int]] = {
     "accepts-an-older-commit": ("eager", 0),
     "undoes-a-rewind": ("eager", 130),
     "claims-nothing": ("eager", 13),
-    "leaves-slots-on-agents-while-it-reads-again": ("consumer", 40_470),
     "trusts-commits-from-before-a-reset": ("consumer", 30_894),
     "applies-a-check-of-another-position": ("consumer", 60_303),
     "forgets-what-is-durable": ("eager", 20_439),
