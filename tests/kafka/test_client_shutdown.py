@@ -5,6 +5,7 @@ The library's request for all offsets of a group can abort the process too. The 
 request for it fails the test.
 """
 
+import json
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,7 @@ from kafka_words import await_until
 from scenes import Scene
 from streams import Engine
 
-from spark_group_source.errors import BrokerUnavailable, TopicMissing
+from spark_group_source.errors import BrokerUnavailable, OptionError
 from spark_group_source.kafka import Admin, Environment
 
 
@@ -56,10 +57,11 @@ def test_the_admin_clients_of_a_run_are_destroyed_when_it_stops(scene: Scene) ->
 
 
 def test_the_admin_clients_of_a_run_that_never_joined_are_destroyed_when_it_stops(scene: Scene) -> None:
-    environment = Watching()
+    name, environment = scene.topic(2), Watching()
+    first_only = json.dumps({name: {"0": 0}})
     with (
-        Engine(scene.options(subscribe="no-such-topic"), environment=environment) as engine,
-        pytest.raises(TopicMissing),
+        Engine(scene.options(subscribe=name, startingOffsets=first_only), environment=environment) as engine,
+        pytest.raises(OptionError),
     ):
         engine.run()
     await_until(environment.ended, what="the end of the run's clients")
