@@ -350,7 +350,8 @@ class Invariants(Accounts):
         if reader.counted is None or not book.commits or book.commits[-1][1].stream == reader.party:
             return end
         committed = self._committed(tp)
-        if not start <= committed < end:
+        reads_from = min(start, committed) if start in book.firsts else start  # the records before it are deleted
+        if not reads_from <= committed < end:
             return end
         book.losses.append(Loss(reader, committed, Cause.TOLD, end))
         return committed
