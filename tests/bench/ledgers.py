@@ -254,8 +254,9 @@ class OperationRace:
             finally:
                 self._stop.set()
             changing.result()
-            # A RESTORE without a batch behind it, then batches without an operation behind them.
-            for partition in range(PARTITIONS):
+            # A RESTORE without a batch behind it, then batches without an operation behind them. Just one: a second
+            # RESTORE could bring back what the first one removed.
+            for partition in range(1 if self._operation == "restore" else PARTITIONS):
                 self._operate(partition)
             for partition in range(PARTITIONS):
                 self._write(n + 1 + partition, partition)
