@@ -285,8 +285,8 @@ class Admin:
         found = self._collect(Request.CONFIGS, op, lambda bound: self._client.describe_configs([resource], **bound))[
             resource
         ]
-        entry = found.get(RETENTION_SETTING)
-        return None if entry is None else int(entry.value) * 60_000
+        entry = None if isinstance(found, Missing) else found.get(RETENTION_SETTING)
+        return int(entry.value) * 60_000 if entry is not None and entry.value else None
 
     def close(self) -> None:
         """Destroy the clients, on the calling thread. No request may follow. (If a client were destroyed on its own

@@ -305,7 +305,12 @@ def test_a_denied_commit_for_a_group_names_the_missing_permission(environment: M
 
 @pytest.mark.parametrize(
     ("broker", "settings", "found"),
-    [(4, {"offsets.retention.minutes": SimpleNamespace(value="2")}, 120_000), (4, {}, None), (-1, {}, None)],
+    [
+        (4, {"offsets.retention.minutes": SimpleNamespace(value="2")}, 120_000),
+        (4, {"offsets.retention.minutes": SimpleNamespace(value=None)}, None),
+        (4, {}, None),
+        (-1, {}, None),
+    ],
 )
 def test_the_retention_of_offsets_is_that_of_the_groups_coordinator_if_it_has_one(
     environment: ManualEnvironment, scripted_admin: Admin, broker: int, settings: dict[str, Any], found: int | None
