@@ -32,6 +32,7 @@ from spark_group_source.cli.common import (
 )
 from spark_group_source.cli.report import UNASSIGNED, GroupReport, group_view, name_of, spans
 from spark_group_source.errors import BrokerUnavailable
+from spark_group_source.protocol.slots import shown
 from spark_group_source.protocol.statistics import Statistics
 
 INTERVAL_MIN_S = 0.2
@@ -183,8 +184,8 @@ def _show_runs(described: GroupReport) -> None:
             f"{run['records_lost']} records lost"
         )
         console.print(_slots(Statistics.from_dict(run), now_s))
-        if missing := run["missing_topics"]:
-            console.print(f"query in {at}: topic {', '.join(missing)} does not exist")
+        if missing := run.get("missing_topics"):
+            console.print(f"query in {at}: topic {shown(missing)} does not exist")
         if since_ms := run.get("unreachable_since_ms"):
             console.print(f"query in {at}: no broker has answered it for {now_s - since_ms / 1000:.0f} s")
 
