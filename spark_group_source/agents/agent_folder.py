@@ -77,6 +77,7 @@ class ProcessId:
         return None if stat is None or stat[0] in ENDED_STATES else cls(pid, int(stat[19]))
 
     def is_alive(self) -> bool:
+        """Whether the process still runs; False also if another process has its pid now."""
         return ProcessId.of(self.pid) == self
 
     @property
@@ -207,6 +208,7 @@ class AgentFolder:
         return ""
 
     def remove(self) -> None:
+        """Remove the folder as far as possible. Only for the holder of the lock, which is a file in it."""
         shutil.rmtree(self.path, ignore_errors=True)
 
 
@@ -286,6 +288,7 @@ def warn_once(folder: AgentFolder | None, subject: str, text: str) -> None:
 
 
 def agents_directory() -> Path:
+    """The directory of all agents of this user on this host; it may not exist."""
     return directory() / "agents"
 
 
@@ -326,6 +329,7 @@ class AgentSettings:
     columns: Sequence[str] = COLUMNS[:-1]
     """The columns of the rows that tasks read."""
     buffer_bytes: int = BUFFER_BYTES
+    """Limit of the memory for prefetched records (``agentMemory``)."""
     connection: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of ``ControlConnection`` as JSON, the run's secret included: they travel through a pipe."""
 

@@ -37,7 +37,10 @@ _NumberedOrder = tuple[int, MemberOrder]
 
 
 class PlacedMembers(NamedTuple):
-    """The partitions of one member that is placed on an agent."""
+    """The partitions of one member that is placed on an agent.
+
+    ``agent``: its unique id. ``executor``: the name of its executor in claims (:func:`task.executor_name`).
+    """
 
     agent: str
     executor: str

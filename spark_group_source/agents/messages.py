@@ -114,8 +114,9 @@ class ServedRanges:
 class MemberIdentity:
     """The identity of a member in the group after it changed.
 
-    ``member``: the member id; empty while the consumer is no member. ``metadata``: the client library's group metadata,
-    in hexadecimal.
+    ``member``: the member id; empty while the consumer is no member. ``generation``: the generation of a classic group
+    or the member epoch (KIP-848); -1 while it is no member. ``metadata``: the client library's group metadata, in
+    hexadecimal.
     """
 
     slot: int

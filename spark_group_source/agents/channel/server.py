@@ -65,7 +65,10 @@ class ChannelLimits:
     outbox_bytes: int = 2 * FRAME_BYTES_MAX
     """Bytes sent and not yet read by the peer."""
     connections: int = CONNECTIONS_MAX
+    """Open connections, those in the handshake included. A further one is closed at once."""
     unproven: int = UNPROVEN_MAX
+    """Connections in the handshake. For a further one, the oldest is closed if it is older than :data:`UNPROVEN_S`;
+    otherwise the new one is."""
 
     @classmethod
     def of_this_process(cls) -> "ChannelLimits":

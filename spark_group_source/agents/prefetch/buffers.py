@@ -75,7 +75,9 @@ class AcceptedRows(NamedTuple):
 
     row_slice: RowSlice
     partition: "PartitionBuffer"
+    """The buffer for which the memory is reserved."""
     seek: int
+    """Its seek at the reservation. If it has another one when the rows are added, they are dropped."""
     start: int
     end: int
     bytes: int
@@ -110,7 +112,9 @@ class PartitionBuffer:
     """One partition that is prefetched."""
 
     topic_id: str
+    """The topic id in the plan (KIP-516); empty if it is unknown."""
     leader_epoch: int
+    """The epoch of the leader that reported the end of the plan (KIP-320), or :data:`UNKNOWN`."""
     requested: int
     """The position that was requested last."""
     position: int
@@ -216,6 +220,7 @@ class PrefetchBuffers:
 
     @property
     def free_bytes(self) -> int:
+        """Memory that is neither used nor reserved, of all partitions together; for one see :meth:`room`."""
         return self.memory_bytes - self.used_bytes - self.reserved_bytes
 
     @property

@@ -120,6 +120,7 @@ class Prefetcher:
         self._thread.start()
 
     def stop(self, timeout_s: float) -> None:
+        """Stop the thread, and wait up to ``timeout_s`` until it has closed its client."""
         self._stopping.set()
         with self._buffers.changing():  # wakes the thread
             pass

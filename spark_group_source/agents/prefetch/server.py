@@ -86,6 +86,7 @@ class PrefetchServer:
         self._thread.start()
 
     def stop(self) -> None:
+        """Accept no more connections. Responses that are being sent are not interrupted."""
         self._stopping.set()
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
