@@ -38,6 +38,7 @@ class Progress(NamedTuple):
     batch: int
     """Number of the last finished batch."""
     offsets: dict[TopicPartition, int]
+    """The next offset of each partition after that batch."""
     source: dict[TopicPartition, str]
     """The query's source that reads each partition."""
     others: int = 0

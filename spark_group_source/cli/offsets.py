@@ -71,7 +71,11 @@ NOT_DELETED = frozenset({Outcome.REFUSED, Outcome.NOT_ANSWERED, Outcome.AGAIN})
 
 @dataclass(frozen=True, slots=True)
 class DeletionResult:
-    """Deletion of one partition's offset. ``committed``: the offset before the deletion; None if there was none."""
+    """Deletion of one partition's offset.
+
+    ``committed``: the offset before the deletion; None if there was none. ``reason``: why the offset was not deleted,
+    or may not have been, or the condition of the prediction; may be empty.
+    """
 
     committed: int | None
     outcome: Outcome

@@ -46,10 +46,13 @@ class PartitionRow:
     topic: str
     partition: int
     committed: int | None
+    """The group's committed offset: the next one to read."""
     end: int | None
+    """The last stable offset, as for consumers with ``read_committed``."""
     lag: int | None
     """Offsets between ``committed`` and ``end``; None without a committed offset."""
     ledger: int | None
+    """The next offset in the table's ledger; None also if no table was named."""
     member: str
     """Instance id or member id of the owner; empty: unassigned."""
     stream: str
@@ -64,6 +67,7 @@ class PartitionRow:
 class GroupReport(JupyterMixin):
     """A snapshot of a group; notebooks show it as tables.
 
+    ``state``, ``protocol``, ``assignor``, ``coordinator``: as in :class:`~spark_group_source.kafka.GroupDescription`.
     ``runs``: statistics of this host's queries in the group, and of the query with the given checkpoint.
     ``offsets_retention_ms``: the retention of the group's coordinator; None if the user may not read it.
     ``offsets_expiring``: partitions whose offsets may expire within the last quarter of the retention.
@@ -94,6 +98,7 @@ class GroupReport(JupyterMixin):
         return group_view(self)
 
     def as_dict(self) -> dict[str, Any]:
+        """The report as ``describe --json`` prints it; the partitions of members are texts, such as ``orders-0``."""
         members = [{**asdict(m), "partitions": sorted(map(str, m.partitions))} for m in self.members]
         return {**asdict(self), "lag": self.lag, "members": members}
 

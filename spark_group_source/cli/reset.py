@@ -89,7 +89,8 @@ Destination = StartAt | Shift | Offsets | Literal["current"]
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """One partition of a :class:`GroupReset`; ``now`` is None if the group has no committed offset."""
+    """One partition of a :class:`GroupReset`. ``now``: its committed offset; None if the group has none. ``then``: the
+    new one."""
 
     topic: str
     partition: int
@@ -111,6 +112,7 @@ class GroupReset(JupyterMixin):
     number: int | None
 
     def as_dict(self) -> dict[str, Any]:
+        """The reset as ``--json`` prints it. ``executed`` is false, and ``reset`` None, if nothing was changed."""
         rows = [asdict(one) for one in self.moves]
         return {"group": self.group, "executed": self.number is not None, "reset": self.number, "partitions": rows}
 
@@ -304,7 +306,7 @@ def resolve_offsets(admin: GroupAdmin, offsets: Mapping[TopicPartition, int]) ->
 
 class PlannedReset(NamedTuple):
     """One reset of a group. ``offsets`` contains every partition that the group ever committed, because the metadata of
-    each one must contain the new reset number."""
+    each one must contain the new reset number. ``notes``: that metadata."""
 
     reset_number: int
     offsets: dict[TopicPartition, int]

@@ -47,6 +47,7 @@ class PlannedBatch:
     """A batch as Spark planned it."""
 
     query_id: str
+    """Spark's id of the query. The checkpoint stores it, so all runs of the query have it."""
     batch_id: int
     offsets: tuple[StreamOffset, ...]
     """One for each kafka-group source that has a part in this batch: its offset differs from the previous batch."""

@@ -79,6 +79,7 @@ class StatusFiles(NamedTuple):
         return None
 
     def write(self, group: str, kind: str, doc: dict[str, Any]) -> None:
+        """Replace the file of kind "run" or "drain". In most file systems readers may see a part of it."""
         self.files.write(self.path(group, kind), json.dumps(doc))
 
     def path(self, group: str, kind: str) -> str:

@@ -693,6 +693,7 @@ class WrittenBatch(NamedTuple):
     is_finished: Callable[[], bool]
     """Whether Spark's commit log has the batch."""
     deadline_s: float
+    """When checking ends; monotonic seconds."""
 
 
 class FinishedBatches:

@@ -267,6 +267,8 @@ class LogFiles:
         self.files: Any = PyFileSystem(DeltaStorageHandler(opened.table_uri, self._storage_options))
 
     def newest(self) -> int:
+        """Update ``opened`` and return its version; -1 if there is no table, or not the one that was opened any
+        more."""
         self.opened.update_incremental()
         version = int(self.opened.version())
         # The log always has its newest commit, and never another one of that version. Otherwise the table was deleted,
@@ -355,6 +357,7 @@ class DescribedHistory:
                 return
 
     def number(self, app_id: str) -> int | None:
+        """Return None: ``DESCRIBE HISTORY`` does not show ``SetTransaction``."""
         del app_id
         return None
 

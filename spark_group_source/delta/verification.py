@@ -59,6 +59,7 @@ class Verification(NamedTuple):
     """The result of :func:`verify`."""
 
     findings: list[Finding]
+    """Empty: what could be compared agrees; see ``notes``."""
     groups: list[str]
     """The groups that have a ledger in the table."""
     commits: int
