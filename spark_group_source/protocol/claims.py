@@ -46,6 +46,7 @@ class PlannedPiece:
 
     @property
     def size(self) -> int:
+        """The number of offsets, an upper bound of its records."""
         return sum(r.size for r in self.ranges)
 
 
@@ -54,9 +55,14 @@ class TaskPlan:
     """A batch as it is passed to Spark: one task for each piece."""
 
     name: str
+    """Unique: the name of the run and the number of the plan."""
     binding: Binding
+    """fixed: Spark passes each task its piece. late: the task claims one when it starts, and gets one that its executor
+    has buffered if there is one."""
     offset: StreamOffset
+    """The end of the batch."""
     pieces: tuple[PlannedPiece, ...]
+    """With a fixed binding, by the number of the task."""
 
 
 @dataclass(frozen=True, slots=True)

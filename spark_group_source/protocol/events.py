@@ -85,7 +85,8 @@ class MemberEnded(MemberEvent):
 class AgentConnected:
     """An agent connected, for the first time or again after its channel was closed.
 
-    ``agent``: its unique id. ``fresh``: no run has accepted it before.
+    ``agent``: its unique id. ``executor``: the name of its executor in claims. ``name``: for logs and client ids.
+    ``fresh``: no run has accepted it before.
     """
 
     agent: str
@@ -378,7 +379,8 @@ class LogEndsRead:
     """The response to :class:`ReadLogEnds`. Partitions that are missing got no answer or do not exist.
 
     ``leader_epochs``: those of the leaders that reported ``ends``. ``epoch_ends``: None where the leader does not know.
-    ``topic_ids``: of the topics that were described. ``took_ms``: duration of all requests together.
+    ``firsts``, ``log_ends``: as in :class:`ReadLogEnds`. ``topic_ids``: of the topics that were described. ``took_ms``:
+    duration of all requests together.
     """
 
     ends: Mapping[TopicPartition, int] = field(default_factory=dict)
@@ -697,7 +699,7 @@ class ReadTarget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wait:
-    """Wait until any event was handled or the time has come; then get the next step."""
+    """Wait until any event was handled, or until ``until_ms`` on the run's clock; then get the next step."""
 
     until_ms: int
 
@@ -713,8 +715,8 @@ class ReadLogEnds:
 
     The requests are sent in the order of the fields: topic ids that are read after the ends show that the ends belong
     to that very topic. ``ends``: up to where the partitions may be read (the last stable offset under read_committed).
-    ``epoch_ends``: where the records of these leader epochs, or earlier ones, end. ``firsts``: the first records that
-    are left. ``log_ends``: the ends of the logs themselves.
+    ``epoch_ends``: where the records of these leader epochs, or earlier ones, end. ``topics``: those to describe.
+    ``firsts``: the first records that are left. ``log_ends``: the ends of the logs themselves.
     """
 
     ends: tuple[TopicPartition, ...] = ()
@@ -726,7 +728,7 @@ class ReadLogEnds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CloseMembers:
-    """Handle :class:`MembersClosing`, then wait a bounded time until the members have closed."""
+    """Handle :class:`MembersClosing` with this ``leave``, then wait a bounded time until the members have closed."""
 
     leave: bool
 

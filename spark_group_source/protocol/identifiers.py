@@ -92,10 +92,12 @@ def parse_note(text: str) -> Note:
 
 
 def transactional_id(group: str, stream: str) -> str:
+    """The transactional id of all runs of a stream: Kafka fences every producer with it but the newest."""
     return f"{group}.{stream}"
 
 
 def instance_id(group: str, stream: str, slot: int) -> str:
+    """The ``group.instance.id`` of a slot's static member (KIP-345), the same in all runs of a stream."""
     return f"{group}.{stream}.{slot}"
 
 

@@ -75,6 +75,7 @@ class PositionLookups:
         return due + [since_ms + POSITION_MS_MAX for since_ms in silent]
 
     def tick(self) -> None:
+        """End the pause after a failed lookup when it is over, and log partitions without an answer."""
         if self._retry_at_ms is not None and self._out.now_ms >= self._retry_at_ms:
             self._retry_at_ms, self._paused = None, frozenset()
         self._warn_of_silence()

@@ -75,6 +75,7 @@ class StreamOffset:
 
     @property
     def is_initial(self) -> bool:
+        """Whether this is the constant before batch 0."""
         return not self.stream
 
     def batch(self) -> list[OffsetRange]:
@@ -129,6 +130,7 @@ class StreamOffset:
         return dict(sorted(doc.items()))
 
     def to_json(self) -> str:
+        """The canonical form as text without spaces; :class:`BatchKey` has a digest of it."""
         return json.dumps(self.to_json_dict(), separators=(",", ":"))
 
 
@@ -142,6 +144,7 @@ class BatchKey(NamedTuple):
 
     @classmethod
     def of(cls, offset: StreamOffset) -> "BatchKey":
+        """The key of the batch that ends at this offset."""
         return cls(offset.seq, hashlib.sha256(offset.to_json().encode()).hexdigest()[:DIGEST_CHARS])
 
 

@@ -113,6 +113,7 @@ class Partitions:
             self._unassigned[tp] = Unassigned(memory)
 
     def assign(self, tp: TopicPartition, slot: int) -> None:
+        """Kafka assigned the partition to a slot. Its position is looked up before a batch reads it."""
         before = self.ours.get(tp) or self._unassigned.pop(tp, Unassigned())
         next_state(PARTITIONS, state_of(before), ev.Assigned, tp)
         assert isinstance(before, Unassigned)

@@ -60,6 +60,7 @@ class AgentRecord:
 
     id: str
     executor: str
+    """The name of its executor in claims. A newer agent of one executor supersedes the older one."""
     name: str
     """Shown in logs and client ids; empty if the agent has none."""
     since_ms: int
@@ -92,6 +93,8 @@ class AgentRegistry:
     # --- events -----------------------------------------------------------------------------------------------------
 
     def connected(self, event: ev.AgentConnected) -> dict[str, str]:
+        """Accept an agent that is new, or reconnects within its lease; dismiss any other. Ends an older agent of its
+        executor."""
         now_ms, known = self._out.now_ms, self.all.get(event.agent)
         if known is not None:
             if known.state is AgentState.DISCONNECTED:
@@ -114,6 +117,7 @@ class AgentRegistry:
         return ended
 
     def heartbeat(self, event: ev.AgentHeartbeat) -> None:
+        """Start the agent's lease again. An agent that is not of this run is dismissed."""
         agent = self.all.get(event.agent)
         if agent is None:
             self._dismiss(event.agent, "it is not an agent of this run, or its lease has expired")
@@ -121,15 +125,18 @@ class AgentRegistry:
             agent.heartbeat_ms = self._out.now_ms
 
     def disconnected(self, event: ev.AgentDisconnected) -> None:
+        """Keep the agent until its lease expires. Meanwhile no slot is placed on it or rejoins from it."""
         agent = self.all.get(event.agent)
         if agent is not None and agent.state is not AgentState.DISCONNECTED:
             self._move(agent, ev.AgentDisconnected)
 
     def ended(self, event: ev.AgentEnded) -> dict[str, str]:
+        """Remove an agent that ended, or that cannot be reached any more. An unknown one is ignored."""
         agent = self.all.get(event.agent)
         return {} if agent is None else {agent.id: self._end(agent, ev.AgentEnded, event.reason)}
 
     def tick(self) -> dict[str, str]:
+        """End agents whose lease has expired. A new agent becomes ready :data:`READY_AFTER_MS` after it connected."""
         now_ms = self._out.now_ms
         ended = {}
         for agent in list(self.all.values()):
@@ -169,6 +176,7 @@ class AgentRegistry:
         return id_ if agent is None else agent.label
 
     def deadlines_ms(self) -> list[int]:
+        """When :meth:`tick` has something to do."""
         leases = [agent.heartbeat_ms + self._rules.lease_ms for agent in self.all.values()]
         new = [agent for agent in self.all.values() if agent.state is AgentState.NEW]
         return leases + [agent.since_ms + READY_AFTER_MS for agent in new]
@@ -271,6 +279,8 @@ class Placement:
             self._moves_since_ms, self._next_check_ms = None, now_ms + MOVE_RETRY_MS
 
     def tick(self) -> None:
+        """Recall slots from agents whose lease has expired, and from those where they stay unassigned. A moving slot
+        joins if its last member does not close in time."""
         if not self.has_agents:
             return
         now_ms = self._out.now_ms

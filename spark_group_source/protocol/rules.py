@@ -73,6 +73,7 @@ class Rules:
     leave_on_stop: Literal["auto", "always", "never"] = "auto"
     """Whether the members leave the group when the run ends; auto: if the run ends by itself."""
     fail_on_data_loss: bool = True
+    """Whether the run fails when records were deleted before it read them. False: it logs that and continues."""
     max_offsets: int | None = None
     """The most offsets of one batch; None: no limit."""
     max_bytes: int | None = None

@@ -87,6 +87,7 @@ class RevokingState:
     kind: ClassVar = SlotState.REVOKING
     member: Membership
     since_ms: int
+    """Since when it is held; the budget of a hold counts from here."""
     is_eager: bool
     """Whether the member gives up everything and joins again."""
     partitions: set[TopicPartition]
@@ -110,6 +111,7 @@ class MovingState:
     kind: ClassVar = SlotState.MOVING
     member: ClassVar[None] = None
     since_ms: int
+    """When the last member was ordered to close."""
     closing_on: str
     """Where the last member is closing."""
 
@@ -150,6 +152,7 @@ class Slot:
     buffered_bytes: int = 0
     """Size of what its agent has read ahead for it, by the last report."""
     buffered_rows: int = 0
+    """The same in rows."""
     rows_from_memory: int = 0
     """Rows of its partitions that tasks got from an agent, by their reports."""
     rows_from_brokers: int = 0
@@ -330,6 +333,7 @@ class Slots:
                 self._subscribe(slot)
 
     def tick(self) -> None:
+        """Let slots rejoin and check memberships when their pauses are over. Release holds that exceed their budget."""
         now_ms = self._out.now_ms
         for number in [number for number, at_ms in self._wake_at_ms.items() if now_ms >= at_ms]:
             del self._wake_at_ms[number]
@@ -420,6 +424,7 @@ class Slots:
     # --- queries ----------------------------------------------------------------------------------------------------
 
     def get(self, number: int) -> Slot | None:
+        """The slot with this number; None if there is none, as for a late event of a removed slot."""
         return self.all[number] if number < len(self.all) else None
 
     @property

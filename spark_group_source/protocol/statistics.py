@@ -102,6 +102,7 @@ class Statistics:
     deleted, or never committed before a crash."""
 
     def as_dict(self) -> dict[str, Any]:
+        """All fields by name, ready for ``json.dumps``."""
         return asdict(self)
 
     @classmethod
