@@ -66,7 +66,8 @@ class SlotMember(ABC):
         """Its identity in the group now; None while it is not a member."""
 
     @abstractmethod
-    def start(self) -> None: ...
+    def start(self) -> None:
+        """Start the consumer, once. Does not wait until it is in the group."""
 
     @abstractmethod
     def submit(self, command: ev.Release | ev.Subscribe | ev.Leave) -> None:

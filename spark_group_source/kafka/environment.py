@@ -176,6 +176,7 @@ class LibraryLog:
     """
 
     def log(self, level: int, text: str, *parts: object) -> None:
+        """Log a line as ``Logger.log`` does; the first of ``parts`` is librdkafka's facility, such as FAIL."""
         quiet = bool(parts) and parts[0] in ("FAIL", "ERROR", "CONFWARN")
         log.log(logging.INFO if level >= logging.WARNING and not quiet else logging.DEBUG, text, *parts)
 

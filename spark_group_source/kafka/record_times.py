@@ -56,6 +56,7 @@ class RecordTime(NamedTuple):
     """The next record of a consumer."""
 
     offset: int
+    """At or after the requested offset."""
     timestamp_ms: int
     """Since the epoch, set by the producer or the broker; :data:`NO_TIME`: the record has none."""
 

@@ -294,7 +294,9 @@ class GroupMember:
     instance_id: str
     """Empty for a dynamic member."""
     host: str
+    """The client's address as the group coordinator sees it, such as ``/10.0.0.7``."""
     partitions: tuple[TopicPartition, ...]
+    """Its assigned partitions. Kafka does not report what it subscribes to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,6 +308,7 @@ class GroupDescription:
     protocol: str
     """classic, consumer, or another group protocol of Kafka."""
     assignor: str
+    """Empty if Kafka reports none."""
     members: tuple[GroupMember, ...]
     coordinator: str = ""
     """``host:port (id)`` of the coordinator's broker."""

@@ -37,7 +37,11 @@ ADMIN_S = 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BrokerState:
-    """Content of the state file. ``node`` is the pid of Kafka's JVM."""
+    """Content of the state file.
+
+    ``pid``: the process that started the broker and stops it on SIGTERM. ``node``: the pid of Kafka's JVM. ``log_dir``:
+    the directory of the broker's own logs, not of its records.
+    """
 
     pid: int
     bootstrap_servers: str

@@ -287,6 +287,7 @@ class Node:
         return self._supervisor.poll()
 
     def signal(self, number: int) -> None:
+        """Send a signal to the node's JVM; does nothing when it has ended."""
         if self.running:  # the pid cannot be reused before the supervisor has ended
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)

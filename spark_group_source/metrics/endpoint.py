@@ -49,6 +49,7 @@ class Metric(NamedTuple, Generic[Source]):
     """Derives the samples from the values published last and the time of the publisher's clock in ms. An unknown value
     is left out, never 0."""
     doc: str
+    """The help text in a scrape, and the metric's row in ``docs/metrics.md``."""
 
     @property
     def kind(self) -> Literal["gauge", "counter"]:

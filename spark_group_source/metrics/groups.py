@@ -99,6 +99,7 @@ class SweepResult:
     """The result of a sweep."""
 
     groups: tuple[GroupSnapshot, ...]
+    """By name, those that did not answer included."""
     unreachable_since_ms: int | None
     """Since when no request has been answered, on the exporter's clock; None: requests are answered."""
     took_s: float

@@ -37,7 +37,7 @@ class TopicUnchecked:
 
 @dataclass(frozen=True, slots=True)
 class TopicCheckFailed:
-    """Brokers reported an error: a temporary one, or a refusal."""
+    """Brokers reported an error: a temporary one, or a refusal. ``code``, ``text``: as in :class:`TopicDescription`."""
 
     code: int
     text: str
@@ -243,6 +243,7 @@ class RangeCheck:
         self._deadline.note_request(self._started_s, time.monotonic(), is_answered=is_answered)
 
     def cancel(self) -> None:
+        """Drop the request for watermarks, if there is one. The topic's request stays open."""
         if self._watermarks is not None:
             self._watermarks.cancel()
 
@@ -251,6 +252,7 @@ class RangeCheck:
 
 
 def access_denied(topic: str | None, servers: str, text: str, op: str, user: str) -> AccessDenied:
+    """Build the error for a topic that may not be read; None: for a refused connection or login."""
     what = f"topic {topic!r}" if topic else "from Kafka"
     return AccessDenied(
         f"reading {what} at {servers} was refused: {text}. "
@@ -291,6 +293,7 @@ def read_timeout(
 
 
 def topic_missing(remaining: OffsetRange, servers: str, topics: Sequence[str]) -> TopicMissing:
+    """Build the error for a partition that no longer exists, with all ``topics`` that lack partitions."""
     return TopicMissing(
         f"{remaining.tp} no longer exists at {servers}, but {remaining} was not read yet. Restore the topic, or remove "
         "it from the subscription",
@@ -318,6 +321,7 @@ def topic_recreated(planned: OffsetRange, *, was_read: bool, can_skip: bool) -> 
 
 
 def records_lost(remaining: OffsetRange, low: int, high: int) -> DataLoss:
+    """Build the error for planned records that the log, now [low, high), does not have."""
     return DataLoss(
         f"{remaining} was planned, but the log has only [{low},{high}): retention deleted records, or the topic was "
         "recreated. Set failOnDataLoss=false to continue without them",

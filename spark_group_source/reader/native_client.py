@@ -370,6 +370,7 @@ class AdminRequests:
         """The response to each request, an event of librdkafka; None until it arrives."""
 
     def describe_topics(self, names: Sequence[str]) -> int:
+        """Send DescribeTopics. Returns the number of the request."""
         lib = self._lib
         texts = (c.c_char_p * len(names))(*(name.encode() for name in names))
         topics = lib.TopicCollection_of_topic_names(texts, len(names))
@@ -378,6 +379,8 @@ class AdminRequests:
         return number
 
     def list_offset(self, tp: TopicPartition, spec: int) -> int:
+        """Send ListOffsets for :data:`EARLIEST` or :data:`LATEST`, the high watermark. Returns the number of the
+        request."""
         partitions = self._client.partitions([(tp, spec)])
         number = self._send(self._lib.ListOffsets, partitions, isolation=_READ_UNCOMMITTED)
         self._lib.topic_partition_list_destroy(partitions)
@@ -427,6 +430,7 @@ class AdminRequests:
         self.cancel(list(self._open))
 
     def close(self) -> None:
+        """Drop all requests. Call it once, before the client is closed."""
         self.cancel_all()
         self._lib.queue_destroy(self._queue)
 
@@ -438,6 +442,7 @@ class AdminRequests:
         return ClientEvent(code, text(self._lib.event_error_string(event)), None, -1) if code else None
 
     def topics_of(self, event: int) -> TopicDescriptions:
+        """The topics in a response to :meth:`describe_topics`, those with an error included."""
         lib, count, partitions = self._lib, c.c_size_t(), c.c_size_t()
         topics: TopicDescriptions = {}
         found = lib.DescribeTopics_result_topics(lib.event_DescribeTopics_result(event), c.byref(count))

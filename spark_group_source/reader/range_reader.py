@@ -133,6 +133,7 @@ class ReadOptions:
 
     @property
     def group_id(self) -> str:
+        """The query's group, for log lines; the client does not join it. Empty if it is not set."""
         return self.settings.get("group.id", "")
 
 
@@ -289,6 +290,7 @@ idle_clients: dict[_ClientSettings, NativeClient] = {}
 
 
 def close_idle_clients() -> None:
+    """Close the clients that no reader uses. A later reader opens a new one."""
     while idle_clients:
         idle_clients.popitem()[1].close()
 
@@ -377,6 +379,7 @@ class RangeProgress:
     checked_s: float
     """When the position last moved, or the range was last checked; monotonic seconds."""
     state: RangeState = field(default=READING)
+    """Whether fetched rows may be handed over, and if not, why."""
     log_end: LogEnd = LogEnd.NOT_REACHED
 
     @property

@@ -39,7 +39,8 @@ class NotHeaders(Exception):
 
 @dataclass(frozen=True, slots=True)
 class RecordHeaders:
-    """The headers of some records, one after the other: where each name and value is in memory."""
+    """The headers of some records, one after the other: where each name and value is in memory. Lengths are in
+    bytes."""
 
     starts: Ints
     """The first header of each record, and at the end the count of all headers."""

@@ -214,6 +214,7 @@ class RecordSize:
         self._bytes = float(ASSUMED_RECORD_BYTES)
 
     def update(self, sizes: Ints) -> None:
+        """Replace the mean by that of these sizes in bytes; without any, keep it."""
         if len(sizes):
             self._bytes = max(1.0, float(sizes.mean()))
 
