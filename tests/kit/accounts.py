@@ -35,7 +35,7 @@ class Accounts(Books):
         self.pending: Callable[[], list[StreamOffset]] = list  # batches that queries would replay at their start
         self.last: Callable[[], list[StreamOffset]] = list  # the newest batches that queries planned
         self._reset = 0
-        self._nobody = Reader("nobody", "nobody")
+        self._no_reader = Reader("no reader", "no reader")
         self._former: dict[TopicPartition, int] = {}  # deleted partitions, and how far they were read
         self._former_holders: dict[TopicPartition, dict[str, Holding]] = {}  # consumers that still own them
         self._remade: set[str] = set()  # recreated topics
@@ -59,7 +59,7 @@ class Accounts(Books):
     def gone(self, tp: TopicPartition, first: int) -> None:
         """Retention deleted the records below ``first``: they need not be processed."""
         self.books[tp].firsts.add(first)
-        self._nobodys(tp, first)
+        self._mark_skippable(tp, first)
 
     def shrunk(self, tp: TopicPartition, end: int) -> None:
         """The log was truncated. New records at these offsets may be read, or be taken for records read before."""
@@ -71,7 +71,7 @@ class Accounts(Books):
             book.times[offset - book.start] = max(1, book.times[offset - book.start])
         for rows in book.rows.values():
             rows.difference_update(range(end, former))
-        book.losses.append(Loss(self._nobody, end, Cause.NEW_LOG, former))
+        book.losses.append(Loss(self._no_reader, end, Cause.NEW_LOG, former))
         book.truncated.append(end)
         for offset in range(end, former):
             parties = {party for party, reached in book.reached.items() if reached > offset}
@@ -91,11 +91,11 @@ class Accounts(Books):
         """A topic is recreated. Offsets below the former topic's progress are ambiguous and not judged."""
         self._remade.add(tp.topic)
         stale = self._former.get(tp, -1)
-        book = self.books[tp] = Book(0, 0, whole=max(stale, 0), nobodys=max(stale, 0), stale=stale, again=True)
+        book = self.books[tp] = Book(0, 0, whole=max(stale, 0), skippable=max(stale, 0), stale=stale, again=True)
         if stale >= 0:
-            book.losses.append(Loss(self._nobody, 0, Cause.NEW_LOG, stale))
+            book.losses.append(Loss(self._no_reader, 0, Cause.NEW_LOG, stale))
         for name, held in self._former_holders.pop(tp, {}).items():
-            loss = None if held.loss is None else Loss(held.reader, 0, Cause.UNTOLD)
+            loss = None if held.loss is None else Loss(held.reader, 0, Cause.UNREPORTED)
             book.holders[name] = Holding(held.reader, held.since_ms, 0, loss=loss)
             book.losses += [] if loss is None else [loss]
 
@@ -108,7 +108,7 @@ class Accounts(Books):
                 book = self.books[tp]
                 if not book.commits:
                     book.undone.add(start)
-                    book.losses.append(Loss(self._nobody, start, Cause.OPERATOR, end))
+                    book.losses.append(Loss(self._no_reader, start, Cause.OPERATOR, end))
 
     def half_done(self, offsets: Iterable[TopicPartition]) -> None:
         """This reset did not reach the table: the next one may revert its offsets."""
@@ -139,16 +139,16 @@ class Accounts(Books):
                 meant or book.moved or book.halfway,
                 f"a reset leaves {tp} at {at}, but only what is below {book.whole} was processed",
             )
-            self._nobodys(tp, at)
+            self._mark_skippable(tp, at)
         elif back:
-            book.rewound = max(book.rewound, 0 if void else book.nobodys)
-            book.nobodys = max([book.start, min(book.nobodys, at), *book.firsts])
+            book.rewound = max(book.rewound, 0 if void else book.skippable)
+            book.skippable = max([book.start, min(book.skippable, at), *book.firsts])
             # A table with a ledger does not accept rows that its ledger covers: it refuses or drops them.
             again = range(max(0, at - book.start), len(book.times)) if void or not self.ledgers else ()
             for i in again:
                 if not any(start <= book.start + i < end for start, end in kept):
                     book.times[i] = 0
-            book.whole = max(book.nobodys, min(book.whole, at))
+            book.whole = max(book.skippable, min(book.whole, at))
             advance(book)
 
     def truncations(self, tps: Iterable[TopicPartition]) -> dict[TopicPartition, int]:
@@ -237,16 +237,16 @@ class Accounts(Books):
         known = reader.known.get(tp.topic, 0)
         return self.starts_at_the_end and tp.partition < known and reader.party not in self.books[tp].chain
 
-    def _nobodys(self, tp: TopicPartition, until: int) -> None:
+    def _mark_skippable(self, tp: TopicPartition, until: int) -> None:
         """Records below this offset need not be processed."""
         book = self.books[tp]
-        book.nobodys = max(book.nobodys, until)
+        book.skippable = max(book.skippable, until)
         advance(book)
 
     def _grow(self, book: Book, end: int) -> None:
         missing = end - book.start - len(book.times)
         book.times += [0] * missing
-        book.first += [self._nobody] * missing
+        book.first += [self._no_reader] * missing
 
     def _overlaps(self, tp: TopicPartition, reader: Reader) -> bool:
         (start, end), committed = self.books[tp].flight[reader], self._committed(tp)
@@ -260,6 +260,6 @@ class Accounts(Books):
 
 
 def advance(book: Book) -> None:
-    book.whole = max(book.whole, book.nobodys)
+    book.whole = max(book.whole, book.skippable)
     while book.whole - book.start < len(book.times) and book.times[book.whole - book.start]:
         book.whole += 1

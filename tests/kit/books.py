@@ -14,9 +14,9 @@ from kit.kafka_group import Entry
 class Cause(Enum):
     """Reason why records may be processed twice."""
 
-    TOLD = "lost and notified"  # the process must have counted these
+    REPORTED = "lost and reported"  # the process must have counted these
     OVERRUN = "hold budget exceeded"  # these too
-    UNTOLD = "lost while holding a revocation"  # librdkafka does not report it
+    UNREPORTED = "lost while holding a revocation"  # librdkafka does not report it
     DEAD = "killed or replaced"
     REPLAY = "replay of a written batch"  # and the sink does not deduplicate batches
     OPERATOR = "moved back on purpose"
@@ -61,7 +61,7 @@ class Loss:
     base: int
     cause: Cause
     end: int | None = None  # None: the reader continues, not knowing of the loss
-    unheard: bool = False  # reported to an agent, not yet to its run
+    report_pending: bool = False  # reported to an agent, not yet to its run
 
 
 class Range(NamedTuple):
@@ -86,7 +86,7 @@ class Book:
     times: list[int] = field(default_factory=list)  # by offset, from ``start``
     first: list[Reader] = field(default_factory=list)
     whole: int = 0  # everything below was processed or need not be
-    nobodys: int = 0  # everything below may be skipped: before the start, skipped on purpose, or deleted
+    skippable: int = 0  # everything below may be skipped: before the start, skipped on purpose, or deleted
     holders: dict[str, Holding] = field(default_factory=dict)
     losses: list[Loss] = field(default_factory=list)
     reached: dict[str, int] = field(default_factory=dict)  # by party: end of what it planned or processed

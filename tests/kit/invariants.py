@@ -47,26 +47,26 @@ class Invariants(Accounts):
         """An agent closes its members by itself. The run is notified of these revocations only when the agent ends."""
         self._given_up.add(process)
 
-    def hears(self, reader: Reader, tps: Iterable[TopicPartition]) -> None:
+    def loss_reported(self, reader: Reader, tps: Iterable[TopicPartition]) -> None:
         """A run is notified that it lost these partitions."""
         for loss in (loss for tp in self._there(tps) for loss in self.books[tp].losses if loss.reader is reader):
-            loss.unheard = False
+            loss.report_pending = False
 
     def host_lost(self, reader: Reader, tps: Iterable[TopicPartition]) -> None:
         """A run counts these partitions as lost because it lost their member's agent. They may have no other owner."""
-        self.hears(reader, tps)
+        self.loss_reported(reader, tps)
         for tp in self._there(tps):
             for name, holding in list(self.books[tp].holders.items()):
                 if holding.reader is reader:
-                    self._close(tp, name, Cause.TOLD)
+                    self._close(tp, name, Cause.REPORTED)
 
-    def given(self, tps: Tps, client: Client) -> None:
+    def assigned(self, tps: Tps, client: Client) -> None:
         reader = self._readers[client.process.name]
-        self._given_without_topic(tps, client, reader)
+        self._assigned_without_topic(tps, client, reader)
         for tp in self._there(tps):
             book = self.books[tp]
             if not client.entitled(tp):
-                loss = Loss(reader, self._committed(tp), Cause.UNTOLD)
+                loss = Loss(reader, self._committed(tp), Cause.UNREPORTED)
                 book.losses.append(loss)
                 book.holders[client.name] = Holding(reader, self._world.now_ms, loss.base, loss=loss)
                 continue
@@ -75,12 +75,12 @@ class Invariants(Accounts):
                     if other.reader is reader or _continues(reader, other.reader):
                         del book.holders[name]  # another slot of this run, or a run that this one continues
                     elif other.loss is None:  # two runs at a time: neither knows the other's progress
-                        other.loss = Loss(other.reader, self._committed(tp), Cause.UNTOLD)
+                        other.loss = Loss(other.reader, self._committed(tp), Cause.UNREPORTED)
                         book.losses.append(other.loss)
                         if not other.reader.alive:
                             self._close(tp, name, Cause.DEAD)
                 elif other.loss is None:
-                    other.loss = Loss(other.reader, self._committed(tp), Cause.UNTOLD)
+                    other.loss = Loss(other.reader, self._committed(tp), Cause.UNREPORTED)
                     book.losses.append(other.loss)
                     book.away.add(other.reader.party)
                     if not other.reader.alive:
@@ -105,7 +105,7 @@ class Invariants(Accounts):
         if self._readers[client.process.name].closing:
             return  # the consumer of a query that is being stopped: the group's state has not changed
         if client.leaving or client.process.name in self._given_up:
-            self.told(tps, client)  # it left the group itself, because it was fenced or replaced
+            self.lost(tps, client)  # it left the group itself, because it was fenced or replaced
             return
         for tp in self._there(tps):
             book = self.books[tp]
@@ -118,23 +118,23 @@ class Invariants(Accounts):
                 # The fenced member knows of it: its offsets are not committed, and the partition may have another
                 # owner.
                 if (behind and not client.entitled(tp)) or (reads and client.is_out):
-                    self._close(tp, client.name, Cause.TOLD)
+                    self._close(tp, client.name, Cause.REPORTED)
                     continue
                 if behind:
                     self._break(f"{client.name} let {tp} go at {holding.until}, but Kafka has {self._committed(tp)}")
                 if reads:
                     self._break(f"{client.name} let {tp} go in the middle of a batch")
             # A fenced ordinary consumer releases partitions whose offsets it could not commit.
-            self._close(tp, client.name, Cause.UNTOLD)
+            self._close(tp, client.name, Cause.UNREPORTED)
 
-    def told(self, tps: Iterable[TopicPartition], client: Client) -> None:
+    def lost(self, tps: Iterable[TopicPartition], client: Client) -> None:
         self._forget(tps, client)
         reader = self._readers[client.process.name]
         for tp in self._there(tps):
             if client.name in self.books[tp].holders:
-                loss = self._close(tp, client.name, Cause.DEAD if reader.closing else Cause.TOLD)
+                loss = self._close(tp, client.name, Cause.DEAD if reader.closing else Cause.REPORTED)
                 if loss is not None:
-                    loss.unheard = client.process.name != reader.name
+                    loss.report_pending = client.process.name != reader.name
 
     def overran(self, tp: TopicPartition, reader: Reader) -> None:
         """A hold exceeded its budget: the partition is released without a commit."""
@@ -172,7 +172,7 @@ class Invariants(Accounts):
         behind |= holding.until is not None and holding.until > committed
         # A run that fails closes its members while its batch is being written.
         behind |= book.flight.get(holding.reader, (0, 0))[1] > committed
-        if loss is None and (cause is Cause.TOLD or behind):  # out of the group, no new owner yet
+        if loss is None and (cause is Cause.REPORTED or behind):  # out of the group, no new owner yet
             loss = Loss(holding.reader, committed, cause)
             book.losses.append(loss)
         if loss is not None:
@@ -183,7 +183,7 @@ class Invariants(Accounts):
                 loss.end = loss.base
         return loss
 
-    def _given_without_topic(self, tps: Tps, client: Client, reader: Reader) -> None:
+    def _assigned_without_topic(self, tps: Tps, client: Client, reader: Reader) -> None:
         """The coordinator does not know yet that the topic was deleted. If the topic is recreated in time, the
         partition is the new topic's, and the consumer reads it."""
         for tp in tps - self.books.keys():
@@ -192,8 +192,8 @@ class Invariants(Accounts):
                 if other.reader is reader or not other.reader.alive:
                     del holders[name]
                 elif other.loss is None:
-                    other.loss = Loss(other.reader, 0, Cause.UNTOLD)
-            loss = None if client.entitled(tp) else Loss(reader, 0, Cause.UNTOLD)
+                    other.loss = Loss(other.reader, 0, Cause.UNREPORTED)
+            loss = None if client.entitled(tp) else Loss(reader, 0, Cause.UNREPORTED)
             holders[client.name] = Holding(reader, self._world.now_ms, 0, loss=loss)
 
     def _forget(self, tps: Iterable[TopicPartition], client: Client) -> None:
@@ -212,8 +212,8 @@ class Invariants(Accounts):
             book.reached[reader.party] = max(end, book.reached.get(reader.party, end))
             has = any(holding.reader is reader for holding in book.holders.values())
             for loss in book.losses if start < end else ():
-                if loss.reader is reader and loss.cause is Cause.TOLD and loss.end == start:
-                    loss.end = end if loss.unheard or not has else start
+                if loss.reader is reader and loss.cause is Cause.REPORTED and loss.end == start:
+                    loss.end = end if loss.report_pending or not has else start
 
     def planned(self, reader: Reader, offset: StreamOffset) -> None:
         """A batch is planned: its ranges start where the last ones ended, or at a foreign commit since."""
@@ -224,13 +224,13 @@ class Invariants(Accounts):
                 # A stream that read the former topic starts at the beginning, whatever was committed since.
                 book.begun.add(reader)
                 book.back.add(reader)
-                book.losses.append(Loss(self._nobody, start, Cause.NEW_LOG))
+                book.losses.append(Loss(self._no_reader, start, Cause.NEW_LOG))
                 last = start
                 for held in book.holders.values():
                     if held.reader is reader:
                         held.begin, held.until = start, None  # a replayed batch of the former topic set these
             if last is None and not book.commits and self._may_skip(tp, reader):
-                self._nobodys(tp, min(start, book.end))
+                self._mark_skippable(tp, min(start, book.end))
             known = start in (last, self._after_durable_batch(tp, reader)) or start <= book.stale
             if not known and last is not None and start < last and start in book.firsts.union(book.truncated):
                 reset_to_it = any(entry.by == self.operator and entry.offset == start for _, entry in book.commits)
@@ -244,7 +244,7 @@ class Invariants(Accounts):
             if offset.reset_number < self._reset:
                 # Foreign commits replaced all notes of the reset; once the run reads them, the batch is void.
                 book.undone.add(start)
-                book.losses.append(Loss(self._nobody, start, Cause.OPERATOR, end))
+                book.losses.append(Loss(self._no_reader, start, Cause.OPERATOR, end))
             mine = [held for held in book.holders.values() if held.reader is reader and held.loss is None]
             if any(held.begin <= start for held in mine):  # else it was planned before the partition was assigned again
                 book.away.discard(reader.party)
@@ -304,7 +304,7 @@ class Invariants(Accounts):
                 self._break(f"{reader.name} read {tp}[{start},{end}) beyond the end {book.end}")
             for holding in book.holders.values():
                 at = holding.begin if holding.until is None else holding.until
-                chained = start <= max(at, book.nobodys) or start in book.firsts  # the records before it are deleted
+                chained = start <= max(at, book.skippable) or start in book.firsts  # the records before it are deleted
                 former = end <= book.stale and reader not in book.begun  # may be a batch of the former topic
                 if holding.reader is reader and holding.loss is None and chained and known and not former:
                     holding.until = self._goes_on(tp, reader, start, end)
@@ -353,7 +353,7 @@ class Invariants(Accounts):
         reads_from = min(start, committed) if start in book.firsts else start  # the records before it are deleted
         if not reads_from <= committed < end:
             return end
-        book.losses.append(Loss(reader, committed, Cause.TOLD, end))
+        book.losses.append(Loss(reader, committed, Cause.REPORTED, end))
         return committed
 
     def _excuse(self, tp: TopicPartition, offset: int, second: Reader, first: Reader) -> None:
@@ -379,7 +379,9 @@ class Invariants(Accounts):
             self._moved(tp, writer, new)
             return
         if old is None and self._may_skip(tp, writer):
-            self._nobodys(tp, min(new.offset, max(book.end, book.longest)))  # it started at an end that was truncated
+            self._mark_skippable(
+                tp, min(new.offset, max(book.end, book.longest))
+            )  # it started at an end that was truncated
         # The writer still assumes the former topic, or it assumed it when it ordered this commit and has restarted at
         # the beginning since: a commit names a topic, not its id (OffsetCommit up to version 9, the newest that
         # librdkafka sends).
@@ -402,12 +404,12 @@ class Invariants(Accounts):
         begins = book.again and (bool(back) or new.offset in (book.start, *book.firsts))
         book.back -= back
         if begins:  # the next owner reads on from there
-            book.losses.append(Loss(self._nobody, new.offset, Cause.NEW_LOG, old.offset))
+            book.losses.append(Loss(self._no_reader, new.offset, Cause.NEW_LOG, old.offset))
         elif old.offset > book.stale:
             if writer.counted is not None and not went_back:
                 self._break(f"{new.by} moved the committed offset of {tp} back from {old.offset} to {new.offset}")
             # An ordinary consumer may: a commit sent before it lost a partition may arrive after it is assigned again.
-            book.losses.append(Loss(writer, new.offset, Cause.UNTOLD, old.offset))
+            book.losses.append(Loss(writer, new.offset, Cause.UNREPORTED, old.offset))
 
     # --- at the end -------------------------------------------------------------------------------------------------
 
@@ -436,16 +438,16 @@ class Invariants(Accounts):
 
     def _honest(self, reader: Reader) -> None:
         """Check that the reader counted the duplicates of each loss that was reported to it."""
-        known = (Cause.TOLD, Cause.OVERRUN)
-        twice = sum(all(loss.cause in known and not loss.unheard for loss in losses) for losses in reader.blame)
+        known = (Cause.REPORTED, Cause.OVERRUN)
+        twice = sum(all(loss.cause in known and not loss.report_pending for loss in losses) for losses in reader.blame)
         if reader.counted is not None and twice > reader.counted():
             self._break(f"{reader.name} caused {twice} offsets to be read twice, and counted {reader.counted()}")
 
     # --- helpers ----------------------------------------------------------------------------------------------------
 
     def _skipped(self, book: Book) -> list[int]:
-        """Return the offsets of records that replace truncated ones, and that nobody has read."""
-        found = [at for at in sorted(book.replaced) if book.nobodys <= at < book.end]
+        """Return the offsets of records that replace truncated ones, and that no reader has read."""
+        found = [at for at in sorted(book.replaced) if book.skippable <= at < book.end]
         return found if found and self._knows_epochs(book) else []
 
     def _knows_epochs(self, book: Book) -> bool:
@@ -485,12 +487,12 @@ class Invariants(Accounts):
         seen = before[-1:] + [entry for at_ms, entry in book.commits if at_ms >= since_ms]
         anyone = last is None or reader.party in book.away
         if anyone and not before:
-            known = {book.start, book.nobodys, *book.firsts, *(entry.offset for entry in seen)}
+            known = {book.start, book.skippable, *book.firsts, *(entry.offset for entry in seen)}
             # Under latest it may have started at a log end that was truncated since, or that retention has passed.
             lost = book.end < start <= book.longest or start < max(book.firsts, default=0)
-            # It resolved its start before the next owner committed, and has not heard that its session has ended.
-            unheard = start <= max(book.end, book.longest) and any(held.loss is not None for held in mine)
-            return start in known or ((lost or unheard) and self._may_skip(tp, reader))
+            # It resolved its start before the next owner committed, and does not know yet that its session has ended.
+            unnoticed = start <= max(book.end, book.longest) and any(held.loss is not None for held in mine)
+            return start in known or ((lost or unnoticed) and self._may_skip(tp, reader))
         if anyone and start in book.truncated and not reader.fails_on_loss:
             return True  # the log was truncated below the committed offset
         return start in [entry.offset for entry in seen if anyone or entry.stream != reader.party]

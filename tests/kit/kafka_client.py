@@ -54,7 +54,7 @@ class Op:
     def begin(self) -> None:
         """The application starts to process the operation."""
         if self.kind is Kind.LOST and self.tps:
-            self._tell(self._client.truth.told)
+            self._tell(self._client.truth.lost)
 
     def done(self) -> None:
         """The application has assigned or released the partitions. Only the first call counts."""
@@ -66,7 +66,7 @@ class Op:
             return
         if self.kind is Kind.ASSIGN:
             client.owned |= self.tps
-            self._tell(client.truth.given)
+            self._tell(client.truth.assigned)
         else:
             client.owned -= self.tps
             if self.kind is Kind.REVOKE:

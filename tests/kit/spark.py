@@ -180,7 +180,7 @@ class WatchedRun(Run):
         tick, self._waits_since_ms = isinstance(event, ev.Tick), None
         self._reader.closing |= isinstance(event, ev.MembersClosing)
         if isinstance(event, ev.Lost):
-            self._truth.hears(self._reader, event.partitions)
+            self._truth.loss_reported(self._reader, event.partitions)
         placement = self.placement
         before, overruns = (
             (set(self.partitions.ours), self.counts.hold_overruns) if tick or placement.has_agents else (set(), 0)

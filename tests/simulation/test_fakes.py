@@ -370,7 +370,7 @@ def test_an_operator_moves_offsets_only_while_the_group_has_no_members(play: Sta
 @pytest.mark.parametrize("play", [("range", False)], indirect=True)
 def test_a_broken_rule_ends_the_history_although_the_application_swallows_errors(play: Stage) -> None:
     class Strict(Books):
-        def given(self, *_: object) -> None:
+        def assigned(self, *_: object) -> None:
             raise AssertionError("a rule")
 
     play.cluster.books = Strict()

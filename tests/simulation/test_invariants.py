@@ -56,7 +56,7 @@ class Scene:
     def assign(self, client: Client) -> None:
         for member in self.group.members.values():
             member.assigned = {TP} if member.id == client.member else set()
-        self.truth.given(TPS, client)
+        self.truth.assigned(TPS, client)
 
     def commit(self, reader: Reader, offset: int, *, seq: int = 0) -> None:
         old = self._committed
@@ -92,10 +92,10 @@ def test_a_consumer_assigned_while_the_topic_is_deleted_may_lose_records_of_the_
     scene.assign(lost)
     scene.recreate_topic(5)
     scene.truth.processed_by(first, {TP: (0, 5)})
-    scene.truth.told(TPS, lost)
+    scene.truth.lost(TPS, lost)
     scene.assign(successor)
     scene.truth.processed_by(second, {TP: (0, 5)})
-    assert scene.truth.causes == {Cause.TOLD: 5}
+    assert scene.truth.causes == {Cause.REPORTED: 5}
 
 
 def test_the_partition_of_a_deleted_topic_may_have_had_two_consumers(scene: Scene) -> None:
@@ -107,7 +107,7 @@ def test_the_partition_of_a_deleted_topic_may_have_had_two_consumers(scene: Scen
     scene.recreate_topic(5)
     scene.truth.processed_by(first, {TP: (0, 5)})
     scene.truth.processed_by(second, {TP: (0, 5)})
-    assert scene.truth.causes == {Cause.UNTOLD: 5}
+    assert scene.truth.causes == {Cause.UNREPORTED: 5}
 
 
 def test_committed_records_of_a_recreated_topic_are_not_processed_twice(scene: Scene) -> None:
@@ -117,7 +117,7 @@ def test_committed_records_of_a_recreated_topic_are_not_processed_twice(scene: S
     scene.recreate_topic(5)
     scene.truth.processed_by(first, {TP: (0, 5)})
     scene.commit(first, 5)
-    scene.truth.told(TPS, lost)
+    scene.truth.lost(TPS, lost)
     scene.assign(successor)
     with pytest.raises(Violation, match="offset 0 was processed by first and again by second"):
         scene.truth.processed_by(second, {TP: (0, 5)})
@@ -277,7 +277,7 @@ def test_an_ordinary_consumer_whose_commit_is_inside_what_it_processed_goes_on_a
     second, client = scene.member("second")
     scene.assign(client)
     scene.truth.processed_by(second, {TP: (4, 10)})
-    assert scene.truth.causes == {Cause.UNTOLD: 6}
+    assert scene.truth.causes == {Cause.UNREPORTED: 6}
 
 
 def test_a_run_goes_on_where_it_ended_after_an_older_run_was_assigned_a_foreign_commit(scene: Scene) -> None:

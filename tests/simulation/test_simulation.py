@@ -130,7 +130,7 @@ def _worth_running(outcomes: list[Outcome]) -> None:
         ends.update(outcome.ends)
     assert faults.keys() == {kind.name for kind in Faults.kinds()}
     assert all(causes[cause] for cause in (Cause.DEAD, Cause.REPLAY, Cause.OPERATOR)), causes
-    assert causes[Cause.TOLD] or causes[Cause.UNTOLD], causes
+    assert causes[Cause.REPORTED] or causes[Cause.UNREPORTED], causes
     assert all(ends[end] for end in ("ended", "LedgerConflict", "DataLoss", "Fenced")), ends
     assert sum(outcome.holds for outcome in outcomes) > SEEDS // 5, "revocations were hardly ever held"
     assert sum(outcome.processed for outcome in outcomes) > SEEDS * 500
