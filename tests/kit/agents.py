@@ -95,7 +95,7 @@ class Channel:
     # --- both -------------------------------------------------------------------------------------------------------
 
     def to_run(self, message: ms.AgentReport) -> None:
-        self.carry("run", lambda: self.run.heard(self, message))
+        self.carry("run", lambda: self.run.receive(self, message))
 
     def cut(self, seen_ms: tuple[int, int] = CLOSE_SEEN_MS) -> None:
         """Close the channel: messages on their way are lost."""

@@ -15,7 +15,7 @@ from kit.invariants import Invariants, Violation
 from kit.kafka_group import SESSION_MS
 from kit.misfortune import Misfortune
 from kit.scene import Scene
-from kit.simulation import CALM_MS_MAX, PROTOCOLS, telling
+from kit.simulation import CALM_MS_MAX, PROTOCOLS, story_on_failure
 from kit.world import World
 from spark_group_source.options.client import SESSION_TIMEOUT_MS
 
@@ -80,7 +80,7 @@ def play_calm(seed: int, protocol: str) -> CalmOutcome:
         Failed: a rule did not hold.
     """
     world = World(seed)
-    with telling(world, f"{seed} ({protocol})"):
+    with story_on_failure(world, f"{seed} ({protocol})"):
         return _play(world, protocol)
 
 

@@ -76,7 +76,7 @@ class ClassicClient(Client):
                 self.member = answer.member  # the answer arrived after the application had left
                 self._leave()
             return
-        self._heard_ms = self.process.world.now_ms
+        self._answered_ms = self.process.world.now_ms
         if answer.code is not Code.OK:
             self._not_joined(answer.code)
             return
@@ -91,7 +91,7 @@ class ClassicClient(Client):
     def _synced(self, answer: Answer) -> None:
         if self.closed or not self._joining:
             return
-        self._heard_ms = self.process.world.now_ms
+        self._answered_ms = self.process.world.now_ms
         if answer.code is not Code.OK:
             self._not_joined(answer.code)
             return
@@ -103,9 +103,9 @@ class ClassicClient(Client):
         revoked, added = self.owned - answer.assignment, answer.assignment - self.owned
         if revoked:
             # librdkafka always runs the second step, even if nothing was added and whatever happened meanwhile.
-            self._ask(Kind.REVOKE, revoked, lambda: self._ask(Kind.ASSIGN, added, self._join_again))
+            self._start_op(Kind.REVOKE, revoked, lambda: self._start_op(Kind.ASSIGN, added, self._join_again))
         else:
-            self._ask(Kind.ASSIGN, added, self._taken)
+            self._start_op(Kind.ASSIGN, added, self._taken)
 
     def _not_joined(self, code: Code) -> None:
         self._joining = False
@@ -140,7 +140,7 @@ class ClassicClient(Client):
         self._later(HEARTBEAT_MS, self._beat)
         if self._joining or not self._in_group or (not self.member and self.calling is not None):
             return
-        if self.member and self.process.world.now_ms - self._heard_ms > self._group.session_ms:
+        if self.member and self.process.world.now_ms - self._answered_ms > self._group.session_ms:
             self._failed(Code.UNKNOWN_MEMBER)  # the library's own session timer
             return
         member, generation = self.member, self.generation
@@ -154,7 +154,7 @@ class ClassicClient(Client):
         if self.closed or (member, generation) != (self.member, self.generation) or self._joining:
             return
         if answer.code in (Code.OK, Code.REBALANCE):
-            self._heard_ms = self.process.world.now_ms
+            self._answered_ms = self.process.world.now_ms
         if answer.code is not Code.OK:
             self._failed(answer.code)
 
@@ -168,7 +168,7 @@ class ClassicClient(Client):
         if code is Code.REBALANCE:
             self._rebalance()
         elif self.owned or (self._in_group and not self._group.incremental):
-            self._ask(Kind.LOST, self.owned, self._join_again)
+            self._start_op(Kind.LOST, self.owned, self._join_again)
         else:
             self._join()
 
@@ -176,7 +176,7 @@ class ClassicClient(Client):
         if self._group.incremental or not self._in_group:
             self._join()
         else:
-            self._ask(Kind.REVOKE, self.owned, self._join_again)
+            self._start_op(Kind.REVOKE, self.owned, self._join_again)
 
     def _forget(self, code: Code) -> None:
         if code is Code.UNKNOWN_MEMBER:

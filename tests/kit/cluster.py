@@ -15,7 +15,7 @@ from kit.transactions import Transactions
 from kit.world import Process, World
 from spark_group_source.model import TopicPartition
 
-HEARD_MS = (50, 5_000)
+UPDATE_MS = (50, 5_000)
 """Time from a change of topics until the members of a group know it."""
 REPORTS_EPOCHS_SHARE = 0.8
 """Share of the histories whose brokers report leader epochs; in the others only a short log shows a truncation."""
@@ -67,7 +67,7 @@ class Cluster:
 
     Args:
         kind: the protocol of groups that are made on demand.
-        books: told of what really happens; None where a test looks by itself.
+        books: receives what really happens; None where a test checks it itself.
     """
 
     def __init__(self, world: World, kind: type[Group], books: Books | None = None) -> None:
@@ -108,22 +108,22 @@ class Cluster:
         gone = [TopicPartition(name, p) for p in range(len(self.topics.pop(name).logs))]
         for group in self.groups.values():
             group.forget(gone)
-        self._tell()
+        self._update_groups()
 
     def _add(self, name: str, count: int, first: int, serves_from_ms: int) -> list[TopicPartition]:
         logs = self.topics[name].logs
         begin = len(logs)
         logs += [Log(first, first, serves_from_ms=serves_from_ms) for _ in range(count)]
-        self._tell()
+        self._update_groups()
         return [TopicPartition(name, begin + p) for p in range(count)]
 
-    def _tell(self) -> None:
+    def _update_groups(self) -> None:
         for group in self.groups.values():
             if self.world.now_ms == 0:
                 group.set_topics(self.counts())
             else:
-                heard_ms = self.world.draws("topics are heard of").between(*HEARD_MS)
-                self.world.at(heard_ms, lambda group=group: group.set_topics(self.counts()))  # type: ignore[misc]
+                delay_ms = self.world.draws("topics are heard of").between(*UPDATE_MS)
+                self.world.at(delay_ms, lambda group=group: group.set_topics(self.counts()))  # type: ignore[misc]
 
     def counts(self) -> dict[str, int]:
         return {name: len(topic.logs) for name, topic in self.topics.items()}

@@ -16,7 +16,7 @@ class ConsumerClient(Client):
     _group: ConsumerGroup
     _started = False
     _beating = False
-    _asking = False
+    _heartbeat_in_flight = False
     _again = False
     _thrown_out = False
 
@@ -58,10 +58,10 @@ class ConsumerClient(Client):
     def _beat_now(self, *, full: bool = True) -> None:
         if self._thrown_out or not self._started:
             return
-        if self._asking:
+        if self._heartbeat_in_flight:
             self._again |= full
             return
-        self._asking = True
+        self._heartbeat_in_flight = True
         owned = self.owned if full and not self.holding else None
         self._send(self.thread, self.generation, owned, self._beaten, full=full)
 
@@ -76,7 +76,7 @@ class ConsumerClient(Client):
         )
 
     def _beaten(self, answer: Answer) -> None:
-        self._asking = False
+        self._heartbeat_in_flight = False
         if self.closed or not self._started:
             return
         if answer.code is Code.OK:
@@ -98,9 +98,9 @@ class ConsumerClient(Client):
             return
         revoked, added = self.owned - answer.assignment, answer.assignment - self.owned
         if revoked:
-            self._ask(Kind.REVOKE, revoked, self._go_on)
+            self._start_op(Kind.REVOKE, revoked, self._go_on)
         elif added:
-            self._ask(Kind.ASSIGN, added, self._go_on)
+            self._start_op(Kind.ASSIGN, added, self._go_on)
 
     def _go_on(self) -> None:
         """The application has completed its operation. Only now librdkafka reports the events meanwhile
@@ -112,7 +112,7 @@ class ConsumerClient(Client):
 
     def _rejoin(self) -> None:
         if self.owned:
-            self._ask(Kind.LOST, self.owned, self._begin_again)
+            self._start_op(Kind.LOST, self.owned, self._begin_again)
         else:
             self._begin_again()
 
@@ -161,4 +161,4 @@ class TakingClient(Client):
             return
         assert answer.assignment is not None
         self._is(member=answer.member, generation=answer.generation)
-        self._ask(Kind.ASSIGN, answer.assignment, lambda: None)
+        self._start_op(Kind.ASSIGN, answer.assignment, lambda: None)

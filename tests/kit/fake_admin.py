@@ -15,7 +15,7 @@ from kit.cluster import Log, Topic
 from kit.environment import Future
 from kit.fake_library import NO_OFFSET, Answered, Library, from_kafka, refusal, to_kafka
 from kit.kafka_group import Code
-from kit.misfortune import Ask
+from kit.misfortune import RequestKind
 from kit.wire import Partly, PendingRequest, Reply, Serve
 from kit.world import Process, the_thread, to_ms
 
@@ -54,7 +54,7 @@ class FakeAdmin:
             reply(SimpleNamespace(topics=found))
 
         return self._library.answer(
-            Ask.TOPICS,
+            RequestKind.TOPICS,
             serve,
             timeout_ms=to_ms(timeout if timeout > 0 else REQUEST_S),
             timed_out=lambda: refusal(KafkaError._TRANSPORT, "Failed to get metadata"),
@@ -71,7 +71,7 @@ class FakeAdmin:
             return found[name] or refusal(KafkaError.UNKNOWN_TOPIC_OR_PART)
 
         text = "Failed while waiting for controller"
-        return self._futures(Ask.DESCRIBE, names, serve, one, request_timeout, text)
+        return self._futures(RequestKind.DESCRIBE, names, serve, one, request_timeout, text)
 
     def list_offsets(
         self,
@@ -95,7 +95,7 @@ class FakeAdmin:
         if self._library.process.cut_off() and self._draws.chance(0.7):
             error = KafkaError(KafkaError._NOENT, "Failed to query partition leaders: No leaders found")
             return {p: self._failed(error) for p in specs}
-        return self._futures(Ask.OFFSETS, list(specs), serve, lambda p, found: found[p], request_timeout, "")
+        return self._futures(RequestKind.OFFSETS, list(specs), serve, lambda p, found: found[p], request_timeout, "")
 
     def describe_consumer_groups(
         self, group_ids: Sequence[str], *, request_timeout: float = REQUEST_S, **_: Any
@@ -103,27 +103,29 @@ class FakeAdmin:
         def serve(reply: Reply) -> None:
             reply({name: self._group(name) for name in group_ids})
 
-        return self._futures(Ask.GROUP, list(group_ids), serve, lambda name, found: found[name], request_timeout, "")
+        return self._futures(
+            RequestKind.GROUP, list(group_ids), serve, lambda name, found: found[name], request_timeout, ""
+        )
 
     def alter_consumer_group_offsets(
         self, request: Sequence[Any], *, request_timeout: float = REQUEST_S, **_: Any
     ) -> Futures:
-        (asked,) = request
-        entries = self._library.entries(asked.topic_partitions)
+        (wanted,) = request
+        entries = self._library.entries(wanted.topic_partitions)
 
         def serve(reply: Reply) -> None:
             there = {tp: entry for tp, entry in entries.items() if self._cluster.log(tp) is not None}
-            reply((self._cluster.group(asked.group_id).commit("", -1, there), there.keys()))
+            reply((self._cluster.group(wanted.group_id).commit("", -1, there), there.keys()))
 
         def one(_: str, answer: Any) -> Any:
             code, there = answer
             answers = []
-            for p in asked.topic_partitions:
+            for p in wanted.topic_partitions:
                 number = (code if from_kafka(p) in there else Code.UNKNOWN_TOPIC).value
                 answers.append(Answered(p.topic, p.partition, p.offset, error=KafkaError(number) if number else None))
-            return SimpleNamespace(group_id=asked.group_id, topic_partitions=answers)
+            return SimpleNamespace(group_id=wanted.group_id, topic_partitions=answers)
 
-        return self._futures(Ask.ALTER, [asked.group_id], serve, one, request_timeout, "")
+        return self._futures(RequestKind.ALTER, [wanted.group_id], serve, one, request_timeout, "")
 
     # --- at the broker ----------------------------------------------------------------------------------------------
 
@@ -184,7 +186,7 @@ class FakeAdmin:
 
     def _futures(
         self,
-        ask: Ask,
+        kind: RequestKind,
         keys: Iterable[Any],
         serve: Serve,
         one: Callable[[Any, Any], Any],
@@ -197,10 +199,14 @@ class FakeAdmin:
 
         def settle(answer: Any) -> None:
             for key, future in futures.items():
-                error = self._library.partial_error(ask) if isinstance(answer, Partly) else None
+                error = self._library.partial_error(kind) if isinstance(answer, Partly) else None
                 whole = answer.answer if isinstance(answer, Partly) else answer
                 part = error or (whole if isinstance(whole, KafkaError) else one(key, whole))
-                if ask is Ask.OFFSETS and isinstance(part, KafkaError) and part.code() == KafkaError._TIMED_OUT:
+                if (
+                    kind is RequestKind.OFFSETS
+                    and isinstance(part, KafkaError)
+                    and part.code() == KafkaError._TIMED_OUT
+                ):
                     part = self._out_of_time(part)
                 if isinstance(part, KafkaError):
                     future.set_exception(KafkaException(part))
@@ -209,7 +215,7 @@ class FakeAdmin:
 
         PendingRequest(
             self._library,
-            ask,
+            kind,
             serve,
             settle,
             timeout_ms=to_ms(timeout_s),

@@ -16,7 +16,7 @@ from confluent_kafka import TopicPartition as KafkaPartition
 from kit.fake_library import Answered, Library, from_kafka, refusal, to_kafka
 from kit.kafka_client import Client, Kind, Op, client_class
 from kit.kafka_group import Code, Entry
-from kit.misfortune import Ask
+from kit.misfortune import RequestKind
 from kit.wire import Partly, PendingRequest, Reply
 from kit.world import Process, Thread, the_thread, to_ms
 from spark_group_source.model import TopicPartition
@@ -193,7 +193,7 @@ class FakeConsumer:
 
         PendingRequest(
             self._library,
-            Ask.EPOCHS,
+            RequestKind.EPOCHS,
             serve,
             settle,
             timeout_ms=COMMIT_MS_MAX,
@@ -272,14 +272,16 @@ class FakeConsumer:
             reply((code, {tp: KafkaError(Code.UNKNOWN_TOPIC.value) for tp in entries if tp not in there}))
 
         answer = self._library.answer(
-            Ask.COMMIT,
+            RequestKind.COMMIT,
             serve,
             timeout_ms=int(self._library.settings.get("session.timeout.ms", COMMIT_MS_MAX)),
             timed_out=lambda: refusal(KafkaError._WAIT_COORD, "Commit failed"),
         )
         code, errors = answer.answer if isinstance(answer, Partly) else answer
         if isinstance(answer, Partly):
-            errors |= {tp: error for tp in entries if (error := self._library.partial_error(Ask.COMMIT)) is not None}
+            errors |= {
+                tp: error for tp in entries if (error := self._library.partial_error(RequestKind.COMMIT)) is not None
+            }
         if code is not Code.OK:
             if self._client is not None:
                 self._client.refused(code)
@@ -290,20 +292,20 @@ class FakeConsumer:
 
     def committed(self, partitions: Sequence[KafkaPartition], timeout: float = -1.0) -> list[Answered]:
         self._enter()
-        asked = [from_kafka(p) for p in partitions]
+        requested = [from_kafka(p) for p in partitions]
         group = self._library.cluster.group(self._library.settings["group.id"])
         stable = self._library.settings.get("isolation.level", "read_committed") == "read_committed"
         answer = self._library.answer(
-            Ask.COMMITTED,
-            lambda reply: group.read(asked, stable, reply),
+            RequestKind.COMMITTED,
+            lambda reply: group.read(requested, stable, reply),
             timeout_ms=to_ms(timeout),
             timed_out=lambda: refusal(KafkaError._TIMED_OUT, "Failed to get committed offsets"),
         )
         partly = isinstance(answer, Partly)
         found: dict[TopicPartition, Entry | None] = answer.answer if isinstance(answer, Partly) else answer
         answers = []
-        for tp in asked:
-            error = self._library.partial_error(Ask.COMMITTED) if partly else None
+        for tp in requested:
+            error = self._library.partial_error(RequestKind.COMMITTED) if partly else None
             entry = None if error is not None else found[tp]
             if entry is None:
                 answers.append(Answered(tp.topic, tp.partition, error=error))

@@ -13,7 +13,7 @@ from confluent_kafka import TopicPartition as KafkaPartition
 
 from kit.environment import Future
 from kit.kafka_group import Code, Entry
-from kit.misfortune import Ask
+from kit.misfortune import RequestKind
 from kit.wire import PendingRequest, Serve
 from kit.world import Process, the_thread
 from spark_group_source.model import TopicPartition
@@ -47,7 +47,7 @@ class Library:
         self.number = cluster.client_number(process, kind)
         self.thread = f"{kind}{self.number}"
 
-    def answer(self, ask: Ask, serve: Serve, *, timeout_ms: int, timed_out: Callable[[], KafkaError]) -> Any:
+    def answer(self, ask: RequestKind, serve: Serve, *, timeout_ms: int, timed_out: Callable[[], KafkaError]) -> Any:
         """Send a request and wait for the answer, on the current thread.
 
         Raises:
@@ -61,7 +61,7 @@ class Library:
             raise KafkaException(answer)
         return answer
 
-    def partial_error(self, ask: Ask) -> KafkaError | None:
+    def partial_error(self, ask: RequestKind) -> KafkaError | None:
         code = self.cluster.misfortune.partial(self.process.draws(f"{self.thread}/{ask.value}/parts"), ask)
         return KafkaError(code) if code else None
 

@@ -12,7 +12,7 @@ from confluent_kafka import TopicPartition as KafkaPartition
 
 from kit.fake_library import Library, refusal
 from kit.kafka_group import Code
-from kit.misfortune import Ask
+from kit.misfortune import RequestKind
 from kit.transactions import TRANSACTION_MS
 from kit.wire import Partly, Reply
 from kit.world import Process, to_ms
@@ -56,7 +56,7 @@ class FakeProducer:
                 reply(epoch)
 
         try:
-            self._epoch = self._ask(Ask.INIT, serve, timeout, self._unanswered_error)
+            self._epoch = self._request(RequestKind.INIT, serve, timeout, self._unanswered_error)
         finally:
             self._library.cluster.transactions.answered.add(self._library.process.name)
         self._state = "Ready"
@@ -103,8 +103,8 @@ class FakeProducer:
             error = self._coordinator_error(code, failed)
             reply(error or (code if code is Code.OK else _abortable(code)))
 
-        self._ask(Ask.ADD, add, timeout, self._timed_out, registers=True)
-        self._ask(Ask.SEND, send, 2 * timeout, self._timed_out)  # its own timeout is the later one
+        self._request(RequestKind.ADD, add, timeout, self._timed_out, registers=True)
+        self._request(RequestKind.SEND, send, 2 * timeout, self._timed_out)  # its own timeout is the later one
 
     def commit_transaction(self, timeout: float = -1.0) -> None:
         self._end("commit_transaction", timeout)
@@ -133,14 +133,14 @@ class FakeProducer:
                 transactions.end(self._id, epoch, commit=commit, done=done)
 
             self._unanswered = call
-            self._ask(Ask.END, serve, timeout, self._unanswered_error)
+            self._request(RequestKind.END, serve, timeout, self._unanswered_error)
         self._unanswered, self._state = "", "Ready"
 
     # --- helpers ----------------------------------------------------------------------------------------------------
 
-    def _ask(
+    def _request(
         self,
-        ask: Ask,
+        kind: RequestKind,
         serve: Callable[[Reply], None],
         timeout: float,
         timed_out: Callable[[], KafkaError],
@@ -148,9 +148,9 @@ class FakeProducer:
         registers: bool = False,
     ) -> Any:
         try:
-            answer = self._library.answer(ask, serve, timeout_ms=to_ms(timeout), timed_out=timed_out)
+            answer = self._library.answer(kind, serve, timeout_ms=to_ms(timeout), timed_out=timed_out)
         except KafkaException as exc:
-            error = self._flagged(exc.args[0], ask)
+            error = self._flagged(exc.args[0], kind)
             if error.fatal():
                 self._fatal = error
             elif error.txn_requires_abort():
@@ -159,14 +159,14 @@ class FakeProducer:
         self._registered |= registers
         return answer.answer if isinstance(answer, Partly) else answer
 
-    def _flagged(self, error: KafkaError, ask: Ask) -> KafkaError:
+    def _flagged(self, error: KafkaError, kind: RequestKind) -> KafkaError:
         """An injected error, with the flags that the library sets for this call."""
         if error.fatal() or error.retriable() or error.txn_requires_abort():
             return error
         passing = (KafkaError.COORDINATOR_LOAD_IN_PROGRESS, KafkaError.CONCURRENT_TRANSACTIONS)
-        if ask is Ask.ADD and error.code() in passing:
+        if kind is RequestKind.ADD and error.code() in passing:
             return refusal(error.code(), "Failed to add offsets to transaction", retriable=True)
-        return refusal(error.code(), f"Failed to {ask.value}", txn_requires_abort=True)
+        return refusal(error.code(), f"Failed to {kind.value}", txn_requires_abort=True)
 
     def _coordinator_error(self, code: Code, text: str) -> KafkaError | None:
         if code is Code.FENCED_PRODUCER:

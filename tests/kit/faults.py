@@ -197,7 +197,7 @@ class Faults:
         if run.publisher.drain:
             return False
         run.publisher.drain = True
-        self.world.note(f"{run.process.name}: asked to drain")
+        self.world.note(f"{run.process.name}: a drain was requested")
         self.world.at(self.draws.between(3_000, 15_000), run.stop)
         return True
 

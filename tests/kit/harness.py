@@ -146,8 +146,8 @@ class GroupHarness:
         commands: Commands = []
         for _ in range(0, ms, PING_MS):
             commands += self.tick(ms=PING_MS)
-            heard = hosts or tuple(self.run.placement.agents.all)
-            commands += self.feed(*(ev.AgentHeartbeat(agent=host) for host in heard))
+            connected = hosts or tuple(self.run.placement.agents.all)
+            commands += self.feed(*(ev.AgentHeartbeat(agent=host) for host in connected))
         return commands
 
     # --- Spark ----------------------------------------------------------------------------------------------------

@@ -54,7 +54,7 @@ class Op:
     def begin(self) -> None:
         """The application starts to process the operation."""
         if self.kind is Kind.LOST and self.tps:
-            self._tell(self._client.truth.lost)
+            self._call_hook(self._client.truth.lost)
 
     def done(self) -> None:
         """The application has assigned or released the partitions. Only the first call counts."""
@@ -66,15 +66,15 @@ class Op:
             return
         if self.kind is Kind.ASSIGN:
             client.owned |= self.tps
-            self._tell(client.truth.assigned)
+            self._call_hook(client.truth.assigned)
         else:
             client.owned -= self.tps
             if self.kind is Kind.REVOKE:
-                self._tell(client.truth.released)
+                self._call_hook(client.truth.released)
         client.calling = None
         self._then()
 
-    def _tell(self, hook: Callable[[Tps, "Client"], None]) -> None:
+    def _call_hook(self, hook: Callable[[Tps, "Client"], None]) -> None:
         try:
             hook(self.tps, self._client)
         except AssertionError as exc:  # a rule is broken: the application, called here, must not swallow the error
@@ -114,7 +114,7 @@ class Client:
         self.closed = False
         self._listener, self._group = listener, group
         self._leaving = self._closing = False
-        self._heard_ms = process.world.now_ms
+        self._answered_ms = process.world.now_ms
 
     @property
     def holding(self) -> bool:
@@ -145,7 +145,7 @@ class Client:
         """Revoke all partitions before :meth:`close`, unless the application is in another operation."""
         self._closing = True
         if self.owned and self.calling is None and not self.closed:
-            self._ask(Kind.REVOKE, self.owned, lambda: None)
+            self._start_op(Kind.REVOKE, self.owned, lambda: None)
 
     def close(self, *, leave: bool) -> None:
         """Close. ``leave``: end a static membership too, where the protocol supports that."""
@@ -175,7 +175,7 @@ class Client:
         """Continue with leaving, if that is in progress. Returns whether it is."""
         if self._leaving:
             if self.owned:
-                self._ask(Kind.REVOKE, self.owned, self._leave)
+                self._start_op(Kind.REVOKE, self.owned, self._leave)
             else:
                 self._leave()
         return self._leaving
@@ -191,7 +191,7 @@ class Client:
     def _later(self, delay_ms: int, do: Callable[[], None]) -> None:
         self.process.later(self.thread, delay_ms, lambda: None if self.closed else do())
 
-    def _ask(self, kind: Kind, tps: Tps, then: Callable[[], None]) -> None:
+    def _start_op(self, kind: Kind, tps: Tps, then: Callable[[], None]) -> None:
         """Start an operation of the application; ``then`` runs when it is done."""
         self.calling = Op(self, kind, tps, then)
         self._listener.rebalance(self.calling)

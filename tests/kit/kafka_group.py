@@ -157,11 +157,11 @@ class Group:
         reply: Callable[[dict[TopicPartition, Entry | None]], None],
     ) -> None:
         """Read committed offsets; a stable read waits for unfinished transactions."""
-        asked = list(tps)
-        if stable and any(tp in sent for sent in self._pending.values() for tp in asked):
-            self.world.at(STABLE_CHECK_MS, lambda: self.read(asked, stable, reply))
+        requested = list(tps)
+        if stable and any(tp in sent for sent in self._pending.values() for tp in requested):
+            self.world.at(STABLE_CHECK_MS, lambda: self.read(requested, stable, reply))
         else:
-            reply({tp: self.offsets.get(tp) for tp in asked})
+            reply({tp: self.offsets.get(tp) for tp in requested})
 
     def commit(
         self, member: str, generation: int, entries: Mapping[TopicPartition, Entry], *, instance: str | None = None

@@ -15,7 +15,7 @@ from confluent_kafka import KafkaError
 from kit.world import Draws
 
 
-class Ask(Enum):
+class RequestKind(Enum):
     """The kinds of requests."""
 
     TOPICS = "list topics"
@@ -39,41 +39,51 @@ class Luck(Enum):
     TWICE = "done twice"
     NEVER = "not answered"
     REFUSED = "refused"
-    LIED = "done, and answered with an error"
+    FALSE_ERROR = "done, and answered with an error"
     PARTLY = "answered in part"
 
 
 _COORDINATOR = (KafkaError.COORDINATOR_NOT_AVAILABLE, KafkaError.NOT_COORDINATOR)
 _TRANSACTION = (KafkaError.TRANSACTION_ABORTABLE, KafkaError.UNKNOWN)
 
-REFUSALS: Final[Mapping[Ask, Sequence[int]]] = {
-    Ask.TOPICS: (KafkaError._TRANSPORT, KafkaError._TIMED_OUT),
-    Ask.DESCRIBE: (KafkaError._TIMED_OUT, KafkaError.REQUEST_TIMED_OUT, KafkaError.UNKNOWN),
-    Ask.OFFSETS: (KafkaError._NOENT, KafkaError._TIMED_OUT, KafkaError._TRANSPORT),
-    Ask.EPOCHS: (KafkaError._TIMED_OUT,),
-    Ask.GROUP: (*_COORDINATOR, KafkaError.COORDINATOR_LOAD_IN_PROGRESS, KafkaError._TRANSPORT),
-    Ask.COMMITTED: (*_COORDINATOR, KafkaError._TIMED_OUT, KafkaError.UNKNOWN),
-    Ask.COMMIT: (KafkaError._WAIT_COORD, KafkaError._TRANSPORT, KafkaError.REQUEST_TIMED_OUT, KafkaError.UNKNOWN),
-    Ask.ALTER: (*_COORDINATOR, KafkaError.REQUEST_TIMED_OUT),
-    Ask.INIT: (KafkaError._TIMED_OUT,),
-    Ask.ADD: (KafkaError.COORDINATOR_LOAD_IN_PROGRESS, KafkaError.CONCURRENT_TRANSACTIONS, *_TRANSACTION),
-    Ask.SEND: (KafkaError.COORDINATOR_LOAD_IN_PROGRESS, KafkaError.REQUEST_TIMED_OUT, *_TRANSACTION),
-    Ask.END: (KafkaError._TIMED_OUT, *_TRANSACTION),
+REFUSALS: Final[Mapping[RequestKind, Sequence[int]]] = {
+    RequestKind.TOPICS: (KafkaError._TRANSPORT, KafkaError._TIMED_OUT),
+    RequestKind.DESCRIBE: (KafkaError._TIMED_OUT, KafkaError.REQUEST_TIMED_OUT, KafkaError.UNKNOWN),
+    RequestKind.OFFSETS: (KafkaError._NOENT, KafkaError._TIMED_OUT, KafkaError._TRANSPORT),
+    RequestKind.EPOCHS: (KafkaError._TIMED_OUT,),
+    RequestKind.GROUP: (*_COORDINATOR, KafkaError.COORDINATOR_LOAD_IN_PROGRESS, KafkaError._TRANSPORT),
+    RequestKind.COMMITTED: (*_COORDINATOR, KafkaError._TIMED_OUT, KafkaError.UNKNOWN),
+    RequestKind.COMMIT: (
+        KafkaError._WAIT_COORD,
+        KafkaError._TRANSPORT,
+        KafkaError.REQUEST_TIMED_OUT,
+        KafkaError.UNKNOWN,
+    ),
+    RequestKind.ALTER: (*_COORDINATOR, KafkaError.REQUEST_TIMED_OUT),
+    RequestKind.INIT: (KafkaError._TIMED_OUT,),
+    RequestKind.ADD: (KafkaError.COORDINATOR_LOAD_IN_PROGRESS, KafkaError.CONCURRENT_TRANSACTIONS, *_TRANSACTION),
+    RequestKind.SEND: (KafkaError.COORDINATOR_LOAD_IN_PROGRESS, KafkaError.REQUEST_TIMED_OUT, *_TRANSACTION),
+    RequestKind.END: (KafkaError._TIMED_OUT, *_TRANSACTION),
 }
 """Temporary errors of each request that the application sees. The library itself retries after all others."""
 
-LIES: Final[Mapping[Ask, Sequence[int]]] = {
-    Ask.COMMIT: (KafkaError._WAIT_COORD, KafkaError._TRANSPORT, KafkaError.REQUEST_TIMED_OUT, KafkaError.UNKNOWN),
-    Ask.ALTER: (KafkaError.REQUEST_TIMED_OUT, KafkaError.UNKNOWN),
-    Ask.ADD: (KafkaError._TIMED_OUT,),
-    Ask.SEND: (KafkaError._TIMED_OUT, KafkaError.REQUEST_TIMED_OUT, KafkaError.UNKNOWN),
-    Ask.END: (KafkaError._TIMED_OUT, KafkaError._TIMED_OUT, KafkaError._TIMED_OUT, KafkaError.UNKNOWN),
+FALSE_ERRORS: Final[Mapping[RequestKind, Sequence[int]]] = {
+    RequestKind.COMMIT: (
+        KafkaError._WAIT_COORD,
+        KafkaError._TRANSPORT,
+        KafkaError.REQUEST_TIMED_OUT,
+        KafkaError.UNKNOWN,
+    ),
+    RequestKind.ALTER: (KafkaError.REQUEST_TIMED_OUT, KafkaError.UNKNOWN),
+    RequestKind.ADD: (KafkaError._TIMED_OUT,),
+    RequestKind.SEND: (KafkaError._TIMED_OUT, KafkaError.REQUEST_TIMED_OUT, KafkaError.UNKNOWN),
+    RequestKind.END: (KafkaError._TIMED_OUT, KafkaError._TIMED_OUT, KafkaError._TIMED_OUT, KafkaError.UNKNOWN),
 }
 """Errors of requests that were executed all the same; all other requests change nothing."""
 
-PARTIAL: Final[Mapping[Ask, Sequence[int]]] = {
-    Ask.DESCRIBE: (KafkaError.LEADER_NOT_AVAILABLE, KafkaError.UNKNOWN_TOPIC_OR_PART),
-    Ask.OFFSETS: (
+PARTIAL: Final[Mapping[RequestKind, Sequence[int]]] = {
+    RequestKind.DESCRIBE: (KafkaError.LEADER_NOT_AVAILABLE, KafkaError.UNKNOWN_TOPIC_OR_PART),
+    RequestKind.OFFSETS: (
         KafkaError.UNKNOWN_TOPIC_OR_PART,
         KafkaError.NOT_LEADER_FOR_PARTITION,
         KafkaError.LEADER_NOT_AVAILABLE,
@@ -82,16 +92,16 @@ PARTIAL: Final[Mapping[Ask, Sequence[int]]] = {
         KafkaError._UNKNOWN_PARTITION,
         KafkaError._TIMED_OUT,
     ),
-    Ask.COMMITTED: (KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError.UNSTABLE_OFFSET_COMMIT),
-    Ask.COMMIT: (KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError.REQUEST_TIMED_OUT),
-    Ask.ALTER: (KafkaError.UNKNOWN_TOPIC_OR_PART,),
+    RequestKind.COMMITTED: (KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError.UNSTABLE_OFFSET_COMMIT),
+    RequestKind.COMMIT: (KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError.REQUEST_TIMED_OUT),
+    RequestKind.ALTER: (KafkaError.UNKNOWN_TOPIC_OR_PART,),
 }
 """Errors of one topic or partition in an answer without other errors."""
 
 
-_ONLY: Final[Mapping[Luck, Container[Ask]]] = {
+_ONLY: Final[Mapping[Luck, Container[RequestKind]]] = {
     Luck.PARTLY: PARTIAL,
-    Luck.LIED: LIES,
+    Luck.FALSE_ERROR: FALSE_ERRORS,
 }
 
 
@@ -103,28 +113,28 @@ class Misfortune:
     twice: float = 0.0
     never: float = 0.0
     refused: float = 0.0
-    lied: float = 0.0
+    false_errors: float = 0.0
     partly: float = 0.0
     late_ms_max: int = 4_000
 
-    def draw(self, draws: Draws, ask: Ask) -> Luck | None:
+    def draw(self, draws: Draws, kind: RequestKind) -> Luck | None:
         """The fault of this request, if any."""
-        shares = (self.late, self.twice, self.never, self.refused, self.lied, self.partly)
+        shares = (self.late, self.twice, self.never, self.refused, self.false_errors, self.partly)
         if not any(shares):
             return None
         at = draws.random()
         for luck, share in zip(Luck, shares, strict=True):
             if at < share:
-                return None if ask not in _ONLY.get(luck, Ask) else luck
+                return None if kind not in _ONLY.get(luck, RequestKind) else luck
             at -= share
         return None
 
-    def refusal(self, draws: Draws, ask: Ask) -> int:
-        return draws.choice(REFUSALS[ask])
+    def refusal(self, draws: Draws, kind: RequestKind) -> int:
+        return draws.choice(REFUSALS[kind])
 
-    def lie(self, draws: Draws, ask: Ask) -> int:
-        return draws.choice(LIES[ask])
+    def false_error(self, draws: Draws, kind: RequestKind) -> int:
+        return draws.choice(FALSE_ERRORS[kind])
 
-    def partial(self, draws: Draws, ask: Ask) -> int:
+    def partial(self, draws: Draws, kind: RequestKind) -> int:
         """The error of one part of an answer; 0 for none."""
-        return draws.choice(PARTIAL[ask]) if draws.chance(0.5) else 0
+        return draws.choice(PARTIAL[kind]) if draws.chance(0.5) else 0

@@ -201,7 +201,7 @@ class RunHarness:
         """The event with which the shell answers a request or the end of the run."""
         match step:
             case ev.ListTopics() | ev.ReadTarget() | ev.ReadLogEnds() | ev.DescribeGroup() if (
-                self.clock() < self.down_until_ms or self._asks_no_leader(step)
+                self.clock() < self.down_until_ms or self._has_no_leader(step)
             ):
                 self.clock.advance(ms=GIVEN_UP_MS)
                 return ev.RequestFailed(error=BrokerUnavailable("no leaders", servers="b:9092", waited_ms=GIVEN_UP_MS))
@@ -226,12 +226,12 @@ class RunHarness:
             case ev.CloseMembers():
                 return ev.MembersClosing(leave=step.leave)
             case _:
-                raise AssertionError(f"{step} is no question")
+                raise AssertionError(f"{step} is no request")
 
-    def _asks_no_leader(self, step: ev.Step) -> bool:
+    def _has_no_leader(self, step: ev.Step) -> bool:
         """Whether one of the requests is about partitions without a leader only: an answer about none is no answer."""
-        asked = (step.ends, step.firsts, step.log_ends) if isinstance(step, ev.ReadLogEnds) else ()
-        return any(tps and self.leaderless.issuperset(tps) for tps in asked)
+        requested = (step.ends, step.firsts, step.log_ends) if isinstance(step, ev.ReadLogEnds) else ()
+        return any(tps and self.leaderless.issuperset(tps) for tps in requested)
 
     def _carry_out(self, commands: Commands) -> None:
         """Record the commands; Kafka answers them later."""
@@ -253,8 +253,8 @@ class RunHarness:
                 if self.clock() < self.down_until_ms:
                     error = BrokerUnavailable("no coordinator", servers="b:9092", waited_ms=GIVEN_UP_MS)
                     return ev.LookupFailed(partitions=command.partitions, error=error)
-                asked = [tp for tp in command.partitions if tp not in self.unanswered_commits]
-                read = {tp: self.committed.get(tp) for tp in asked}
+                requested = [tp for tp in command.partitions if tp not in self.unanswered_commits]
+                read = {tp: self.committed.get(tp) for tp in requested}
                 noted = [
                     self.committed[tp].reset_number
                     for tp in command.partitions + command.notes_only
@@ -263,8 +263,8 @@ class RunHarness:
                 reset_number = max(noted, default=0) if command.notes_only else None
                 return ev.CommittedOffsetsRead(offsets=read, requested=command.partitions, reset_number=reset_number)
             case ev.ResolveStarts():
-                asked = [tp for tp in command.starts if tp not in self.unanswered_starts]
-                found = {tp: self._start_of(tp, command.starts[tp]) for tp in asked}
+                requested = [tp for tp in command.starts if tp not in self.unanswered_starts]
+                found = {tp: self._start_of(tp, command.starts[tp]) for tp in requested}
                 return ev.StartsResolved(offsets=found, requested=tuple(command.starts))
             case ev.CommitOffsets():
                 for tp, at in command.offsets.items():
@@ -286,6 +286,6 @@ class RunHarness:
         return self.firsts[tp] if at.kind == "earliest" else self.ends[tp] if at.kind == "latest" else at.value
 
 
-def _some(known: Mapping[K, V], asked: Iterable[K], silent: Container[K] = ()) -> dict[K, V]:
+def _some(known: Mapping[K, V], requested: Iterable[K], silent: Container[K] = ()) -> dict[K, V]:
     """The known values of the requested keys."""
-    return {key: known[key] for key in asked if key in known and key not in silent}
+    return {key: known[key] for key in requested if key in known and key not in silent}

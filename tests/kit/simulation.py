@@ -79,12 +79,12 @@ def run(seed: int, *, protocol: str | None = None, agents: bool = False) -> Outc
     drawn = world.draws("protocol").choice(names)
     protocol = protocol or drawn
     again = f"again: python -m tests.simulation {seed} {protocol}{' agents' if agents else ''}"
-    with telling(world, f"{seed} ({protocol})", again):
+    with story_on_failure(world, f"{seed} ({protocol})", again):
         return _play(world, seed, protocol, agents=agents)
 
 
 @contextmanager
-def telling(world: World, name: str, again: str = "") -> Iterator[None]:
+def story_on_failure(world: World, name: str, again: str = "") -> Iterator[None]:
     """Play a history with the product's log disabled, because the story has more, and without pauses after lost
     races, which would take real time; close its world.
 

@@ -303,7 +303,7 @@ class SparkRun:
             self._stopping = True
             self._thread.interrupt(SystemExit())
 
-    def heard(self, channel: Channel, message: ms.AgentReport) -> None:
+    def receive(self, channel: Channel, message: ms.AgentReport) -> None:
         """A message of an agent has arrived."""
         if self._inbox is None:
             self._inbox = Inbox(self.process, self._take)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from confluent_kafka import KafkaError
 
-from kit.misfortune import Ask, Luck
+from kit.misfortune import Luck, RequestKind
 from kit.world import REQUEST_TIMEOUT_MS
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class PendingRequest:
     def __init__(
         self,
         library: "Library",
-        ask: Ask,
+        kind: RequestKind,
         serve: Serve,
         settle: Callable[[Any], None],
         *,
@@ -49,20 +49,20 @@ class PendingRequest:
     ) -> None:
         self._process, self._thread, self._world = library.process, library.thread, library.world
         self._misfortune = library.cluster.misfortune
-        self._ask, self._serve, self._settle = ask, serve, settle
+        self._kind, self._serve, self._settle = kind, serve, settle
         self._timeout_ms, self._timed_out = timeout_ms, timed_out
         self._settled = self._armed = self._answered = False
-        self._draws = library.process.draws(f"{library.thread}/{ask.value}")
+        self._draws = library.process.draws(f"{library.thread}/{kind.value}")
         world, draws = self._world, self._draws
-        luck = self._misfortune.draw(draws, ask)
+        luck = self._misfortune.draw(draws, kind)
         if luck is not None:
-            world.note(lambda: f"{library.process.name}: {ask.value}: {luck.value}")
+            world.note(lambda: f"{library.process.name}: {kind.value}: {luck.value}")
         if luck is Luck.NEVER:
             self._arm()
             if draws.chance(0.5):
                 world.at(self._latency(), self._served_in_vain)
         elif luck is Luck.REFUSED:
-            error = self._error(self._misfortune.refusal(draws, ask))
+            error = self._error(self._misfortune.refusal(draws, kind))
             patience_ms = min(timeout_ms, self._misfortune.late_ms_max)
             self._answer(error, late_ms=draws.between(0, patience_ms) if error.code() == KafkaError._TIMED_OUT else 0)
         else:
@@ -85,7 +85,7 @@ class PendingRequest:
     def _arrived(self, luck: Luck | None) -> None:
         """Arrive at the broker."""
         draws = self._draws
-        if self._settled and self._ask is Ask.COMMIT:
+        if self._settled and self._kind is RequestKind.COMMIT:
             return  # it timed out, and its connection was closed: it does not arrive after a newer one
         if self._process.cut_off():
             self._arm()
@@ -98,8 +98,8 @@ class PendingRequest:
             return
 
         def reply(answer: Any) -> None:
-            if luck is Luck.LIED and not isinstance(answer, KafkaError):
-                answer = self._error(self._misfortune.lie(draws, self._ask))
+            if luck is Luck.FALSE_ERROR and not isinstance(answer, KafkaError):
+                answer = self._error(self._misfortune.false_error(draws, self._kind))
             elif luck is Luck.PARTLY:
                 answer = Partly(answer)
             elif luck is Luck.LATE:

@@ -236,7 +236,7 @@ class Process:
     def call(
         self,
         thread: str,
-        ask: Callable[[Callable[[R], None]], None],
+        request: Callable[[Callable[[R], None]], None],
         answer: Callable[[R], None],
         *,
         repeat: bool = True,
@@ -245,7 +245,7 @@ class Process:
         ``thread``.
 
         Args:
-            ask: runs at the broker and calls its argument with the response, now or later.
+            request: runs at the broker and calls its argument with the response, now or later.
             repeat: whether a retry after a lost response makes the broker run the request again.
         """
         world, draws = self.world, self.draws(f"network/{thread}")
@@ -260,7 +260,7 @@ class Process:
             if self.cut_off():
                 self.later(thread, REQUEST_TIMEOUT_MS, attempt)
             else:
-                ask(reply)
+                request(reply)
 
         def reply(result: R) -> None:
             if repeat and draws.chance(world.loss):

@@ -339,7 +339,7 @@ def test_offsets_that_arrive_after_their_transaction_ended_are_refused(play: Sta
 def test_a_commit_may_succeed_although_the_response_is_an_error(play: Stage) -> None:
     entries = [KafkaPartition(play.topic(1), 0, 3, "note")]
     consumer = play.environment.consumer(play.settings())
-    play.cluster.misfortune = Misfortune(lied=1.0)
+    play.cluster.misfortune = Misfortune(false_errors=1.0)
     assert refused(lambda: consumer.commit(offsets=entries, asynchronous=False))
     play.cluster.misfortune = Misfortune()
     assert play.committed(entries, stable=True) == [(3, "note")]

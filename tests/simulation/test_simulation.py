@@ -19,7 +19,7 @@ from kit.faults import Faults
 from kit.invariants import Invariants
 from kit.misfortune import Misfortune
 from kit.scene import Scene
-from kit.simulation import PROTOCOLS, Failed, Outcome, run, telling
+from kit.simulation import PROTOCOLS, Failed, Outcome, run, story_on_failure
 from kit.sinks import Table
 from kit.spark import GROUP, Trigger
 from kit.world import World
@@ -76,7 +76,7 @@ def test_rewind_into_the_last_batch_is_refused_after_a_normal_stop_if_the_run_fi
 ) -> None:
     """Without the run files, Kafka may not have had the batch: the table drops the rows that it has."""
     world = World(1)
-    with telling(world, f"1 ({protocol})"):
+    with story_on_failure(world, f"1 ({protocol})"):
         truth = Invariants(world)
         scene = Scene(world, Cluster(world, PROTOCOLS[protocol], truth), truth, protocol)
         world.loss, scene.cluster.misfortune, scene.cluster.transactions_allowed = 0.0, Misfortune(), True
