@@ -54,7 +54,7 @@ def test_a_member_that_leaves_polls_until_it_has_left(environment: ManualEnviron
     assert not environment.script and environment.called()[-1] == "close"
 
 
-class _Told:
+class _ErrorMessage:
     """An error of a connection that the library reports."""
 
     def __init__(self, code: int = KafkaError._AUTHENTICATION) -> None:
@@ -73,9 +73,9 @@ def test_a_repeatedly_refused_login_fails_a_member_unless_its_token_may_have_exp
 ) -> None:
     """A client keeps its token when it gets no other one. Requests use new clients, whose login is conclusive."""
     consumer, _ = joined(environment, **{"sasl.mechanism": mechanism})
-    environment.will("poll", *[_Told()] * 4)
+    environment.will("poll", *[_ErrorMessage()] * 4)
     environment.script.extend([lambda: None] * 4)
-    environment.will("commit", KafkaException(_Told().error()))
+    environment.will("commit", KafkaException(_ErrorMessage().error()))
     if mechanism == "OAUTHBEARER":
         for _ in range(4):
             consumer.poll(0)
@@ -91,7 +91,7 @@ def test_a_repeatedly_refused_login_fails_a_member_unless_its_token_may_have_exp
 
 def test_a_repeatedly_lost_connection_does_not_fail_a_member(environment: ManualEnvironment) -> None:
     consumer, _ = joined(environment)
-    environment.will("poll", *[_Told(KafkaError._ALL_BROKERS_DOWN)] * 3)
+    environment.will("poll", *[_ErrorMessage(KafkaError._ALL_BROKERS_DOWN)] * 3)
     environment.script.extend([lambda: None] * 3)
     for _ in range(3):
         consumer.poll(0)

@@ -147,7 +147,7 @@ class Watched:
     ) -> None:
         self._client_id = client_id or name
         self.stage, self.name, self.hold_s, self.before_release = stage, name, hold_s, before_release
-        self.told: list[tuple[str, tuple[int, ...]]] = []
+        self.callbacks: list[tuple[str, tuple[int, ...]]] = []
         self.owned: set[int] = set()
         self.failed: KafkaError | None = None
         self.ended = False
@@ -170,7 +170,7 @@ class Watched:
         return -1 if not self.identity[1] else int(struct.unpack_from("=i", self.identity[1], 7)[0])
 
     def count(self, kind: str) -> int:
-        return sum(told == kind for told, _ in self.told)
+        return sum(called == kind for called, _ in self.callbacks)
 
     def _run(self) -> None:
         consumer = self.stage.environment.consumer(self.stage.settings(self._client_id, self._instance))
@@ -192,12 +192,12 @@ class Watched:
         self.identity = (consumer.memberid(), consumer.consumer_group_metadata())
 
     def _on_assign(self, consumer: Any, partitions: list[KafkaPartition]) -> None:
-        self._told("assigned", consumer, partitions)
+        self._record("assigned", consumer, partitions)
         (consumer.incremental_assign if self._incremental else consumer.assign)([])
         self.owned |= {p.partition for p in partitions}
 
     def _on_revoke(self, consumer: Any, partitions: list[KafkaPartition]) -> None:
-        self._told("revoked", consumer, partitions)
+        self._record("revoked", consumer, partitions)
         if partitions and self.hold_s:
             self.stage.environment.pause(self.hold_s)
             if self.before_release is not None:
@@ -205,7 +205,7 @@ class Watched:
         self._release(consumer, partitions)
 
     def _on_lost(self, consumer: Any, partitions: list[KafkaPartition]) -> None:
-        self._told("lost", consumer, partitions)
+        self._record("lost", consumer, partitions)
         self._release(consumer, partitions)
 
     def _release(self, consumer: Any, partitions: list[KafkaPartition]) -> None:
@@ -215,9 +215,9 @@ class Watched:
         else:
             consumer.unassign()
 
-    def _told(self, kind: str, consumer: Any, partitions: list[KafkaPartition]) -> None:
+    def _record(self, kind: str, consumer: Any, partitions: list[KafkaPartition]) -> None:
         self.identity = (consumer.memberid(), consumer.consumer_group_metadata())
-        self.told.append((kind, tuple(sorted(p.partition for p in partitions))))
+        self.callbacks.append((kind, tuple(sorted(p.partition for p in partitions))))
 
 
 def played(*flavours: str, broker: bool = False) -> Callable[[Callable[..., None]], Callable[..., None]]:

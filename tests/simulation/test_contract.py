@@ -85,9 +85,9 @@ def test_a_transaction_commits_for_a_member_and_not_for_a_stale_generation(play:
 @played("range", broker=True)
 def test_a_newer_producer_of_the_transactional_id_fences_the_older_one(play: Stage) -> None:
     topic = play.topic(1)
-    nobody = play.environment.consumer(play.settings())
-    metadata = nobody.consumer_group_metadata()
-    nobody.close()
+    unjoined = play.environment.consumer(play.settings())
+    metadata = unjoined.consumer_group_metadata()
+    unjoined.close()
     old, new = play.producer(f"{play.group}.s"), play.producer(f"{play.group}.s")
     assert refused(old.begin_transaction).code() == KafkaError._STATE
     old.init_transactions(30)
@@ -109,17 +109,17 @@ def test_a_static_newcomer_replaces_and_fences_the_member_without_a_rebalance(pl
     topic = play.topic(2)
     old, other = Watched(play, topic, "old", instance="i"), Watched(play, topic, "other", instance="j")
     play.until(lambda: len(old.owned) == 1 and len(other.owned) == 1, "share for both")
-    play.until(lambda: old.told[-1][0] == "assigned", "last round: a cooperative group has two")
-    told = [*old.told, *other.told]
+    play.until(lambda: old.callbacks[-1][0] == "assigned", "last round: a cooperative group has two")
+    before = [*old.callbacks, *other.callbacks]
     new = Watched(play, topic, "new", instance="i")
     play.until(lambda: new.owned == old.owned, "take-over")
     play.until(lambda: old.failed is not None, "fencing of the old one")
     assert old.failed is not None and "fenced" in old.failed.str().lower()
-    assert [*old.told, *other.told] == told
+    assert [*old.callbacks, *other.callbacks] == before
     new.stop("close")  # keeps its static membership
     again = Watched(play, topic, "again", instance="i")
     play.until(lambda: bool(again.owned), "take-over of a closed member's instance id")
-    assert [*old.told, *other.told] == told
+    assert [*old.callbacks, *other.callbacks] == before
     again.stop("leave")  # ends its static membership
     play.until(lambda: other.owned == {0, 1}, "share of the member that left")
     other.stop()
@@ -150,7 +150,7 @@ def test_kip_848_instance_id_is_taken_over_by_a_classic_join_without_a_rebalance
     play.until(lambda: len(old.owned) == share and all(len(each.owned) == 1 for each in others), "share for each")
     play.until(lambda: len({each.generation for each in (old, *others)}) == 1, "epoch that all have")
     had = set(old.owned)
-    told, generations = [each.told.copy() for each in others], [each.generation for each in others]
+    before, generations = [each.callbacks.copy() for each in others], [each.generation for each in others]
     known: deque[str] = deque()
     place = play.settings("taking", "i")
     take_over_membership(place, [topic], environment=play.environment, own_member_ids=known, is_cancelled=lambda: False)
@@ -163,7 +163,7 @@ def test_kip_848_instance_id_is_taken_over_by_a_classic_join_without_a_rebalance
     if play.simulated:  # the clock is a model; a broker's own sessions last 45 s
         play.environment.pause(SESSION_MS / 1000 + 2)  # the sessions of the former holder and of the classic member
     assert new.owned == had and new.count("lost") == 0
-    assert [each.told for each in others] == told
+    assert [each.callbacks for each in others] == before
     assert [each.generation for each in others] == generations, "the epoch of the group changed"
     for each in (new, *others):
         each.stop()
@@ -179,7 +179,7 @@ def test_an_eager_member_without_partitions_gets_an_empty_revocation(play: Stage
     idle = next(each for each in (one, two) if not each.owned)  # member ids decide which one
     three = Watched(play, topic, "three")
     play.until(lambda: three.count("assigned") == 1, "callback")
-    assert ("revoked", ()) in idle.told
+    assert ("revoked", ()) in idle.callbacks
     for each in (one, two, three):
         each.stop()
 
@@ -210,7 +210,7 @@ def test_a_group_that_the_broker_cannot_store_gets_no_assignment(play: Stage) ->
     stored = few[0].generation
     more = [Watched(play, topic, f"more-{n}", client_id=f"{long}{n}") for n in range(4, 24)]
     play.until(lambda: all(one.generation > stored + 3 for one in more), "further generations")
-    assert [one.told for one in more] == [[]] * len(more)
+    assert [one.callbacks for one in more] == [[]] * len(more)
     assert {len(one.owned) for one in few} == {int(play.flavour == "cooperative-sticky")}, "which keep theirs"
     assert not any(one.count("lost") for one in few)
     for one in more:

@@ -37,7 +37,7 @@ def test_losses_are_reported_to_a_process_frozen_longer_than_a_session(play: Sta
     assert living.owned == {0, 1, 2, 3}
     assert frozen.count("lost") == 0
     away.process.thaw()
-    play.until(lambda: ("lost", lost) in frozen.told, "report of the loss")
+    play.until(lambda: ("lost", lost) in frozen.callbacks, "report of the loss")
     play.until(lambda: len(frozen.owned) == 2 and len(living.owned) == 2, "share for both again")
 
 
@@ -48,15 +48,17 @@ def test_an_idle_static_member_replaces_its_successor_after_a_freeze(play: Stage
     play.until(lambda: holder.owned == {0}, "assignment")
     idle = Watched(away, topic, "idle", instance="i")
     play.until(lambda: idle.count("assigned") > 0, "callback")
-    told = len(idle.told)
+    count = len(idle.callbacks)
     freeze(play, away)
     successor = Watched(play, topic, "successor", instance="i")
     play.until(lambda: successor.count("assigned") > 0, "take-over")
     away.process.thaw()
     play.until(lambda: successor.failed is not None, "fencing of the successor")
     assert idle.failed is None
-    assert [kind for kind, _ in idle.told[told:] if kind != "assigned"] == (["lost"] if play.flavour == "range" else [])
-    assert ("lost", ()) in idle.told or play.flavour != "range"
+    assert [kind for kind, _ in idle.callbacks[count:] if kind != "assigned"] == (
+        ["lost"] if play.flavour == "range" else []
+    )
+    assert ("lost", ()) in idle.callbacks or play.flavour != "range"
 
 
 @played("consumer")
@@ -92,7 +94,7 @@ def test_a_holder_fenced_in_its_callback_is_notified_afterwards_or_never(play: S
     assert one.count("lost") == (1 if play.flavour == "consumer" else 0)
     if play.flavour == "cooperative-sticky":  # it keeps the other partition, as another member
         assert one.identity[0] != member and one.identity[0] is not None
-        assert ("assigned", ()) in one.told
+        assert ("assigned", ()) in one.callbacks
 
 
 @played("consumer")
@@ -103,7 +105,7 @@ def test_kip_848_reports_no_empty_assignment(play: Stage) -> None:
     two = Watched(play, topic, "two")
     play.until(lambda: two.identity[1][7:11] > b"\0\0\0\0", "epoch")
     play.environment.pause(3)
-    assert two.told == []
+    assert two.callbacks == []
 
 
 @played(*FLAVOURS)
@@ -155,7 +157,7 @@ def begun(stage: Stage) -> tuple[Any, bytes]:
 @played("range")
 def test_an_open_transaction_of_a_dead_process_hides_offsets_until_it_ends(play: Stage) -> None:
     topic, away = play.topic(1), play.elsewhere()
-    asked = [KafkaPartition(topic, 0)]
+    requested = [KafkaPartition(topic, 0)]
 
     def begins() -> None:
         producer, metadata = begun(away)
@@ -164,11 +166,11 @@ def test_an_open_transaction_of_a_dead_process_hides_offsets_until_it_ends(play:
 
     away.process.spawn("begins", begins)
     play.until(lambda: not away.process.alive, "death")
-    assert play.committed(asked, stable=False) == [(-1001, "")]
-    error = refused(lambda: play.committed(asked, stable=True))
+    assert play.committed(requested, stable=False) == [(-1001, "")]
+    error = refused(lambda: play.committed(requested, stable=True))
     assert error.code() == KafkaError._TIMED_OUT
     play.producer("g.s").init_transactions(30)  # the next run of the stream initializes the id
-    assert play.committed(asked, stable=True) == [(-1001, "")]
+    assert play.committed(requested, stable=True) == [(-1001, "")]
 
 
 @played("range")
@@ -212,8 +214,8 @@ def test_a_producer_without_transaction_permission_fails_immediately(play: Stage
 def ends(play: Stage, *tps: TopicPartition) -> dict[TopicPartition, int]:
     """Return the end offset of each partition, or the error code."""
     admin = play.environment.admin({"bootstrap.servers": play.servers})
-    asked = {KafkaPartition(tp.topic, tp.partition): OffsetSpec.latest() for tp in tps}
-    futures = admin.list_offsets(asked, isolation_level=IsolationLevel.READ_COMMITTED, request_timeout=10)
+    requested = {KafkaPartition(tp.topic, tp.partition): OffsetSpec.latest() for tp in tps}
+    futures = admin.list_offsets(requested, isolation_level=IsolationLevel.READ_COMMITTED, request_timeout=10)
     found = {}
     for p, future in futures.items():
         try:
@@ -299,10 +301,10 @@ def test_requests_without_a_reachable_broker_get_local_errors_of_the_library(pla
         NO_OFFSET,
     }
     assert refused(lambda: admin.list_topics(timeout=2)).code() == KafkaError._TRANSPORT
-    asked = [KafkaPartition(tp.topic, tp.partition, 1)]
-    assert refused(lambda: play.committed(asked, stable=True)).code() == KafkaError._TIMED_OUT
+    requested = [KafkaPartition(tp.topic, tp.partition, 1)]
+    assert refused(lambda: play.committed(requested, stable=True)).code() == KafkaError._TIMED_OUT
     consumer = play.environment.consumer(play.settings())
-    error = refused(lambda: consumer.commit(offsets=asked, asynchronous=False))
+    error = refused(lambda: consumer.commit(offsets=requested, asynchronous=False))
     assert error.code() == KafkaError._WAIT_COORD
 
 
