@@ -46,7 +46,7 @@ def member_consumer(
     )
 
 
-NOBODY = metadata(-1, "")
+NOT_A_MEMBER = metadata(-1, "")
 
 
 def sent(member: bytes) -> int:
@@ -158,7 +158,7 @@ class ManualConsumer:
 
     def __init__(self, environment: ManualEnvironment) -> None:
         self.environment = environment
-        self.metadata = NOBODY
+        self.metadata = NOT_A_MEMBER
         self.member_id = ""
         self.callbacks: dict[str, Callable[[Any, list[Any]], None]] = {}
 
@@ -178,7 +178,7 @@ class ManualConsumer:
         self.callbacks["on_revoke"](self, list(tps))
 
     def lose_callback(self, *tps: TopicPartition) -> None:
-        self.metadata = NOBODY
+        self.metadata = NOT_A_MEMBER
         self.callbacks["on_lost"](self, list(tps))
 
     def consumer_group_metadata(self) -> bytes:

@@ -53,7 +53,7 @@ def environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200"}
 
 
-def processes_that_know(directory: Path) -> list[str]:
+def processes_with(directory: Path) -> list[str]:
     """Command lines of living processes that have the directory in them, or in their environment (Linux)."""
     lines = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
@@ -101,7 +101,7 @@ def test_short_demo_proves_each_order_once_and_leaves_nothing(tmp_path: Path) ->
         assert claim in ended.stdout, ended.stdout
     assert "✘" not in ended.stdout
     assert not list(tmp_path.glob("spark-group-*-*")), "directories were left"
-    assert not processes_that_know(tmp_path)
+    assert not processes_with(tmp_path)
 
 
 def _as_in_a_terminal() -> None:
@@ -126,9 +126,7 @@ def test_ctrl_c_stops_everything_the_demo_started(tmp_path: Path) -> None:
         preexec_fn=_as_in_a_terminal,  # noqa: PLW1509 - nothing of it can wait for another thread
     )
     try:
-        await_until(
-            lambda: any("group_to_delta" in line for line in processes_that_know(tmp_path)), 120, what="the job"
-        )
+        await_until(lambda: any("group_to_delta" in line for line in processes_with(tmp_path)), 120, what="the job")
         os.killpg(demo.pid, signal.SIGINT)
         shown, _ = demo.communicate(timeout=600)
     finally:
@@ -139,7 +137,7 @@ def test_ctrl_c_stops_everything_the_demo_started(tmp_path: Path) -> None:
     assert demo.returncode == 130, shown
     assert "all processes are stopped" in shown and "Traceback" not in shown
     assert not list(tmp_path.glob("spark-group-*-*"))
-    assert not processes_that_know(tmp_path)
+    assert not processes_with(tmp_path)
 
 
 # --- the checks ------------------------------------------------------------------------------------------------------
@@ -149,7 +147,7 @@ def test_correct_evidence_passes_the_checks(proof: ModuleType, truth: Any) -> No
     assert [found.holds for found in proof.check(truth)] == [True] * 4
 
 
-LIES: dict[str, tuple[dict[str, Any], str]] = {
+WRONG_EVIDENCE: dict[str, tuple[dict[str, Any], str]] = {
     "a row is missing": ({"table": [1, 2, 3, 4, 5, 9]}, "1 missing (10)"),
     "a row is there twice": ({"table": [1, 2, 3, 4, 5, 9, 10, 10]}, "1 orders twice (10)"),
     "both have an order": ({"ordinary": [5, 6, 7, 8]}, "1 orders twice (5)"),
@@ -165,20 +163,20 @@ LIES: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("lie", LIES)
-def test_wrong_evidence_fails_the_checks(proof: ModuleType, truth: Any, lie: str) -> None:
+@pytest.mark.parametrize("case", WRONG_EVIDENCE)
+def test_wrong_evidence_fails_the_checks(proof: ModuleType, truth: Any, case: str) -> None:
     import demo
     import demo_screen
     from rich.console import Console
 
-    changed, said = LIES[lie]
+    changed, message = WRONG_EVIDENCE[case]
     screen = demo_screen.Screen(demo_screen.View(2), subtitle="")
     paper = io.StringIO()
     screen.console = Console(file=paper, width=200)
 
     assert demo.conclude(screen, replace(truth, **changed)) is False
     shown = paper.getvalue()
-    assert said in shown and "NOT PROVEN" in shown
+    assert message in shown and "NOT PROVEN" in shown
 
 
 def test_partition_last_read_by_the_plain_consumer_is_compared_with_its_commits(proof: ModuleType, truth: Any) -> None:

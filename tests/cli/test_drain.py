@@ -31,18 +31,18 @@ class Folder:
 
     def __init__(self, **run: Any) -> None:
         self.files: dict[str, str] = {}
-        self.say(**run)
+        self.write_status(**run)
         self.place = StatusFiles(CheckpointFiles(self.files.get, self._write, lambda _: []), "c")
         self.then: dict[str, Any] = {}
 
-    def say(self, **run: Any) -> None:
+    def write_status(self, **run: Any) -> None:
         doc = {"group": "etl", "run": "r1", "host": "h", "pid": 7, "drained": False, "written_ms": 0, **run}
         self.files[RUN] = json.dumps(doc)
 
     def _write(self, name: str, text: str) -> None:
         self.files[name] = text
         if self.then:
-            self.say(**self.then, answered=json.loads(text)["id"])
+            self.write_status(**self.then, answered=json.loads(text)["id"])
 
 
 def test_a_drain_request_names_the_run_and_waits_until_it_is_drained() -> None:

@@ -18,7 +18,7 @@ from spark_group_source.kafka import CommittedOffset, GroupDescription
 from spark_group_source.model import EARLIEST, StartAt, TopicPartition
 
 CLI_S = 600
-NOBODY = "127.0.0.1:1"
+NO_BROKER = "127.0.0.1:1"
 """An address without a broker."""
 
 
@@ -121,7 +121,7 @@ def test_settings_may_continue_in_the_next_line(tmp_path: Path) -> None:
 def test_wrong_value_in_a_settings_file_is_one_line(tmp_path: Path, setting: str, why: str) -> None:
     path = tmp_path / "client.properties"
     path.write_text(f"{setting}\nsasl.password=hunter2\n")
-    words = ["list", "--bootstrap-servers", NOBODY, "--command-config", str(path)]
+    words = ["list", "--bootstrap-servers", NO_BROKER, "--command-config", str(path)]
     shown = CliRunner().invoke(app, words)
     (line,) = shown.output.splitlines()
     assert line.startswith("error: OptionError: ") and why in line and "hunter2" not in line
@@ -135,7 +135,7 @@ def test_files_that_are_not_text_are_one_line(tmp_path: Path) -> None:
     (tmp_path / "offsets" / "0").write_bytes(b"v1\n\xff")
     (tmp_path / "commits").mkdir()
     (tmp_path / "commits" / "0").write_bytes(b"v1")
-    to = ["reset", "--bootstrap-servers", NOBODY, "--group", "g"]
+    to = ["reset", "--bootstrap-servers", NO_BROKER, "--group", "g"]
     for words in (["--from-file", str(path)], ["--command-config", str(path), "--to-latest"]):
         (line,) = CliRunner().invoke(app, [*to, *words]).output.splitlines()
         assert f"{path} cannot be read: 'utf-8' codec can't decode byte 0xff" in line
@@ -193,7 +193,7 @@ def test_exit_code_shows_whether_a_retry_can_help(error: Exception, code: int, m
         raise error
 
     monkeypatch.setattr(common, "admin_of", fail)
-    shown = CliRunner().invoke(app, ["list", "--bootstrap-server", NOBODY])
+    shown = CliRunner().invoke(app, ["list", "--bootstrap-server", NO_BROKER])
     assert (shown.exit_code, shown.output) == (code, f"error: {type(error).__name__}: {error}\n")
     assert issubclass(type(error), SourceError | OSError)
 
@@ -214,7 +214,7 @@ def test_error_of_the_jvm_shows_its_cause(monkeypatch: pytest.MonkeyPatch) -> No
         "o.a.s.SparkException: job aborted", "java.nio.AccessDeniedException: /lake/orders\nat"
     )
     monkeypatch.setattr(common, "admin_of", lambda *_: (_ for _ in ()).throw(error))
-    shown = CliRunner().invoke(app, ["list", "--bootstrap-server", NOBODY])
+    shown = CliRunner().invoke(app, ["list", "--bootstrap-server", NO_BROKER])
     assert (shown.exit_code, shown.output) == (
         FINAL,
         "error: Spark: java.nio.AccessDeniedException: /lake/orders\n",
@@ -231,12 +231,12 @@ def test_help_lists_exit_codes() -> None:
 
 
 def test_unreachable_brokers_give_one_line_and_a_retriable_exit_code() -> None:
-    command = [sys.executable, "-m", "spark_group_source", "list", "--bootstrap-servers", NOBODY]
+    command = [sys.executable, "-m", "spark_group_source", "list", "--bootstrap-servers", NO_BROKER]
     done = subprocess.run(command, capture_output=True, text=True, timeout=CLI_S, check=False)
     assert done.returncode == RETRIABLE
     assert done.stdout == ""
     (line,) = done.stderr.splitlines()
-    assert line.startswith(f"error: BrokerUnavailable: listing groups was not answered by {NOBODY} within")
+    assert line.startswith(f"error: BrokerUnavailable: listing groups was not answered by {NO_BROKER} within")
 
 
 @pytest.mark.parametrize(
@@ -273,7 +273,7 @@ def test_unreachable_brokers_give_one_line_and_a_retriable_exit_code() -> None:
     ],
 )
 def test_contradictory_options_exit_2_before_any_request(arguments: list[str], message: str) -> None:
-    shown = CliRunner().invoke(app, [*arguments, "--bootstrap-server", NOBODY])
+    shown = CliRunner().invoke(app, [*arguments, "--bootstrap-server", NO_BROKER])
     assert shown.exit_code == USAGE
     assert message in shown.output
     assert len(shown.output.splitlines()) == 1
@@ -281,7 +281,7 @@ def test_contradictory_options_exit_2_before_any_request(arguments: list[str], m
 
 def test_an_argument_that_is_not_utf_8_is_refused() -> None:
     """With such a group the client library ended the process with a segmentation fault."""
-    command = [sys.executable, "-m", "spark_group_source", "describe", "--bootstrap-servers", NOBODY, "--group"]
+    command = [sys.executable, "-m", "spark_group_source", "describe", "--bootstrap-servers", NO_BROKER, "--group"]
     done = subprocess.run([*map(str.encode, command), b"etl\xff"], capture_output=True, timeout=CLI_S, check=False)
     assert done.returncode == USAGE
     assert b"argument 'etl\\udcff' is not UTF-8" in done.stderr
@@ -296,7 +296,9 @@ def test_names_are_printed_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     monkeypatch.setattr(offsets, "admin_of", lambda *_: admin)
     for group in ("etl[a]", "etl[/x]", "shop:fire:1"):
-        shown = CliRunner().invoke(app, ["delete-group", "--bootstrap-servers", NOBODY, "--group", group, "--execute"])
+        shown = CliRunner().invoke(
+            app, ["delete-group", "--bootstrap-servers", NO_BROKER, "--group", group, "--execute"]
+        )
         assert shown.exit_code == 0 and f"deleted group {group} with 1 committed offsets" in shown.output, shown
 
 

@@ -36,7 +36,7 @@ class SlowEnvironment(Environment):
 
     def consumer(self, settings: Mapping[str, Any]) -> Any:
         return ConsumerThatWaits(
-            settings, lambda: await_until(lambda: self._cluster.asked(Api.FETCH) > 0, BACK_S, what="a fetch")
+            settings, lambda: await_until(lambda: self._cluster.request_count(Api.FETCH) > 0, BACK_S, what="a fetch")
         )
 
 
@@ -59,9 +59,9 @@ def cluster() -> Iterator[MockCluster]:
 def read(cluster: MockCluster, environment: Environment) -> set[int | None]:
     """Read the end of each partition's first epoch."""
     ends = EpochEnds({"bootstrap.servers": cluster.bootstrap_servers, "log_level": "3"}, environment=environment)
-    asked = {TopicPartition("orders", partition): 1 for partition in range(PARTITIONS)}
-    found = ends.read(asked)
-    assert found.keys() == asked.keys(), "each partition is answered"
+    epochs = {TopicPartition("orders", partition): 1 for partition in range(PARTITIONS)}
+    found = ends.read(epochs)
+    assert found.keys() == epochs.keys(), "each partition is answered"
     return set(found.values())
 
 

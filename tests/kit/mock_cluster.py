@@ -171,7 +171,7 @@ class MockCluster:
 
     # --- received requests
 
-    def asked(self, api_key: int) -> int:
+    def request_count(self, api_key: int) -> int:
         """Return the number of requests of one kind since the last :meth:`forget_requests`."""
         count = c.c_size_t()
         found = self._lib.mock_get_requests(self._cluster, c.byref(count))

@@ -19,11 +19,11 @@ class Counted(Collector):
     """Counts its scrapes."""
 
     def __init__(self) -> None:
-        self.asked = 0
+        self.scrapes = 0
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        self.asked += 1
-        yield GaugeMetricFamily("asked", "How often.", self.asked)
+        self.scrapes += 1
+        yield GaugeMetricFamily("scrapes", "How often.", self.scrapes)
 
 
 @pytest.fixture
@@ -34,8 +34,8 @@ def serving() -> Iterator[Endpoint]:
 
 
 def test_every_scrape_collects_current_values(serving: Endpoint) -> None:
-    before = value(scrape(serving.port), "asked")
-    assert value(scrape(serving.port), "asked") == before + 1
+    before = value(scrape(serving.port), "scrapes")
+    assert value(scrape(serving.port), "scrapes") == before + 1
     assert value(scrape(serving.port), "process_resident_memory_bytes") > 0
 
 
@@ -84,4 +84,4 @@ def test_scrapes_are_answered_again_after_no_thread_could_be_started(
     for _ in range(endpoint.SCRAPES_MAX):
         with pytest.raises(OSError):
             scrape(serving.port)
-    assert value(scrape(serving.port), "asked") == 1
+    assert value(scrape(serving.port), "scrapes") == 1

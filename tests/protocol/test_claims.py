@@ -285,7 +285,7 @@ def test_two_pieces_of_one_partition_are_not_merged() -> None:
 # --- everything together --------------------------------------------------------------------------------------------
 
 
-class Asking(RuleBasedStateMachine):
+class AnyOrder(RuleBasedStateMachine):
     """Batches are planned, and tasks claim in any order, repeatedly, from any executor, also for earlier plans.
 
     The model: what each (plan, task) was given first.
@@ -323,11 +323,11 @@ class Asking(RuleBasedStateMachine):
     def expects_late(self, offset: StreamOffset) -> bool:
         before = [plan for plan in self.kept() if plan.offset.seq != offset.seq]
         last = [plan for plan in before if plan.offset.seq == before[-1].offset.seq]
-        asked = [[(plan.name, n) in self.given for n in range(len(plan.pieces))] for plan in last]
-        return any(any(plan) for plan in asked) and all(all(plan) or not any(plan) for plan in asked)
+        claimed = [[(plan.name, n) in self.given for n in range(len(plan.pieces))] for plan in last]
+        return any(any(plan) for plan in claimed) and all(all(plan) or not any(plan) for plan in claimed)
 
     @rule(plan=plans, task=st.integers(-1, 12), executor=st.sampled_from(EXECUTORS))
-    def ask(self, plan: TaskPlan, task: int, executor: str) -> None:
+    def claim_one(self, plan: TaskPlan, task: int, executor: str) -> None:
         found = self.claims.claim(plan.name, task, executor)
         if plan not in self.kept() or not 0 <= task < len(plan.pieces):
             assert isinstance(found, UnknownTask)
@@ -344,7 +344,7 @@ class Asking(RuleBasedStateMachine):
         tasks = list(range(len(plan.pieces)))
         order.shuffle(tasks)  # type: ignore[attr-defined]
         for task in tasks:
-            self.ask(plan, task, executor)
+            self.claim_one(plan, task, executor)
         pieces = [self.given[plan.name, task] for task in tasks]
         assert offsets_of(pieces) == plan.offset.batch()
 
@@ -364,8 +364,8 @@ class Asking(RuleBasedStateMachine):
         assert self.claims.width >= 1
 
 
-TestAsking = Asking.TestCase
-TestAsking.settings = settings(derandomize=True, max_examples=40, stateful_step_count=30, deadline=None)
+TestAnyOrder = AnyOrder.TestCase
+TestAnyOrder.settings = settings(derandomize=True, max_examples=40, stateful_step_count=30, deadline=None)
 
 
 @pytest.mark.parametrize("plans", [1, 3])

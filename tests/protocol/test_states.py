@@ -182,24 +182,24 @@ AGENT_PATHS: dict[Row, Path] = {
 }
 
 
-def came(g: GroupHarness) -> None:
-    """A waits: the pause after a question that was not answered is not over."""
-    asked(g)
+def lookup_failed(g: GroupHarness) -> None:
+    """A waits: the pause after a lookup without an answer is not over."""
+    fetching(g)
     g.feed(ev.LookupFailed(partitions=(A,), error=BrokerUnavailable("x")))
 
 
-def asked(g: GroupHarness) -> None:
+def fetching(g: GroupHarness) -> None:
     g.start_stream()
     g.assigned(A)
 
 
 def starting(g: GroupHarness) -> None:
-    asked(g)
+    fetching(g)
     g.committed({A: None})
 
 
 def taking(g: GroupHarness) -> None:
-    asked(g)
+    fetching(g)
     g.committed({A: BY_HAND})
     g.feed(ev.OffsetCommitFailed(reason="x"))
 
@@ -213,8 +213,8 @@ def back_in_the_batch(g: GroupHarness) -> None:
 
 
 WAYS_TO: dict[PartitionState, Callable[[GroupHarness], None]] = {
-    PartitionState.UNRESOLVED: came,
-    PartitionState.FETCHING: asked,
+    PartitionState.UNRESOLVED: lookup_failed,
+    PartitionState.FETCHING: fetching,
     PartitionState.RESOLVING: starting,
     PartitionState.CLAIMING: taking,
     PartitionState.READY: assigned,
@@ -230,9 +230,9 @@ def reset_shows(g: GroupHarness) -> None:
 
 
 PARTITION_PATHS: dict[Row, Path] = {
-    (PartitionState.UNASSIGNED, ev.Assigned): [asked],
-    (PartitionState.UNRESOLVED, ev.FetchCommittedOffsets): [asked],
-    (PartitionState.FETCHING, ev.LookupFailed): [came],
+    (PartitionState.UNASSIGNED, ev.Assigned): [fetching],
+    (PartitionState.UNRESOLVED, ev.FetchCommittedOffsets): [fetching],
+    (PartitionState.FETCHING, ev.LookupFailed): [lookup_failed],
     (PartitionState.FETCHING, ev.CommittedOffsetsRead): [assigned],
     (PartitionState.FETCHING, ev.ForeignCommit): [taking],
     (PartitionState.FETCHING, ev.ResolveStarts): [starting],
@@ -263,10 +263,10 @@ PARTITION_PATHS: dict[Row, Path] = {
     **{(state, ev.Lost): [way, lambda g: g.lost(A)] for state, way in WAYS_TO.items()},
     **{(state, ev.ResetDetected): [way, reset_shows] for state, way in WAYS_TO.items()},
     (PartitionState.UNRESOLVED, ev.ResetDetected): [
-        asked,
+        fetching,
         lambda g: g.assigned(B),
         lambda g: g.lost(A),
-        lambda g: g.assigned(A),  # the question on its way is about the past: it waits
+        lambda g: g.assigned(A),  # the lookup in flight is older: it waits
         lambda g: g.committed({B: RESET}),
     ],
 }
@@ -275,7 +275,7 @@ PARTITION_PATHS: dict[Row, Path] = {
 # --- ways to the states of the run ----------------------------------------------------------------------------------
 
 
-def asked_for(run: RunHarness) -> ev.NextBatchRequested:
+def next_batch_of(run: RunHarness) -> ev.NextBatchRequested:
     return ev.NextBatchRequested(start=run.start, new_stream=STREAM)
 
 
@@ -284,7 +284,7 @@ def at(state: RunState) -> Callable[[], RunHarness]:
 
     def begin() -> RunHarness:
         run = RunHarness()
-        run.begin(asked_for(run), state)
+        run.begin(next_batch_of(run), state)
         return run
 
     return begin
@@ -300,7 +300,7 @@ def idle() -> RunHarness:
 
 def resting() -> RunHarness:
     run = idle()
-    run.begin(asked_for(run), RunState.PAUSING)
+    run.begin(next_batch_of(run), RunState.PAUSING)
     return run
 
 
@@ -315,7 +315,7 @@ def draining() -> RunHarness:
     run.silent = {ev.CommitOffsets}
     run.batch()
     run.feed(ev.DrainRequested())
-    run.begin(asked_for(run), RunState.DRAINING)
+    run.begin(next_batch_of(run), RunState.DRAINING)
     return run
 
 
@@ -329,7 +329,7 @@ def ending() -> RunHarness:
     run = RunHarness()
     run.set_target(run.ends)
     run.batch()
-    run.begin(asked_for(run), RunState.ENDING)
+    run.begin(next_batch_of(run), RunState.ENDING)
     return run
 
 
@@ -352,7 +352,7 @@ def unsettled() -> None:
 def continued(event: type) -> None:
     run = RunHarness()
     run.start = REPLAYED
-    run.call(asked_for(run) if event is ev.NextBatchRequested else ev.BatchStarted(offset=REPLAYED))
+    run.call(next_batch_of(run) if event is ev.NextBatchRequested else ev.BatchStarted(offset=REPLAYED))
 
 
 def fed(way: Callable[[], RunHarness], *events: ev.Event) -> RunHarness:
@@ -387,7 +387,7 @@ RUN_STATES: dict[RunState, Callable[[], RunHarness]] = {
 }
 
 
-def ask_in(state: RunState) -> None:
+def call_in(state: RunState) -> None:
     RUN_STATES[state]().latest()
 
 
@@ -417,7 +417,7 @@ RUN_PATHS: dict[Row, Callable[[], object]] = {
     (RunState.ENDING, ev.MembersClosing): lambda: ending().continue_call(),
     (RunState.STOPPING, ev.MembersClosing): lambda: idle().stop(),
     **{
-        (state, ev.NextBatchRequested): partial(ask_in, state)
+        (state, ev.NextBatchRequested): partial(call_in, state)
         for state in (RunState.PLANNED, RunState.READING, RunState.DRAINING, RunState.DRAINED, RunState.CLOSED)
     },
     **{
@@ -491,15 +491,15 @@ def test_every_transition_of_the_run_is_reached(row: Row, used: Callable[[], set
 def test_call_in_every_state_returns(state: RunState) -> None:
     """Not always a good one, but never a loop without end, nor an error that is not ours."""
     calls: list[Callable[[RunHarness], ev.Event]] = [
-        asked_for,
+        next_batch_of,
         lambda run: ev.BatchStarted(offset=run.start),
         lambda run: ev.StopRequested(),
     ]
-    for ask in calls:
+    for event_of in calls:
         run = RUN_STATES[state]()
         assert run.state() is state
         try:
-            run.call(ask(run))
+            run.call(event_of(run))
         except SourceError:
             assert run.state() is RunState.FAILED
         run.stop()

@@ -168,7 +168,7 @@ def test_watermark_requests_are_repeated_after_a_temporary_error() -> None:
     def play(cluster: MockCluster, code: int) -> None:
         cluster.push_request_errors(Api.LIST_OFFSETS, [code] * 3_000)
         grace = over(2 * GRACE_S)
-        with as_soon_as(lambda: grace() and cluster.asked(Api.LIST_OFFSETS) >= 4, produce, cluster, 5):
+        with as_soon_as(lambda: grace() and cluster.request_count(Api.LIST_OFFSETS) >= 4, produce, cluster, 5):
             assert rows_of(cluster, end=COUNT + 5) == list(range(COUNT + 5))
 
     each(PASSES, play)
@@ -238,7 +238,7 @@ def test_temporary_metadata_errors_are_waited_out(monkeypatch: pytest.MonkeyPatc
         planned = {"orders": topic_id(cluster)}
         cluster.set_topic_error("orders", code)
         cluster.forget_requests()
-        with as_soon_as(lambda: cluster.asked(Api.METADATA) >= 6, cluster.set_topic_error, "orders", 0):
+        with as_soon_as(lambda: cluster.request_count(Api.METADATA) >= 6, cluster.set_topic_error, "orders", 0):
             assert rows_of(cluster, topic_ids=planned) == list(range(COUNT))
 
     each([3, 100, 5, 29], play)
@@ -446,7 +446,7 @@ def test_tasks_of_a_worker_share_topic_checks_while_they_are_valid(
     for requests_sent in (first, next_task, next_task):
         cluster.forget_requests()
         assert read(topic_ids=planned) == list(range(COUNT))
-        assert cluster.asked(Api.METADATA) == requests_sent
+        assert cluster.request_count(Api.METADATA) == requests_sent
 
 
 def test_a_shared_topic_check_is_compared_with_the_plan_of_each_task(

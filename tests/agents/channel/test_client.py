@@ -86,9 +86,9 @@ def test_the_error_says_that_nothing_listens_at_any_address() -> None:
 
 
 def test_a_server_that_does_not_know_the_secret_is_refused() -> None:
-    lie = GREETING + b"c" * FIELD_BYTES + b"p" * FIELD_BYTES
-    with another_server(lie) as liar, pytest.raises(ChannelBroken, match="does not know this run's secret"):
-        ScopedClient([liar], Secret.new(), 0.5)
+    forged = GREETING + b"c" * FIELD_BYTES + b"p" * FIELD_BYTES
+    with another_server(forged) as impostor, pytest.raises(ChannelBroken, match="does not know this run's secret"):
+        ScopedClient([impostor], Secret.new(), 0.5)
 
 
 def test_the_client_retries_until_the_server_starts() -> None:
