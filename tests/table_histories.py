@@ -213,7 +213,7 @@ class History:
             except Killed:
                 source.sink = None
                 if self.dice.random() < 0.3:
-                    self.tell("its checkpoint is lost")
+                    self.log_line("its checkpoint is lost")
                     source.lose_checkpoint()
                 return False
             except (LedgerConflict, OptionError) as exc:
@@ -234,7 +234,9 @@ class History:
         said = [f"{tp.partition}:[{a},{b})" for tp, (a, b) in batch.ranges.items()]
         said += [name for name in ("followed", "started", "truncated_after") if getattr(batch, name)]
         said += [f"reset {batch.reset_number}", f"kill {kill}" * bool(kill), "with another change" * bool(during)]
-        self.tell(f"{source.group} batch {batch.seq} of {source.stream[:4]} by {source.sink.writer}: {' '.join(said)}")
+        self.log_line(
+            f"{source.group} batch {batch.seq} of {source.stream[:4]} by {source.sink.writer}: {' '.join(said)}"
+        )
         self.moments = {"decided": during} if during else {kill: self.die} if kill else {}
         self.leave_out(source, {tp: batch.ranges[tp][0] for tp in batch.started})
         source.query.plan(batch.seq, batch)
@@ -249,7 +251,7 @@ class History:
         source.id, source.reset = id_, batch.reset_number
         ends = {tp: end for tp, (_, end) in batch.ranges.items()}
         if void := run_files.void_by(source.stream, batch.seq):
-            self.tell("  void")
+            self.log_line("  void")
             source.at = ends
             if self.dice.random() < 0.7:  # the file with the mark is read
                 source.looks_up, source.reset = True, void
@@ -275,7 +277,7 @@ class History:
 
     def die(self) -> None:
         self.moments.clear()
-        self.tell("  killed")
+        self.log_line("  killed")
         raise Killed
 
     # --- refusals -------------------------------------------------------------------------------------------------
@@ -288,11 +290,11 @@ class History:
             return None
         assert offered, f"no command: {error}"
         names = [name for name in offered if not name.startswith(DOUBLES)]
-        self.tell(f"  refused: {str(error)[:400]}")
+        self.log_line(f"  refused: {str(error)[:400]}")
         if "older than the table's log" in str(error) and source.kafka.topic_id != f"{source.kafka.topic}1":
             return self.settle_recreated(source)
         for name in self.dice.sample(names, len(names)):
-            self.tell(f"  settled: {name or offered[name]}")
+            self.log_line(f"  settled: {name or offered[name]}")
             if all(self.command(source, command) for command in offered[name]):
                 if name.startswith(LEAVES_OUT) or "records that the clone lacks are unknown" in str(error):
                     self.leave_out(source)
@@ -341,9 +343,9 @@ class History:
         except MISSING_FILES as exc:
             if not re.search("missing|not found|no such file|not exist", str(exc), re.IGNORECASE):
                 raise
-            self.tell(f"{name} {arguments}: {str(exc)[:80]}")
+            self.log_line(f"{name} {arguments}: {str(exc)[:80]}")
             return False
-        self.tell(f"{name} {arguments}")
+        self.log_line(f"{name} {arguments}")
         after = self.present()
         if name in ("delete", "merge"):
             self.gone |= before.keys() - after.keys()
@@ -376,16 +378,16 @@ class History:
                 self.clone(versions)
             case "expire":
                 if not self.is_new_clone():
-                    self.tell("the log is cleaned up")
+                    self.log_line("the log is cleaned up")
                     expire_log(self.table)
             case "restart":
                 source.sink = None
             case "lose the checkpoint":
-                self.tell(f"{source.group}: the checkpoint is lost")
+                self.log_line(f"{source.group}: the checkpoint is lost")
                 source.lose_checkpoint()
             case "lose the offsets":
                 if source.pending is None and not source.looks_up:
-                    self.tell(f"{source.group}: the offsets are lost")
+                    self.log_line(f"{source.group}: the offsets are lost")
                     kafka.offsets = {}
             case "another consumer":
                 self.foreign(source, dice.randrange(-6, 7))
@@ -417,14 +419,14 @@ class History:
             *position,
             "--execute",
         ]
-        self.tell(shlex.join(words))
+        self.log_line(shlex.join(words))
         source.sink = None
         try:
             shown = CliRunner().invoke(app, words[1:])
         except Killed:
             return False
         if shown.exit_code:
-            self.tell(f"  {shown.output[:200]}")
+            self.log_line(f"  {shown.output[:200]}")
         if "--table" not in position and shown.exit_code == 0:
             self.leave_out(source)
         return shown.exit_code == 0
@@ -433,7 +435,7 @@ class History:
         """Another consumer of the group commits; what it read is not for the table."""
         for tp, at in list(source.kafka.offsets.items()):
             source.kafka.offsets[tp] = CommittedOffset(max(0, at.offset + by), "")
-        self.tell(f"{source.group}: another consumer commits at {by:+}")
+        self.log_line(f"{source.group}: another consumer commits at {by:+}")
         if by > 0:
             self.leave_out(source)
 
@@ -449,7 +451,7 @@ class History:
         self.leave_out(source, source.at if source.id == kafka.topic_id else {})
         source.former |= {(source.id, tp.partition): end for tp, end in source.at.items()}
         kafka.recreate(f"{kafka.topic}{number}", END)
-        self.tell(f"{source.group}: the topic is recreated, id {kafka.topic_id}")
+        self.log_line(f"{source.group}: the topic is recreated, id {kafka.topic_id}")
 
     def clone(self, versions: Sequence[int]) -> None:
         """Continue with a clone of the table instead."""
@@ -458,9 +460,9 @@ class History:
         try:
             self.changes.clone(self.table, version, clone)
         except MISSING_FILES as exc:
-            self.tell(f"no clone: {str(exc)[:80]}")
+            self.log_line(f"no clone: {str(exc)[:80]}")
             return
-        self.tell(f"clone of version {version}: {clone.name}")
+        self.log_line(f"clone of version {version}: {clone.name}")
         commits = zip(versions, commits_of(self.table), strict=True)
         first = {doc["group"] for n, commit in commits if n <= version for doc in notes(commit)}
         self.restore_gone(version)
@@ -527,7 +529,7 @@ class History:
         creator: Any = frames.Session() if isinstance(self.spark, frames.Session) else self.spark
         table_writer.TableWriter(creator, str(self.table)).create(creator.createDataFrame([], SCHEMA))
 
-    def tell(self, line: str) -> None:
+    def log_line(self, line: str) -> None:
         self.story.append(line)
 
     @contextmanager

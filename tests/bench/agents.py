@@ -47,14 +47,16 @@ def main(arguments: Sequence[str]) -> int:
 def _wrong(broker: BrokerCluster, folder: Path, given: argparse.Namespace) -> bool:
     """Whether a record was lost or duplicated, or a classic group rebalanced."""
     if given.channel:
-        faults = channel_faults.ChannelFaults(broker, folder, protocol=given.protocol, say=_say, rounds=given.channel)
+        faults = channel_faults.ChannelFaults(
+            broker, folder, protocol=given.protocol, report=_report, rounds=given.channel
+        )
         account = faults.run()
         return bool(account.lost or account.doubled or sum(one.rebalances for one in account.short))
     app = churn.Application(broker, folder, protocol=given.protocol, session_ms=SESSION_MS, **kills.SLOW_READ)
-    killed = kills.Kills(app, each=given.kills, seed=given.seed, say=_say).run()
+    killed = kills.Kills(app, each=given.kills, seed=given.seed, report=_report).run()
     rebalances = sum(killed.rebalances(kind) for kind in kills.KINDS)
     return bool(killed.lost or killed.doubled or (given.protocol == "classic" and rebalances))
 
 
-def _say(text: str) -> None:
+def _report(text: str) -> None:
     print(text, flush=True)

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import psutil
 from confluent_kafka.admin import AdminClient
 from kafka_words import create_topic
-from rebalance.accounts import Flow, asking, await_committed, produced, records_in
+from rebalance.accounts import Flow, await_committed, produced, records_in, with_retries
 from rebalance.ordinary import OrdinaryConsumer
 from rich.console import Console
 from rich.table import Table
@@ -221,7 +221,7 @@ def main(arguments: Sequence[str]) -> int:
             counts = Counter(records_in(folder / "table"))
             doubled = sum(count > 1 for count in counts.values())
             counts.update(record for other in others for record in other.processed())
-            every = asking(lambda: produced(admin, [TOPIC]))
+            every = with_retries(lambda: produced(admin, [TOPIC]))
             by_right = sum(count > 1 for count in counts.values()) - doubled
             print(
                 f"{len(every):,} records: {len(every - counts.keys())} lost, {doubled} twice in the table, {by_right} "

@@ -43,7 +43,7 @@ def main(arguments: Sequence[str]) -> int:
         try:
             with FaultyCluster(nodes=3, settings=SETTINGS) as cluster:
                 soak = Soak(
-                    spark, cluster, Path(scratch), seed=given.seed, for_s=given.seconds, say=print, kinds=given.kinds
+                    spark, cluster, Path(scratch), seed=given.seed, for_s=given.seconds, report=print, kinds=given.kinds
                 )
                 account = soak.run()
                 return int(bool(account.lost or account.doubled))

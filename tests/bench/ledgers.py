@@ -127,7 +127,7 @@ def _killed(broker: Broker, folder: Path, way: Way, given: argparse.Namespace) -
         seed=given.seed,
         applications=2 if given.both else 1,
         pythons=PYTHONS,
-        say=_say,
+        report=_report,
     )
     lost = None if given.kills is None else given.kills // 10
     return bool(hammer.run(kills=given.kills, for_s=60 * given.minutes, lost_checkpoints=lost).wrong)
@@ -137,9 +137,9 @@ def _raced(spark: "SparkSession", folder: Path, given: argparse.Namespace) -> bo
     failed = False
     for name in given.pairs:
         race = Race(spark, folder / name, PAIRS[name])
-        _say(f"{name}: {race.run(given.races, 60 * given.minutes)}")
+        _report(f"{name}: {race.run(given.races, 60 * given.minutes)}")
         wrong = race.wrong()
-        _say("  " + ("; ".join(wrong) or "each record once, each number once"))
+        _report("  " + ("; ".join(wrong) or "each record once, each number once"))
         failed |= bool(wrong)
     return failed
 
@@ -148,14 +148,14 @@ def _interfered(spark: "SparkSession", scratch: str, given: argparse.Namespace) 
     failed = False
     for operation in given.race:
         race = OperationRace(spark, Path(scratch) / operation, operation)
-        _say(f"{operation}: {race.run(60 * min(given.minutes, RACE_MINUTES))}")
+        _report(f"{operation}: {race.run(60 * min(given.minutes, RACE_MINUTES))}")
         wrong = race.wrong()
-        _say("  " + ("; ".join(wrong) or "each record once, each number once"))
+        _report("  " + ("; ".join(wrong) or "each record once, each number once"))
         failed |= bool(wrong)
     return failed
 
 
-def _say(text: str) -> None:
+def _report(text: str) -> None:
     print(text, flush=True)
 
 

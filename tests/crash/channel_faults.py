@@ -105,7 +105,7 @@ class ChannelFaults:
 
     Args:
         folder: a new directory.
-        say: takes each line of the report.
+        report: takes each line of the report.
     """
 
     def __init__(
@@ -114,13 +114,13 @@ class ChannelFaults:
         folder: Path,
         *,
         protocol: str,
-        say: Callable[[str], None],
+        report: Callable[[str], None],
         rounds: int = 1,
         faults: tuple[Fault, ...] = FAULTS,
     ) -> None:
         (self._port,) = free_ports(1)
         self._proxy = Proxy(target=("127.0.0.1", self._port))
-        self._broker, self._folder, self._protocol, self._say = broker, folder, protocol, say
+        self._broker, self._folder, self._protocol, self._report = broker, folder, protocol, report
         self._faults = [fault for _ in range(rounds) for fault in faults]
         self.account = Account(protocol)
 
@@ -130,13 +130,13 @@ class ChannelFaults:
                 app.stays_alive(BACK_S)
                 result = self._strike(app, fault)
                 self.account.results.append(result)
-                self._say(
+                self._report(
                     f"{number:4} {fault.name}: rows after {result.rows_s:.1f} s, members after "
                     f"{result.members_s:.1f} s, {result.agents_lost} agents lost, {result.rebalances} rebalances"
                 )
         account = self.account
         account.produced, account.lost, account.doubled = app.account()
-        self._say(str(account))
+        self._report(str(account))
         return account
 
     @contextmanager

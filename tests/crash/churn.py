@@ -23,7 +23,7 @@ from confluent_kafka.admin import AdminClient
 from delta_files import living_files
 from kafka_words import await_progress, create_topic, end_offsets_of
 from kit.broker_cluster import BrokerCluster
-from rebalance.accounts import Flow, Record, asking, produced, stays
+from rebalance.accounts import Flow, Record, produced, stays, with_retries
 from streams import descendants, options_of
 
 from crash.placed_job import living
@@ -33,7 +33,7 @@ from spark_group_source.host import run_files
 PARTITIONS = 6
 EXECUTORS = 3
 RECORDS_PER_S = 200
-ASK_S = 5.0
+REQUEST_S = 5.0
 LOOK_S = 0.25
 SPARK = {
     "spark.task.maxFailures": "8",
@@ -193,7 +193,7 @@ class Application:
         return len(re.findall(pattern, text))
 
     def ends(self) -> dict[int, int]:
-        ends = asking(partial(end_offsets_of, self.judge, self.topic))
+        ends = with_retries(partial(end_offsets_of, self.judge, self.topic))
         return {tp.partition: end for tp, end in ends.items()}
 
     def committed(self, ends: dict[int, int]) -> bool:
@@ -228,7 +228,7 @@ class CommitPauses:
     def __init__(self, servers: str, group: str, topic: str, assigned: Callable[[], bool]) -> None:
         self._assigned = assigned
         self._consumer = Consumer({"bootstrap.servers": servers, "group.id": group, "log_level": 0})
-        self._asked = [KafkaPartition(topic, p) for p in range(PARTITIONS)]
+        self._partitions = [KafkaPartition(topic, p) for p in range(PARTITIONS)]
         self._lock, self._over = threading.Lock(), threading.Event()
         self._at: dict[int, int] = {}
         self._since_s: dict[int, float] = {}
@@ -242,7 +242,7 @@ class CommitPauses:
 
     def __exit__(self, *_: object) -> None:
         self._over.set()
-        self._thread.join(2 * ASK_S)
+        self._thread.join(2 * REQUEST_S)
         self._consumer.close()
 
     def committed(self) -> dict[int, int]:
@@ -277,7 +277,7 @@ class CommitPauses:
                 self._unassigned_since_s = None if assigned else (since_s or time.monotonic())
                 self._unassigned_s = max(self._unassigned_s, 0.0 if since_s is None else time.monotonic() - since_s)
             try:
-                found = self._consumer.committed(self._asked, timeout=ASK_S)
+                found = self._consumer.committed(self._partitions, timeout=REQUEST_S)
             except KafkaException:
                 continue
             with self._lock:

@@ -203,7 +203,7 @@ class Hammer:
         way: how the sink writes the table.
         pythons: percentage of kills that hit one of Spark's Python processes only.
         store: has the table and the checkpoints; None: they are in ``home``.
-        say: takes each line of the report.
+        report: takes each line of the report.
     """
 
     def __init__(
@@ -218,7 +218,7 @@ class Hammer:
         applications: int = 1,
         pythons: int = 0,
         store: ObjectStore | None = None,
-        say: Callable[[str], None] = print,
+        report: Callable[[str], None] = print,
     ) -> None:
         self._table, self._store, self.group, self.topic = home / "table", store, group, topic
         self.servers = broker.bootstrap_servers
@@ -233,7 +233,7 @@ class Hammer:
             Application(home / name, given, f"{place}/{name}/checkpoint", self.read_table) for name in names
         ]
         self.account = Account(way, seed)
-        self._random, self._pythons, self._say = random.Random(seed), pythons, say
+        self._random, self._pythons, self._report = random.Random(seed), pythons, report
 
     def read_table(self) -> Path:
         """Return the table's folder, with all files that it has now."""
@@ -274,7 +274,7 @@ class Hammer:
         account.joined = sum(application.joins() for application in self.applications)
         account.took_s = time.monotonic() - began_s
         self._judge()
-        self._say(str(account))
+        self._report(str(account))
         return account
 
     def _strike(self, number: int, losing: bool) -> None:
@@ -299,7 +299,7 @@ class Hammer:
             shutil.rmtree(one.arguments["checkpoint"], ignore_errors=True)
             self.account.lost_checkpoints += 1
         self.account.struck[kind] += 1
-        self._say(f"{number + 1:4} {one.home.name} {kind}{', its checkpoint deleted' if losing else ''}")
+        self._report(f"{number + 1:4} {one.home.name} {kind}{', its checkpoint deleted' if losing else ''}")
 
     def progress(self) -> object:
         """Progress for ``await_progress``: the queries' logs, and the table's commits."""

@@ -84,11 +84,11 @@ class Kills:
 
     Args:
         application: new; with :data:`SLOW_READ`.
-        say: takes each line of the report.
+        report: takes each line of the report.
     """
 
-    def __init__(self, application: Application, *, each: int, seed: int, say: Callable[[str], None]) -> None:
-        self._app, self._say, self._random = application, say, random.Random(seed)
+    def __init__(self, application: Application, *, each: int, seed: int, report: Callable[[str], None]) -> None:
+        self._app, self._report, self._random = application, report, random.Random(seed)
         self._kinds = [kind for kind in KINDS for _ in range(each)]
         self._random.shuffle(self._kinds)
         self.account = Account(application.protocol, seed)
@@ -100,7 +100,7 @@ class Kills:
                 self._app.stays_alive(self._random.uniform(*BETWEEN_S))
                 result = self._strike(kind)
                 self.account.results.append(result)
-                self._say(
+                self._report(
                     f"{number:4} {kind}: rows after {result.rows_s:.1f} s, members after {result.members_s:.1f} s, "
                     f"longest pause {result.pause_s:.1f} s, without a member {result.unassigned_s:.1f} s, "
                     f"{result.rebalances} rebalances"
@@ -108,7 +108,7 @@ class Kills:
         account = self.account
         account.produced, account.lost, account.doubled = self._app.account()
         account.failed_tasks = self._app.log().count("Lost task ")
-        self._say(str(account))
+        self._report(str(account))
         return account
 
     def _settle(self) -> None:

@@ -38,14 +38,14 @@ def application(broker: BrokerCluster, tmp_path: Path) -> Callable[..., Applicat
 def test_kills_lose_and_duplicate_nothing_and_cause_no_rebalance(
     protocol: str, application: Callable[..., Application]
 ) -> None:
-    account = kills.Kills(application(protocol, **kills.SLOW_READ), each=1, seed=SEED, say=measured).run()
+    account = kills.Kills(application(protocol, **kills.SLOW_READ), each=1, seed=SEED, report=measured).run()
     assert not account.lost and not account.doubled, account
     assert sum(account.rebalances(kind) for kind in kills.KINDS) == 0, account
 
 
 def test_short_faults_of_the_channel_end_no_agent_and_cause_no_rebalance(broker: BrokerCluster, tmp_path: Path) -> None:
     short = tuple(fault for fault in channel_faults.FAULTS if fault.short)[:4]
-    faults = channel_faults.ChannelFaults(broker, tmp_path / "home", protocol="classic", say=measured, faults=short)
+    faults = channel_faults.ChannelFaults(broker, tmp_path / "home", protocol="classic", report=measured, faults=short)
     account = faults.run()
     assert not account.lost and not account.doubled, account
     assert all(one.rebalances == one.agents_lost == 0 for one in account.results), account

@@ -23,7 +23,7 @@ from confluent_kafka import TopicPartition as KafkaPartition
 from confluent_kafka.admin import AdminClient
 from kafka_words import await_until, create_topic
 from kit.faulty_cluster import KINDS, Draw, Fault, FaultyCluster, Kind
-from rebalance.accounts import Flow, Record, asking, produced, records_in, stays
+from rebalance.accounts import Flow, Record, produced, records_in, stays, with_retries
 from rebalance.conftest import make_options
 from rebalance.ordinary import OrdinaryConsumer
 
@@ -44,7 +44,7 @@ CALM_S = 1.0
 FIRST_ROWS_S = 600
 RECOVERED_S = 600
 """The timeout of a recovery: a query that needs longer hangs."""
-ASK_S = 5.0
+REQUEST_S = 5.0
 TOPIC = "soaked"
 
 
@@ -141,7 +141,7 @@ class Soak:
     Args:
         cluster: three nodes behind proxies, healed.
         for_s: how long new faults are applied.
-        say: receives each line of the report.
+        report: receives each line of the report.
     """
 
     def __init__(
@@ -152,10 +152,10 @@ class Soak:
         *,
         seed: int,
         for_s: float,
-        say: Callable[[str], None],
+        report: Callable[[str], None],
         kinds: Sequence[Kind] = KINDS,
     ) -> None:
-        self._cluster, self._folder, self._for_s, self._say = cluster, folder, for_s, say
+        self._cluster, self._folder, self._for_s, self._report = cluster, folder, for_s, report
         self._draw = Draw(seed, nodes=tuple(cluster.broker.nodes), kinds=kinds)
         self.account = Account(seed)
         self._judge = AdminClient({"bootstrap.servers": cluster.direct_servers, "log_level": 0})
@@ -165,9 +165,9 @@ class Soak:
             Query(spark, self._options(self._groups["shared"], "range"), folder / "shared"),
             Query(spark, self._options(self._groups["alone"], "consumer"), folder / "alone"),
         ]
-        self._asks = {group: self._asker(group) for group in self._groups.values()}
+        self._consumers = {group: self._open_consumer(group) for group in self._groups.values()}
 
-    def _asker(self, group: str) -> Consumer:
+    def _open_consumer(self, group: str) -> Consumer:
         return Consumer({"bootstrap.servers": self._cluster.direct_servers, "group.id": group, "log_level": 0})
 
     def _options(self, group: str, strategy: str) -> dict[str, str]:
@@ -179,7 +179,7 @@ class Soak:
     def run(self) -> Account:
         """Run until the time is over and the last fault is recovered from. Raises if a query stopped or hangs."""
         shared = self._groups["shared"]
-        self._say(f"soak: seed {self.account.seed}, new faults for {self._for_s:.0f} s")
+        self._report(f"soak: seed {self.account.seed}, new faults for {self._for_s:.0f} s")
         file = self._folder / "ordinary"
         flow = Flow(self._cluster.direct_servers, self._topic, PARTITIONS, per_s=RECORDS_PER_S)
         other = OrdinaryConsumer(self._cluster.bootstrap_servers, shared, [self._topic], file, session_ms=SESSION_MS)
@@ -199,9 +199,9 @@ class Soak:
             self._cluster.heal()
             for query in self._queries:
                 query.stop()
-            for consumer in self._asks.values():
+            for consumer in self._consumers.values():
                 consumer.close()
-        self._say(str(self.account))
+        self._report(str(self.account))
         return self.account
 
     def _begun(self) -> bool:
@@ -225,7 +225,7 @@ class Soak:
             self._await_whole(f"fault {number} ({fault})")
             struck = Struck(fault, lasts_s, time.monotonic() - healed_s, self._generations() != before)
             self.account.struck.append(struck)
-            self._say(
+            self._report(
                 f"{number:4} {healed_s - started_s:7.1f} s  {fault} for {lasts_s:.1f} s: whole after "
                 f"{struck.recovered_s:.1f} s{', REBALANCED' if struck.moved else ''}"
             )
@@ -237,43 +237,47 @@ class Soak:
 
     def _await_whole(self, after: str) -> None:
         """Assert that both groups have committed everything produced by now."""
-        ends = [asking(partial(self._end, p), RECOVERED_S) for p in range(PARTITIONS)]
+        ends = [with_retries(partial(self._end, p), RECOVERED_S) for p in range(PARTITIONS)]
 
         def whole() -> bool:
             self._check()
-            return all(at >= end for group in self._asks for at, end in zip(self._committed(group), ends, strict=True))
+            return all(
+                at >= end for group in self._consumers for at, end in zip(self._committed(group), ends, strict=True)
+            )
 
         try:
             await_until(whole, RECOVERED_S, what="recovery")
         except BaseException as exc:
-            at = [self._committed(group) for group in self._asks]
+            at = [self._committed(group) for group in self._consumers]
             exc.add_note(f"after {after}, seed {self.account.seed}: the logs end at {ends}, committed {at}")
             raise
 
     def _end(self, partition: int) -> int:
         group = self._groups["alone"]
         try:
-            found = self._asks[group].get_watermark_offsets(KafkaPartition(self._topic, partition), timeout=ASK_S)
+            found = self._consumers[group].get_watermark_offsets(
+                KafkaPartition(self._topic, partition), timeout=REQUEST_S
+            )
         except KafkaException as exc:  # retried, whatever the error
-            self._ask_afresh(group)
+            self._reopen_consumer(group)
             raise TimeoutError("no answer of the cluster") from exc
         if found is None:
             raise TimeoutError("no answer of the cluster in time")
         return int(found[1])
 
     def _committed(self, group: str) -> list[int]:
-        asked_for = [KafkaPartition(self._topic, p) for p in range(PARTITIONS)]
+        partitions = [KafkaPartition(self._topic, p) for p in range(PARTITIONS)]
         try:
-            return [found.offset for found in self._asks[group].committed(asked_for, timeout=ASK_S)]
+            return [found.offset for found in self._consumers[group].committed(partitions, timeout=REQUEST_S)]
         except KafkaException:
-            self._ask_afresh(group)
+            self._reopen_consumer(group)
             return [-1] * PARTITIONS
 
-    def _ask_afresh(self, group: str) -> None:
+    def _reopen_consumer(self, group: str) -> None:
         """After a leader's death a client may send to the dead node forever; a new client finds the new leader at
         once."""
-        self._asks[group].close()
-        self._asks[group] = self._asker(group)
+        self._consumers[group].close()
+        self._consumers[group] = self._open_consumer(group)
 
     def _settle(self, other: OrdinaryConsumer) -> None:
         """Read the tables' files, the ordinary consumer's file, and the produced records from Kafka."""

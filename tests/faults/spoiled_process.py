@@ -39,7 +39,7 @@ def read(given: dict[str, Any], ranges: list[OffsetRange], seconds: float = DEAD
     return f"other offsets in {differs}" if differs else "right"
 
 
-def ask(given: dict[str, Any], ranges: list[OffsetRange]) -> str:
+def describe(given: dict[str, Any], ranges: list[OffsetRange]) -> str:
     """Read the end offsets, with a new admin client each time."""
     admin = Admin({"bootstrap.servers": given["servers"]}, retries=1, retry_interval_s=0.1)
     topics = admin.require_topics([given["topic"]])
@@ -51,7 +51,7 @@ def ask(given: dict[str, Any], ranges: list[OffsetRange]) -> str:
 
 def main(given: dict[str, Any]) -> None:
     ranges = [OffsetRange(TopicPartition(given["topic"], int(p)), 0, end) for p, end in given["ends"].items()]
-    turns: list[Callable[[dict[str, Any], list[OffsetRange]], str]] = [read, ask]
+    turns: list[Callable[[dict[str, Any], list[OffsetRange]], str]] = [read, describe]
     while not select.select([sys.stdin], [], [], 0)[0]:
         for turn in turns:
             try:

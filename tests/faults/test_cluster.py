@@ -14,19 +14,21 @@ pytestmark = pytest.mark.broker
 ANSWER_S = 120
 
 
-def asks(servers: str) -> AdminClient:
+def admin_client(servers: str) -> AdminClient:
     return AdminClient({"bootstrap.servers": servers, "log_level": 0})
 
 
 def test_clients_connect_to_proxies_and_judges_to_nodes(faulty: FaultyCluster, judge: AdminClient) -> None:
-    told = {node.port for node in asks(faulty.bootstrap_servers).list_topics(timeout=ANSWER_S).brokers.values()}
-    assert told == {proxy.port for proxy in faulty.proxies.values()}
+    listed = {
+        node.port for node in admin_client(faulty.bootstrap_servers).list_topics(timeout=ANSWER_S).brokers.values()
+    }
+    assert listed == {proxy.port for proxy in faulty.proxies.values()}
     direct = {node.port for node in judge.list_topics(timeout=ANSWER_S).brokers.values()}
-    assert direct.isdisjoint(told | set(faulty.broker.ports.values()))
+    assert direct.isdisjoint(listed | set(faulty.broker.ports.values()))
 
 
 def test_a_refusing_proxy_blocks_clients_but_not_judges(faulty: FaultyCluster, judge: AdminClient) -> None:
-    client = asks(faulty.bootstrap_servers)
+    client = admin_client(faulty.bootstrap_servers)
     client.list_topics(timeout=ANSWER_S)
     with faulty.suffering(Fault("refuse", 1)):
         with pytest.raises(KafkaException):
@@ -44,4 +46,4 @@ def test_records_pass_the_proxy_and_survive_a_killed_node(faulty: FaultyCluster,
         assert faulty.broker.pids == {}
         assert faulty.proxies[1].refusing
     assert faulty.broker.pids.keys() == before.keys() and faulty.broker.pids != before
-    assert end_offsets_of(asks(faulty.bootstrap_servers), "kept") == {TopicPartition("kept", 0): 3}
+    assert end_offsets_of(admin_client(faulty.bootstrap_servers), "kept") == {TopicPartition("kept", 0): 3}

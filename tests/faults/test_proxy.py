@@ -26,7 +26,7 @@ class Echo:
     def __init__(self) -> None:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address: tuple[str, int] = self._listener.getsockname()
-        self.heard = 0
+        self.received_bytes = 0
         self.ended: list[str] = []
         threading.Thread(target=self._serve, daemon=True).start()
 
@@ -40,7 +40,7 @@ class Echo:
         with connection:
             try:
                 while data := connection.recv(65536):
-                    self.heard += len(data)
+                    self.received_bytes += len(data)
                     connection.sendall(data)
                 self.ended.append("closed")
             except ConnectionError:
@@ -68,7 +68,7 @@ def proxy(echo: Echo) -> Iterator[Proxy]:
 def client(proxy: Proxy) -> Iterator[socket.socket]:
     """A connection that has been used once."""
     with connect(proxy) as connection:
-        assert asked(connection, b"hello") == b"hello"
+        assert echoed(connection, b"hello") == b"hello"
         yield connection
 
 
@@ -76,7 +76,7 @@ def connect(proxy: Proxy) -> socket.socket:
     return socket.create_connection(("127.0.0.1", proxy.port), timeout=REPLY_S)
 
 
-def asked(connection: socket.socket, data: bytes) -> bytes:
+def echoed(connection: socket.socket, data: bytes) -> bytes:
     sending = threading.Thread(target=connection.sendall, args=(data,))
     sending.start()
     answer = received(connection, len(data))
@@ -105,8 +105,8 @@ def silent(connection: socket.socket) -> bool:
 
 def test_everything_passes_in_both_directions(proxy: Proxy, client: socket.socket) -> None:
     with connect(proxy) as other:
-        assert asked(client, LARGE) == LARGE
-        assert asked(other, b"second") == b"second"
+        assert echoed(client, LARGE) == LARGE
+        assert echoed(other, b"second") == b"second"
         assert proxy.connections == 2
         assert proxy.passed == dict.fromkeys(Direction, len(LARGE) + len("hellosecond"))
 
@@ -116,7 +116,7 @@ def test_delayed_bytes_arrive_after_the_delay_or_its_removal(
     direction: Direction, proxy: Proxy, client: socket.socket
 ) -> None:
     proxy.set_conditions(Conditions(delay_s=0.1), direction)
-    assert asked(client, LARGE) == LARGE
+    assert echoed(client, LARGE) == LARGE
     proxy.set_conditions(Conditions(delay_s=HOUR_S), direction)
     client.sendall(b"later")
     assert silent(client)
@@ -136,7 +136,7 @@ def test_a_limited_bandwidth_slows_transfer(proxy: Proxy, client: socket.socket)
 
 def test_a_connection_stops_at_a_byte_count_until_the_limit_is_removed(proxy: Proxy, client: socket.socket) -> None:
     proxy.set_conditions(Conditions(stop_at_bytes=proxy.passed[Direction.TO_CLIENT] + 4), Direction.TO_CLIENT)
-    assert asked(client, b"four") == b"four"
+    assert echoed(client, b"four") == b"four"
     client.sendall(b"more")
     assert silent(client)
     proxy.set_conditions(CLEAR)
@@ -155,7 +155,7 @@ def test_a_refusing_port_resets_and_refuses_connections(proxy: Proxy, client: so
     await_until(lambda: echo.ended == ["reset"], REPLY_S, what="a reset at the server")
     proxy.accept()
     with connect(proxy) as again:
-        assert asked(again, b"back") == b"back"
+        assert echoed(again, b"back") == b"back"
 
 
 def test_a_reset_closes_both_ends_and_new_connections_pass(proxy: Proxy, client: socket.socket, echo: Echo) -> None:
@@ -164,7 +164,7 @@ def test_a_reset_closes_both_ends_and_new_connections_pass(proxy: Proxy, client:
         client.recv(1)
     await_until(lambda: echo.ended == ["reset"], REPLY_S, what="a reset at the server")
     with connect(proxy) as again:
-        assert asked(again, b"new") == b"new"
+        assert echoed(again, b"new") == b"new"
 
 
 @pytest.mark.parametrize("direction", Direction)
@@ -175,7 +175,7 @@ def test_dropped_bytes_leave_the_connection_open(
     client.sendall(b"anybody?")
     assert silent(client)
     arrived = len("hello") + (0 if direction is Direction.TO_SERVER else len("anybody?"))
-    assert (echo.heard, echo.ended, proxy.connections) == (arrived, [], 1)
+    assert (echo.received_bytes, echo.ended, proxy.connections) == (arrived, [], 1)
     proxy.heal()
     with pytest.raises(ConnectionResetError):
         client.recv(1)  # what arrives now is not the next byte
@@ -186,9 +186,9 @@ def test_the_client_of_a_half_open_connection_receives_nothing(proxy: Proxy, cli
     await_until(lambda: echo.ended == ["reset"], REPLY_S, what="the server's end")
     client.sendall(b"anybody?")
     assert silent(client)
-    assert echo.heard == len("hello")
+    assert echo.received_bytes == len("hello")
     with connect(proxy) as other:
-        assert asked(other, b"new") == b"new"
+        assert echoed(other, b"new") == b"new"
     proxy.heal()
     with pytest.raises(ConnectionResetError):
         client.recv(1)
@@ -214,7 +214,7 @@ def test_a_response_is_reset_in_the_middle(count: int, proxy: Proxy, client: soc
                 assert received(connection, 2 * count) == LARGE[:count]
     proxy.heal()
     with connect(proxy) as again:
-        assert asked(again, LARGE) == LARGE
+        assert echoed(again, LARGE) == LARGE
 
 
 def test_without_a_server_connections_are_reset() -> None:
@@ -231,7 +231,7 @@ def test_without_a_server_connections_are_reset() -> None:
 def test_a_closed_proxy_frees_its_thread_and_port(echo: Echo) -> None:
     before = set(threading.enumerate())
     with Proxy(target=echo.address) as proxy, connect(proxy) as connection:
-        assert asked(connection, b"x") == b"x"
+        assert echoed(connection, b"x") == b"x"
         proxy.set_conditions(Conditions(delay_s=HOUR_S))
         connection.sendall(b"y")
         proxy.close()
@@ -239,7 +239,7 @@ def test_a_closed_proxy_frees_its_thread_and_port(echo: Echo) -> None:
             connection.recv(1)
     assert {t for t in set(threading.enumerate()) - before if t.name.startswith("proxy")} == set()
     with Proxy(port=proxy.port, target=echo.address) as again, connect(again) as connection:
-        assert asked(connection, b"z") == b"z"
+        assert echoed(connection, b"z") == b"z"
 
 
 def test_a_seed_draws_the_same_faults_of_every_kind() -> None:

@@ -38,7 +38,7 @@ def test_faults_for_a_long_time(spark: "SparkSession", faulty_three: FaultyClust
 
 
 def soak(spark: "SparkSession", cluster: FaultyCluster, folder: Path, *, seed: int, for_s: float) -> None:
-    account = Soak(spark, cluster, folder, seed=seed, for_s=for_s, say=measured).run()
+    account = Soak(spark, cluster, folder, seed=seed, for_s=for_s, report=measured).run()
     assert account.struck, "no fault began"
     assert not account.lost, f"{account}: the first lost: {account.lost[:5]}"
     assert not account.doubled, f"{account}: the first doubled: {account.doubled[:5]}"

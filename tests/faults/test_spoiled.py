@@ -103,7 +103,7 @@ def suffered(
 
 
 def assert_harmless(results: Counter[str]) -> None:
-    known = {f"{turn}: {result}" for turn in ("read", "ask") for result in ("right", "named")}
+    known = {f"{turn}: {result}" for turn in ("read", "describe") for result in ("right", "named")}
     assert results.keys() <= known, results
     assert any(results.get(one) for one in known), results
 

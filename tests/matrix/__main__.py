@@ -46,13 +46,13 @@ def main(arguments: Sequence[str]) -> int:
     wanted = [cells.BY_NAME[name] for name in given.cell]
     if given.list:
         for cell in wanted:
-            _say(f"{cell.name}: {', '.join(one.name for one in cells.scenarios(cell))}")
+            _report(f"{cell.name}: {', '.join(one.name for one in cells.scenarios(cell))}")
         return 0
     commit = environments.commit()
     with environments.wheel() as package:
         incomplete = [cell for cell in wanted if not _run_cell(cell, package, given, commit)]
     wrong = violations(Results(given.results), wanted)
-    _say("\n".join(wrong) or "nothing failed")
+    _report("\n".join(wrong) or "nothing failed")
     return int(bool(wrong or incomplete))
 
 
@@ -70,9 +70,9 @@ def _run_cell(cell: Cell, package: Path, given: argparse.Namespace, commit: str)
         return True
     with contextlib.ExitStack() as stack:
         try:
-            python, versions = stack.enter_context(environments.made(cell.environment, package, _say))
+            python, versions = stack.enter_context(environments.made(cell.environment, package, _report))
         except RuntimeError as exc:
-            _say(f"{cell.name}: {exc}")
+            _report(f"{cell.name}: {exc}")
             return False
         if not cell.kafka:
             results.add_versions(cell, versions)
@@ -82,10 +82,10 @@ def _run_cell(cell: Cell, package: Path, given: argparse.Namespace, commit: str)
                 count = min(left, KILLS_EACH)
                 result = replace(run_tests(python, cell, scenario, count), commit=commit)
                 results.add(cell, scenario, result)
-                _say(f"{cell.name}, {scenario.name}: {result}")
+                _report(f"{cell.name}, {scenario.name}: {result}")
                 left = left - count if scenario.each and result.holds else 0
     if changes := environments.changed(versions):
-        _say(f"{cell.name}: the wheel changed {', '.join(changes)}")
+        _report(f"{cell.name}: the wheel changed {', '.join(changes)}")
     return not changes
 
 
@@ -126,11 +126,11 @@ def run_tests(python: Path, cell: Cell, scenario: Scenario, kills: int = KILLS_E
                 check=False,
             )
         except subprocess.TimeoutExpired:
-            _say(f"{cell.name}, {scenario.name}: took longer than {SCENARIO_S} s; see {log}")
+            _report(f"{cell.name}, {scenario.name}: took longer than {SCENARIO_S} s; see {log}")
         return read_junit(junit, date, time.monotonic() - began_s)
 
 
-def _say(text: str) -> None:
+def _report(text: str) -> None:
     print(text, flush=True)  # noqa: T201
 
 

@@ -52,7 +52,7 @@ def wheel() -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def made(cell: Cell, package: Path, say: Callable[[str], None]) -> Iterator[tuple[Path, dict[str, dict[str, str]]]]:
+def made(cell: Cell, package: Path, report: Callable[[str], None]) -> Iterator[tuple[Path, dict[str, dict[str, str]]]]:
     """Make the environment of a cell, unless it is there, and install the wheel in it. No other process installs its
     wheel there until the block ends.
 
@@ -72,7 +72,7 @@ def made(cell: Cell, package: Path, say: Callable[[str], None]) -> Iterator[tupl
     with locked(home.parent / f"{home.name}.lock", LOCK_S):
         found = json.loads(stamp.read_text()) if stamp.is_file() else {}
         if found.get("spec") != spec:
-            say(f"{cell.name}: making {home}")
+            report(f"{cell.name}: making {home}")
             shutil.rmtree(home, ignore_errors=True)
             _run([python_of(cell.python), "-m", "venv", str(home)], VENV_S)
             pins = [f"{name}=={version}" for name, version in cell.platform.items()]

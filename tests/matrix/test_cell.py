@@ -41,7 +41,15 @@ def hammer(broker: Broker, topic: TopicFactory, group_id: str, tmp_path: Path) -
     def make(way: Way, **more: Any) -> Hammer:
         home, name = tmp_path / way, f"{group_id}-{way}"
         return Hammer(
-            broker, home, way=way, group=name, topic=topic(PARTITIONS), seed=SEED, pythons=PYTHONS, say=measured, **more
+            broker,
+            home,
+            way=way,
+            group=name,
+            topic=topic(PARTITIONS),
+            seed=SEED,
+            pythons=PYTHONS,
+            report=measured,
+            **more,
         )
 
     return make
@@ -86,7 +94,7 @@ def test_kills_of_executors(tmp_path: Path, record_property: Note) -> None:
     with BrokerCluster(settings=broker_settings(SESSION_MS)) as broker:
         slow: dict[str, Any] = {**executor_kills.SLOW_READ}
         app = Application(broker, tmp_path / "home", protocol="classic", session_ms=SESSION_MS, **slow)
-        account = executor_kills.Kills(app, each=each, seed=SEED, say=measured).run()
+        account = executor_kills.Kills(app, each=each, seed=SEED, report=measured).run()
     record_property("kills", len(account.results))
     record_property("records", account.produced)
     record_property("rebalances", sum(map(account.rebalances, executor_kills.KINDS)))

@@ -106,7 +106,7 @@ def produced(admin: AdminClient, topics: Iterable[str]) -> set[Record]:
     return {
         (tp.topic, tp.partition, offset)
         for topic in topics
-        for tp, end in asking(partial(end_offsets_of, admin, topic)).items()
+        for tp, end in with_retries(partial(end_offsets_of, admin, topic)).items()
         for offset in range(end)
     }
 
@@ -183,10 +183,12 @@ def await_committed(admin: AdminClient, group: str, topics: Sequence[str]) -> No
 
     def committed() -> bool:
         nonlocal at
-        at = {tp: o for tp, o in asking(lambda: committed_of(admin, group)).items() if tp in ends}
+        at = {tp: o for tp, o in with_retries(lambda: committed_of(admin, group)).items() if tp in ends}
         return at == ends
 
-    ends = {tp: end for topic in topics for tp, end in asking(partial(end_offsets_of, admin, topic)).items() if end}
+    ends = {
+        tp: end for topic in topics for tp, end in with_retries(partial(end_offsets_of, admin, topic)).items() if end
+    }
     await_progress(committed, lambda: at, what="the group's offsets at the ends")
 
 
@@ -198,13 +200,13 @@ def stays(holds: Callable[[], object], for_s: float, what: str) -> None:
         pause.wait(POLL_S)
 
 
-def asking(ask: Callable[[], T], within_s: float = ADMIN_S) -> T:
+def with_retries(request: Callable[[], T], within_s: float = ADMIN_S) -> T:
     """Return an answer of Kafka's admin API; retry while a broker is down."""
     answer: list[T] = []
 
     def once() -> bool:
         try:
-            answer.append(ask())
+            answer.append(request())
         except TimeoutError:
             return False
         except KafkaException as exc:
@@ -238,7 +240,7 @@ class GroupView(NamedTuple):
 
 def describe(admin: AdminClient, group: str) -> GroupView:
     """Describe a group; retry while its coordinator moves or loads."""
-    return asking(lambda: described(admin, group))
+    return with_retries(lambda: described(admin, group))
 
 
 def described(admin: AdminClient, group: str) -> GroupView:

@@ -17,7 +17,7 @@ from confluent_kafka.admin import AdminClient, NewTopic  # type: ignore[attr-def
 from kafka_words import ADMIN_S, await_until, create_topic
 from kit.broker_cluster import BrokerCluster
 
-from rebalance.accounts import Flow, GroupView, asking, described, measured, stays
+from rebalance.accounts import Flow, GroupView, described, measured, stays, with_retries
 from rebalance.conftest import GroupScene
 from rebalance.ordinary import OrdinaryConsumer
 from rebalance.runs import Run
@@ -133,7 +133,7 @@ def scene(jvm: None, request: pytest.FixtureRequest, group_id: str) -> Iterator[
 
 
 def _in_sync(admin: AdminClient) -> bool:
-    topics = asking(lambda: admin.list_topics(timeout=ADMIN_S)).topics.values()
+    topics = with_retries(lambda: admin.list_topics(timeout=ADMIN_S)).topics.values()
     return all(len(p.isrs) == len(p.replicas) for topic in topics for p in topic.partitions.values())
 
 

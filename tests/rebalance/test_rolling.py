@@ -130,8 +130,8 @@ def _has_read(run: Run, count: int) -> bool:
     return len(run.records) > count
 
 
-def _is(ask: Callable[[AdminClient, str], str], admin: AdminClient, group: str, expected: str) -> bool:
-    return ask(admin, group) == expected
+def _is(value_of: Callable[[AdminClient, str], str], admin: AdminClient, group: str, expected: str) -> bool:
+    return value_of(admin, group) == expected
 
 
 def _assignor(admin: AdminClient, group: str) -> str:
