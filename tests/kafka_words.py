@@ -225,10 +225,10 @@ def noted_of(admin: AdminClient, group: str) -> dict[TopicPartition, tuple[int, 
     """
     metadata = admin.list_topics(timeout=ADMIN_S)
     servers = ",".join(f"{broker.host}:{broker.port}" for broker in metadata.brokers.values())
-    asked = [KafkaTopicPartition(name, p) for name, topic in metadata.topics.items() for p in topic.partitions]
+    partitions = [KafkaTopicPartition(name, p) for name, topic in metadata.topics.items() for p in topic.partitions]
     consumer = Consumer({"bootstrap.servers": servers, "group.id": group, "enable.auto.commit": False, "log_level": 0})
     try:
-        found = consumer.committed(asked, timeout=ADMIN_S)
+        found = consumer.committed(partitions, timeout=ADMIN_S)
     finally:
         consumer.close()
     return {TopicPartition(at.topic, at.partition): (at.offset, at.metadata or "") for at in found if at.offset >= 0}

@@ -259,8 +259,8 @@ class ManualAdmin:
     def list_offsets(self, request: Mapping[Any, Any], **how: Any) -> dict[Any, "Future[Any]"]:
         self.environment.calls.append(("isolation", how["isolation_level"].name))
         self.bounds_s.append(how["request_timeout"])
-        asked = {TopicPartition(p.topic, p.partition): spec for p, spec in request.items()}
-        found: Mapping[TopicPartition, Any] = self.environment.answer("list_offsets", asked, {})
+        requested = {TopicPartition(p.topic, p.partition): spec for p, spec in request.items()}
+        found: Mapping[TopicPartition, Any] = self.environment.answer("list_offsets", requested, {})
         by_ours = {TopicPartition(p.topic, p.partition): p for p in request}
         return self._done({by_ours[tp]: at for tp, at in found.items()})
 

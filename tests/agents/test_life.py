@@ -212,11 +212,11 @@ def test_an_agent_that_fails_to_start_is_logged_once_and_retried_after_a_pause(
     folder = agent_words.start_agent(broken, here)
     assert folder is not None
     await_until(lambda: agent_words.is_unlocked(folder), STARTED_S, what="the end of the agent")
-    said = folder.log.read_text()
+    log = folder.log.read_text()
     folder.attempts.write_text(json.dumps([9, time.time()]))  # the longest pause
     for _ in range(2):
         agent_words.start_agent(broken, here)
-    assert folder.log.read_text() == said, "no agent was started"
+    assert folder.log.read_text() == log, "no agent was started"
     assert caplog.text.count("KeyError: 'Nothing'") == 1
     assert "tasks read from the brokers" in caplog.text
     folder.attempts.write_text(json.dumps([1, 0.0]))  # long ago

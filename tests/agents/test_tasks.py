@@ -71,15 +71,15 @@ def test_a_claim_that_times_out_names_the_remedy(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_refused_claim_is_not_repeated() -> None:
-    asked = []
+    claims = []
 
     def answers(peer: ChannelPeer, message: Any, request_number: int) -> None:
-        asked.append(message)
+        claims.append(message)
         peer.send(ClaimRefused(reason="no plan 'r.1'"), responds_to=request_number)
 
     with listening(answers) as planned, pytest.raises(ChannelBroken, match=r"no plan 'r.1'"):
         task._StreamReaderConnection(planned).claim(CLAIM)
-    assert asked == [CLAIM]
+    assert claims == [CLAIM]
 
 
 def test_an_unreachable_stream_reader_delays_one_task_and_is_tried_again_after_a_pause(
@@ -87,15 +87,15 @@ def test_an_unreachable_stream_reader_delays_one_task_and_is_tried_again_after_a
 ) -> None:
     monkeypatch.setattr(task, "CONNECT_S", 0.3)
     monkeypatch.setattr(agent_folder, "_warned", set())
-    asked = []
-    with listening(lambda _, message, __: asked.append(message)) as planned:
+    claims = []
+    with listening(lambda _, message, __: claims.append(message)) as planned:
         connection = task._StreamReaderConnection(planned)
         for _ in range(3):
             connection.claim_known_piece(CLAIM)
-        assert asked == [CLAIM], "one connection, without an answer"
+        assert claims == [CLAIM], "one connection, without an answer"
         monkeypatch.setattr(agent_folder, "PAUSE_S", 0.0)
         connection.claim_known_piece(CLAIM)
-    assert asked == [CLAIM, CLAIM]
+    assert claims == [CLAIM, CLAIM]
     assert caplog.text.count("this executor does not reach the stream reader") == 1
 
 

@@ -22,25 +22,25 @@ def _raise(exc: BaseException) -> NoReturn:
 
 @pytest.mark.parametrize("exc", [ValueError("v"), KeyboardInterrupt("k")])
 def test_every_exception_of_a_thread_is_reported(exc: BaseException) -> None:
-    said: list[BaseException] = []
-    thread = Environment().spawn("t", lambda: _raise(exc), died=said.append)
+    died: list[BaseException] = []
+    thread = Environment().spawn("t", lambda: _raise(exc), died=died.append)
     thread.join(JOIN_S)
-    assert (said, thread.is_alive()) == ([exc], False)
+    assert (died, thread.is_alive()) == ([exc], False)
 
 
 def test_a_thread_that_returns_or_exits_is_not_reported() -> None:
-    said: list[BaseException] = []
+    died: list[BaseException] = []
     for run in (lambda: None, lambda: _raise(SystemExit())):
-        Environment().spawn("t", run, died=said.append).join(JOIN_S)
-    assert said == []
+        Environment().spawn("t", run, died=died.append).join(JOIN_S)
+    assert died == []
 
 
 def test_a_thread_that_cannot_be_started_is_reported_before_spawn_returns(monkeypatch: pytest.MonkeyPatch) -> None:
     none_left = RuntimeError("can't start new thread")
     monkeypatch.setattr(threading.Thread, "start", lambda self: _raise(none_left))
-    said: list[BaseException] = []
-    thread = Environment().spawn("t", lambda: None, died=said.append)
-    assert said == [none_left]
+    died: list[BaseException] = []
+    thread = Environment().spawn("t", lambda: None, died=died.append)
+    assert died == [none_left]
     thread.join(JOIN_S)
     assert not thread.is_alive()
 

@@ -65,21 +65,21 @@ def test_retry_follows_every_row_of_the_table(request_: Request) -> None:
         environment = ManualEnvironment()
         tries = itertools.count(1)
 
-        def ask(tries: "itertools.count[int]" = tries, code: int = code) -> str:
+        def call(tries: "itertools.count[int]" = tries, code: int = code) -> str:
             if next(tries) < 3:
                 raise refusal(code)
             return "answer"
 
-        def asked(environment: ManualEnvironment = environment) -> str:
-            return Retry(ClientInfo("b:9092"), environment, retries=3)(request_, "asking", ask)
+        def retried(environment: ManualEnvironment = environment) -> str:
+            return Retry(ClientInfo("b:9092"), environment, retries=3)(request_, "reading", call)
 
         means = meaning(request_, code)
         if means is Meaning.RETRY:
-            assert asked() == "answer"
+            assert retried() == "answer"
             assert next(tries) == 4
             continue
-        with pytest.raises(GroupError, match="asking") as failure:
-            asked()
+        with pytest.raises(GroupError, match="reading") as failure:
+            retried()
         assert isinstance(failure.value, AccessDenied) == (means is Meaning.REFUSED)
         assert next(tries) == (3 if means in (Meaning.REFUSED, Meaning.GONE) else 2)
 
@@ -97,15 +97,15 @@ def test_a_refused_connection_is_raised_only_when_a_new_client_is_refused_too(
     environment: ManualEnvironment, scripted_admin: Admin
 ) -> None:
     """The library reports it once in 30 s; an old report is unrelated to a slow answer days later."""
-    told = KafkaError(KafkaError._AUTHENTICATION)
-    scripted_admin._on_error(told)
+    reported = KafkaError(KafkaError._AUTHENTICATION)
+    scripted_admin._on_error(reported)
     environment.will("list_offsets", {A0: _info(5)})
     assert scripted_admin.latest([A0]) == {A0: 5}
     environment.will("list_offsets", {A0: _Slow(None, scripted_admin)})
     assert scripted_admin.latest([A0]) == {A0: 6}  # slow only
-    environment.will("list_offsets", {A0: _Slow(told, scripted_admin)}, {A0: _info(7)})
+    environment.will("list_offsets", {A0: _Slow(reported, scripted_admin)}, {A0: _info(7)})
     assert scripted_admin.latest([A0]) == {A0: 7}  # refused, and not confirmed
-    environment.will("list_offsets", {A0: _Slow(told, scripted_admin)}, {A0: _Slow(told, scripted_admin)})
+    environment.will("list_offsets", {A0: _Slow(reported, scripted_admin)}, {A0: _Slow(reported, scripted_admin)})
     with pytest.raises(AccessDenied):
         scripted_admin.latest([A0])
     assert len(environment.admins) == 4
@@ -143,8 +143,8 @@ def test_G10_a_missing_token_counts_as_unanswered_with_the_cause_in_the_error(
 def test_an_OAuth_error_of_the_token_endpoint_is_a_refusal(
     environment: ManualEnvironment, scripted_admin: Admin, text: str
 ) -> None:
-    told = KafkaError(KafkaError._AUTHENTICATION, NO_TOKEN + text)
-    environment.will("list_offsets", {A0: _Slow(told, scripted_admin)}, {A0: _Slow(told, scripted_admin)})
+    reported = KafkaError(KafkaError._AUTHENTICATION, NO_TOKEN + text)
+    environment.will("list_offsets", {A0: _Slow(reported, scripted_admin)}, {A0: _Slow(reported, scripted_admin)})
     with pytest.raises(AccessDenied, match="invalid_"):
         scripted_admin.latest([A0])
 
@@ -171,15 +171,15 @@ def test_a_topic_request_after_an_unanswered_one_has_the_short_timeout(
     gone = refusal(KafkaError._TIMED_OUT)
     environment.will("describe_topics", {"a": gone}, {"a": gone}, {"a": gone})
     admin.describe_topics(["a"])
-    asked = [bound_s for client in environment.admins for bound_s in client.topic_bounds_s]
-    assert asked == [FIRST_TIMEOUT_S, SHORT_TIMEOUT_S, FIRST_TIMEOUT_S, SHORT_TIMEOUT_S]
+    bounds_s = [bound_s for client in environment.admins for bound_s in client.topic_bounds_s]
+    assert bounds_s == [FIRST_TIMEOUT_S, SHORT_TIMEOUT_S, FIRST_TIMEOUT_S, SHORT_TIMEOUT_S]
 
 
 def test_a_slow_leader_gets_the_full_timeout_in_the_retry(environment: ManualEnvironment) -> None:
     admin = Admin(SETTINGS, environment=environment, retries=1)
-    nobody = {A0: refusal(KafkaError._TIMED_OUT), A1: refusal(KafkaError._TIMED_OUT)}
+    unanswered = {A0: refusal(KafkaError._TIMED_OUT), A1: refusal(KafkaError._TIMED_OUT)}
     both = {A0: _info(5), A1: _info(6)}
-    environment.will("list_offsets", {A0: _info(5), A1: refusal(KafkaError._TIMED_OUT)}, nobody, both)
+    environment.will("list_offsets", {A0: _info(5), A1: refusal(KafkaError._TIMED_OUT)}, unanswered, both)
     admin.latest([A0, A1], require_all=False)
     assert admin.latest([A0, A1], require_all=False) == {A0: 5, A1: 6}
     assert bounds(environment) == [FIRST_TIMEOUT_S, SHORT_TIMEOUT_S, FIRST_TIMEOUT_S]
@@ -268,11 +268,11 @@ NOTHING = -1001
 """The library's offset when no broker answered in time, without an error."""
 
 
-@pytest.mark.parametrize("ask", ["latest", "earliest", "at_time"])
-def test_G10_an_offset_not_returned_by_a_broker_is_no_answer(environment: ManualEnvironment, ask: str) -> None:
+@pytest.mark.parametrize("method", ["latest", "earliest", "at_time"])
+def test_G10_an_offset_not_returned_by_a_broker_is_no_answer(environment: ManualEnvironment, method: str) -> None:
     admin = Admin(SETTINGS, environment=environment, retries=1)
     question = {"latest": lambda: admin.latest([A0]), "earliest": lambda: admin.earliest([A0])}.get(
-        ask, lambda: admin.offsets_at_time({A0: 5})
+        method, lambda: admin.offsets_at_time({A0: 5})
     )
     environment.will("list_offsets", {A0: _info(NOTHING)}, {A0: _info(7)})
     assert question() == {A0: 7}

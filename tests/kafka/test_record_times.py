@@ -38,8 +38,8 @@ def times(cluster: MockCluster) -> Iterator[RecordTimes]:
 
 
 def read(times: RecordTimes, offsets: dict[int, int], *, ms: int = MS_MAX) -> dict[int, RecordTime | None]:
-    asked = {TopicPartition("orders", partition): offset for partition, offset in offsets.items()}
-    return {tp.partition: found for tp, found in times.read(asked, until_ms=Environment().now_ms() + ms).items()}
+    requested = {TopicPartition("orders", partition): offset for partition, offset in offsets.items()}
+    return {tp.partition: found for tp, found in times.read(requested, until_ms=Environment().now_ms() + ms).items()}
 
 
 def test_record_times_are_read_at_each_offset_in_every_sweep(times: RecordTimes) -> None:

@@ -55,7 +55,11 @@ def test_starting_positions_of_one_kind_are_resolved_by_one_request(environment:
         TopicPartition("c", 0): LATEST,
     }
     assert admin.starting_offsets(words, committed=True) == {A0: 3, A1: 9, B0: 4, B1: None}
-    assert [list(asked) for asked in environment.called("list_offsets")] == [[A0], [A1, TopicPartition("c", 0)], [B1]]
+    assert [list(requested) for requested in environment.called("list_offsets")] == [
+        [A0],
+        [A1, TopicPartition("c", 0)],
+        [B1],
+    ]
     assert environment.called("isolation") == ["READ_UNCOMMITTED", "READ_COMMITTED", "READ_UNCOMMITTED"]
 
 
@@ -65,7 +69,7 @@ def test_many_partitions_are_requested_in_batches(
     monkeypatch.setattr("spark_group_source.kafka.translation.PARTITIONS_PER_REQUEST", 2)
     environment.will("list_offsets", {A0: info(3), A1: info(4)}, {B0: info(5)})
     assert scripted_admin.latest([B0, A1, A0]) == {A0: 3, A1: 4, B0: 5}
-    assert [list(asked) for asked in environment.called("list_offsets")] == [[A0, A1], [B0]]
+    assert [list(requested) for requested in environment.called("list_offsets")] == [[A0, A1], [B0]]
     environment.will("committed", [at(A0, 0), at(A1, -1001)], [at(B0, 7)])
     assert offsets.read([B0, A1, A0]) == {A0: CommittedOffset(0, ""), A1: None, B0: CommittedOffset(7, "")}
     assert environment.called("committed timeout") == [10, 10], "one timeout for all of them"
@@ -245,7 +249,7 @@ def test_reading_back_times_out(environment: ManualEnvironment, offsets: GroupOf
 
 
 @pytest.mark.parametrize(
-    ("code", "said"),
+    ("code", "message"),
     [
         (
             KafkaError._TIMED_OUT,
@@ -255,10 +259,10 @@ def test_reading_back_times_out(environment: ManualEnvironment, offsets: GroupOf
     ],
 )
 def test_an_unanswered_commit_for_a_group_is_not_reported_as_refused(
-    environment: ManualEnvironment, code: int, said: str
+    environment: ManualEnvironment, code: int, message: str
 ) -> None:
     environment.will("alter_consumer_group_offsets", {"g": refusal(code)})
-    with pytest.raises(CommitFailed, match=said):
+    with pytest.raises(CommitFailed, match=message):
         GroupAdmin(SETTINGS, environment=environment).move_committed("g", {A0: 4})
 
 

@@ -57,7 +57,7 @@ def test_node_serves_groups_at_once_and_leaves_only_its_data(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("setting", "told"),
+    ("setting", "message"),
     [
         ({"num.io.threads": "none"}, r"cannot format .*num\.io\.threads"),
         ({"authorizer.class.name": "no.such.Class"}, r"node 1 ended with code 1.*node-1\.log.*no\.such\.Class"),
@@ -65,10 +65,10 @@ def test_node_serves_groups_at_once_and_leaves_only_its_data(tmp_path: Path) -> 
     ids=["cannot be read", "cannot work"],
 )
 def test_node_that_cannot_start_reports_its_log_and_leaves_nothing(
-    setting: dict[str, str], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    setting: dict[str, str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    with pytest.raises(BrokerUnavailable, match=f"(?s){told}"):
+    with pytest.raises(BrokerUnavailable, match=f"(?s){message}"):
         Broker(settings=setting).start()
     assert list(tmp_path.iterdir()) == []
 

@@ -32,19 +32,19 @@ class Run:
                 (self.bin / name).symlink_to(found)
         self.env = {"PATH": str(self.bin), "HOME": str(home), "TMPDIR": str(self.tmp)}
 
-    def has(self, name: str, *, says: str, code: int = 0) -> Path:
+    def has(self, name: str, *, prints: str, code: int = 0) -> Path:
         """Create a program that prints one line and exits."""
         program = self.bin / name
         program.parent.mkdir(parents=True, exist_ok=True)
-        program.write_text(f"#!/bin/sh\necho '{says}' >&{2 if name.endswith('java') else 1}\nexit {code}\n")
+        program.write_text(f"#!/bin/sh\necho '{prints}' >&{2 if name.endswith('java') else 1}\nexit {code}\n")
         program.chmod(0o755)
         return program
 
     def has_python(self, version: str = "3.11", name: str = "python3") -> None:
-        self.has(name, says=version)
+        self.has(name, prints=version)
 
     def has_java(self, version: str = "17.0.15") -> None:
-        self.has("java", says=f'openjdk version "{version}"')
+        self.has("java", prints=f'openjdk version "{version}"')
 
     def run(self, *command: str, **env: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
@@ -89,8 +89,8 @@ def test_every_target_checks_java_first(machine: Run, target: str) -> None:
 def test_old_java_is_reported_with_version(machine: Run, version: str, number: int) -> None:
     machine.has_python()
     machine.has_java(version)
-    told = machine.refuses("make", "test")
-    assert told == f"Java 17 or newer is needed; found Java {number} ({machine.bin / 'java'})"
+    error = machine.refuses("make", "test")
+    assert error == f"Java 17 or newer is needed; found Java {number} ({machine.bin / 'java'})"
     assert f"found Java {number}" in machine.refuses(".ci/run")
     assert list(machine.tmp.iterdir()) == []
 
@@ -99,16 +99,16 @@ def test_java_home_wins_and_broken_java_is_refused(machine: Run) -> None:
     machine.has_python()
     machine.has_java("17")
     assert "JAVA_HOME (/nowhere) has no bin/java" in machine.refuses("make", "test", JAVA_HOME="/nowhere")
-    machine.has("jdk/bin/java", says='openjdk version "11"')
+    machine.has("jdk/bin/java", prints='openjdk version "11"')
     assert "found Java 11" in machine.refuses("make", "test", JAVA_HOME=str(machine.bin / "jdk"))
-    machine.has("java", says="The operation couldn’t be completed. Unable to locate a Java Environment.", code=1)
+    machine.has("java", prints="The operation couldn’t be completed. Unable to locate a Java Environment.", code=1)
     assert "does not run; install a JDK" in machine.refuses("make", "test")
 
 
 def test_missing_and_old_python_have_separate_errors(machine: Run) -> None:
     machine.has_java()
-    told = machine.refuses("make", "test")
-    assert told == "Python 3.11 or newer is needed; install it, or name one: make PYTHON=/path/to/python3"
+    error = machine.refuses("make", "test")
+    assert error == "Python 3.11 or newer is needed; install it, or name one: make PYTHON=/path/to/python3"
     machine.has_python("3.9")
     assert f"needed; found only Python 3.9 ({machine.bin / 'python3'})" in machine.refuses("make", "test")
     machine.has_python("3.12", name="python3.12")
@@ -133,8 +133,8 @@ def test_unreachable_package_registry_is_reported_in_one_line(machine: Run) -> N
     # nothing listens on the discard port; no local package registry may be used either
     nowhere = {"PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_CONFIG_FILE": os.devnull, "PIP_NO_CACHE_DIR": "1"}
     nowhere["PIP_RETRIES"] = "1"  # of the pip that pip starts, which would ask for a quarter of a minute
-    told = machine.refuses("make", "test", **nowhere)
-    assert told.startswith("no Python package registry can be reached; check the network or pip's index-url")
+    error = machine.refuses("make", "test", **nowhere)
+    assert error.startswith("no Python package registry can be reached; check the network or pip's index-url")
     assert not (machine.checkout / ".stamps" / "venv").exists(), "the next run must try again"
 
 

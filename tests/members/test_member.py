@@ -253,7 +253,7 @@ KIP_848 = {"bootstrap.servers": "b", "group.id": "g", "group.protocol": "consume
 
 
 @pytest.mark.parametrize(
-    ("call", "answer", "told"),
+    ("call", "answer", "expected"),
     [
         ("poll", Message(KafkaError._FATAL, "instance id was fenced"), "MemberFenced"),
         ("poll", Message(KafkaError._FATAL, STILL_TAKEN), "MemberFailed"),  # maybe another driver's: it is not taken
@@ -261,12 +261,12 @@ KIP_848 = {"bootstrap.servers": "b", "group.id": "g", "group.protocol": "consume
         ("Consumer", refusal(KafkaError._INVALID_ARG), "MemberFailed"),
     ],
 )
-def test_events_of_a_member_that_ends(scene: Scene, call: str, answer: Any, told: str) -> None:
+def test_events_of_a_member_that_ends(scene: Scene, call: str, answer: Any, expected: str) -> None:
     scene.make(KIP_848)
     scene.environment.will(call, answer)
     scene.run(*[lambda: None] * (call == "poll"))
-    assert scene.kinds() == [told]
-    assert scene.doubts() == [True] * (told == "MemberFenced")
+    assert scene.kinds() == [expected]
+    assert scene.doubts() == [True] * (expected == "MemberFenced")
     assert len(scene.environment.called("Consumer")) == 1
 
 
@@ -279,8 +279,8 @@ def test_a_refused_membership_is_taken_over_from_a_vanished_member(scene: Scene)
         lambda: scene.consumer.assign_callback(A0, generation=7, member="m"),
         scene.leave,
     )
-    asked = [settings["group.protocol"] for settings in scene.environment.called("Consumer")]
-    assert asked == ["consumer", "classic", "consumer"]
+    protocols = [settings["group.protocol"] for settings in scene.environment.called("Consumer")]
+    assert protocols == ["consumer", "classic", "consumer"]
     assert {settings["group.instance.id"] for settings in scene.environment.called("Consumer")} == {"g.s.3"}
     assert scene.reported == [ev.Assigned(slot=3, client=2, partitions=(A0,), generation=7)], "once, as who stays"
     assert scene.environment.called("close", "Consumer", "unsubscribe").count("unsubscribe") == 0, "it would leave"

@@ -166,8 +166,10 @@ def test_revoked_topic_is_not_checked_for_long() -> None:
         brokers.check({A: 90, OTHER: 100})
         if comes_back:
             brokers.ids["orders"] = f"{id_}-again"
-        said = [text for _ in range(3) for text in brokers.check({OTHER: 100}, after_ms=GRACE_MS)]
-        assert said == ([] if comes_back else ["topic orders does not exist any more; the query continues without it"])
+        logged = [text for _ in range(3) for text in brokers.check({OTHER: 100}, after_ms=GRACE_MS)]
+        assert logged == (
+            [] if comes_back else ["topic orders does not exist any more; the query continues without it"]
+        )
         assert brokers.requests == [ev.ReadLogEnds(ends=(OTHER,))] and not brokers.detector.has_suspicions
 
 
@@ -186,8 +188,8 @@ def test_grace_period_starts_again_after_a_topic_is_back() -> None:
 def test_missing_topic_is_one_warning_without_failOnDataLoss() -> None:
     brokers = Brokers(fail=False)
     del brokers.ids["orders"], brokers.ends[A]
-    said = [text for _ in range(5) for text in brokers.check({A: 100, OTHER: 90}, after_ms=GRACE_MS)]
-    assert said == ["topic orders does not exist any more; the query continues without it"]
+    logged = [text for _ in range(5) for text in brokers.check({A: 100, OTHER: 90}, after_ms=GRACE_MS)]
+    assert logged == ["topic orders does not exist any more; the query continues without it"]
     assert brokers.error() is None and not brokers.detector.has_suspicions
     assert brokers.detector.is_complete(SILENT_MS_MAX)  # the check does not wait for its partitions
 
@@ -218,9 +220,9 @@ def test_recreated_topic_continues_at_its_first_record_without_failOnDataLoss() 
     brokers.check({A: 90, B: 100, OTHER: 100})
     brokers.recreate("orders")
     brokers.firsts |= {A: 2, B: 3}
-    said = brokers.confirm({A: 90, B: 100, OTHER: 100})
+    logged = brokers.confirm({A: 90, B: 100, OTHER: 100})
     assert brokers.detector.records_lost == 10
-    assert said == ["data loss: topic orders was deleted and recreated, its old records are lost"]
+    assert logged == ["data loss: topic orders was deleted and recreated, its old records are lost"]
     assert moved(brokers.detector) == {A: 2, B: 3}
     assert (
         brokers.detector.records_missing is not None
@@ -243,8 +245,8 @@ def test_partition_of_a_recreated_topic_without_a_leader_starts_at_its_first_rec
     assert brokers.detector.ends == {A: 10}
     assert not brokers.detector.is_complete(SILENT_MS_MAX) and brokers.detector.is_complete(100)
     brokers.firsts[B], brokers.ends[B] = 3, 10
-    (said,) = brokers.check({A: 10, B: 0})
-    assert "orders-1 from 0 on are lost: it starts at 3 now" in said and moved(brokers.detector) == {B: 3}
+    (logged,) = brokers.check({A: 10, B: 0})
+    assert "orders-1 from 0 on are lost: it starts at 3 now" in logged and moved(brokers.detector) == {B: 3}
 
 
 def test_nothing_is_read_of_a_topic_with_another_id_before_its_first_record_is_known() -> None:
@@ -314,8 +316,8 @@ def test_new_partition_with_deleted_records_is_data_loss() -> None:
 def test_new_partition_continues_at_its_first_record_without_failOnDataLoss() -> None:
     brokers = Brokers(fail=False)
     brokers.firsts[A] = 30
-    said = brokers.check({A: 20, B: 20})
-    assert said == ["data loss: the records of orders-0 from 20 on are lost: it starts at 30 now"]
+    logged = brokers.check({A: 20, B: 20})
+    assert logged == ["data loss: the records of orders-0 from 20 on are lost: it starts at 30 now"]
     assert moved(brokers.detector) == {A: 30}
     assert brokers.detector.records_missing is not None
     assert brokers.detector.records_missing.reason == "1 partitions continue at their first record"
@@ -373,11 +375,11 @@ def test_last_stable_offset_below_the_position_is_no_data_loss() -> None:
 def test_short_log_is_one_warning_without_failOnDataLoss() -> None:
     brokers = Brokers(fail=False)
     brokers.shrink(A, 80)
-    said = [text for _ in range(5) for text in brokers.check({A: 100}, after_ms=GRACE_MS)]
+    logged = [text for _ in range(5) for text in brokers.check({A: 100}, after_ms=GRACE_MS)]
     text = (
         "orders-0 ends at 80, before the position 100: its last records are lost, and new records below 100 are skipped"
     )
-    assert said == [f"data loss: {text}"]
+    assert logged == [f"data loss: {text}"]
     assert not brokers.detector.has_suspicions
 
 
@@ -491,8 +493,8 @@ def test_partition_continues_where_its_log_was_truncated_without_failOnDataLoss(
     brokers.elect(A, 5, has=60, end=end)
     brokers.firsts[A] = first
     brokers.check({A: 100})
-    (said,) = brokers.check({A: 100}, after_ms=GRACE_MS)
-    assert f"truncated at {continues_at}" in said and f"The log ends at {end} now" in said
+    (logged,) = brokers.check({A: 100}, after_ms=GRACE_MS)
+    assert f"truncated at {continues_at}" in logged and f"The log ends at {end} now" in logged
     found = brokers.detector.records_missing
     assert found is not None and found.offsets == {A: continues_at} and found.truncated == {A: 3}
     brokers.plan({A: (continues_at, end)})
@@ -516,8 +518,8 @@ def test_a_partition_that_was_moved_back_is_read_up_to_the_truncation_first(limi
     if restarts:
         brokers.restart()
         brokers.check({A: 60})
-    (said,) = brokers.check({A: 60}, after_ms=GRACE_MS)
-    assert "truncated at 60, below the position 100" in said
+    (logged,) = brokers.check({A: 60}, after_ms=GRACE_MS)
+    assert "truncated at 60, below the position 100" in logged
     found = brokers.detector.records_missing
     assert found is not None and found.offsets == {A: 60} and found.truncated == {A: 3}
     brokers.plan({A: (60, 200)})
@@ -688,8 +690,8 @@ def test_an_answer_of_a_former_leader_makes_no_truncation(fail: bool, epoch_end:
     brokers.check({A: 0})
     brokers.plan({A: (0, 100)})
     brokers.elect(A, 7, epoch_end, 80)
-    (said,) = brokers.check({A: 100})
-    assert "a former leader answered for 1 partitions, such as orders-0; they wait" in said
+    (logged,) = brokers.check({A: 100})
+    assert "a former leader answered for 1 partitions, such as orders-0; they wait" in logged
     assert brokers.check({A: 100}, after_ms=GRACE_MS) == []
     assert A not in brokers.detector.ends, "nothing is read from it"
     brokers.elect(A, 8, 80, 200)

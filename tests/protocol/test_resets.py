@@ -175,13 +175,13 @@ def test_never_committed_partition_repeats_its_last_batch_when_the_reset_is_foun
 
 
 def test_response_without_a_requested_note_is_retried(group: GroupHarness) -> None:
-    asked = group.assigned(A)
+    lookups = group.assigned(A)
     silent = ev.CommittedOffsetsRead(
         offsets={A: ev.Committed(offset=100, stream=STREAM)}, requested=(A,), reset_number=0, unanswered=(B,)
     )
     assert group.feed(silent) == []
     assert not group.run.partitions.all_known()
-    assert group.tick(ms=RETRY_PAUSES_MS[0]) == asked
+    assert group.tick(ms=RETRY_PAUSES_MS[0]) == lookups
     group.committed({A: ev.Committed(offset=100, stream=STREAM)})
     assert group.run.plannable() == {A: 100}
 

@@ -250,11 +250,11 @@ def test_members_of_other_streams_and_a_late_description_change_nothing() -> Non
     answer = run.answer
 
     def with_others(step: ev.Step) -> ev.Event:
-        told = answer(step)
-        if isinstance(told, ev.GroupDescribed):
+        response = answer(step)
+        if isinstance(response, ev.GroupDescribed):
             others = {"spark-group-other-7": frozenset({A}), "app-9": frozenset[TopicPartition]()}
-            return ev.GroupDescribed(state=told.state, assigned={**told.assigned, **others})
-        return told
+            return ev.GroupDescribed(state=response.state, assigned={**response.assigned, **others})
+        return response
 
     run.answer = with_others  # type: ignore[method-assign]
     run.batch()

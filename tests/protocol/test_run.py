@@ -454,14 +454,14 @@ def test_offsets_of_a_batch_that_may_be_the_last_one_are_committed_when_the_sink
     assert run.run.last_batch == -1, "a second call shows that Spark requests every batch"
 
 
-@pytest.mark.parametrize(("calls", "says"), [(1, True), (2, False)])
-def test_a_run_that_may_have_ended_after_a_limited_batch_reports_what_it_left(calls: int, says: bool) -> None:
+@pytest.mark.parametrize(("calls", "reports"), [(1, True), (2, False)])
+def test_a_run_that_may_have_ended_after_a_limited_batch_reports_what_it_left(calls: int, reports: bool) -> None:
     run = RunHarness(max_offsets=3, single_batch="maybe")
     run.ends = {A: 10, B: 4}
     for _ in range(calls):
         run.batch()
     run.stop(durable=calls - 1)
-    assert any("11 offsets are left" in text and "option trigger" in text for text in run.warned()) == says
+    assert any("11 offsets are left" in text and "option trigger" in text for text in run.warned()) == reports
 
 
 def test_a_run_that_ends_after_the_batch_of_an_earlier_run_reports_that_it_read_no_more() -> None:

@@ -509,14 +509,14 @@ def test_a_position_that_reaches_the_end_without_a_record_finishes_the_range() -
 class NoResponse(Silent):
     """Requests get no response. The position moves all the same, some time after the first request."""
 
-    asked = 0
+    calls = 0
 
     def describe_topics(self, names: Sequence[str]) -> FakeRequest:
-        self.asked += 1
+        self.calls += 1
         return FakeRequest([])
 
     def positions(self, tps: Sequence[TopicPartition]) -> dict[TopicPartition, int]:
-        self.position_reads += self.asked
+        self.position_reads += self.calls
         return dict.fromkeys(tps, 9 if self.position_reads > 5 else -1001)
 
 
@@ -526,7 +526,7 @@ def test_a_range_is_read_while_its_check_is_pending(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(range_reader, "CHECK_AFTER_S", 0.01)
     client = NoResponse()
     assert list(offsets_by(client, of("t", 5, 9))) == []
-    assert client.asked == 1
+    assert client.calls == 1
 
 
 class LateTopic(Silent):

@@ -180,13 +180,13 @@ def test_a_lookup_returns_its_partitions_and_parsed_notes(scene: Scene) -> None:
     ]
 
 
-@pytest.mark.parametrize(("level", "asked"), [("read_committed", "READ_COMMITTED"), ("read_uncommitted",) * 2])
-def test_starting_positions_are_resolved_at_the_isolation_level_of_the_query(level: str, asked: str) -> None:
+@pytest.mark.parametrize(("level", "requested"), [("read_committed", "READ_COMMITTED"), ("read_uncommitted",) * 2])
+def test_starting_positions_are_resolved_at_the_isolation_level_of_the_query(level: str, requested: str) -> None:
     scene = Scene(**{"kafka.isolation.level": level})
     scene.environment.will("list_offsets", {A0: SimpleNamespace(offset=8)})
     scene.run(scene.order(ev.ResolveStarts(starts={A0: LATEST, A1: LATEST})))
     assert scene.handled == [ev.StartsResolved(offsets={A0: 8}, requested=(A0, A1))]
-    assert scene.environment.called("isolation") == [asked.upper()]
+    assert scene.environment.called("isolation") == [requested.upper()]
 
 
 def test_an_unanswered_lookup_is_reported_and_a_refused_one_fails_the_run(scene: Scene) -> None:
@@ -268,21 +268,23 @@ NO_ANSWER = refusal(KafkaError._TIMED_OUT, abort=True)
 
 
 @pytest.mark.parametrize(
-    ("call", "answer", "told"),
+    ("call", "answer", "expected"),
     [
         (None, None, ev.NotReplaced),
         ("send_offsets", FENCED, ev.Replaced),
         ("send_offsets", NO_ANSWER, ev.ReplacedUnclear),
         ("init_transactions", TIMED_OUT, ev.ReplacedUnclear),
     ],
-    ids=["it has its id", "its id is another's", "no answer", "it has no id, and does not take it by asking"],
+    ids=["it has its id", "its id is another's", "no answer", "it has no id, and the check does not take it over"],
 )
-def test_check_whether_a_run_was_replaced(scene: Scene, call: str | None, answer: Exception | None, told: type) -> None:
+def test_check_whether_a_run_was_replaced(
+    scene: Scene, call: str | None, answer: Exception | None, expected: type
+) -> None:
     if call is not None:
         scene.environment.will(call, answer)
     scene.run(scene.order(ev.CheckReplaced(slot=1)))
     (event,) = scene.handled
-    assert type(event) is told and getattr(event, "slot", 1) == 1 and not getattr(event, "final", False)
+    assert type(event) is expected and getattr(event, "slot", 1) == 1 and not getattr(event, "final", False)
     assert len(scene.environment.called("init_transactions")) == 1
     if call is None:
         assert scene.environment.called("send_offsets") == [(-1, {A0: (0, None, None)})]
@@ -298,7 +300,7 @@ def test_without_transactions_replacement_is_unclear(scene: Scene) -> None:
     assert isinstance(before, ev.ReplacedUnclear) and not before.final
     assert isinstance(done, ev.OffsetsCommitted)
     assert isinstance(after, ev.ReplacedUnclear) and after.final
-    assert joins_again == ev.NotReplaced(slot=2), "nobody was seen in its place"
+    assert joins_again == ev.NotReplaced(slot=2), "no other member was seen in its place"
 
 
 def member_at(instance: str, member: str) -> Any:

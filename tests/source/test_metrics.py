@@ -52,10 +52,10 @@ def unresolved(expression: str, labels: Mapping[str, set[str]]) -> set[str]:
     assert found, expression
     missing = {name for name, _ in found} - labels.keys()
     for name, selector in found:
-        asked = set(re.findall(r"(\w+)\s*=", selector))
-        asked |= {label.strip() for by in BY.findall(expression) for label in by.split(",")}
-        asked |= {label for metric, label in GROUPED_BY.findall(expression) if metric == name}
-        missing |= asked - labels.get(name, set())
+        used = set(re.findall(r"(\w+)\s*=", selector))
+        used |= {label.strip() for by in BY.findall(expression) for label in by.split(",")}
+        used |= {label for metric, label in GROUPED_BY.findall(expression) if metric == name}
+        missing |= used - labels.get(name, set())
     return missing
 
 

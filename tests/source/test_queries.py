@@ -436,18 +436,18 @@ def message_of(action: Callable[[], object]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "message"),
     [
         ({"startingOffset": "latest"}, "unknown option 'startingoffset'; did you mean 'startingOffsets'"),
         ({"kafka.fetch.min.bytes": "many"}, 'Invalid value for configuration property "fetch.min.bytes"'),
     ],
 )
-def test_a_wrong_option_is_refused_by_load(change: dict[str, str], says: str, scene: Scene) -> None:
+def test_a_wrong_option_is_refused_by_load(change: dict[str, str], message: str, scene: Scene) -> None:
     one = scene.job(subscribe="t")
     one.options |= change
     text = message_of(one.load)
     assert "OptionError" in text
-    assert says in text
+    assert message in text
 
 
 def test_a_batch_read_is_refused_with_a_remedy(scene: Scene) -> None:

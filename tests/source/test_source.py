@@ -68,7 +68,7 @@ def test_building_a_reader_opens_nothing(group_id: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "message"),
     [
         ({"v": 2}, "has format version 2, and this release reads version 1 only"),
         ({"topics": 7}, "the checkpoint's offset is damaged"),
@@ -76,12 +76,12 @@ def test_building_a_reader_opens_nothing(group_id: str) -> None:
         (None, "the checkpoint's offset was not written by kafka-group"),
     ],
 )
-def test_an_unreadable_checkpoint_offset_is_refused(change: dict[str, Any] | None, says: str) -> None:
+def test_an_unreadable_checkpoint_offset_is_refused(change: dict[str, Any] | None, message: str) -> None:
     reader = KafkaGroupDataSource(options_of("127.0.0.1:1", "g", subscribe="t")).streamReader(StructType())
     offset = {"t": {"0": 5}} if change is None else {**reader.initialOffset(), **change}
-    with pytest.raises(CheckpointMismatch, match=says):
+    with pytest.raises(CheckpointMismatch, match=message):
         _latest(reader, offset)
-    with pytest.raises(CheckpointMismatch, match=says):
+    with pytest.raises(CheckpointMismatch, match=message):
         reader.partitions(reader.initialOffset(), offset)
 
 
@@ -171,8 +171,8 @@ print(*(name for name in sys.modules if name.startswith("spark_group_source.")))
 
 def test_a_task_without_an_agent_imports_no_module_of_agents() -> None:
     """Importing them takes six times as long as importing the reader, in every worker's first task."""
-    said = subprocess.run([sys.executable, "-c", LOADED], capture_output=True, text=True, check=True, timeout=LOAD_S)
-    loaded = set(said.stdout.split())
+    process = subprocess.run([sys.executable, "-c", LOADED], capture_output=True, text=True, check=True, timeout=LOAD_S)
+    loaded = set(process.stdout.split())
     assert "spark_group_source.reader.range_reader" in loaded
     assert not {name for name in loaded if ".agent" in name or ".channel" in name or ".members" in name}
 

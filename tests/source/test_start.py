@@ -79,9 +79,9 @@ def test_a_query_whose_topic_does_not_exist_yet_says_so_and_reads_it_from_its_fi
 ) -> None:
     name = f"{scene.group}-later"
     one = scene.played(protocol, startingOffsets="latest", **{by: name})
-    told = f"topic {name} does not exist" if by == "subscribe" else "no topic matches subscribePattern"
+    warning = f"topic {name} does not exist" if by == "subscribe" else "no topic matches subscribePattern"
     assert one.run() == []
-    assert caplog.text.count(told) == 1
+    assert caplog.text.count(warning) == 1
     with one.running() as engine:
         assert engine.step() is None
         scene.topic(2, name=name)
@@ -89,7 +89,7 @@ def test_a_query_whose_topic_does_not_exist_yet_says_so_and_reads_it_from_its_fi
         await_until(lambda: engine.step() is not None, what="a batch with the new topic")
         engine.run()
     assert values_of(one.rows) == texts(0, 5)
-    assert caplog.text.count(told) == 2, "once for each run"
+    assert caplog.text.count(warning) == 2, "once for each run"
     assert scene.committed() == scene.end_offsets(name)
 
 
