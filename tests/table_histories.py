@@ -231,11 +231,11 @@ class History:
             source.sink = source.query.sink(self.table)
         source.sink.writer = self.dice.choice(("auto", "options"))
         batch = source.pending = source.plan(self.dice)
-        said = [f"{tp.partition}:[{a},{b})" for tp, (a, b) in batch.ranges.items()]
-        said += [name for name in ("followed", "started", "truncated_after") if getattr(batch, name)]
-        said += [f"reset {batch.reset_number}", f"kill {kill}" * bool(kill), "with another change" * bool(during)]
+        words = [f"{tp.partition}:[{a},{b})" for tp, (a, b) in batch.ranges.items()]
+        words += [name for name in ("followed", "started", "truncated_after") if getattr(batch, name)]
+        words += [f"reset {batch.reset_number}", f"kill {kill}" * bool(kill), "with another change" * bool(during)]
         self.log_line(
-            f"{source.group} batch {batch.seq} of {source.stream[:4]} by {source.sink.writer}: {' '.join(said)}"
+            f"{source.group} batch {batch.seq} of {source.stream[:4]} by {source.sink.writer}: {' '.join(words)}"
         )
         self.moments = {"decided": during} if during else {kill: self.die} if kill else {}
         self.leave_out(source, {tp: batch.ranges[tp][0] for tp in batch.started})

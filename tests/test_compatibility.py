@@ -79,8 +79,8 @@ def test_a_spark_without_a_required_class_is_refused_at_load_with_one_line(
             pytest.skip("this Spark has no such module")
         monkeypatch.delattr(importlib.import_module(module), name)
     missing = module if name is None else f"{module}.{name}"
-    said = f"Spark 3.5.2 has no {missing}: this release is for Spark 4.0 and newer, Python 3.11 to 3.14, Java"
-    with pytest.raises(SetupError, match=re.escape(said)) as met:
+    message = f"Spark 3.5.2 has no {missing}: this release is for Spark 4.0 and newer, Python 3.11 to 3.14, Java"
+    with pytest.raises(SetupError, match=re.escape(message)) as met:
         KafkaGroupDataSource(OPTIONS)
     assert "\n" not in str(met.value)
 
@@ -262,7 +262,7 @@ def test_an_executor_without_a_package_reports_which(
     pickled: bytes, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     found = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda asked: None if asked == name else found(asked))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda module: None if module == name else found(module))
     monkeypatch.delitem(sys.modules, name, raising=False)
     with pytest.raises(
         ImportError, match=f"has no package {name}. Install spark-group-source on every executor"

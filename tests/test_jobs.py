@@ -73,11 +73,11 @@ def test_submitted_job_parses_records_and_continues_after_restart(scene: Scene, 
     options = tmp_path / "options"
     options.write_text("# passed on\nkafka.client.rack=${RACK}\n")
     table = tmp_path / "table"
-    asked = ["--bootstrap-servers", scene.servers, "--group", scene.group, "--topics", name]
-    asked += ["--table", str(table), "--checkpoint", str(tmp_path / "checkpoint"), "--option-file", str(options)]
-    asked += ["--schema", "id BIGINT, name STRING", "--partition-by", "partition", "--option", "groupMembers=2"]
+    arguments = ["--bootstrap-servers", scene.servers, "--group", scene.group, "--topics", name]
+    arguments += ["--table", str(table), "--checkpoint", str(tmp_path / "checkpoint"), "--option-file", str(options)]
+    arguments += ["--schema", "id BIGINT, name STRING", "--partition-by", "partition", "--option", "groupMembers=2"]
 
-    first = run(submit("--master", "local[2]", str(JOB), *asked), tmp_path, RACK="r1")
+    first = run(submit("--master", "local[2]", str(JOB), *arguments), tmp_path, RACK="r1")
 
     assert first.returncode == 0, first.stderr
     found = living_rows(table)
@@ -90,7 +90,7 @@ def test_submitted_job_parses_records_and_continues_after_restart(scene: Scene, 
     assert sorted(scene.committed().values()) == [1 + len(BAD), 100]
 
     scene.produce(name, [json.dumps({"id": n, "name": "later"}) for n in range(100, 130)], partition=0)
-    second = run([*COMMAND, *asked, "--trigger", "once"], tmp_path, RACK="r1", SPARK_HOME="")
+    second = run([*COMMAND, *arguments, "--trigger", "once"], tmp_path, RACK="r1", SPARK_HOME="")
 
     assert second.returncode == 0, second.stderr
     again = living_rows(table)
@@ -129,7 +129,7 @@ TIMING = "must be available-now, once, or an interval such as '5 seconds'"
 
 
 @pytest.mark.parametrize(
-    ("more", "status", "says"),
+    ("more", "status", "message"),
     [
         ([], 2, "give either --topics or --pattern"),
         ([*TOPICS, "--pattern", "t.*"], 2, "give either --topics or --pattern"),
@@ -143,10 +143,10 @@ TIMING = "must be available-now, once, or an interval such as '5 seconds'"
     ],
 )
 def test_invalid_arguments_are_refused_before_spark_starts(
-    arguments: Any, more: list[str], status: int, says: str
+    arguments: Any, more: list[str], status: int, message: str
 ) -> None:
     code, shown = arguments(*NEEDED, *more)
-    assert code == status and says in shown and "hunter2" not in shown
+    assert code == status and message in shown and "hunter2" not in shown
 
 
 def test_the_session_of_databricks_is_used_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,9 +264,9 @@ def test_source_error_is_one_line_without_stack_trace(
     monkeypatch.setattr(job, "_end", lambda _: None)
     status, _ = arguments(*NEEDED, *TOPICS, "--table", str(tmp_path / "t"), "--option", "groupMember=2")
     assert status == 1
-    (said,) = [record for record in caplog.records if record.levelname == "ERROR"]
-    assert said.getMessage() == "OptionError: unknown option 'groupmember'; did you mean 'groupMembers'?"
-    assert said.exc_info is None and not (tmp_path / "t").exists()
+    (record,) = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert record.getMessage() == "OptionError: unknown option 'groupmember'; did you mean 'groupMembers'?"
+    assert record.exc_info is None and not (tmp_path / "t").exists()
 
 
 def test_reason_is_the_message_with_its_commands() -> None:

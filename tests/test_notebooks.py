@@ -82,7 +82,7 @@ def test_quickstart_reads_all_and_then_only_new_records(
 def test_rebalance_notebook_reads_every_record_once(kernel: str, tmp_path: Path) -> None:
     notebook = executed("rebalance", kernel, tmp_path)
 
-    said = printed(notebook, "each_once =")
-    produced, by_spark, by_other = map(int, re.findall(r"\d+", said))
-    assert produced == by_spark + by_other and by_other > 0 and "each once: True" in said, said
+    output = printed(notebook, "each_once =")
+    produced, by_spark, by_other = map(int, re.findall(r"\d+", output))
+    assert produced == by_spark + by_other and by_other > 0 and "each once: True" in output, output
     assert "second" in printed(notebook, "second.subscribe") and "<svg" in (tmp_path / "rebalance.svg").read_text()

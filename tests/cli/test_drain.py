@@ -98,18 +98,18 @@ def test_a_status_that_is_being_written_is_read_again(part: str, monkeypatch: py
         checkpoint_status.last_status(place, "etl")
 
 
-@pytest.mark.parametrize(("asked", "drained", "then"), [("r1", False, [7]), ("r0", False, []), ("r1", True, [])])
+@pytest.mark.parametrize(("requested", "drained", "then"), [("r1", False, [7]), ("r0", False, []), ("r1", True, [])])
 def test_a_run_drains_when_the_request_names_it(
-    asked: str, drained: bool, then: list[int], monkeypatch: pytest.MonkeyPatch
+    requested: str, drained: bool, then: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, pids = Folder(), list[int]()
     monkeypatch.setattr(run_files, "request_drain", pids.append)
-    folder.files[DRAIN] = json.dumps({"run": asked})
+    folder.files[DRAIN] = json.dumps({"run": requested})
     reporter = checkpoint_status._StatusReporter("r1", "etl", 7, lambda: folder.place)
     reporter.poll({"pid": 7, "group": "etl", "drained": drained})
     assert pids == then
-    said = checkpoint_status.last_status(folder.place, "etl")
-    assert (said["run"], said["drained"]) == ("r1", drained)
+    status = checkpoint_status.last_status(folder.place, "etl")
+    assert (status["run"], status["drained"]) == ("r1", drained)
 
 
 @pytest.mark.spark

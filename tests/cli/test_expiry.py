@@ -65,8 +65,8 @@ def test_offsets_of_an_empty_kip848_group_expire_one_by_one() -> None:
 def test_G10_unknown_commit_times_give_no_expiry() -> None:
     unknown = expiries(seen("empty", "consumer", 0), {A: None}, retention_ms=WEEK_MS)
     assert unknown[A].earliest_ms is None and not expiring_soon(unknown, now_ms=10 * WEEK_MS, retention_ms=WEEK_MS)
-    untold = expiries(seen("empty", "consumer", 0), {A: 0}, retention_ms=None)
-    assert untold[A].earliest_ms is None and not expiring_soon(untold, now_ms=10 * WEEK_MS, retention_ms=None)
+    unlimited = expiries(seen("empty", "consumer", 0), {A: 0}, retention_ms=None)
+    assert unlimited[A].earliest_ms is None and not expiring_soon(unlimited, now_ms=10 * WEEK_MS, retention_ms=None)
     members = expiries(seen("stable", "classic", 1, "orders"), {OLD: 0, A: 0}, retention_ms=WEEK_MS)
     assert members[OLD] == Expiry(counts_from=RetentionStart.COMMIT, earliest_ms=WEEK_MS), (
         "a member may subscribe to it all the same"

@@ -64,13 +64,13 @@ def test_signal_to_the_process_group_ends_in_one_line(
         before = len(output.read_text())
         os.killpg(job.pid, number)
         code = job.wait(END_S)
-    said = output.read_text()[before:]
+    printed = output.read_text()[before:]
     # A traceback that Spark logs of the stream reader has its files.
-    lines = [line for line in said.splitlines() if not line.lstrip().startswith("File ")]
+    lines = [line for line in printed.splitlines() if not line.lstrip().startswith("File ")]
     ours = [line for line in lines if "spark_group_source" in line and "records in" not in line]
-    assert len(ours) == 1 or (submitted and not ours), said  # a JVM that ends may end the job before its line
-    assert all(f"group {scene.group}: received a signal" in line for line in ours), said
-    assert "Py4J" not in said, said
+    assert len(ours) == 1 or (submitted and not ours), printed  # a JVM that ends may end the job before its line
+    assert all(f"group {scene.group}: received a signal" in line for line in ours), printed
+    assert "Py4J" not in printed, printed
     if not submitted:  # else the signal ends the JVM, too, which has its own exit code and logs what is interrupted
-        assert code == 0 and "Traceback" not in said and "Exception" not in said, said
+        assert code == 0 and "Traceback" not in printed and "Exception" not in printed, printed
         assert list(scene.committed().values()) == [50, 50], "the last batch is finished and committed"

@@ -66,7 +66,7 @@ def shown(look: GroupReport, **more: Any) -> str:
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "said"),
+    ("before", "after", "lines"),
     [
         (report({0: "a"}), report({0: "a"}, committed=9), []),
         (report(dict.fromkeys(range(4), "a")), report({0: "a", 1: "b", 2: "b", 3: "a"}), ["b joined", "t 1-2: a → b"]),
@@ -83,8 +83,8 @@ def shown(look: GroupReport, **more: Any) -> str:
     ],
     ids=["records are read", "a member joins", "a member leaves", "a query reports the reason"],
 )
-def test_changes_between_two_snapshots(before: GroupReport, after: GroupReport, said: list[str]) -> None:
-    assert changes(before, after) == said
+def test_changes_between_two_snapshots(before: GroupReport, after: GroupReport, lines: list[str]) -> None:
+    assert changes(before, after) == lines
 
 
 def test_rate_counts_commits_and_ignores_backward_resets() -> None:
@@ -227,27 +227,27 @@ def test_watch_without_terminal_prints_one_line_per_event(scene: Scene, name: st
     first = subprocess.run([*command, "--once"], capture_output=True, text=True, timeout=WATCH_S, check=True).stdout
     assert f"group {scene.group}: empty" in " ".join(first.split()) and "lag 6" in first
 
-    said: list[str] = []
+    lines: list[str] = []
     with subprocess.Popen([*command, "--interval-s", "0.2"], stdout=subprocess.PIPE, text=True) as watching:
         assert watching.stdout is not None
         settings = {"bootstrap.servers": scene.servers, "group.id": scene.group, "group.instance.id": "second"}
         consumer = Consumer({**settings, "auto.offset.reset": "earliest"})
         try:
             for line in watching.stdout:  # its first look is printed before the consumer is there
-                said.append(line)
+                lines.append(line)
                 if "partitions" in line:
                     break
             consumer.subscribe([name])
             await_until(lambda: consumer.poll(0.1) is not None, WATCH_S, what="the consumer's first record")
             for line in watching.stdout:
-                said.append(line)
+                lines.append(line)
                 if f"{name} 0-1: unassigned → second" in line:
                     break
         finally:
             consumer.close()
             watching.terminate()
         assert watching.wait(WATCH_S) == 0
-    assert any(line.endswith("  second joined\n") for line in said)
+    assert any(line.endswith("  second joined\n") for line in lines)
 
 
 def test_watch_in_a_terminal_ends_with_ctrl_c(scene: Scene, name: str) -> None:

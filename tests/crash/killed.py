@@ -341,8 +341,8 @@ class Hammer:
         if protocols != 1:
             account.wrong.append("the table has another protocol")
         for each in self.applications:
-            said = each.log.read_text(errors="replace").count("LedgerConflict: ")
-            account.wrong += [f"{each.home.name}: LedgerConflict {said} times"] * bool(said)
+            count = each.log.read_text(errors="replace").count("LedgerConflict: ")
+            account.wrong += [f"{each.home.name}: LedgerConflict {count} times"] * bool(count)
         left = [process for each in self.applications for process in each.left]
         # A pid that was reused by another process or thread is not one of them.
         left = [process for process in left if process.is_running() and OUTLIVES not in _command(process)]

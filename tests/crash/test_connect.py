@@ -176,6 +176,6 @@ def test_spark_connect_with_all_restrictions_of_executors_at_once(connected: Con
                 produce(connected.topic, [str(n) for n in range(100)], partition=partition)
             connected.await_rows((batch + 1) * PARTITIONS * 100, query)
     logs = [file.read_text() for file in scratch.parent.glob("scratch-first/worker-*/*/*/stderr")]
-    told = [log.count("this executor does not reach the stream reader") for log in logs]
-    assert sum(told) >= 1 and max(told) == 1, "each executor with tasks logs the reason once"
+    counts = [log.count("this executor does not reach the stream reader") for log in logs]
+    assert sum(counts) >= 1 and max(counts) == 1, "each executor with tasks logs the reason once"
     assert connected.rows() == Counter({(p, n): 1 for p in range(PARTITIONS) for n in range(300)})

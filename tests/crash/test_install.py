@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.crash, pytest.mark.spark, pytest.mark.full]
 
 
 @pytest.fixture
-def asked(broker: Broker, topic: Any, group_id: str, produce: Any, tmp_path: Path) -> list[str]:
+def arguments(broker: Broker, topic: Any, group_id: str, produce: Any, tmp_path: Path) -> list[str]:
     """The arguments of the job, for a topic with records."""
     name = topic(2)
     produce(name, [str(n) for n in range(RECORDS)])
@@ -54,7 +54,7 @@ def python_with_package_on_the_driver(home: Path) -> Path:
 @pytest.mark.soak
 @pytest.mark.timeout(4 * JOB_S)
 def test_a_cluster_runs_the_job_with_archives_and_without_them_the_error_names_the_missing_package(
-    asked: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("PYTHONPATH", raising=False)
     words = submit("--conf", "spark.executor.memory=512m", "--conf", "spark.driver.host=127.0.0.1")
@@ -62,14 +62,14 @@ def test_a_cluster_runs_the_job_with_archives_and_without_them_the_error_names_t
     archive = package_as_zip(tmp_path)
     with standalone(tmp_path / "cluster", workers=1) as cluster:
         words += ["--master", cluster.url]
-        job = [str(ROOT / "jobs" / "group_to_delta.py"), *asked]
+        job = [str(ROOT / "jobs" / "group_to_delta.py"), *arguments]
 
         without = run([*words, *job], tmp_path, **here)
 
         assert without.returncode == 1, without.stderr
-        said = [line for line in without.stdout.splitlines() if " ERROR spark_group_source.cli.run: " in line]
-        assert len(said) == 1, without.stdout  # spark-submit copies the job's stderr to its stdout
-        assert "has no package spark_group_source. Install spark-group-source on every executor" in said[0]
+        errors = [line for line in without.stdout.splitlines() if " ERROR spark_group_source.cli.run: " in line]
+        assert len(errors) == 1, without.stdout  # spark-submit copies the job's stderr to its stdout
+        assert "has no package spark_group_source. Install spark-group-source on every executor" in errors[0]
         assert living_rows(tmp_path / "table") == []
 
         sent = ["--archives", f"{archive}#ours", "--conf", "spark.executorEnv.PYTHONPATH=ours"]
@@ -80,7 +80,7 @@ def test_a_cluster_runs_the_job_with_archives_and_without_them_the_error_names_t
 
 
 @pytest.mark.soak
-def test_installing_the_package_changes_no_file_of_spark(asked: list[str], tmp_path: Path) -> None:
+def test_installing_the_package_changes_no_file_of_spark(arguments: list[str], tmp_path: Path) -> None:
     def pip(*arguments: str) -> str:
         command = [str(python), "-m", "pip", "--disable-pip-version-check", *arguments]
         return subprocess.run(command, capture_output=True, text=True, timeout=PIP_S, check=True).stdout
@@ -104,7 +104,7 @@ def test_installing_the_package_changes_no_file_of_spark(asked: list[str], tmp_p
     pip("install", str(wheel))
     assert spark() == before
 
-    command = [str(python.with_name("spark-group")), "run", *asked]
+    command = [str(python.with_name("spark-group")), "run", *arguments]
     environment = {"SPARK_CONF_DIR": str(ROOT / "conf"), "PYSPARK_PYTHON": str(python), "PYTHONPATH": ""}
     environment["SPARK_HOME"] = str(site / "pyspark")
     ended = run(command, tmp_path, **environment)

@@ -114,8 +114,8 @@ def python_of(version: str) -> str:
         RuntimeError: there is none in the places where one usually is.
     """
     for found in _pythons(version):
-        asked = [found, "-c", "import sys; print('%d.%d' % sys.version_info[:2])"]
-        ended = subprocess.run(asked, capture_output=True, text=True, timeout=VENV_S, check=False)
+        command = [found, "-c", "import sys; print('%d.%d' % sys.version_info[:2])"]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=VENV_S, check=False)
         if ended.stdout.strip() == version:
             return found
     raise RuntimeError(f"there is no Python {version}: put python{version} into PATH")

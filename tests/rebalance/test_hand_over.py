@@ -80,9 +80,9 @@ class HandOver(GroupScene):
             finally:
                 job.kill()
             assert job.stdout is not None
-            said = job.stdout.read()
-        assert job.returncode == 0, f"{said}\n{self.shown()}"
-        assert f"has all {PARTITIONS} partitions" in said
+            output = job.stdout.read()
+        assert job.returncode == 0, f"{output}\n{self.shown()}"
+        assert f"has all {PARTITIONS} partitions" in output
         assert stop.wait(SPARK_S) == 0, "it did not end in order"
 
 
@@ -175,16 +175,16 @@ class SparkJob:
 
 
 @pytest.mark.parametrize(
-    ("config", "stop", "says"),
+    ("config", "stop", "message"),
     [("security.protocol=none", os.getpid(), "security.protocol"), ("", 2**22 + 1, "--stop 4194305: No such process")],
     ids=["a setting", "a process"],
 )
 def test_a_hand_over_that_cannot_work_is_refused_before_it_waits(
-    config: str, stop: int, says: str, tmp_path: Path
+    config: str, stop: int, message: str, tmp_path: Path
 ) -> None:
     file = tmp_path / "client"
     file.write_text(f"# settings of the client\n{config}\n")
     command = [sys.executable, str(JOB), "--bootstrap-servers", "localhost:1", "--group", "etl", "--to", "spark-group"]
     command += ["--command-config", str(file), "--stop", str(stop)]
     ended = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | {"COLUMNS": "200"})
-    assert ended.returncode == 2 and says in ended.stderr
+    assert ended.returncode == 2 and message in ended.stderr

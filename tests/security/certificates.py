@@ -22,12 +22,12 @@ class Authority:
     def issue(self, name: str, *, days: int = 2, names: str = "") -> Path:
         """Create a file with a private key and its certificate for ``CN=name``; with 0 days it is expired at once."""
         there = self._folder / f"{name}.pem"
-        key, asked, extensions = _key(there.with_suffix(".key")), there.with_suffix(".csr"), there.with_suffix(".ext")
+        key, request, extensions = _key(there.with_suffix(".key")), there.with_suffix(".csr"), there.with_suffix(".ext")
         extensions.write_text(f"basicConstraints=CA:FALSE\n{names}\n")
-        _run("req", "-new", "-key", key, "-subj", f"/CN={name}", "-out", asked)
+        _run("req", "-new", "-key", key, "-subj", f"/CN={name}", "-out", request)
         signed = there.with_suffix(".crt")
         _run(
-            *("x509", "-req", "-in", asked, "-CA", self.ca, "-CAkey", self._key, "-CAcreateserial"),
+            *("x509", "-req", "-in", request, "-CA", self.ca, "-CAkey", self._key, "-CAcreateserial"),
             *("-days", days, "-extfile", extensions, "-out", signed),
         )
         there.write_text(key.read_text() + signed.read_text())

@@ -142,8 +142,8 @@ class SecuredBroker:
     def add_user(self, user: str, password: str) -> None:
         """Create a user for the SCRAM listener."""
         how = ScramCredentialInfo(ScramMechanism.SCRAM_SHA_512, 4096)
-        asked: list[Any] = [UserScramCredentialUpsertion(user, how, password.encode())]
-        for done in self.admin.alter_user_scram_credentials(asked).values():
+        changes: list[Any] = [UserScramCredentialUpsertion(user, how, password.encode())]
+        for done in self.admin.alter_user_scram_credentials(changes).values():
             done.result(ADMIN_S)
 
     def allow(self, *permissions: Permission) -> None:

@@ -45,23 +45,25 @@ def options(function: str, **more: str) -> Options:
 
 
 @pytest.mark.parametrize(
-    ("name", "says"),
+    ("name", "message"),
     [
         ("no_such_module:token", "No module named 'no_such_module'"),
         (f"{HERE}:no_such_function", "has no attribute 'no_such_function'"),
     ],
 )
-def test_a_function_that_cannot_be_imported_is_refused_at_load_with_a_remedy(name: str, says: str) -> None:
-    with pytest.raises(OptionError, match=says) as failure:
+def test_a_function_that_cannot_be_imported_is_refused_at_load_with_a_remedy(name: str, message: str) -> None:
+    with pytest.raises(OptionError, match=message) as failure:
         check_settings(options(name))
     assert "option 'kafka.oauth_cb' is" in str(failure.value)
     assert "--py-files" in str(failure.value)
     assert failure.value.fields == {"option": "kafka.oauth_cb"}
 
 
-@pytest.mark.parametrize(("name", "says"), [("token", "package.module:function"), (f"{HERE}:NOWHERE", "of type str")])
-def test_a_value_that_names_no_function_is_refused(name: str, says: str) -> None:
-    with pytest.raises(OptionError, match=says):
+@pytest.mark.parametrize(
+    ("name", "message"), [("token", "package.module:function"), (f"{HERE}:NOWHERE", "of type str")]
+)
+def test_a_value_that_names_no_function_is_refused(name: str, message: str) -> None:
+    with pytest.raises(OptionError, match=message):
         import_callable("oauth_cb", name)
 
 
@@ -78,14 +80,14 @@ def test_pickled_options_have_the_functions_name_and_not_the_function() -> None:
 
 
 @pytest.mark.parametrize(
-    ("more", "says"),
+    ("more", "message"),
     [
         ({"kafka.sasl.mechanism": "PLAIN"}, "it must be OAUTHBEARER"),
         ({"kafka.sasl.oauthbearer.method": "oidc"}, "set only one of the two"),
     ],
 )
-def test_two_token_sources_or_another_mechanism_are_refused(more: dict[str, str], says: str) -> None:
-    with pytest.raises(OptionError, match=says):
+def test_two_token_sources_or_another_mechanism_are_refused(more: dict[str, str], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
         options(f"{HERE}:token", **more)
 
 

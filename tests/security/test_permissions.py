@@ -38,7 +38,7 @@ def clerk(secured: SecuredBroker) -> None:
 def test_a_missing_permission_is_named_and_the_query_continues_after_it_is_granted(
     what: str, secured: SecuredBroker, group_id: str
 ) -> None:
-    permission, says = ENDING[what]
+    permission, message = ENDING[what]
     topic = secured.topic(f"taken-{what.replace(' ', '-')}")
     secured.produce(topic, numbered(0, 9, 2))
     given = query(secured.scram(CLERK, WORD), group_id, topic)
@@ -52,7 +52,7 @@ def test_a_missing_permission_is_named_and_the_query_continues_after_it_is_grant
         finally:
             secured.remove_denial(permission)
     text = str(failure.value)
-    assert says.format(topic=topic, group=group_id) in text
+    assert message.format(topic=topic, group=group_id) in text
     assert "User:clerk" in text
     assert WORD not in text
     with Engine(given, first.log) as second:
@@ -80,7 +80,7 @@ def test_without_permission_for_transactions_the_members_commit_and_it_is_logged
     finally:
         secured.remove_denial(permission)
     assert values_of(engine.rows) == texts(0, 29)
-    said = [line for line in caplog.messages if "transactions are denied" in line]
-    assert len(said) == 1
-    assert f"Write and Describe on the transactional id '{group_id}" in said[0]
-    assert "User:clerk" in said[0]
+    warnings = [line for line in caplog.messages if "transactions are denied" in line]
+    assert len(warnings) == 1
+    assert f"Write and Describe on the transactional id '{group_id}" in warnings[0]
+    assert "User:clerk" in warnings[0]

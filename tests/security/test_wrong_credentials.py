@@ -51,11 +51,11 @@ CASES: dict[str, tuple[Callable[[SecuredBroker], dict[str, str]], str]] = {
 def test_G9_wrong_credentials_fail_a_query_at_its_start(
     case: str, secured: SecuredBroker, group_id: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    client, says = CASES[case]
+    client, message = CASES[case]
     given = query(client(secured), group_id, "t")
     with pytest.raises(GroupError) as failure, Engine(given) as engine:
         engine.step()
-    assert says in str(failure.value)
+    assert message in str(failure.value)
     assert WRONG not in str(failure.value) + caplog.text
 
 

@@ -254,11 +254,11 @@ def test_a_reset_says_which_offsets_were_clamped(query: Query, table: Path, admi
     query.run(query.sink(table), 0, offset(0, one(0, 50)))
     admin.end = 40
     words = ["reset", "--bootstrap-servers", SERVERS, "--group", "etl", "--to-ledger", "--table", str(table)]
-    said = "orders-0: offset 50 is after the end of the log; clamped to 40"
-    assert said in CliRunner().invoke(app, words).output
+    warning = "orders-0: offset 50 is after the end of the log; clamped to 40"
+    assert warning in CliRunner().invoke(app, words).output
     assert json.loads(CliRunner().invoke(app, [*words, "--json"]).stdout)["partitions"][0]["clamped_from"] == 50
     exported = CliRunner().invoke(app, [*words, "--export"])
-    assert (exported.stdout, said in exported.stderr) == ("orders,0,40\n", True)
+    assert (exported.stdout, warning in exported.stderr) == ("orders,0,40\n", True)
     within = CliRunner().invoke(app, [*words[:-3], "--to-offset", "7", "--topic", "orders"]).output
     assert "clamped" not in within
 
@@ -697,8 +697,8 @@ def test_commands_for_secured_brokers_name_a_file_that_holds_the_querys_kafka_op
     admin.commit(4, foreign=True)
     message = refused(lambda: query.run(query.sink(table), 1, offset(1, one(4, 20), followed=FOLLOWED)))
     assert "open-sesame" not in str(message)
-    said = "client.properties contains the query's kafka.* options without this prefix, one name=value a line"
-    assert str(message).count(said) == 1
+    hint = "client.properties contains the query's kafka.* options without this prefix, one name=value a line"
+    assert str(message).count(hint) == 1
     monkeypatch.chdir(tmp_path)
     lines = [f"{name.removeprefix('kafka.')}={value}\n" for name, value in SECURITY.items()]
     (tmp_path / "client.properties").write_text("".join(lines))

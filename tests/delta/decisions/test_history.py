@@ -306,16 +306,16 @@ def test_a_new_group_is_checked_before_its_first_commit_where_delta_reports_an_e
     sink = query.sink(table)
     query.run(sink, 0, offset(0, one(0, 10), group="another", stream="s0"))
     expire_log(table)
-    said = "it may be a clone of a table that has the ledger"
+    reason = "it may be a clone of a table that has the ledger"
     if found == "a ledger of another group":
         query.run(query.sink(table), 1, offset(1, one(10, 12), group="another", stream="s0"))
-        said = "has one of group another with the same topics"
+        reason = "has one of group another with the same topics"
     if found == "an empty ledger":
         writer = TableWriter(query.spark, str(table))
         assert isinstance(writer.commit_first_ledger(writer.history(), "etl"), Ledger)
     before, new = offsets_in(table), Query(described, query.root.parent, "new")
     for _ in range(2):
-        with pytest.raises(LedgerConflict, match=said):
+        with pytest.raises(LedgerConflict, match=reason):
             new.run(new.sink(table), 0, offset(0, one(5, 8)))
     assert offsets_in(table) == before
     assert next_offsets(table) == {}

@@ -59,7 +59,7 @@ def marks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("trouble", "said"), [("fill", "No space left on device"), ("forbid", "Read-only file system")]
+    ("trouble", "message"), [("fill", "No space left on device"), ("forbid", "Read-only file system")]
 )
 @pytest.mark.parametrize("when", ["rows", "log"])
 def test_a_batch_that_cannot_be_written_is_written_once_after_the_repair(
@@ -69,7 +69,7 @@ def test_a_batch_that_cannot_be_written_is_written_once_after_the_repair(
     marks: None,
     monkeypatch: pytest.MonkeyPatch,
     trouble: str,
-    said: str,
+    message: str,
     when: str,
 ) -> None:
     table = disk.root / "table"
@@ -89,7 +89,7 @@ def test_a_batch_that_cannot_be_written_is_written_once_after_the_repair(
         else:
             strike()
         for _ in range(2):
-            with pytest.raises(Exception, match=said):
+            with pytest.raises(Exception, match=message):
                 query.run(sink, 1, offset(1, one(10, 20)))
     assert run_files.durable_mark("s1").seq == 0, "the batch must not be reported as durable"
     assert len(commits(table)) == 2 and next_offsets(table) == {("orders", 0): 10}
@@ -111,8 +111,8 @@ def test_a_file_in_place_of_a_folder_is_reported_by_name_and_changes_nothing(
     folder = {"table": table, "log": table / "_delta_log", "checkpoint": query.root / "offsets"}[place]
     folder.rename(tmp_path / "away")
     folder.write_text("a file")
-    said = "there is no .*/offsets/1" if place == "checkpoint" else "/table.*Not a directory"
-    with pytest.raises(Exception, match=f"(?s){said}"):
+    message = "there is no .*/offsets/1" if place == "checkpoint" else "/table.*Not a directory"
+    with pytest.raises(Exception, match=f"(?s){message}"):
         sink(query.rows(offset(1, one(10, 20))), 1)
     folder.unlink()
     (tmp_path / "away").rename(folder)

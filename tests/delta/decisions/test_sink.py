@@ -341,7 +341,7 @@ def test_a_query_without_a_kafka_group_source_is_refused(query: Query, new_table
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "message"),
     [
         ('{"group": "etl", "seq": 0, "str', "not JSON"),
         (
@@ -351,9 +351,9 @@ def test_a_query_without_a_kafka_group_source_is_refused(query: Query, new_table
         ('{"group": "etl", "v": 2}', "version 2"),
     ],
 )
-def test_a_damaged_offset_stops_the_batch(query: Query, new_table: Path, line: str, said: str) -> None:
+def test_a_damaged_offset_stops_the_batch(query: Query, new_table: Path, line: str, message: str) -> None:
     query.plan(0, line)
-    with pytest.raises(CheckpointMismatch, match=said):
+    with pytest.raises(CheckpointMismatch, match=message):
         query.sink(new_table)(query.rows(), 0)
     assert not new_table.exists()
 

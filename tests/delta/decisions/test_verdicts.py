@@ -148,9 +148,9 @@ def documented() -> Iterator[tuple[str, list[str]]]:
     """The first cell of each row, and its verdicts."""
     for page, header in TABLES.items():
         for line in (DOCS / page).read_text().split(header)[1].split("\n\n")[0].splitlines()[2:]:
-            said, decision = line.strip("|").split("|")[:2]
+            condition, decision = line.strip("|").split("|")[:2]
             clauses = [re.match(r"\s*(?:is )?(written without|[a-z]+)", part) for part in decision.split(";")]
-            yield said.strip(), [found[1] for found in clauses if found is not None]
+            yield condition.strip(), [found[1] for found in clauses if found is not None]
 
 
 @pytest.fixture
@@ -166,11 +166,11 @@ def start(new_query: NewQuery, tmp_path: Path) -> Start:
     return new
 
 
-@pytest.mark.parametrize(("said", "verdicts"), [pytest.param(*row, id=row[0][:60]) for row in documented()])
-def test_a_batch_becomes_what_the_table_of_a_page_says(said: str, verdicts: list[str], start: Start) -> None:
-    found = list(CASES[said](start))
+@pytest.mark.parametrize(("condition", "verdicts"), [pytest.param(*row, id=row[0][:60]) for row in documented()])
+def test_a_batch_becomes_what_the_table_of_a_page_says(condition: str, verdicts: list[str], start: Start) -> None:
+    found = list(CASES[condition](start))
     assert found == [verdicts] * len(found)
 
 
 def test_every_case_is_a_row() -> None:
-    assert {said for said, _ in documented()} == CASES.keys()
+    assert {condition for condition, _ in documented()} == CASES.keys()
