@@ -262,9 +262,9 @@ def _refused_partitions(table: str, group: str, refused: Sequence[RefusedPartiti
     listed += f" (and {len(shown) - SHOWN_MAX} more partitions)" if len(shown) > SHOWN_MAX else ""
     if above:
         why = (
-            f"Kafka has no committed offsets of group {group!r} any more (expired or deleted), so startingOffsets "
-            f"decided where this query starts, which is above the ledger of table {table}: {listed}. The records in "
-            "between would never be read"
+            f"Kafka had no committed offsets of group {group!r} for these partitions (expired, deleted, or not "
+            "committed before another query was killed), so startingOffsets decided where this query starts, which is "
+            f"above the ledger of table {table}: {listed}. The records in between would never be read"
         )
         purpose, to = "leave them out", "--to-further"  # other partitions may be behind the ledger
     else:
