@@ -187,13 +187,17 @@ class Accounts(Books):
     def explains(self, tps: Iterable[TopicPartition], starts: Mapping[TopicPartition, int], party: str) -> bool:
         """Return whether a person is rightly needed: a checkpoint was lost, or an operator, retention, an election or a
         new topic changed all of these partitions, or any partition if none is named; or the refused batch of ``party``
-        starts at offsets that it cannot distinguish from an operator's rewind."""
+        starts at offsets that it cannot distinguish from an operator's rewind, or from offsets that expired."""
         named = list(tps)
         if self.checkpoints_lost:
             return True
         if not named:
             return any(self._was_changed(tp) for tp in self.books) or bool(self._former)
-        unclear = {tp for tp, start in starts.items() if tp in self.books and self._is_ambiguous(tp, start, party)}
+        unclear = {
+            tp
+            for tp, start in starts.items()
+            if tp in self.books and (self._is_ambiguous(tp, start, party) or self._is_second_start(tp, start, party))
+        }
         return all(tp not in self.books or tp in unclear or self._was_changed(tp) for tp in named)
 
     def _is_ambiguous(self, tp: TopicPartition, start: int, party: str) -> bool:
@@ -203,6 +207,14 @@ class Accounts(Books):
         at = start - book.start
         is_of_another = 0 <= at < len(book.first) and book.first[at].party != party
         return is_of_another and any(entry.stream is None and entry.offset == start for _, entry in book.commits)
+
+    def _is_second_start(self, tp: TopicPartition, start: int, party: str) -> bool:
+        """Return whether starting offsets decided this start, and another stream planned a batch from where they had
+        decided before, but was killed before it had committed that to Kafka."""
+        book = self.books[tp]
+        first = book.commits[0][1] if book.commits else None
+        ours = first is not None and (first.stream, first.offset) == (party, start)
+        return ours and any(begin < start for other, begin in book.chain.items() if other != party)
 
     def _was_changed(self, tp: TopicPartition) -> bool:
         book = self.books[tp]

@@ -212,7 +212,8 @@ class Invariants(Accounts):
             book.reached[reader.party] = max(end, book.reached.get(reader.party, end))
             has = any(holding.reader is reader for holding in book.holders.values())
             for loss in book.losses if start < end else ():
-                if loss.reader is reader and loss.cause is Cause.REPORTED and loss.end == start:
+                follows = loss.end == start or (loss.end is not None and start < loss.end and start in book.truncated)
+                if loss.reader is reader and loss.cause is Cause.REPORTED and follows:
                     loss.end = end if loss.report_pending or not has else start
 
     def planned(self, reader: Reader, offset: StreamOffset) -> None:

@@ -187,8 +187,7 @@ class WatchedRun(Run):
         )
         recalls = self.counts.recalls
         commands = super().handle(event, now_ms=now_ms)
-        if self.counts.recalls > recalls:
-            self._truth.host_lost(self._reader, sorted(before - self.partitions.ours.keys()))
+        self._recalled(before, recalls)
         if commands or not tick:
             self._process.world.note(lambda: f"{self._process.name} {_in_words(event, commands)}")
         if tick and self.counts.hold_overruns > overruns:
@@ -197,8 +196,16 @@ class WatchedRun(Run):
         self._inspect(commands)
         return commands
 
+    def _recalled(self, before: set[TopicPartition], recalls: int) -> None:
+        """Members were recalled from their agents, and the run counted the partitions as lost."""
+        if self.counts.recalls > recalls:
+            self._truth.host_lost(self._reader, sorted(before - self.partitions.ours.keys()))
+
     def proceed(self, *, now_ms: int) -> tuple[ev.Step, list[ev.Command]]:
+        before = set(self.partitions.ours) if self.placement.has_agents else set()
+        recalls = self.counts.recalls
         step, commands = super().proceed(now_ms=now_ms)
+        self._recalled(before, recalls)
         if not isinstance(step, ev.Wait):
             self._process.world.note(lambda: f"{self._process.name} {_in_words(step, commands)}")
         elif step.until_ms > now_ms:

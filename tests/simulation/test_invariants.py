@@ -293,3 +293,41 @@ def test_a_run_goes_on_where_it_ended_after_an_older_run_was_assigned_a_foreign_
     scene.commit(other, 8)
     scene.assign(zombie)
     scene.truth.planned(second, offset(second, 1, 5, 10))
+
+
+def test_a_truncated_log_that_is_read_again_before_a_loss_is_reported_may_be_read_twice(scene: Scene) -> None:
+    """An agent has closed its member, and its run plans from where the log was truncated below its position."""
+    scene.truth.produce(TP, 5)
+    query, client = scene.member("a.1", stream="a")
+    agent = Process(scene.world, "agent")
+    scene.truth.reads_for(agent.name, query)
+    client.process = agent
+    scene.assign(client)
+    scene.truth.planned(query, offset(query, 0, 0, 5))
+    scene.truth.processed_by(query, {TP: (0, 5)})
+    scene.commit(query, 5)
+    scene.truth.shrunk(TP, 3)
+    scene.truth.produce(TP, 7)
+    scene.truth.lost(TPS, client)
+    scene.truth.intends(query, {TP: (3, 10)})
+    scene.truth.planned(query, offset(query, 1, 3, 10))
+    scene.truth.processed_by(query, {TP: (3, 10)})
+    second, other = scene.member("b.1", stream="b")
+    scene.assign(other)
+    scene.truth.processed_by(second, {TP: (3, 10)})
+    assert scene.truth.causes[Cause.REPORTED] == 5
+
+
+def test_a_start_that_a_killed_query_had_not_committed_may_be_decided_again(scene: Scene) -> None:
+    scene.truth.starts_at_the_end = True
+    scene.truth.produce(TP, 9)
+    (first, killed), (second, client) = (scene.member(name, stream=name[0]) for name in ("a.1", "b.1"))
+    first.known = second.known = {TP.topic: 1}
+    scene.assign(killed)
+    scene.truth.planned(first, offset(first, 0, 9, 9))
+    scene.truth.ended(first)
+    scene.truth.produce(TP, 3)
+    scene.assign(client)
+    scene.commit(second, 12)
+    assert scene.truth.explains([TP], {TP: 12}, "b")
+    assert not scene.truth.explains([TP], {TP: 12}, "c")
