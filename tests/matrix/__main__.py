@@ -111,6 +111,8 @@ def run_tests(python: Path, cell: Cell, scenario: Scenario, kills: int = KILLS_E
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "SPARK_HOME")}
     environment |= {"MATRIX_KILLS": str(kills), "MATRIX_KAFKA": cell.kafka, "MATRIX_CONNECTOR": cell.connector}
     environment |= {"PYSPARK_PYTHON": str(python)}
+    if cell.java:
+        environment["JAVA_HOME"] = str(environments.java_home(python))
     began_s, date = time.monotonic(), datetime.now(UTC).strftime("%Y-%m-%d")
     with tempfile.TemporaryDirectory(prefix="spark-group-matrix-") as scratch, log.open("wb") as output:
         junit = Path(scratch) / "junit.xml"

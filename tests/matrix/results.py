@@ -21,6 +21,8 @@ FILE = Path(__file__).with_name("results.json")
 LOCK_S = 60
 NOT_RUN = "not run"
 LEFT_OUT = "-"
+JAVA = "17"
+"""The machine's Java in the runs of the other cells."""
 KILLS = "kills"
 ADDED = (KILLS, "records")
 """Figures that are added up when a scenario is repeated; ``kills of X`` is added up, too."""
@@ -133,11 +135,13 @@ def spark_table(results: Results) -> str:
     release = f"{compatibility.DELTA}.0"
     versions = {
         "Python": [cell.python for cell in cells.SPARKS],
+        "Java": [(cell.java or JAVA).split(".")[0] for cell in cells.SPARKS],
         "Delta Lake": [cell.delta or (release if cell.has_delta else "none") for cell in cells.SPARKS],
         "Spark's Kafka connector": [cell.connector or cell.spark for cell in cells.SPARKS],
         **{name: [found.get(name, NOT_RUN) for found in after] for name in libraries},
     }
-    return _table(results, "Spark", {cell.spark: cell for cell in cells.SPARKS}, cells.OF_SPARKS, versions)
+    columns = {cell.name.removeprefix("Spark "): cell for cell in cells.SPARKS}
+    return _table(results, "Spark", columns, cells.OF_SPARKS, versions)
 
 
 def broker_table(results: Results) -> str:
@@ -148,7 +152,7 @@ def broker_table(results: Results) -> str:
 def installed_table(results: Results) -> str:
     """One row for each Spark: its own packages, whose versions are the same before and after the installation."""
     lines = ["| Spark | before | after |", "|---|---|---|"]
-    for cell in cells.SPARKS:
+    for cell in (one for one in cells.SPARKS if not one.java):
         versions = results.versions.get(cell.name)
         if versions is None:
             lines.append(f"| {cell.spark} | {NOT_RUN} | {NOT_RUN} |")

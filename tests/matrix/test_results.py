@@ -110,7 +110,7 @@ def test_tables_show_what_was_run_and_what_was_not(stored: Results) -> None:
     stored.add(CELL, OTHER, Result("2026-11-25", passed=3, failed=2))
     table = columns(results.spark_table(stored))
     assert table[KILLS.shows][0] == "20 kills 2026-11-25" and table[OTHER.shows][0] == "**2 failed** 2026-11-25"
-    assert [texts[0] for texts in table.values()].count(results.NOT_RUN) == len(table) - 6
+    assert [texts[0] for texts in table.values()].count(results.NOT_RUN) == len(table) - 7
     without = cells.SPARKS.index(cells.BY_NAME["Spark 4.3.0"])
     assert (table["Delta Lake"][without], table["DeltaSink, both writers"][without]) == ("none", results.LEFT_OUT)
     assert columns(results.broker_table(stored))["members and rebalances, `consumer`"][0] == results.LEFT_OUT
