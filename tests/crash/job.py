@@ -2,15 +2,19 @@
 
 Arguments, as one JSON object: servers, group, topic, table, checkpoint, scratch, options. ``connect``: the master of a
 Spark Connect server that the job starts. ``writer``, ``storage_options``: of the sink. ``again``: whether a failed
-query is started again. ``spark``: more settings of the session, and jars besides Delta's.
+query is started again. ``spark``: more settings of the session, and jars besides Delta's. ``pause``: where the first
+batch of the run stays until the job is killed; then there is a file ``paused`` in ``scratch``.
 """
 
 import json
 import os
 import shutil
 import sys
+import threading
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Literal
 
 from pyspark.errors import StreamingQueryException
 from pyspark.sql import DataFrame, SparkSession
@@ -20,6 +24,9 @@ from spark_group_source.delta.table_writer import Writer
 from spark_group_source.local.conf import local_spark_settings
 
 LOOK_S = 2
+PAUSE_S_MAX = 600
+Point = Literal["offset", "rows", "commit"]
+"""Points of a batch: after Spark wrote ``offsets/N``, after the sink wrote rows, after Spark wrote ``commits/N``."""
 
 
 def main(
@@ -32,6 +39,7 @@ def main(
     connect: str = "",
     writer: Writer = "auto",
     again: str = "",
+    pause: Point | None = None,
     spark: Mapping[str, str] | None = None,
     storage_options: Mapping[str, str] | None = None,
     **options: str,
@@ -50,7 +58,8 @@ def main(
     stream = stream.option("kafka.group.id", group).option("subscribe", topic).options(**options)
     where = checkpoint if connect else None
     sink = DeltaSink(table, transform=_rows, writer=writer, checkpoint=where, storage_options=storage_options)
-    started = stream.load().writeStream.foreachBatch(sink).option("checkpointLocation", checkpoint)
+    write = sink if pause is None else _paused(sink, pause, Path(scratch) / "paused")
+    started = stream.load().writeStream.foreachBatch(write).option("checkpointLocation", checkpoint)
     tests, running = os.getppid(), True
     while running:
         query = started.start()
@@ -65,6 +74,16 @@ def main(
             if "STATE_STORE_CHECKPOINT_LOCATION_NOT_EMPTY" in str(exc):  # docs/recovery.md
                 shutil.rmtree(checkpoint)
             running = os.getppid() == tests
+
+
+def _paused(sink: DeltaSink, point: Point, file: Path) -> Callable[[DataFrame, int], None]:
+    def write(df: DataFrame, batch_id: int) -> None:
+        if point == "rows":
+            sink(df, batch_id)
+        file.touch()
+        threading.Event().wait(PAUSE_S_MAX)  # it is killed here
+
+    return write
 
 
 def _rows(df: DataFrame) -> DataFrame:

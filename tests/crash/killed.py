@@ -22,13 +22,15 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import psutil
+from confluent_kafka import Producer
 from confluent_kafka.admin import AdminClient
 from delta_files import living_rows
-from kafka_words import Offsets, await_progress, committed_of, end_offsets_of, size_of
+from kafka_words import Offsets, Record, await_progress, committed_of, end_offsets_of, produce_to, size_of
 from kit.object_store import ObjectStore
 from rebalance.accounts import Flow, stays
 from sink_words import next_offsets
 
+from crash.job import Point
 from spark_group_source.local.broker import Broker
 from spark_group_source.model import TopicPartition
 
@@ -48,6 +50,7 @@ LIFE_S = (0.1, 5.0)
 MILESTONES = {"start": 2, "group": 3, "commit": 5}
 """Milestones of runs with their weights: its start, so that Spark is killed while it starts; joining the group, so that
 it is killed in its first batch; a commit, so that it is killed in a later one."""
+POINT_ROWS = 300
 RATE_PER_S = 100
 BATCH_MAX, DRAIN_MAX = 400, 100_000
 """Records of a batch, during the kills and afterwards."""
@@ -276,6 +279,50 @@ class Hammer:
         self._judge()
         self._report(str(account))
         return account
+
+    def run_points(self, rounds: int) -> Account:
+        """Kill the application at each point of a batch in turn: the first batch of a new query, and later ones."""
+        account, (one,) = self.account, self.applications
+        checkpoint = Path(one.arguments["checkpoint"])
+        partitions = len(end_offsets_of(self.admin, self.topic))
+        producer = Producer({"bootstrap.servers": self.servers, "acks": "all", "log_level": 2})
+        try:
+            with watching(self.admin, self.group, self.read_table) as wrong:
+                for batch in range(rounds):
+                    ids = range(account.produced, account.produced + POINT_ROWS)
+                    produce_to(producer, self.topic, [Record(b"%d" % n, partition=n % partitions) for n in ids])
+                    for point in get_args(Point):
+                        self._kill_at(point, batch, checkpoint)
+                        rows = account.produced + POINT_ROWS * (point != "offset")
+                        if (found := len(living_rows(self.read_table(), ["id"]))) != rows:
+                            account.wrong.append(f"batch {batch}, {point}: {found} rows, not {rows}")
+                    account.produced += POINT_ROWS
+                self._drain()
+            account.wrong += wrong
+        except BaseException as exc:
+            exc.add_note(f"{one.log}:\n{one.tail() if one.log.exists() else ''}")
+            raise
+        finally:
+            one.end()
+        self._judge()
+        self._report(str(account))
+        return account
+
+    def _kill_at(self, point: Point, batch: int, checkpoint: Path) -> None:
+        (one,) = self.applications
+        one.arguments |= {"pause": None if point == "commit" else point}
+        files = [checkpoint / folder / str(batch) for folder in ("offsets", "commits")]
+        paused = files[1] if point == "commit" else one.home / "scratch" / "paused"
+
+        def reached() -> bool:
+            one.running()
+            return paused.exists()
+
+        await_progress(reached, self.progress, what=f"batch {batch} at {point}")
+        one.kill()
+        there = [file.exists() for file in files]
+        assert there == [True, point == "commit"], f"batch {batch} was killed elsewhere than at {point}: {there}"
+        self.account.struck["driver"] += 1
 
     def _strike(self, number: int, losing: bool) -> None:
         for each in self.applications:

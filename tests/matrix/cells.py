@@ -121,6 +121,11 @@ OF_SPARKS: Final = (
     Scenario("sink", "DeltaSink, both writers", ("tests/delta/test_contract.py",), needs_delta=True),
     Scenario("stateful", "stateful queries", (f"{CELL_TESTS}test_stateful_queries_have_each_result_once_after_kills",)),
     Scenario("kills", "kills of driver and Python processes", (f"{CELL_TESTS}test_kills_of_the_driver",), each=True),
+    Scenario(
+        "points",
+        "a kill after `offsets/N`, after the rows, after `commits/N`",
+        (f"{CELL_TESTS}test_kills_at_each_point_of_a_batch",),
+    ),
     Scenario("lost", "lost checkpoint", (f"{CELL_TESTS}test_lost_checkpoints",)),
     Scenario(
         "reset",

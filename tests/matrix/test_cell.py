@@ -27,6 +27,8 @@ KILLS = int(os.environ.get("MATRIX_KILLS", "4"))
 SEED = int(os.environ.get("MATRIX_SEED", "0")) or secrets.randbelow(2**32)
 PYTHONS = 40
 """Percentage of kills that hit one of Spark's Python processes; the others hit the JVM and the driver."""
+POINT_ROUNDS = 2
+"""Batches that are killed at each of their points: the first of a query, and a later one."""
 SESSION_MS = 15_000
 PARTITIONS = 4
 HAS_DELTA = compatibility.has_delta_release()
@@ -73,6 +75,10 @@ def shares(count: int) -> list[tuple[Way, int]]:
 
 def test_kills_of_the_driver(hammer: Callable[..., Hammer], record_property: Note) -> None:
     noted(record_property, [hammer(way).run(kills=n, lost_checkpoints=0) for way, n in shares(KILLS) if n])
+
+
+def test_kills_at_each_point_of_a_batch(hammer: Callable[..., Hammer], record_property: Note) -> None:
+    noted(record_property, [hammer(way).run_points(POINT_ROUNDS) for way in WAYS])
 
 
 def test_lost_checkpoints(hammer: Callable[..., Hammer], record_property: Note) -> None:
