@@ -36,7 +36,7 @@ ROADS = {
     "An agent dies": 9,
     "A DeltaSink commit": 12,
     "A reset": 9,
-    "Replaced rows are refused": 6,
+    "A RESTORE or overwrite is refused": 6,
 }
 """Sections of the architecture page that follow one thing through the code, and the most files that each may name."""
 ARCHITECTURE_NAMES_MIN = 100
