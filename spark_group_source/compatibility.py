@@ -1,7 +1,7 @@
 """Supported versions of Spark, Python, Java and Delta Lake, and checks of what is installed in each process.
 
-Runs in: the planner (at ``load()``), the user's driver, the command line; every process that unpickles the source.
-Deliberately absent: the libraries that pip installs with this package; their versions are in pyproject.toml.
+Runs in: Spark's planning worker (at ``load()``), the user's driver, the command line; every process that unpickles the
+source. Deliberately absent: the libraries that pip installs with this package; their versions are in pyproject.toml.
 
 Spark is not a dependency of this package, so that installing it never changes the environment's Spark. Therefore this
 module refuses what pip would refuse, with one line. A Spark is supported if it has the classes that the source uses. No
@@ -193,8 +193,9 @@ class CheckedPickle:
     of its own serializer. So the reader is pickled as bytes, together with a function that Spark pickles by value, like
     every function of a program's main module. The function reports what is missing before it unpickles the bytes.
 
-    Outside tasks it also sets the module search path of the process that pickled it. The planner's has the modules of
-    ``--py-files``. Spark passes these to the planner and to tasks, but not to the stream reader on the planner's host.
+    Outside tasks it also sets the module search path of the process that pickled it. That of
+    Spark's planning worker has the modules of ``--py-files``. Spark passes these to it and to tasks, but not to the
+    stream reader on the same host.
 
     Raises:
         SetupError: when unpickled where a package is missing, or has another version than on the driver.

@@ -1,6 +1,6 @@
 """The environment of a process: clocks, threads, and the clients of confluent_kafka.
 
-Runs in: the planner (at ``load()``, to check settings), the stream reader, agents, the user's driver (CLI).
+Runs in: Spark's planning worker (at ``load()``, to check settings), the stream reader, agents, the user's driver (CLI).
 Deliberately absent: decisions, the group protocol, and the split of options into settings (``options.client``). All
 code that waits, starts a thread or creates a client does it through one :class:`Environment`. The simulation has a
 subclass, under which the same code runs with simulated time and brokers.

@@ -1,4 +1,4 @@
-"""The pieces of a plan, and the tasks that claim them.
+"""The pieces of a batch, and the tasks that claim them. "Plan" is a :class:`TaskPlan` here.
 
 Runs in: the stream reader, tests, benchmarks. Deliberately absent: the channel on which tasks claim, and reading.
 

@@ -511,7 +511,8 @@ class Release:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReleaseAll(Release):
-    """The same for a slot that gives up all its partitions and rejoins (eager)."""
+    """The same for a slot that gives up all its partitions and rejoins (eager). Members execute it as a
+    :class:`Release`; only the slot's next state differs (``states.SLOTS``)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

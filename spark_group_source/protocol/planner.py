@@ -92,7 +92,7 @@ class Planner:
         self._target = ends
 
     @property
-    def is_bounded(self) -> bool:
+    def has_target(self) -> bool:
         """Whether this run has a target."""
         return self._target is not None
 
@@ -172,7 +172,7 @@ class Planner:
         return turn
 
     def _is_worthwhile(self, total: int, *, unlimited: bool, now_ms: int) -> bool:
-        min_offsets = None if unlimited or self.is_bounded else self._rules.min_offsets
+        min_offsets = None if unlimited or self.has_target else self._rules.min_offsets
         return is_worthwhile(total, min_offsets, self._planned_at_ms, now_ms, self._rules.max_delay_ms)
 
 

@@ -386,7 +386,7 @@ class Run:
             case _:
                 assert_never(event)
 
-    # --- the start of a run -----------------------------------------------------------------------------------------
+    # --- the next batch ---------------------------------------------------------------------------------------------
 
     def _next_batch_requested(self, event: ev.NextBatchRequested) -> None:
         self._is_unlimited |= event.unlimited
@@ -425,6 +425,8 @@ class Run:
             planned = self.plan is not None and event.offset.seq == self.plan.seq
             _require(planned, f"Spark reads batch {event.offset.seq}, which this run did not plan")
         self._move(ev.BatchStarted)
+
+    # --- the start of a run -----------------------------------------------------------------------------------------
 
     @property
     def _resumed_from(self) -> StreamOffset:
@@ -834,7 +836,7 @@ class Run:
         if not self._must_read_all:
             self._move(ev.NothingToRead)
         elif self._knows_all:
-            self._move(ev.TargetReached if self.planner.is_bounded else ev.NothingToRead)
+            self._move(ev.TargetReached if self.planner.has_target else ev.NothingToRead)
         else:
             self._read_again()
 
@@ -934,7 +936,7 @@ class Run:
     @property
     def _is_bounded(self) -> bool:
         """Whether this run ends by itself: trigger AvailableNow or Once."""
-        return self._is_unlimited or self.planner.is_bounded
+        return self._is_unlimited or self.planner.has_target
 
     @property
     def _is_single_batch(self) -> bool:

@@ -82,7 +82,7 @@ def test_target_limits_every_partition_and_excludes_later_ones(group: GroupHarne
     group.settled(A, B, C)
     planner = Planner(rules_with(min_offsets=1_000_000))  # a bounded run does not wait
     planner.set_target({A: 120, B: 90})
-    assert planner.is_bounded
+    assert planner.has_target
     assert planned(group, {A: 150, B: 150, C: 150}, planner).ranges == {A: (100, 120), B: (100, 100), C: (100, 100)}
     group.durable()
     assert plan(group, {A: 150, B: 150, C: 150}, planner) is None
