@@ -1,8 +1,8 @@
 """``format("kafka-group")``: the classes that Spark's Python data source API calls.
 
 Runs in: Spark's planning worker (``DataSource``), the stream reader (:class:`GroupStreamReader`), executor workers (its
-``read``). Deliberately absent: decisions; calls are passed on. The reader is built in three processes and pickled between
-them, so it has options only and opens nothing before Spark requests its first offset. No other module imports
+``read``). Deliberately absent: decisions; calls are passed on. The reader is built in three processes and pickled
+between them, so it has options only and opens nothing before Spark requests its first offset. No other module imports
 pyspark.sql.datasource.
 
 Spark 4.2 and newer call an :class:`AdmissionControlReader`, which receives the start of the next batch. Spark 4.0 and

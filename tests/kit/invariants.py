@@ -337,7 +337,9 @@ class Invariants(Accounts):
         flight."""
         for tp, (start, end) in self._of(offset.ranges):
             book = self.books[tp]
-            book.flight.pop(reader, None)
+            for other in [other for other in book.flight if other.party == reader.party]:
+                if other is reader or other.replays == offset.seq:  # a run that replays it may see the mark at once
+                    del book.flight[other]
             if book.durable_seq(reader.party) <= offset.seq:
                 book.durable[reader.party] = Range(offset.seq, start, end)
             for holding in book.holders.values():

@@ -331,3 +331,21 @@ def test_a_start_that_a_killed_query_had_not_committed_may_be_decided_again(scen
     scene.commit(second, 12)
     assert scene.truth.explains([TP], {TP: 12}, "b")
     assert not scene.truth.explains([TP], {TP: 12}, "c")
+
+
+@pytest.mark.parametrize("replays", [1, 2])
+def test_a_partition_may_leave_when_an_older_run_wrote_the_batch_that_this_one_replays(
+    scene: Scene, replays: int
+) -> None:
+    scene.truth.produce(TP, 10)
+    (first, _), (second, client) = (scene.member(name, stream="a") for name in ("a.1", "a.2"))
+    second.number = 1
+    scene.truth.planned(first, offset(first, 1, 0, 10))
+    scene.assign(client)
+    scene.truth.replaying(second, offset(second, replays, 0, 10))
+    scene.truth.durable(first, offset(first, 1, 0, 10))
+    if replays == 1:
+        scene.truth.released(TPS, client)
+    else:
+        with pytest.raises(Violation, match="let orders-0 go in the middle of a batch"):
+            scene.truth.released(TPS, client)
