@@ -162,7 +162,7 @@ class Accounts(Books):
         that this query does not know of the rewind: a ledger has one number per partition. An operator who rewinds
         behind the start of a table has to move both (``spark-group reset --table``). So has one whose reset did not
         reach the table: then everything below the ledger counts as present. If only the ledger shows that records were
-        read which a truncated log has replaced since, as another stream read them, nobody knows their leader epoch.
+        read which a truncated log has replaced since, as another stream read them, their leader epoch is unknown.
         """
         for tp, (start, end) in self._of(ranges):
             book = self.books[tp]

@@ -36,7 +36,7 @@ EXECUTORS_MAX = 3
 LOOK_MS = 10_000
 """How late the run may look at its clock: its request thread may wait for brokers."""
 TWO_MS_MAX = 20_000
-"""How long an instance id may have two living members: until the fenced one learns it, or that it has to end."""
+"""How long an instance id may have two living members: until the fenced one is notified, or ordered to end."""
 
 M = TypeVar("M")
 

@@ -57,7 +57,7 @@ class BrokerCluster(Broker):
 
     @property
     def direct_servers(self) -> str:
-        """``host:port`` of every node, bypassing the proxies: clients that start here learn no other addresses."""
+        """``host:port`` of every node, bypassing the proxies: clients that start here get no other addresses."""
         return self.servers(self._between)
 
     @property
@@ -80,9 +80,9 @@ class BrokerCluster(Broker):
         found = []
         for node in self.nodes:
             with contextlib.suppress(OSError, ValueError):  # being rewritten at this moment
-                state = self._data(node) / "__cluster_metadata-0" / "quorum-state"
-                told = json.loads(state.read_text())
-                found.append((int(told["leaderEpoch"]), int(told["leaderId"])))
+                file = self._data(node) / "__cluster_metadata-0" / "quorum-state"
+                state = json.loads(file.read_text())
+                found.append((int(state["leaderEpoch"]), int(state["leaderId"])))
         return max([0, *(leader for epoch, leader in found if epoch == max(found)[0])])
 
     # --- faults -----------------------------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ class CalmScene(Scene):
     def __init__(self, world: World, cluster: Cluster, truth: Invariants, protocol: str) -> None:
         super().__init__(world, cluster, truth, protocol, agents=True)
         world.loss, cluster.misfortune = 0.0, Misfortune()
-        # Without transactions, only the session tells a frozen agent that rejoined from a newer driver.
+        # Without transactions, only the session distinguishes a frozen agent that rejoined from a newer driver.
         cluster.transactions_allowed = True
         self.queries = self.queries[:1]
         query = self.queries[0]

@@ -87,7 +87,7 @@ class FakeAdmin:
         def serve(reply: Reply) -> None:
             found = {p: self._offset(p, value, committed) for p, value in specs.items()}
             codes = {each.code() if isinstance(each, KafkaError) else 0 for each in found.values()}
-            if codes == {KafkaError.LEADER_NOT_AVAILABLE}:  # the client finds no broker to ask
+            if codes == {KafkaError.LEADER_NOT_AVAILABLE}:  # the client finds no broker for the request
                 no_leaders = refusal(KafkaError._NOENT, "Failed to query partition leaders: No leaders found")
                 found = dict.fromkeys(found, no_leaders)
             reply(found)

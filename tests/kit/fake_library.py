@@ -47,7 +47,7 @@ class Library:
         self.number = cluster.client_number(process, kind)
         self.thread = f"{kind}{self.number}"
 
-    def answer(self, ask: RequestKind, serve: Serve, *, timeout_ms: int, timed_out: Callable[[], KafkaError]) -> Any:
+    def answer(self, kind: RequestKind, serve: Serve, *, timeout_ms: int, timed_out: Callable[[], KafkaError]) -> Any:
         """Send a request and wait for the answer, on the current thread.
 
         Raises:
@@ -55,14 +55,14 @@ class Library:
         """
         the_thread(self.world)
         future = Future(self.world)
-        PendingRequest(self, ask, serve, future.set_result, timeout_ms=timeout_ms, timed_out=timed_out)
+        PendingRequest(self, kind, serve, future.set_result, timeout_ms=timeout_ms, timed_out=timed_out)
         answer = future.result()
         if isinstance(answer, KafkaError):
             raise KafkaException(answer)
         return answer
 
-    def partial_error(self, ask: RequestKind) -> KafkaError | None:
-        code = self.cluster.misfortune.partial(self.process.draws(f"{self.thread}/{ask.value}/parts"), ask)
+    def partial_error(self, kind: RequestKind) -> KafkaError | None:
+        code = self.cluster.misfortune.partial(self.process.draws(f"{self.thread}/{kind.value}/parts"), kind)
         return KafkaError(code) if code else None
 
     def entries(self, partitions: Iterable[KafkaPartition]) -> dict[TopicPartition, Entry]:

@@ -1,4 +1,4 @@
-"""A run driven by short methods: a test says what happens, and gets the commands that follow.
+"""A run driven by short methods: a test feeds events, and gets the commands that follow.
 
 Runs in: tests. Deliberately absent: threads, and a group with members of its own (``kafka_group``).
 :class:`GroupHarness` has a run, and the test plays Spark, Kafka and the agents (in ``run_harness`` Kafka answers from
@@ -52,7 +52,7 @@ def rules_with(**rules: Any) -> Rules:
 
 
 class ManualClock:
-    """A clock in milliseconds that moves only when a test says so. Called, it returns the time."""
+    """A clock in milliseconds that moves only when a test advances it. Called, it returns the time."""
 
     def __init__(self, now_ms: int = 0) -> None:
         self.now_ms = now_ms

@@ -126,7 +126,7 @@ class Operator:
                 table.set_ledger(plan.offsets, topic_ids=ids, reset_number=plan.reset_number, deleted=gone)
 
     def settle(self, table: Table, tables: Sequence[Table]) -> None:
-        """Resolve a LedgerConflict as its message says: continue at the table's offsets, or write the rows again.
+        """Resolve a LedgerConflict as its message proposes: continue at the table's offsets, or write the rows again.
 
         The offsets of one table may be behind those of another table of the group, so all tables are reset to them.
         """

@@ -223,7 +223,7 @@ class Proxy:
         return self._conditions[direction]
 
     async def until(self, due: Callable[[Conditions], float], direction: Direction) -> Conditions:
-        """Wait until the time that the conditions say, which may change meanwhile; return the conditions then."""
+        """Wait until the time that the conditions set, which may change meanwhile; return the conditions then."""
         while True:
             conditions = self._conditions[direction]
             left_s = due(conditions) - self._loop.time()

@@ -35,7 +35,7 @@ class RunHarness:
     are never answered. Time passes only while the run waits, and in :meth:`pass_time`.
 
     Args:
-        slots: the members of the run. Slot 0 gets all partitions unless ``assignments`` says otherwise.
+        slots: the members of the run. Slot 0 gets all partitions unless ``assignments`` sets others.
         topics: the subscribed topics and their partition counts.
         rules: other rules.
     """

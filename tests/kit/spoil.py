@@ -75,19 +75,19 @@ class Spoiler:
     def _begin(self, size: int) -> bytes:
         """Start a response of this size. Returns the length field to send."""
         self._at, self._size, self._change = 0, size, _same
-        told = size
+        declared = size
         harm = self._random.choice(self._orders.harms)
         if size > 0 and self._random.random() < self._orders.share and (harm != "flip" or size > LARGE):
             self._orders.harmed += 1
             if harm == "length":
                 near = [size + self._random.randrange(1, 1000), self._random.randrange(size)]
-                told = self._random.choice([0, -1, 2**31 - 1, self._random.randrange(-(2**31), 2**31), *near])
+                declared = self._random.choice([0, -1, 2**31 - 1, self._random.randrange(-(2**31), 2**31), *near])
             elif harm == "garbage":
                 self._change = lambda at, byte: self._random.randrange(256) if at >= NUMBER_BYTES else byte
             else:
                 where, bit = self._random.randrange(FRONT, size), 1 << self._random.randrange(8)
                 self._change = lambda at, byte: byte ^ bit if at == where else byte
-        return told.to_bytes(LENGTH_BYTES, signed=True)
+        return declared.to_bytes(LENGTH_BYTES, signed=True)
 
 
 def _same(_at: int, byte: int) -> int:

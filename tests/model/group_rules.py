@@ -177,7 +177,7 @@ class Model:
         self.in_flight = {}
 
     def reset(self, reset_number: int) -> None:
-        """A reset of the group is detected: all positions known before are void, except where nothing else tells how to
+        """A reset of the group is detected: all positions known before are void, except where nothing else shows how to
         continue."""
         self.reset_number = reset_number
         begins = {tp: start for tp, (start, _) in self.pending.items()}

@@ -31,7 +31,7 @@ from spark_group_source.protocol.states import RunState
 SLOTS = 2
 OFFSET_MAX = 60
 MOVES_EACH = 60
-OTHERS = (None, "another", "nobody")
+OTHERS = (None, "another", "deleted")
 RULES = rules_with(slots=SLOTS, starting=StartingPosition(everywhere=LATEST))
 LONGEST_PAUSE_MS = 5_000
 
@@ -229,7 +229,7 @@ class GroupRun:
 
     def restart(self, reset: list[int] | None, owned: list[int]) -> None:
         """The driver is killed; an operator may reset the group; the next run reads the checkpoint as text, and may
-        learn its number of members from the group."""
+        read its number of members from the group."""
         if self.logged is None:
             return
         durable = self.logged is self.last
@@ -354,7 +354,7 @@ class GroupRun:
         reset number and may delete an offset."""
         if tp in self.model.held or tp in self.on_its_way():
             return
-        if by == "nobody":
+        if by == "deleted":
             self.model.group_offsets.pop(tp, None)
         else:
             reset_number = (

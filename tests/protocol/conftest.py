@@ -26,7 +26,7 @@ def pair() -> Iterator[GroupHarness]:
 
 @pytest.fixture
 def fresh() -> Iterator[GroupHarness]:
-    """A run that has not heard of any stream yet."""
+    """A run that has no stream yet."""
     harness = GroupHarness()
     yield harness
     harness.run.check()

@@ -52,7 +52,7 @@ def resumed(*lists: Mapping[str, int], past: StreamOffset = PAST, **rules: Any) 
 
 
 def test_topic_that_the_first_list_of_a_new_stream_lacks_is_not_an_added_one() -> None:
-    """It would start at its first record, whatever startingOffsets says."""
+    """It would start at its first record, whatever startingOffsets is."""
     run = Lists(ORDERS_ONLY, BOTH, starting=FROM_THE_END)
     run.ends = {ORDERS: 100, PAYMENTS: 100}
     began_ms = run.clock()

@@ -107,7 +107,7 @@ def test_slot_moves_by_closing_and_joining_under_the_same_instance_id() -> None:
     assert begun(g) == [], "an agent must have stayed"
     g.send_heartbeats(1_000)
     assert g.feed(ev.BatchBoundary()) == [ev.Leave(slot=0, leave=False)]
-    assert g.revoking(A) == g.assigned(C) == g.failed() == g.lost(A) == [], "what a moving member says is ignored"
+    assert g.revoking(A) == g.assigned(C) == g.failed() == g.lost(A) == [], "events of a moving member are ignored"
     (join,) = g.member_ended()
     assert isinstance(join, ev.Join)
     assert (join.agent, join.client, join.instance_id) == ("h1", 2, g.join().instance_id)
@@ -324,7 +324,7 @@ def test_instance_id_of_a_vanished_member_is_taken_in_kip_848_groups(classic: bo
     assert again.takes_over is not classic, "its last member may still run"
     g.settled(A)
     (later,) = only(ev.Join, [*g.failed(), *g.tick(ms=1_000)])
-    assert not later.takes_over, "this run's own member had the place, and its end was heard"
+    assert not later.takes_over, "this run's own member had the instance id, and reported its end"
 
 
 def test_move_does_not_wait_for_a_member_on_a_lost_agent() -> None:

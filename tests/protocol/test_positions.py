@@ -102,7 +102,7 @@ def test_restarted_run_knows_which_partitions_were_added_later() -> None:
 
 
 def test_partitions_of_a_recreated_topic_start_at_their_first_record() -> None:
-    """Also those that another member had when the former topic was deleted, whatever startingOffsets says."""
+    """Also those that another member had when the former topic was deleted, whatever startingOffsets is."""
     group = GroupHarness(starting=FROM_THE_END)
     group.start_stream()
     group.settled(A)
@@ -183,7 +183,7 @@ def group_offset(known: dict[str, int]) -> StreamOffset:
 
 
 def test_partition_missing_in_the_answer_is_looked_up_again_after_a_growing_pause(group: GroupHarness) -> None:
-    """A fresh partition: the broker that answers has not heard of it yet."""
+    """A fresh partition: the broker that answers does not know it yet."""
     group.assigned(A, B)
     found: dict[TopicPartition, ev.Committed | None] = {A: ev.Committed(offset=5, stream=STREAM)}
     assert group.feed(ev.CommittedOffsetsRead(offsets=found, requested=(A, B), reset_number=0)) == []

@@ -58,8 +58,8 @@ def test_reset_voids_the_plan_in_flight_and_all_remembered_positions(fresh: Grou
 @pytest.mark.proves("G5", level="core")
 def test_batch_voided_by_a_hidden_reset_does_not_count_as_read(fresh: GroupHarness) -> None:
     """A batch of a former run was pending when an operator reset the group with its table: the table leaves it out.
-    Ordinary consumers had every partition since, so that no note tells of the reset: what they have not read of the
-    batch nobody has."""
+    Ordinary consumers had every partition since, so that no note shows the reset: what they have not read of the
+    batch has no reader."""
     replayed = StreamOffset(group="etl", stream=STREAM, seq=3, known={"orders": 2}, ranges={A: (100, 150), B: (40, 60)})
     fresh.replay(replayed)
     fresh.feed(ev.Durable(offset=replayed))
@@ -150,7 +150,7 @@ def test_failure_of_an_earlier_lookup_does_not_repeat_the_first_lookup_of_all_no
 
 
 def test_never_committed_partition_repeats_its_last_batch_after_a_reset(fresh: GroupHarness) -> None:
-    """The reset says nothing of it, and startingOffsets=latest would leave out what came since. A table may have left
+    """The reset has no offset of it, and startingOffsets=latest would leave out what came since. A table may have left
     the batch out, because it was planned before the reset."""
     fresh.durable({A: (100, 150), B: (40, 50)})
     fresh.assigned(A, B)

@@ -387,7 +387,7 @@ def test_once_with_nothing_to_read_returns_the_start() -> None:
 
 
 def test_members_that_lose_their_assignment_for_good_fail_the_run_after_its_budget() -> None:
-    """Nothing else would tell: each call ends, with nothing to read."""
+    """Nothing else would show it: each call ends, with nothing to read."""
     run = RunHarness()
     run.ends = {A: 5, B: 7}
     run.batch()
@@ -629,7 +629,7 @@ def test_no_member_joins_after_a_failure_during_the_start() -> None:
     run = RunHarness.resumed(PAST)
     run.feed(
         ev.NextBatchRequested(start=PAST, new_stream=STREAM),
-        ev.InternalFailure(error=BrokerUnavailable("nobody answered")),
+        ev.InternalFailure(error=BrokerUnavailable("no answer")),
     )
     with pytest.raises(BrokerUnavailable):
         run.latest()

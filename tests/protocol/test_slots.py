@@ -57,7 +57,7 @@ def test_members_without_partitions_block_nothing() -> None:
     group.start_stream({"orders": 1})
     group.settled(A, slot=0)
     group.assigned(slot=1)
-    assert not group.gathered()  # slot 2 has not heard from Kafka yet
+    assert not group.gathered()  # slot 2 has no assignment yet
     group.assigned(slot=2)
     assert group.gathered()
     assert group.plan({A: (100, 110)}) == []
@@ -113,7 +113,7 @@ def test_failed_member_joins_again_after_a_growing_pause(group: GroupHarness) ->
         assert group.tick(ms=pause_ms - 1) == []
         assert group.tick(ms=1) == [group.join(client=client)]
         assert group.tick(ms=0) == []
-    assert len(group.warned()) == 6  # the first failure is said, not warned of
+    assert len(group.warned()) == 6  # the first failure is logged at level INFO
 
 
 def test_run_fails_with_the_last_reason_when_a_slot_cannot_join(group: GroupHarness) -> None:

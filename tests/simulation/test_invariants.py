@@ -85,7 +85,7 @@ def offset(reader: Reader, seq: int, start: int, end: int) -> StreamOffset:
 
 
 def test_a_consumer_assigned_while_the_topic_is_deleted_may_lose_records_of_the_new_one(scene: Scene) -> None:
-    """The coordinator learns of a deletion late. Records that the consumer processed without a commit are read
+    """The group coordinator detects a deletion late. Records that the consumer processed without a commit are read
     again."""
     (first, lost), (second, successor) = scene.member("first"), scene.member("second")
     scene.delete_topic()
@@ -209,7 +209,7 @@ def test_a_run_skips_no_record_from_the_committed_offset_on(scene: Scene, seq: i
 
 
 @pytest.mark.parametrize("replaced", [True, False])
-def test_a_run_that_has_not_heard_of_the_next_owner_begins_where_it_resolved_its_start(
+def test_a_run_that_does_not_know_the_next_owner_begins_where_it_resolved_its_start(
     scene: Scene, replaced: bool
 ) -> None:
     scene.truth.starts_at_the_end = True
