@@ -278,7 +278,7 @@ class ManualAdmin:
         return self._done({0: self.environment.answer("list_consumer_groups")})[0]
 
     def list_topics(self, **bounds: float) -> Any:
-        """The client learns the leaders."""
+        """The client fetches the leaders."""
         return self.environment.answer("list_topics")
 
     @staticmethod

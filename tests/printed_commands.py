@@ -149,7 +149,7 @@ TESTED: dict[str, tuple[int, str]] = {
         1,
         f"{SINK}test_a_reset_to_offsets_of_a_topic_that_was_recreated_is_refused_and_its_command_loses_nothing",
     ),
-    # texts that nobody runs: a ledger's reason, statements of the product, names of operations in Delta's log
+    # texts that are no commands: a ledger's reason, statements of the product, names of operations in Delta's log
     "cli/reset.py: reset": (1, NO_COMMAND),
     "delta/table_history.py: DescribedHistory._load": (1, NO_COMMAND),
     "delta/verification.py: ": (3, NO_COMMAND),

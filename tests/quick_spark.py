@@ -44,7 +44,7 @@ def submit(*words: str) -> list[str]:
 @contextlib.contextmanager
 def prepared() -> Iterator[None]:
     """Let whatever starts a Spark start such a one until the block ends. The archive is made meanwhile, if it is not
-    there and nobody else makes it; a JVM goes on without it where it is missing or does not fit."""
+    there and no other process creates it; a JVM goes on without it where it is missing or does not fit."""
     archive = _archive()
     options = f"{OPTIONS} -XX:SharedArchiveFile={archive} -Xlog:disable -Xlog:all=error:stderr"
     quick = patch.dict(os.environ, SPARK_HOME=str(home()), SPARK_SUBMIT_OPTS=options)

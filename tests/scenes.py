@@ -1,4 +1,4 @@
-"""What a test uses of Kafka and Spark under one name, ``scene``: nothing of it starts before it is asked for.
+"""What a test uses of Kafka and Spark under one name, ``scene``: nothing of it starts before it is used.
 
 Runs in: tests. Deliberately absent: judgements, and what only one file of tests needs; both are beside the tests.
 """
@@ -105,7 +105,7 @@ class Scene:
             try:
                 (deleted,) = self.admin.delete_records([KafkaPartition(topic, partition, offset)]).values()
                 return bool(deleted.result(ADMIN_S).low_watermark == offset)
-            except KafkaException:  # this client has not heard of a new partition's leader yet: let it ask
+            except KafkaException:  # this client does not know a new partition's leader yet: it requests metadata
                 self.admin.list_topics(topic, timeout=ADMIN_S)
                 return False
 
@@ -155,5 +155,5 @@ class Scene:
         return Shown(result.exit_code, result.output, result.stdout)
 
     def of_group(self, command: str, *more: str) -> Shown:
-        """A command that asks the test's broker about the test's group."""
+        """A command about the test's group at the test's broker."""
         return self.typed(command, "--group", self.group, "--bootstrap-servers", self.servers, *more)

@@ -304,7 +304,7 @@ class History:
 
     def settle_recreated(self, source: Source) -> None:
         """The log is gone, and rows of a former topic look like those of the present one, or Kafka has no offsets: the
-        user moves the group to the end of the rows, as the error says ("another position of reset")."""
+        user moves the group to the end of the rows, as the error proposes ("another position of reset")."""
         topic, id_ = source.kafka.topic, source.kafka.topic_id
         ends = {
             str(p): max((n + 1 for t, i, q, n in self.present() if (t, i, q) == (topic, id_, p)), default=0)

@@ -152,7 +152,7 @@ WRONG_EVIDENCE: dict[str, tuple[dict[str, Any], str]] = {
     "a row is there twice": ({"table": [1, 2, 3, 4, 5, 9, 10, 10]}, "1 orders twice (10)"),
     "both have an order": ({"ordinary": [5, 6, 7, 8]}, "1 orders twice (5)"),
     "one twice for one missing": ({"table": [1, 2, 3, 4, 5, 9, 9]}, "1 missing (10)"),
-    "a row that nobody produced": ({"table": [1, 2, 3, 4, 5, 9, 10, 11]}, "1 never produced (11)"),
+    "a row that was not produced": ({"table": [1, 2, 3, 4, 5, 9, 10, 11]}, "1 never produced (11)"),
     "nothing at all": ({"produced": 0, "table": [], "ordinary": []}, "0 produced"),
     "Kafka is ahead of the table": ({"ledger": {0: 5, 1: 4}}, "partition 0: committed 6, recorded 5"),
     "Kafka is behind the table": ({"committed": {0: 5, 1: 4}}, "partition 0: committed 5, recorded 6"),

@@ -54,7 +54,7 @@ def section(name: str, heading: str) -> str:
 
 
 @pytest.mark.parametrize(("name", "heading"), [*((name, "") for name in PAGES), *SECTIONS])
-def test_every_statement_says_whether_it_was_run(name: str, heading: str) -> None:
+def test_every_statement_is_marked_as_run_or_not_run(name: str, heading: str) -> None:
     found = list(statements(section(name, heading) if heading else page(name)))
     assert len(found) > (3 if heading else 10)
     pointers = "["  # a sentence that only names another page

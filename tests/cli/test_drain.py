@@ -120,7 +120,7 @@ def test_query_is_drained_and_described_from_another_host(scene: Scene, monkeypa
     folder = job.checkpoint / checkpoint_status.FOLDER
     folder.mkdir(parents=True)
     (folder / f"{scene.group}.drain.json").write_text('{"run": "of yesterday"}')
-    elsewhere = {**os.environ, "TMPDIR": str(scene.folder)}  # what runs of this host say is not found there
+    elsewhere = {**os.environ, "TMPDIR": str(scene.folder)}  # the files of this host's runs are not found there
 
     def typed(*words: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "spark_group_source", *words, "--group", scene.group]

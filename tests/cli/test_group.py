@@ -317,7 +317,7 @@ def test_rewind_without_table_is_refused_and_its_commands_work(scene: Scene) -> 
     set_committed(scene.admin, scene.group, name, rewound)
     conflict(scene, one, table)
     # As if the driver had died before its plan was written: the run has committed the position under its own name, and
-    # the note beside it says where it came from.
+    # the note beside it shows where it came from.
     remove_entry(one.checkpoint, "offsets", max(planned(one.checkpoint)))
     assert f"{name}-0: committed offset 2, the table holds up to 6" in conflict(scene, one, table)
 

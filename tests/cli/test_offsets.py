@@ -30,7 +30,7 @@ def outcomes(shown: Shown) -> dict[tuple[str, int], str]:
     return {(row["topic"], row["partition"]): row["outcome"] for row in found["partitions"]}
 
 
-# --- which ones, and what can be said before ------------------------------------------------------------------------
+# --- selection and prediction ---------------------------------------------------------------------------------------
 
 
 def test_topic_option_selects_committed_or_named_partitions() -> None:
@@ -193,7 +193,7 @@ def test_broker_error_is_parsed_from_library_text() -> None:
         group_admin._broker_error(-196, f"{text}Broker: The group id does not exist").code()
         == CODES["GROUP_ID_NOT_FOUND"]
     )
-    for unknown in (f"{text}Broker: what a later release says", text, "Local: Timed out"):
+    for unknown in (f"{text}Broker: a text of a later release", text, "Local: Timed out"):
         assert group_admin._broker_error(-196, unknown).code() == -196
 
 

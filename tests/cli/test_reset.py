@@ -129,7 +129,7 @@ def test_a_named_offset_may_be_in_an_open_transaction() -> None:
         (datetime.fromisoformat("2026-01-31T12:00:00"), "has no time zone"),
     ],
 )
-def test_a_wrong_position_is_refused_before_table_and_brokers_are_asked(to: Any, why: str) -> None:
+def test_a_wrong_position_is_refused_before_any_request_to_table_and_brokers(to: Any, why: str) -> None:
     with pytest.raises(OptionError, match=why):
         reset("etl", "nowhere:1", to=to, table="/no/such/table", execute=True)
 

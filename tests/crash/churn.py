@@ -43,7 +43,7 @@ SPARK = {
     "spark.speculation.quantile": "0.5",
 }
 MARK = "SPARK_GROUP_CHURN"
-"""Environment variable of all processes of one application, which tells them from others."""
+"""Environment variable of all processes of one application, which distinguishes them from others."""
 
 
 class Application:

@@ -425,7 +425,7 @@ def test_a_batch_refused_because_two_sinks_wrote_it_is_written_whole_after_the_p
 
 
 def test_the_local_property_of_a_run_is_its_run_id(scripted: "SparkSession", tmp_path: Path) -> None:
-    """Spark does not document the property: without it a second write could not be told from a replay."""
+    """Spark does not document the property: without it a second write could not be distinguished from a replay."""
     found: list[str | None] = []
 
     def write(df: "DataFrame", batch_id: int) -> None:

@@ -35,7 +35,7 @@ def test_many_offsets_are_sent_in_several_requests_of_one_transaction(
     assert len(environment.called("commit_transaction")) == 1
 
 
-def test_limit_is_learned_from_the_error_and_kept(environment: ManualEnvironment, committer: OffsetCommitter) -> None:
+def test_limit_follows_from_the_error_and_is_kept(environment: ManualEnvironment, committer: OffsetCommitter) -> None:
     offsets = many(600)
     environment.will("send_offsets", TOO_LARGE, TOO_LARGE)
     committer.commit([(ME, offsets)], dict.fromkeys(offsets, NOTE))

@@ -78,9 +78,9 @@ def test_G6_a_fenced_process_never_takes_the_id_back(
     environment: ManualEnvironment, committer: OffsetCommitter
 ) -> None:
     environment.will("commit_transaction", FENCED)
-    for ask in (lambda: committer.commit([(ONE, {A0: 5})], NOTES), committer.prepare, lambda: committer.probe(A0)):
+    for request in (lambda: committer.commit([(ONE, {A0: 5})], NOTES), committer.prepare, lambda: committer.probe(A0)):
         with pytest.raises(Fenced):
-            ask()
+            request()
     assert environment.called("init_transactions") == [None]
 
 

@@ -212,7 +212,7 @@ def test_refused_partition_that_is_not_needed_is_no_error(
     assert offsets.read([A0, A1], optional={A1}) == {A0: CommittedOffset(5, ""), A1: None}
 
 
-def test_partition_that_one_broker_does_not_know_yet_is_asked_for_again(
+def test_partition_that_one_broker_does_not_know_yet_is_requested_again(
     environment: ManualEnvironment, scripted_admin: Admin
 ) -> None:
     grown = {"a": with_leaders(1, 1)}
@@ -266,7 +266,7 @@ def test_an_unanswered_commit_for_a_group_is_not_reported_as_refused(
         GroupAdmin(SETTINGS, environment=environment).move_committed("g", {A0: 4})
 
 
-def test_a_move_of_which_a_part_failed_says_so(environment: ManualEnvironment) -> None:
+def test_a_move_that_failed_in_part_is_reported_as_such(environment: ManualEnvironment) -> None:
     """A part that is too large is split; what was moved remains."""
     offsets = dict.fromkeys((A0, A1), 4)
 

@@ -132,7 +132,7 @@ def test_unreachable_package_registry_is_reported_in_one_line(machine: Run) -> N
     (machine.bin / "python3").chmod(0o755)
     # nothing listens on the discard port; no local package registry may be used either
     nowhere = {"PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_CONFIG_FILE": os.devnull, "PIP_NO_CACHE_DIR": "1"}
-    nowhere["PIP_RETRIES"] = "1"  # of the pip that pip starts, which would ask for a quarter of a minute
+    nowhere["PIP_RETRIES"] = "1"  # of the pip that pip starts, which would retry for a quarter of a minute
     error = machine.refuses("make", "test", **nowhere)
     assert error.startswith("no Python package registry can be reached; check the network or pip's index-url")
     assert not (machine.checkout / ".stamps" / "venv").exists(), "the next run must try again"

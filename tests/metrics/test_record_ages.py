@@ -27,8 +27,8 @@ def test_a_known_record_that_still_exists_is_not_read_again() -> None:
 def test_a_known_record_is_read_again_when_it_may_be_deleted() -> None:
     ages = known(RECORD)
     assert ages.missing({KEY: 95}, {TP: 44}, now_ms=1) == [KEY], "retention took it"
-    assert ages.missing({KEY: 95}, {}, now_ms=1) == [KEY], "nobody says where the log begins"
-    assert ages.missing({KEY: 95}, {TP: 0}, now_ms=READ_AGAIN_MS) == [KEY], "compaction tells nobody"
+    assert ages.missing({KEY: 95}, {}, now_ms=1) == [KEY], "the start of the log is unknown"
+    assert ages.missing({KEY: 95}, {TP: 0}, now_ms=READ_AGAIN_MS) == [KEY], "compaction is not reported"
     assert ages.missing({(TP, 41): 95}, {TP: 0}, now_ms=1) == [(TP, 41)], "the group went on"
 
 
@@ -47,7 +47,7 @@ def test_an_unanswered_record_is_unknown_and_read_first_in_the_next_sweep() -> N
     assert ages.age_s(OTHER, 7, wall_ms=8_000) is None
     assert ages.missing(behind, {TP: 44}, now_ms=2) == [(OTHER, 7), KEY]
     ages.update({}, behind, [KEY], now_ms=3)
-    assert ages.age_s(TP, 40, wall_ms=8_000) is None, "it may be gone, and nobody said what is there now"
+    assert ages.age_s(TP, 40, wall_ms=8_000) is None, "it may be gone, and the present record is unknown"
 
 
 def test_records_without_a_timestamp_have_no_age_and_future_ones_age_zero() -> None:

@@ -52,7 +52,7 @@ def test_a_hold_ends_within_its_budget_without_a_commit(strategy: str, scene: Gr
         in_flight = {r.tp: (r.start, r.end) for r in run.hold().batch()}
         assert len(in_flight) == PARTITIONS
         with scene.ordinary(name, strategy=strategy, session_ms=SESSION_MS, max__poll__interval__ms=POLL_MS) as other:
-            run.await_(lambda: "revoking" in run.statistics["slots"], "Kafka to ask for partitions")
+            run.await_(lambda: "revoking" in run.statistics["slots"], "Kafka to revoke partitions")
             assert not other.partitions
             gained = other.await_partitions(2)
             counted = run.statistics

@@ -74,7 +74,7 @@ class ClusterScene(GroupScene):
                 return described(self.admin, self.group)
             except (KafkaException, TimeoutError):
                 self.clients.append(self.admin)  # kept: a garbage-collected client drops its pending requests
-                assert len(self.clients) < CLIENTS_MAX, "nobody coordinates the group"
+                assert len(self.clients) < CLIENTS_MAX, "the group has no coordinator"
                 self.admin = self.client()
                 self.admin.poll(0.5)
 
@@ -216,7 +216,7 @@ def test_the_coordinator_dies_while_partitions_move_under_KIP_848(scene: Cluster
         run.await_partitions(PARTITIONS)
         run.hold()
         newcomer = scene.member(stack)
-        run.await_(lambda: "revoking" in run.statistics["slots"], "Kafka to ask for partitions")
+        run.await_(lambda: "revoking" in run.statistics["slots"], "Kafka to revoke partitions")
         scene.kill_coordinator()
         assert not newcomer.partitions
         run.let_go()

@@ -22,7 +22,7 @@ def test_G3_G5_a_member_that_joins_during_a_batch_gets_its_partitions_after_it(
         run.await_partitions(PARTITIONS)
         plan = run.hold()
         with scene.ordinary(name, strategy=strategy) as other:
-            run.await_(lambda: "revoking" in run.statistics["slots"], "Kafka to ask for partitions")
+            run.await_(lambda: "revoking" in run.statistics["slots"], "Kafka to revoke partitions")
             begins = {tp: start for tp, (start, _) in plan.ranges.items()}
             await_until(lambda: scene.committed() == begins, what="the commit of the batch before")
             stays(lambda: not other.partitions and run.planned[-1] == plan, QUIET_S, "the batch in flight")

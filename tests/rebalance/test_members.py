@@ -117,7 +117,7 @@ def test_offsets_of_a_group_can_be_reset_only_while_it_has_no_members(strategy: 
         assert sorted(again.records) == sorted(
             [(name, 0, o) for o in range(3, 10)] + [(name, 1, o) for o in range(5, 10)]
         )
-        assert again.planned[0].followed == frozenset(back), "the batch says that its start was moved"
+        assert again.planned[0].followed == frozenset(back), "the batch records that its start was moved"
 
 
 @pytest.mark.proves("G10", level="kafka")

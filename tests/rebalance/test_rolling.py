@@ -30,7 +30,7 @@ def test_a_subscription_is_changed_one_member_at_a_time(strategy: str, scene: Gr
         old.close()  # as a query is stopped and restarted with another option
         new = stack.enter_context(Run(scene.run_options(both, strategy), log=old.engine.log))
         # The broker ignores a changed subscription of a static member that rejoins.
-        new.await_(lambda: second in {tp.topic for tp in new.partitions}, "the topic that nobody had")
+        new.await_(lambda: second in {tp.topic for tp in new.partitions}, "the topic that had no owner")
         other.send_command("subscribe", topics=[first, second])
         await_until(lambda: {tp.topic for tp in new.partitions | other.partitions} == {first, second}, what="both")
         await_until(lambda: len(new.partitions) == len(other.partitions) == 4, what="a fair share of eight")

@@ -66,7 +66,7 @@ def test_G6_a_frozen_driver_with_an_idle_slot_stops_and_its_successor_continues(
 def test_an_applied_rewind_survives_the_death_of_the_run_before_its_next_batch(
     strategy: str, scene: GroupScene
 ) -> None:
-    """By then the offset was committed by the run itself; only its note tells that it is newer than the checkpoint."""
+    """By then the offset was committed by the run itself; only its note shows that it is newer than the checkpoint."""
     name = scene.topic(2)
     scene.fill(name, 10)
     given = scene.run_options(name, strategy, session_ms=2000, leaveOnStop="always")

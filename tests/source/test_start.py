@@ -74,7 +74,7 @@ def test_partitions_added_while_a_query_is_stopped_are_read_from_their_start(sce
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 @pytest.mark.parametrize("by", ["subscribe", "subscribePattern"])
-def test_a_query_whose_topic_does_not_exist_yet_says_so_and_reads_it_from_its_first_record(
+def test_a_topic_that_does_not_exist_yet_is_reported_and_read_from_its_first_record(
     by: str, protocol: str, scene: Scene, caplog: pytest.LogCaptureFixture
 ) -> None:
     name = f"{scene.group}-later"

@@ -79,7 +79,7 @@ def test_the_error_names_each_address_and_its_error() -> None:
     assert failed.value.retriable and not failed.value.fields["refused"]
 
 
-def test_the_error_says_that_nothing_listens_at_any_address() -> None:
+def test_the_error_reports_that_nothing_listens_at_any_address() -> None:
     with pytest.raises(ChannelBroken) as failed:
         ScopedClient([closed_port(), closed_port()], Secret.new(), 0.3)
     assert failed.value.fields["refused"]

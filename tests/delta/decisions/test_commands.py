@@ -185,7 +185,7 @@ def test_commands_after_the_committed_offset_was_lost(
     query: Query, table: Path, admin: OffsetModel, number: int, skipped: bool
 ) -> None:
     query.run(query.sink(table), 0, offset(0, one(0, 10)))
-    admin.commit(15)  # where startingOffsets says
+    admin.commit(15)  # as startingOffsets sets it
     refused_batch = offset(1, one(15, 20), started=[("orders", 0)])
     printed = commands(refused(lambda: query.run(query.sink(table), 1, refused_batch)))
     assert len(printed) == 2
@@ -250,7 +250,9 @@ def test_a_reset_to_offsets_of_a_topic_that_was_recreated_is_refused_and_its_com
     assert admin.position == 7, "the records before are in the table"
 
 
-def test_a_reset_says_which_offsets_were_clamped(query: Query, table: Path, admin: OffsetModel, tmp_path: Path) -> None:
+def test_a_reset_reports_which_offsets_were_clamped(
+    query: Query, table: Path, admin: OffsetModel, tmp_path: Path
+) -> None:
     query.run(query.sink(table), 0, offset(0, one(0, 50)))
     admin.end = 40
     words = ["reset", "--bootstrap-servers", SERVERS, "--group", "etl", "--to-ledger", "--table", str(table)]
@@ -263,7 +265,7 @@ def test_a_reset_says_which_offsets_were_clamped(query: Query, table: Path, admi
     assert "clamped" not in within
 
 
-def test_a_reset_says_that_the_table_gets_records_again(query: Query, table: Path, admin: OffsetModel) -> None:
+def test_a_reset_reports_that_the_table_gets_records_again(query: Query, table: Path, admin: OffsetModel) -> None:
     """Kafka lacks the last commit of the run, so its offset does not show it."""
     query.run(query.sink(table), 0, offset(0, one(0, 50)))
     admin.commit(40)

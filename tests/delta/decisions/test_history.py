@@ -84,7 +84,7 @@ def test_a_note_is_read_as_it_was_written() -> None:
     assert found.read == 8 and found.ledger_entry("etl") is None
     history = TableHistory(Listed(found, Commit(13, 12)))
     assert history.ledger('e"tl') == ledger.at_version(12)
-    assert Commit.of(1, {"userMetadata": "somebody's note"}).entries == ()
+    assert Commit.of(1, {"userMetadata": "a foreign note"}).entries == ()
 
 
 def test_a_ledger_whose_full_one_is_no_longer_in_the_log_is_refused(query: Query, table: Path) -> None:
@@ -150,7 +150,7 @@ def test_a_restore_between_decision_and_commit_is_found_behind_the_batch() -> No
         ("OPTIMIZE", {}, False),
     ],
 )
-def test_without_the_logs_files_the_operation_says_whether_rows_were_replaced(
+def test_without_the_logs_files_the_operation_shows_whether_rows_were_replaced(
     operation: str, parameters: dict[str, object], replaces: bool
 ) -> None:
     info = {"operation": operation, "operationParameters": parameters}

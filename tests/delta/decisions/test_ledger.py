@@ -205,7 +205,7 @@ def test_offsets_of_a_topic_are_kept_when_a_batch_with_its_former_id_follows() -
 
 
 def test_a_former_id_that_the_table_reads_second_does_not_change_the_newer_topic() -> None:
-    """The table had the new topic first, so the ledger cannot tell which topic is newer."""
+    """The table had the new topic first, so the ledger does not show which topic is newer."""
     now = compare(offset(4, ranges((0, 30)), topic_id="id-2"), None).ledger
     now = compare(offset(7, ranges((95, 120)), topic_id="id-1", stream="s2"), now).ledger
     again = compare(offset(5, ranges((20, 40)), topic_id="id-2"), now)
@@ -244,7 +244,7 @@ def test_records_of_a_topic_that_a_reset_found_deleted_are_not_written_again() -
     void = compare(offset(9, ranges((20, 40)), reset_number=0), now)
     assert (void.ledger.offsets, void.ledger.former) == (now.offsets, now.former), "planned before the reset"
     without_id = Ledger(group="etl").with_offsets({P0: 30}).after_reset(1, {}, deleted=["orders"])
-    assert without_id.offsets == {P0: 30}, "without an id it cannot be told from a new topic"
+    assert without_id.offsets == {P0: 30}, "without an id it cannot be distinguished from a new topic"
 
 
 # Resets

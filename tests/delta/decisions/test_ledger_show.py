@@ -54,7 +54,7 @@ def test_ledgers_of_a_table_by_path_are_shown_without_spark(
     assert first["topics"] == {topic: {"0": 10**10 + 3, "1": 3}} and second["reset"] == 1
 
 
-def test_a_table_without_a_ledger_says_so(table: Path) -> None:
+def test_a_table_without_a_ledger_is_reported(table: Path) -> None:
     assert CliRunner().invoke(app, ["ledger", "show", str(table)]).output.startswith("no group has written to ")
 
 

@@ -42,7 +42,7 @@ P0, P1 = TopicPartition("orders", 0), TopicPartition("orders", 1)
 
 
 def test_a_restore_to_before_the_groups_first_commit_is_refused_also_after_a_reset(query: Query, table: Path) -> None:
-    """A reset has no rows, so it does not tell where those of a partition start."""
+    """A reset has no rows, so it does not show where those of a partition start."""
     query.run(query.sink(table), 0, offset(0, one(5, 20)))
     set_ledger(query.spark, str(table), "etl", {P0: 20}, reason="reset", reset_number=1)
     DeltaTable(table).restore(0)

@@ -149,7 +149,7 @@ def test_a_batch_whose_records_are_in_the_table_adds_no_rows_and_is_recorded(new
 def test_a_batch_planned_before_a_reset_writes_no_rows_and_counts_as_done(
     query: Query, table: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The checkpoint stays the same: its pending batch is void, and the next one starts where the reset says."""
+    """The checkpoint stays the same: its pending batch is void, and the next one starts at the reset position."""
     query.run(query.sink(table), 0, offset(0, one(0, 10)))
     set_ledger(query.spark, str(table), "etl", {TopicPartition("orders", 0): 3}, reason="reset", reset_number=1)
     for _ in range(2):
@@ -675,7 +675,7 @@ def test_invalid_arguments_are_refused_at_construction(arguments: dict[str, Any]
         DeltaSink(**{"table": "t", **arguments})
 
 
-def test_a_path_and_a_name_are_told_apart(tmp_path: Path) -> None:
+def test_a_path_and_a_name_are_distinguished(tmp_path: Path) -> None:
     assert DeltaSink(tmp_path).table == str(tmp_path)
     assert DeltaSink("delta.`/lake/orders`").table == "/lake/orders"
     assert DeltaSink(Path("orders")).table == "./orders"

@@ -1,5 +1,5 @@
-"""Each row of the tables in ``docs/sink.md`` and ``docs/restore.md`` that say which batch is written, skipped, refused.
-Deliberately absent: the messages, and the commands that they name (``test_commands.py``)."""
+"""Each row of the tables in ``docs/sink.md`` and ``docs/restore.md`` that state which batch is written, skipped or
+refused. Deliberately absent: the messages, and the commands that they name (``test_commands.py``)."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -167,7 +167,7 @@ def start(new_query: NewQuery, tmp_path: Path) -> Start:
 
 
 @pytest.mark.parametrize(("condition", "verdicts"), [pytest.param(*row, id=row[0][:60]) for row in documented()])
-def test_a_batch_becomes_what_the_table_of_a_page_says(condition: str, verdicts: list[str], start: Start) -> None:
+def test_a_batch_is_decided_as_in_the_table_of_a_page(condition: str, verdicts: list[str], start: Start) -> None:
     found = list(CASES[condition](start))
     assert found == [verdicts] * len(found)
 
