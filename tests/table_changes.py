@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import pyarrow.compute as pc
 from deltalake import DeltaTable, write_deltalake
 from deltalake.exceptions import DeltaError
-from sink_words import clone_of, rewrite
+from sink_helpers import clone_of, rewrite
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -31,9 +31,9 @@ sys.path.insert(0, str(Path(__file__).parent))  # the modules of the tests are f
 from delta_files import living_rows
 from kit import frames
 from offset_model import END, SERVERS, OffsetModel
+from sink_helpers import Query, actions, expire_log, notes
+from sink_helpers import commits as commits_of
 from sink_source import SCHEMA
-from sink_words import Query, actions, expire_log, notes
-from sink_words import commits as commits_of
 from table_changes import MISSING_FILES, ByFiles, ByStatements, Changes
 from typer.testing import CliRunner
 

@@ -25,8 +25,8 @@ from printed_commands import commands, commands_of
 from reading import read
 from scenes import Scene
 from security.certificates import Authority
+from sink_helpers import Query, one
 from sink_source import offset
-from sink_words import Query, one
 from streams import OtherMember
 from typer.testing import CliRunner
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import agent_words
+import agent_helpers
 import pytest
 
 from spark_group_source.agents import agent_folder
@@ -22,13 +22,13 @@ def no_agent_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
     """A temporary directory for the test and its processes; agents that still run at its end are killed."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setenv("PYTHONPATH", str(Path(agent_words.__file__).parent))  # for processes in place of executors
-    monkeypatch.setattr(agent_folder, "_MAIN", agent_words.MAIN)
+    monkeypatch.setenv("PYTHONPATH", str(Path(agent_helpers.__file__).parent))  # for processes in place of executors
+    monkeypatch.setattr(agent_folder, "_MAIN", agent_helpers.MAIN)
     monkeypatch.setattr(agent_folder, "_warned", set())
     yield
-    for pid in agent_words.living():
+    for pid in agent_helpers.living():
         os.kill(pid, signal.SIGKILL)
-        agent_words.await_ended(pid)
+        agent_helpers.await_ended(pid)
 
 
 @pytest.fixture
@@ -37,9 +37,9 @@ def agent() -> StartAgent:
 
     def started(**settings: Any) -> AgentFolder:
         given = {"run": "run", "reader_settings": {}} | settings
-        folder = agent_words.start_agent(AgentSettings(**given), ProcessId.of(os.getpid()))
+        folder = agent_helpers.start_agent(AgentSettings(**given), ProcessId.of(os.getpid()))
         assert folder is not None
-        agent_words.await_ready(folder)
+        agent_helpers.await_ready(folder)
         return folder
 
     return started

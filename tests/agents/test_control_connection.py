@@ -5,7 +5,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
-from channel_words import RecordingServer
+from channel_helpers import RecordingServer
 from kafka_words import await_until
 
 from spark_group_source.agents import hosted_members

@@ -13,7 +13,7 @@ import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import agent_words
+import agent_helpers
 import pytest
 from conftest import await_until
 
@@ -34,10 +34,10 @@ SECRET = "hush-hush-hush"
 
 WORKER = """
 import json, sys
-import agent_words
+import agent_helpers
 from spark_group_source.agents import agent_folder
-agent_folder._MAIN = agent_words.MAIN
-folder = agent_words.start_agent(agent_folder.AgentSettings(**json.loads(sys.argv[1])))
+agent_folder._MAIN = agent_helpers.MAIN
+folder = agent_helpers.start_agent(agent_folder.AgentSettings(**json.loads(sys.argv[1])))
 sys.stdout.write(f"{folder.path if folder else None}\\n")
 sys.stdout.flush()
 """
@@ -92,9 +92,9 @@ def folders_of(process: subprocess.Popen[str], count: int) -> set[str]:
 def test_workers_of_one_executor_start_one_agent() -> None:
     with executor(FORKING, settings(), "8") as jvm:
         (place,) = folders_of(jvm, 8)
-        agent_words.await_ready(folder := AgentFolder(Path(place)))
+        agent_helpers.await_ready(folder := AgentFolder(Path(place)))
         assert folder.path.name.startswith(f"{jvm.pid}-"), "the executor is the parent of their daemon"
-        assert agent_words.living() == [folder.pid]
+        assert agent_helpers.living() == [folder.pid]
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_workers_of_one_executor_start_one_agent() -> None:
 def test_an_agent_outlives_its_worker_and_ends_with_its_executor(command: tuple[str, ...], conf: str) -> None:
     with executor(*command, conf=conf) as jvm:
         (place,) = folders_of(jvm, 1)
-        agent_words.await_ready(folder := AgentFolder(Path(place)))
+        agent_helpers.await_ready(folder := AgentFolder(Path(place)))
         assert folder.path.name.startswith(f"{jvm.pid}-")
         agent = ProcessId.of(folder.pid)
         assert agent is not None
@@ -117,7 +117,7 @@ def test_an_agent_outlives_its_worker_and_ends_with_its_executor(command: tuple[
         assert parent != jvm.pid, "its worker has ended"
         assert os.getsid(agent.pid) == agent.pid
         jvm.kill()
-        agent_words.await_ended(agent.pid)
+        agent_helpers.await_ended(agent.pid)
     assert not folder.path.exists()
 
 
@@ -125,8 +125,8 @@ def test_runs_and_executors_have_an_agent_each(agent: Callable[..., AgentFolder]
     first, second = agent(run="one"), agent(run="two")
     with executor(WORKER, settings(run="one")) as jvm:
         (place,) = folders_of(jvm, 1)
-        agent_words.await_ready(AgentFolder(Path(place)))
-        assert len(agent_words.living()) == len({first.pid, second.pid, AgentFolder(Path(place)).pid}) == 3
+        agent_helpers.await_ready(AgentFolder(Path(place)))
+        assert len(agent_helpers.living()) == len({first.pid, second.pid, AgentFolder(Path(place)).pid}) == 3
 
 
 def test_the_end_of_a_process_is_detected_without_pidfd(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,7 +151,7 @@ def test_no_agent_is_started_if_the_executor_cannot_be_determined(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(agent_folder, "_stat", lambda _: None)
-    assert [agent_words.start_agent(AgentSettings("run", {})) for _ in range(2)] == [None, None]
+    assert [agent_helpers.start_agent(AgentSettings("run", {})) for _ in range(2)] == [None, None]
     assert caplog.text.count("no agent runs on this executor") == 1
 
 
@@ -164,7 +164,7 @@ def test_secrets_are_not_visible_and_other_users_cannot_open_the_folders(agent: 
         assert path.stat().st_mode & 0o077 == 0
     for name in ("cmdline", "environ"):
         assert SECRET.encode() not in Path(f"/proc/{folder.pid}/{name}").read_bytes()
-    agent_words.state(folder)
+    agent_helpers.state(folder)
     files = [path for path in directory().rglob("*") if path.is_file()]
     assert folder.log in files
     assert not any(SECRET.encode() in path.read_bytes() for path in files)
@@ -190,10 +190,10 @@ def test_the_agent_imports_the_package_of_its_task(tmp_path: Path, kind: str) ->
                 archive.write(path, path.relative_to(package.parent))
     else:
         shutil.copytree(package, place / package.name)
-    (tmp_path / "agent_words.py").write_bytes(Path(agent_words.__file__).read_bytes())
+    (tmp_path / "agent_helpers.py").write_bytes(Path(agent_helpers.__file__).read_bytes())
     given = settings(connection={"kind": "NotingConnection", "folder": str(tmp_path)})
     # The tests' folder comes last: the connection class of the test needs modules of it.
-    places = os.pathsep.join([str(place), *map(str, (tmp_path, Path(agent_words.__file__).parent))])
+    places = os.pathsep.join([str(place), *map(str, (tmp_path, Path(agent_helpers.__file__).parent))])
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", places)
         with executor(WORKER, given) as jvm:
@@ -209,31 +209,31 @@ def test_an_agent_that_fails_to_start_is_logged_once_and_retried_after_a_pause(
 ) -> None:
     here = ProcessId.of(os.getpid())
     broken = AgentSettings("run", {}, connection={"kind": "Nothing"})
-    folder = agent_words.start_agent(broken, here)
+    folder = agent_helpers.start_agent(broken, here)
     assert folder is not None
-    await_until(lambda: agent_words.is_unlocked(folder), STARTED_S, what="the end of the agent")
+    await_until(lambda: agent_helpers.is_unlocked(folder), STARTED_S, what="the end of the agent")
     log = folder.log.read_text()
     folder.attempts.write_text(json.dumps([9, time.time()]))  # the longest pause
     for _ in range(2):
-        agent_words.start_agent(broken, here)
+        agent_helpers.start_agent(broken, here)
     assert folder.log.read_text() == log, "no agent was started"
     assert caplog.text.count("KeyError: 'Nothing'") == 1
     assert "tasks read from the brokers" in caplog.text
     folder.attempts.write_text(json.dumps([1, 0.0]))  # long ago
-    agent_words.start_agent(AgentSettings("run", {}), here)
-    agent_words.await_ready(folder)
+    agent_helpers.start_agent(AgentSettings("run", {}), here)
+    agent_helpers.await_ready(folder)
 
 
 def test_a_killed_agent_is_replaced(agent: Callable[..., AgentFolder]) -> None:
     folder = agent()
     first = folder.pid
     os.kill(first, signal.SIGKILL)
-    agent_words.await_ended(first)
+    agent_helpers.await_ended(first)
     folder.attempts.unlink(missing_ok=True)  # as an agent does after some seconds
 
     def answers() -> bool:
-        agent_words.start_agent(AgentSettings("run", {}), ProcessId.of(os.getpid()))  # as the next task does
-        return agent_words.state(folder) is not None
+        agent_helpers.start_agent(AgentSettings("run", {}), ProcessId.of(os.getpid()))  # as the next task does
+        return agent_helpers.state(folder) is not None
 
     await_until(answers, STARTED_S, what="an answer of another agent")
     assert folder.pid != first
@@ -242,16 +242,16 @@ def test_a_killed_agent_is_replaced(agent: Callable[..., AgentFolder]) -> None:
 def test_a_directory_that_other_users_can_write_to_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
     directory().mkdir(mode=0o700)
     directory().chmod(0o777)
-    assert agent_words.start_agent(AgentSettings("run", {}), ProcessId.of(os.getpid())) is None
+    assert agent_helpers.start_agent(AgentSettings("run", {}), ProcessId.of(os.getpid())) is None
     assert "other users can write to it" in caplog.text
 
 
 def test_the_next_agent_removes_folders_of_killed_ones(agent: Callable[..., AgentFolder]) -> None:
     with executor(WORKER, settings()) as jvm:
         (place,) = folders_of(jvm, 1)
-        agent_words.await_ready(left := AgentFolder(Path(place)))
+        agent_helpers.await_ready(left := AgentFolder(Path(place)))
         os.kill(left.pid, signal.SIGKILL)
-        await_until(lambda: agent_words.is_unlocked(left), STARTED_S, what="the end of the agent")
+        await_until(lambda: agent_helpers.is_unlocked(left), STARTED_S, what="the end of the agent")
     assert left.path.exists()
     agent()
     assert not left.path.exists()
@@ -275,12 +275,12 @@ def test_an_agent_ends_on_request(agent: Callable[..., AgentFolder], how: str) -
     folder = agent()
     pid = folder.pid
     if how == "message":
-        agent_words.end(folder)
+        agent_helpers.end(folder)
     elif how == "folder":
         folder.remove()
     else:
         os.kill(pid, signal.SIGTERM)
-    agent_words.await_ended(pid)
+    agent_helpers.await_ended(pid)
     assert not folder.path.exists()
 
 
@@ -290,7 +290,7 @@ def test_an_agent_ends_when_its_connection_has_ended(agent: Callable[..., AgentF
     await_until((tmp_path / "started").exists, STARTED_S, what="the connection, which starts after the server")
     assert not (tmp_path / "stopped").exists()
     (tmp_path / "over").touch()
-    agent_words.await_ended(pid)
+    agent_helpers.await_ended(pid)
     assert (tmp_path / "stopped").exists()
 
 
@@ -301,16 +301,16 @@ def test_an_agent_ends_when_one_of_its_threads_has_failed(agent: Callable[..., A
     serving = agent(run="2", connection={**connection, "thread": "task"})
     pid = prefetching.pid
     (tmp_path / "fail").touch()
-    agent_words.await_ended(pid)
+    agent_helpers.await_ended(pid)
     await_until(lambda: "ValueError" in serving.log.read_text(), STARTED_S, what="the failure of the thread")
-    assert agent_words.state(serving)
+    assert agent_helpers.state(serving)
 
 
 def test_an_agent_whose_end_hangs_exits(agent: Callable[..., AgentFolder]) -> None:
     folder = agent(connection={"kind": "HangingConnection"})
     pid = folder.pid
-    agent_words.end(folder)
-    agent_words.await_ended(pid)
+    agent_helpers.end(folder)
+    agent_helpers.await_ended(pid)
 
 
 def test_the_log_of_an_agent_is_bounded(agent: Callable[..., AgentFolder]) -> None:

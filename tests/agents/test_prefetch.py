@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import agent_words
+import agent_helpers
 import pytest
 from confluent_kafka import Producer
 from confluent_kafka.admin import AdminClient
@@ -126,8 +126,8 @@ def test_prefetched_rows_are_those_of_a_direct_read(
     await_markers(admin, name)
     ends, ids = end_offsets(name), ids_of(admin, name)
     folder = reader(columns=columns)
-    agent_words.prefetch(folder, PrefetchPositions(dict.fromkeys(ends, 0), topic_ids=ids))
-    agent_words.await_prefetched(folder, ends)
+    agent_helpers.prefetch(folder, PrefetchPositions(dict.fromkeys(ends, 0), topic_ids=ids))
+    agent_helpers.await_prefetched(folder, ends)
     reading = read_batches(settings, all_of(ends), topic_ids=ids, columns=columns)
     direct = rows_of(reading, columns)
     batches, rest, _ = client.request_buffered(folder, Piece(tuple(all_of(ends)), ids, {}), columns)
@@ -135,7 +135,7 @@ def test_prefetched_rows_are_those_of_a_direct_read(
     assert rows_of(iter(batches), columns) == direct
     assert direct, "the comparison is not empty"
     # The agent frees the last range a moment after the task has received everything.
-    await_until(lambda: agent_words.state_of(folder).used_bytes == 0, agent_words.END_S, what="free memory")
+    await_until(lambda: agent_helpers.state_of(folder).used_bytes == 0, agent_helpers.END_S, what="free memory")
 
 
 def test_a_compacted_log_is_covered_up_to_its_end(
@@ -156,8 +156,8 @@ def test_a_compacted_log_is_covered_up_to_its_end(
 
     end = await_until(compacted, what="compaction")
     folder = reader()
-    agent_words.prefetch(folder, PrefetchPositions({tp: 0}))
-    agent_words.await_prefetched(folder, {tp: end})
+    agent_helpers.prefetch(folder, PrefetchPositions({tp: 0}))
+    agent_helpers.await_prefetched(folder, {tp: end})
     batches, rest, _ = client.request_buffered(folder, Piece((OffsetRange(tp, 0, end),)), COLUMNS[:-1])
     assert rest == []
     assert rows_of(iter(batches)) == rows_of(read_batches(settings, [OffsetRange(tp, 0, end)]))
@@ -172,8 +172,8 @@ def test_each_task_gets_the_rows_of_its_ranges_only(
     for tp in tps:
         produce(name, [str(i) for i in range(1_000)], partition=tp.partition)
     folder = reader()
-    agent_words.prefetch(folder, PrefetchPositions({tps[0]: 100, tps[1]: 0}))
-    agent_words.await_prefetched(folder, dict.fromkeys(tps, 1_000))
+    agent_helpers.prefetch(folder, PrefetchPositions({tps[0]: 100, tps[1]: 0}))
+    agent_helpers.await_prefetched(folder, dict.fromkeys(tps, 1_000))
     tasks = [
         [OffsetRange(tps[0], 500, 900), OffsetRange(tps[1], 10, 20)],
         [OffsetRange(tps[0], 100, 500)],
@@ -185,7 +185,7 @@ def test_each_task_gets_the_rows_of_its_ranges_only(
         rows = rows_of(read_with_agent(folder, settings, ranges, counts=counts))
         assert rows == rows_of(read_batches(settings, ranges))
         found.append(
-            (agent_words.state_of(folder).rows, counts.rows_from_agent.total(), counts.rows_from_brokers.total())
+            (agent_helpers.state_of(folder).rows, counts.rows_from_agent.total(), counts.rows_from_brokers.total())
         )
     assert found == [(410, 410, 0), (810, 400, 0), (1_790, 980, 100)], (
         "rows served by the agent, read from it, and from brokers"
@@ -199,11 +199,11 @@ def test_a_range_is_served_once_and_then_read_from_brokers(
     tp = TopicPartition(topic(), 0)
     produce(tp.topic, [str(i) for i in range(1_000)], partition=0)
     folder = reader()
-    agent_words.prefetch(folder, PrefetchPositions({tp: 0}))
-    agent_words.await_prefetched(folder, {tp: 1_000})
+    agent_helpers.prefetch(folder, PrefetchPositions({tp: 0}))
+    agent_helpers.await_prefetched(folder, {tp: 1_000})
     rows = [rows_of(read_with_agent(folder, settings, [OffsetRange(tp, 0, 1_000)])) for _ in range(3)]
     assert rows[0] == rows[1] == rows[2]
-    assert len(rows[0]) == agent_words.state_of(folder).rows == 1_000
+    assert len(rows[0]) == agent_helpers.state_of(folder).rows == 1_000
 
 
 def test_a_stream_is_prefetched_batch_after_batch(
@@ -213,16 +213,16 @@ def test_a_stream_is_prefetched_batch_after_batch(
     tps = [TopicPartition(name, p) for p in range(3)]
     at = dict.fromkeys(tps, 0)
     folder, seen = reader(), []
-    agent_words.prefetch(folder, PrefetchPositions(at))
+    agent_helpers.prefetch(folder, PrefetchPositions(at))
     for plan in range(1, 12):
         produce(name, [Record(b"%d:%d" % (plan, i), partition=i % 3) for i in range(300)])
         until = {tp: position + 100 for tp, position in at.items()}
-        agent_words.prefetch(folder, PrefetchPositions(until, keep=at))
+        agent_helpers.prefetch(folder, PrefetchPositions(until, keep=at))
         seen += rows_of(read_with_agent(folder, settings, [OffsetRange(tp, at[tp], until[tp]) for tp in tps]))
         at = until
     assert len(seen) == len({(row["partition"], row["offset"]) for row in seen}) == 3_300
-    agent_words.prefetch(folder, PrefetchPositions(at))
-    assert agent_words.state_of(folder).used_bytes == 0, "nothing below the next plan is buffered"
+    agent_helpers.prefetch(folder, PrefetchPositions(at))
+    assert agent_helpers.state_of(folder).used_bytes == 0, "nothing below the next plan is buffered"
 
 
 # ------------------------------------------------------------------------------------------------- when something ends
@@ -235,8 +235,8 @@ def many(topic: TopicFactory, produce: Produce, reader: StartAgent) -> tuple[Age
     for tp in tps:
         produce(name, [b"%d" % i + os.urandom(1_000) for i in range(4_000)], partition=tp.partition)
     folder = reader()
-    agent_words.prefetch(folder, PrefetchPositions(dict.fromkeys(tps, 0)))
-    agent_words.await_prefetched(folder, dict.fromkeys(tps, 4_000))
+    agent_helpers.prefetch(folder, PrefetchPositions(dict.fromkeys(tps, 0)))
+    agent_helpers.await_prefetched(folder, dict.fromkeys(tps, 4_000))
     return folder, [OffsetRange(tp, 0, 4_000) for tp in tps]
 
 
@@ -272,11 +272,11 @@ def test_memory_is_freed_when_a_task_dies_while_it_is_served(
     topic: TopicFactory, produce: Produce, settings: dict[str, str], reader: StartAgent
 ) -> None:
     folder, ranges = many(topic, produce, reader)
-    answer = agent_words.exchange(folder, ClaimGranted(ranges=tuple(ranges)))
+    answer = agent_helpers.exchange(folder, ClaimGranted(ranges=tuple(ranges)))
     assert (
         isinstance(answer, ServedRanges) and answer.rows == 8_000
     )  # and its connection is closed, with the rows in it
-    await_until(lambda: agent_words.state_of(folder).used_bytes == 0, agent_words.END_S, what="free memory")
+    await_until(lambda: agent_helpers.state_of(folder).used_bytes == 0, agent_helpers.END_S, what="free memory")
     assert len(rows_of(read_with_agent(folder, settings, ranges))) == 8_000
 
 
@@ -291,27 +291,27 @@ def test_huge_records_stay_within_the_memory_limit(
     for tp in ends:
         produce(name, [os.urandom(900_000) for _ in range(20)], partition=tp.partition)
     folder = reader(buffer_bytes=6_000_000)
-    agent_words.prefetch(folder, PrefetchPositions(dict.fromkeys(ends, 0)))
+    agent_helpers.prefetch(folder, PrefetchPositions(dict.fromkeys(ends, 0)))
     looks: list[int] = []
 
     def full() -> bool:
-        looks.append(agent_words.state_of(folder).used_bytes)
+        looks.append(agent_helpers.state_of(folder).used_bytes)
         return looks[-1] > 4_500_000
 
-    await_until(full, agent_words.READY_S, what="a full buffer")
+    await_until(full, agent_helpers.READY_S, what="a full buffer")
     at = dict.fromkeys(ends, 0)
     rows: list[Row] = []
     for _ in range(100):  # freed records make room for more
         until = {tp: min(20, position + 3) for tp, position in at.items()}
         rows += rows_of(read_with_agent(folder, settings, [OffsetRange(tp, at[tp], until[tp]) for tp in ends]))
         at = until
-        agent_words.prefetch(folder, PrefetchPositions(at))
+        agent_helpers.prefetch(folder, PrefetchPositions(at))
         full()
         if at == ends:
             break
     assert max(looks) <= 6_000_000
     assert len(rows) == 60
-    assert agent_words.state_of(folder).rows > 0
+    assert agent_helpers.state_of(folder).rows > 0
 
 
 def test_a_full_agent_is_idle(topic: TopicFactory, produce: Produce, reader: StartAgent) -> None:
@@ -319,8 +319,10 @@ def test_a_full_agent_is_idle(topic: TopicFactory, produce: Produce, reader: Sta
     tp = TopicPartition(topic(), 0)
     produce(tp.topic, [os.urandom(10_000) for _ in range(1_000)], partition=0)
     folder = reader(buffer_bytes=2_000_000)
-    agent_words.prefetch(folder, PrefetchPositions({tp: 0}))
-    await_until(lambda: agent_words.state_of(folder).used_bytes > 1_800_000, agent_words.READY_S, what="a full buffer")
+    agent_helpers.prefetch(folder, PrefetchPositions({tp: 0}))
+    await_until(
+        lambda: agent_helpers.state_of(folder).used_bytes > 1_800_000, agent_helpers.READY_S, what="a full buffer"
+    )
 
     def ticks() -> int:
         fields = Path(f"/proc/{folder.pid}/stat").read_text().rpartition(")")[2].split()
@@ -345,8 +347,8 @@ def test_records_of_a_deleted_topic_are_not_served_for_the_recreated_one(
     produce(name, [f"old {i}" for i in range(50)], partition=0)
     old = ids_of(admin, name)
     folder = reader()
-    agent_words.prefetch(folder, PrefetchPositions({tp: 0}, topic_ids=old))
-    agent_words.await_prefetched(folder, {tp: 50})
+    agent_helpers.prefetch(folder, PrefetchPositions({tp: 0}, topic_ids=old))
+    agent_helpers.await_prefetched(folder, {tp: 50})
     admin.delete_topics([name])[name].result(300)
     await_until(lambda: admin.list_topics(name, timeout=10).topics[name].error, what="deletion")
     topic(name=name)
@@ -355,12 +357,12 @@ def test_records_of_a_deleted_topic_are_not_served_for_the_recreated_one(
     wanted = [OffsetRange(tp, 0, 50)]
     for planned in (old, new):
         assert client.request_buffered(folder, Piece(tuple(wanted), planned, {}), COLUMNS[:-1]) == ([], wanted, False)
-    assert agent_words.state_of(folder).used_bytes == 0, "the buffer of the deleted topic is dropped"
-    agent_words.prefetch(folder, PrefetchPositions({tp: 0}, topic_ids=new))
-    agent_words.await_prefetched(folder, {tp: 80})
+    assert agent_helpers.state_of(folder).used_bytes == 0, "the buffer of the deleted topic is dropped"
+    agent_helpers.prefetch(folder, PrefetchPositions({tp: 0}, topic_ids=new))
+    agent_helpers.await_prefetched(folder, {tp: 80})
     rows = rows_of(read_with_agent(folder, settings, [OffsetRange(tp, 0, 80)], topic_ids=new))
     assert [row["value"].decode() for row in rows] == [f"new {i}" for i in range(80)]
-    assert agent_words.state_of(folder).rows == 80
+    assert agent_helpers.state_of(folder).rows == 80
 
 
 def test_a_partition_with_an_error_is_prefetched_again_from_the_next_position(
@@ -370,11 +372,11 @@ def test_a_partition_with_an_error_is_prefetched_again_from_the_next_position(
     tp = TopicPartition(topic(), 0)
     produce(tp.topic, [str(i) for i in range(10)], partition=0)
     folder = reader()
-    agent_words.prefetch(folder, PrefetchPositions({tp: 50}))
-    await_until(lambda: "out of range" in folder.log.read_text().lower(), agent_words.READY_S, what="the error")
-    agent_words.prefetch(folder, PrefetchPositions({tp: 5}))
-    agent_words.await_prefetched(folder, {tp: 10})
+    agent_helpers.prefetch(folder, PrefetchPositions({tp: 50}))
+    await_until(lambda: "out of range" in folder.log.read_text().lower(), agent_helpers.READY_S, what="the error")
+    agent_helpers.prefetch(folder, PrefetchPositions({tp: 5}))
+    agent_helpers.await_prefetched(folder, {tp: 10})
     gone = OffsetRange(TopicPartition(f"{tp.topic}-gone", 0), 0, 5)
-    agent_words.prefetch(folder, PrefetchPositions({tp: 5, gone.tp: 0}))
+    agent_helpers.prefetch(folder, PrefetchPositions({tp: 5, gone.tp: 0}))
     with pytest.raises(TopicMissing):
         rows_of(read_with_agent(folder, settings, [OffsetRange(tp, 5, 10), gone]))

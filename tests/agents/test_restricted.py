@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import restricted
-from channel_words import RecordingServer
+from channel_helpers import RecordingServer
 from confluent_kafka import Producer
 from kit.mock_cluster import MockCluster
 from restricted import NO_EXEC, NO_PROC, OTHER_USER, READ_ONLY

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import agent_words
+import agent_helpers
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -73,14 +73,14 @@ def test_garbage_closes_only_its_own_connection(folder: AgentFolder, sent: bytes
         with contextlib.suppress(OSError):
             while connection.recv(4096):
                 pass
-    assert agent_words.state(folder)
+    assert agent_helpers.state(folder)
 
 
 def test_a_message_that_is_too_long_is_refused_by_its_length(folder: AgentFolder) -> None:
     with connect_to(folder) as connection:
         connection.sendall(struct.pack(">I", client.CODEC.bytes_max + 1))
         assert is_closed(connection)
-    assert agent_words.state(folder)
+    assert agent_helpers.state(folder)
 
 
 def test_silent_connections_are_bounded_in_number_and_time(folder: AgentFolder) -> None:
@@ -93,7 +93,7 @@ def test_silent_connections_are_bounded_in_number_and_time(folder: AgentFolder) 
         assert client.request_buffered(folder, Piece(tuple(wanted)), COLUMNS) == ([], wanted, False)
         for connection in silent:
             assert is_closed(connection)
-    agent_words.await_ready(folder)
+    agent_helpers.await_ready(folder)
 
 
 def test_a_client_that_sends_byte_by_byte_times_out(folder: AgentFolder) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import restricted
-from channel_words import RecordingServer
+from channel_helpers import RecordingServer
 from kafka_words import await_until
 from restricted import NO_PROC
 

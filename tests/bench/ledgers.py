@@ -41,8 +41,8 @@ from deltalake import DeltaTable
 from kafka_words import create_topic
 from offset_model import OffsetModel
 from printed_commands import commands as commands_of
+from sink_helpers import Query, actions, commits, one, rows
 from sink_source import offset
-from sink_words import Query, actions, commits, one, rows
 from typer.testing import CliRunner
 
 from bench.report import session

@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-import agent_words
+import agent_helpers
 import pyarrow as pa
 from confluent_kafka import Producer
 from confluent_kafka.admin import AdminClient, NewTopic  # type: ignore[attr-defined]  # the stub hides it
@@ -67,11 +67,11 @@ def read_piece(settings: dict[str, str], ranges: list[OffsetRange], agent: str |
 def filled_agent(settings: dict[str, str], ranges: list[OffsetRange], memory: int) -> AgentFolder:
     """Start an agent, and wait until it has prefetched all ranges."""
     given = AgentSettings(run="run", reader_settings=settings, buffer_bytes=memory)
-    folder = agent_words.start_agent(given, ProcessId.of(os.getpid()))
+    folder = agent_helpers.start_agent(given, ProcessId.of(os.getpid()))
     assert folder is not None
-    agent_words.await_ready(folder)
-    agent_words.prefetch(folder, PrefetchPositions({r.tp: 0 for r in ranges}))
-    used = agent_words.await_prefetched(folder, {r.tp: r.end for r in ranges}).used_bytes
+    agent_helpers.await_ready(folder)
+    agent_helpers.prefetch(folder, PrefetchPositions({r.tp: 0 for r in ranges}))
+    used = agent_helpers.await_prefetched(folder, {r.tp: r.end for r in ranges}).used_bytes
     print(f"the agent has {used >> 20} MiB of records", flush=True)
     return folder
 
@@ -85,8 +85,8 @@ def main(arguments: Sequence[str]) -> int:
     processes = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="memory-") as home, Broker() as broker:
         os.environ["TMPDIR"] = tempfile.tempdir = home
-        os.environ["PYTHONPATH"] = str(Path(agent_words.__file__).parent)
-        agent_folder._MAIN = agent_words.MAIN
+        os.environ["PYTHONPATH"] = str(Path(agent_helpers.__file__).parent)
+        agent_folder._MAIN = agent_helpers.MAIN
         settings = {"bootstrap.servers": broker.bootstrap_servers, "isolation.level": "read_committed"}
         fill(broker.bootstrap_servers, records=given.records, size=given.bytes, partitions=given.partitions)
         counts = [len(range(p, given.records, given.partitions)) for p in range(given.partitions)]
@@ -100,8 +100,8 @@ def main(arguments: Sequence[str]) -> int:
                 assert rows == given.records, rows
                 print(f"{name:17} {before} MiB before, peak {peak} MiB, {peak - before} MiB for reading", flush=True)
         finally:
-            agent_words.end(folder)
-            agent_words.await_ended(folder.pid)
+            agent_helpers.end(folder)
+            agent_helpers.await_ended(folder.pid)
     return 0
 
 

@@ -28,7 +28,7 @@ from delta_files import living_rows
 from kafka_words import Offsets, Record, await_progress, committed_of, end_offsets_of, produce_to, size_of
 from kit.object_store import ObjectStore
 from rebalance.accounts import Flow, stays
-from sink_words import next_offsets
+from sink_helpers import next_offsets
 
 from crash.job import Point
 from spark_group_source.local.broker import Broker

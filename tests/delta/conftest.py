@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import sink_source
 from pyspark import cloudpickle
+from sink_helpers import BeforeNextCommit, NewQuery, Query
 from sink_source import SCHEMA, ScriptSource
-from sink_words import BeforeNextCommit, NewQuery, Query
 
 from spark_group_source import compatibility
 from spark_group_source.delta.native_writer import NativeWriter

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from pyspark.sql import functions as F
-from sink_source import SCHEMA, offset
-from sink_words import (
+from sink_helpers import (
     QUERY_S,
     BeforeNextCommit,
     NewQuery,
@@ -29,6 +28,7 @@ from sink_words import (
     run,
     stream,
 )
+from sink_source import SCHEMA, offset
 
 from spark_group_source.delta import table_names, table_writer
 from spark_group_source.delta.checkpoint import ONLY_RUN, RUN_ID, read_planned

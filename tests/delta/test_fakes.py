@@ -13,8 +13,8 @@ from delta_files import living_rows
 from kit import frames
 from kit.frames import DeltaSession, Session
 from kit.sinks import TableLog
+from sink_helpers import Query, actions, commits, expire_log, one
 from sink_source import SCHEMA, offset
-from sink_words import Query, actions, commits, expire_log, one
 from table_changes import RETENTION_CHECK, ByFiles, ByStatements, Changes
 
 from spark_group_source.delta import sink as sink_module

@@ -10,8 +10,8 @@ from zoneinfo import ZoneInfo
 
 import pytest
 from printed_commands import commands
+from sink_helpers import BeforeNextCommit, Query, actions, commits, next_offsets, one, parquet_files, records, rows
 from sink_source import offset
-from sink_words import BeforeNextCommit, Query, actions, commits, next_offsets, one, parquet_files, records, rows
 
 from spark_group_source.delta.ledger_store import read_ledger
 from spark_group_source.delta.ledger_transfer import transfer_ledger

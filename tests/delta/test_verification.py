@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from delta_files import living_files
 from deltalake import DeltaTable
+from sink_helpers import NewQuery, Query, actions, commits, one, records
 from sink_source import SCHEMA, offset
-from sink_words import NewQuery, Query, actions, commits, one, records
 from typer.testing import CliRunner
 
 from spark_group_source.cli import common

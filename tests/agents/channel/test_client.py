@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from channel_words import SOON_S, Ping, Pong, RecordingServer, ScopedClient
+from channel_helpers import SOON_S, Ping, Pong, RecordingServer, ScopedClient
 
 from spark_group_source.agents.channel.handshake import FIELD_BYTES, GREETING, Secret
 from spark_group_source.errors import ChannelBroken

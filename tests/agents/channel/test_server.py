@@ -9,7 +9,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from channel_words import CODEC, SOON_S, Ping, Pong, RecordingServer, until_closed
+from channel_helpers import CODEC, SOON_S, Ping, Pong, RecordingServer, until_closed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

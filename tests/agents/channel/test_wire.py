@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import pytest
-from channel_words import CODEC, SOON_S, Everything, Inner, Ping
+from channel_helpers import CODEC, SOON_S, Everything, Inner, Ping
 from hypothesis import given
 from hypothesis import strategies as st
 

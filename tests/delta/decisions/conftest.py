@@ -11,7 +11,7 @@ from deltalake import DeltaTable
 from kit import frames
 from kit.frames import Session
 from offset_model import SERVERS, OffsetModel
-from sink_words import Query
+from sink_helpers import Query
 
 from spark_group_source.cli import common
 from spark_group_source.delta import sink

@@ -16,9 +16,9 @@ import pytest
 from deltalake import DeltaTable, write_deltalake
 from offset_model import P0, SERVERS, OffsetModel
 from printed_commands import commands
+from sink_helpers import NewQuery, Query, clone_of, expire_log, offsets_in, one, records, rows
+from sink_helpers import commits as commits_of
 from sink_source import Ranges, offset
-from sink_words import NewQuery, Query, clone_of, expire_log, offsets_in, one, records, rows
-from sink_words import commits as commits_of
 from typer.testing import CliRunner
 
 from spark_group_source.cli.app import app

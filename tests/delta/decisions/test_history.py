@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 from deltalake import DeltaTable
-from sink_source import SCHEMA, offset
-from sink_words import (
+from sink_helpers import (
     FAR,
     BeforeNextCommit,
     NewQuery,
@@ -25,6 +24,7 @@ from sink_words import (
     records,
     rows,
 )
+from sink_source import SCHEMA, offset
 
 from spark_group_source.delta import table_names, table_writer, verification
 from spark_group_source.delta.ledger_format import Ledger

@@ -8,8 +8,8 @@ import threading
 from pathlib import Path
 
 import pytest
+from sink_helpers import Query, actions, commits, next_offsets, one, parquet_files, records, rows
 from sink_source import offset
-from sink_words import Query, actions, commits, next_offsets, one, parquet_files, records, rows
 
 CHILD_S = 600
 """Bound of the child process, in seconds; it needs three."""
@@ -19,7 +19,7 @@ import sys, threading
 from pathlib import Path
 from kit.frames import Session
 from sink_source import offset
-from sink_words import Query, one
+from sink_helpers import Query, one
 from spark_group_source.delta.native_writer import NativeWriter
 
 root, table, moment = sys.argv[1:]

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from sink_helpers import actions, commits
 from sink_source import SCHEMA, Ranges, offset
-from sink_words import actions, commits
 
 from spark_group_source.delta import ledger_format, table_writer
 from spark_group_source.delta.ledger_decision import (

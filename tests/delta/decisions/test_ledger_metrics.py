@@ -8,8 +8,8 @@ import pytest
 from deltalake import DeltaTable
 from metrics.scrapes import ALERTS, Scrape, firing, parsed, value, values
 from prometheus_client import CollectorRegistry, generate_latest
+from sink_helpers import Query, one
 from sink_source import offset
-from sink_words import Query, one
 
 from spark_group_source.cli.ledger import LedgerReader
 from spark_group_source.delta.ledger_store import set_ledger

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sink_helpers import Query, expire_log
 from sink_source import offset
-from sink_words import Query, expire_log
 from typer.testing import CliRunner
 
 from spark_group_source.cli import common, report

@@ -5,8 +5,8 @@ import statistics
 from pathlib import Path
 
 import pytest
+from sink_helpers import Query, next_offsets, records
 from sink_source import SCHEMA, Ranges, offset
-from sink_words import Query, next_offsets, records
 
 from spark_group_source.delta.ledger_format import FULL_EVERY, FullLedger, Ledger
 from spark_group_source.delta.ledger_store import read_ledger

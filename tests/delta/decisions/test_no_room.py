@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sink_helpers import Query, commits, next_offsets, one, records, rows
 from sink_source import offset
-from sink_words import Query, commits, next_offsets, one, records, rows
 
 from spark_group_source.delta.native_writer import NativeWriter
 from spark_group_source.host import run_files

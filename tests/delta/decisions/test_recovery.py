@@ -11,8 +11,8 @@ from shutil import copytree
 
 import pytest
 from offset_model import SERVERS, OffsetModel
+from sink_helpers import NewQuery, Query, clone_of, one, records, rows
 from sink_source import offset
-from sink_words import NewQuery, Query, clone_of, one, records, rows
 from typer.testing import CliRunner
 
 from spark_group_source.cli.app import app

@@ -7,8 +7,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from deltalake import DeltaTable, write_deltalake
-from sink_source import offset
-from sink_words import (
+from sink_helpers import (
     FAR,
     BeforeNextCommit,
     Query,
@@ -21,6 +20,7 @@ from sink_words import (
     rewrite,
     rows,
 )
+from sink_source import offset
 from table_changes import ByFiles
 
 from spark_group_source.delta import ledger_format

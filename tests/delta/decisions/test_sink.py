@@ -16,8 +16,7 @@ from deltalake import DeltaTable, Field, Schema
 from deltalake.exceptions import DeltaError
 from kit.frames import DeltaSession, Frame
 from pyspark import cloudpickle
-from sink_source import SCHEMA, offset
-from sink_words import (
+from sink_helpers import (
     BeforeNextCommit,
     NewQuery,
     Query,
@@ -31,6 +30,7 @@ from sink_words import (
     rewrite,
     rows,
 )
+from sink_source import SCHEMA, offset
 
 from spark_group_source.delta import sink as sink_module
 from spark_group_source.delta import table_names, table_writer

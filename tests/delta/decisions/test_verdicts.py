@@ -8,8 +8,8 @@ from pathlib import Path
 import pyarrow.compute as pc
 import pytest
 from deltalake import DeltaTable, write_deltalake
+from sink_helpers import NewQuery, Query, one, rewrite, rows
 from sink_source import offset
-from sink_words import NewQuery, Query, one, rewrite, rows
 from table_changes import ByFiles
 
 from spark_group_source.delta.ledger_store import set_ledger

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 from kafka_words import await_until
 from kit.frames import Frame, Session
+from sink_helpers import NewQuery, Query, commits, next_offsets, one, records, rows
 from sink_source import offset
-from sink_words import NewQuery, Query, commits, next_offsets, one, records, rows
 
 from spark_group_source.delta import checkpoint, table_names, table_writer
 from spark_group_source.delta.checkpoint import QUERY_ID, RUN_ID

@@ -31,7 +31,7 @@ from spark_group_source.model import TopicPartition
 
 READY_S = END_S = STALLED_S
 """Bounds of a hang: of an agent that starts or prefetches, and of one that ends."""
-MAIN = agent_folder._MAIN.replace("spark_group_source.agents.main", "agent_words")
+MAIN = agent_folder._MAIN.replace("spark_group_source.agents.main", "agent_helpers")
 """The program of an agent of a test, in place of ``agent_folder._MAIN``."""
 
 
