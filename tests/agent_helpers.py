@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kafka_words import STALLED_S, await_progress, await_until, size_of
+from kafka_helpers import STALLED_S, await_progress, await_until, size_of
 
 from spark_group_source.agents import agent_folder
 from spark_group_source.agents import main as agent_main

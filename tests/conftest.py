@@ -22,7 +22,7 @@ import quick_spark
 from confluent_kafka import Producer
 from confluent_kafka.admin import AdminClient
 from hypothesis import settings
-from kafka_words import (
+from kafka_helpers import (
     SASL_PASSWORD,
     SASL_USER,
     Offsets,

@@ -13,7 +13,7 @@ import pytest
 from confluent_kafka import KafkaException, Producer
 from confluent_kafka import TopicPartition as KafkaPartition
 from confluent_kafka.admin import AdminClient, NewPartitions  # type: ignore[attr-defined]  # its stubs hide it
-from kafka_words import ADMIN_S, Offsets, Record, await_served, await_until, committed_of, end_offsets_of, produce_to
+from kafka_helpers import ADMIN_S, Offsets, Record, await_served, await_until, committed_of, end_offsets_of, produce_to
 from kit.broker_cluster import BrokerCluster
 from streams import Job, QueryWithoutSpark, options_of
 from typer.testing import CliRunner

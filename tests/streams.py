@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import psutil
 import pytest
 from confluent_kafka import Consumer
-from kafka_words import Record, await_progress
+from kafka_helpers import Record, await_progress
 from reading import read as read_batches
 
 from spark_group_source.kafka import Environment

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import typer
 from confluent_kafka import KafkaError, TopicCollection
-from kafka_words import ADMIN_S, Record, await_until, set_committed
+from kafka_helpers import ADMIN_S, Record, await_until, set_committed
 from kit.run_harness import RunHarness
 from manual_environment import ManualEnvironment, refusal
 from printed_commands import commands, commands_of

@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from kafka_words import await_until
+from kafka_helpers import await_until
 
 ROOT = Path(__file__).resolve().parent.parent
 DEMO = ROOT / "jobs" / "demo.py"

@@ -3,15 +3,15 @@
 from itertools import count
 from types import SimpleNamespace
 
-import kafka_words
+import kafka_helpers
 import pytest
 import waits
-from kafka_words import await_progress
+from kafka_helpers import await_progress
 
 
 def test_a_wait_continues_while_progress_is_made_within_its_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     clock_s, checks = count(), count(1)
-    monkeypatch.setattr(kafka_words, "time", SimpleNamespace(monotonic=lambda: next(clock_s)))
+    monkeypatch.setattr(kafka_helpers, "time", SimpleNamespace(monotonic=lambda: next(clock_s)))
     seen = 0
 
     def twentieth() -> bool:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from channel_helpers import RecordingServer
-from kafka_words import await_until
+from kafka_helpers import await_until
 
 from spark_group_source.agents import hosted_members
 from spark_group_source.agents.channel.server import ChannelPeer

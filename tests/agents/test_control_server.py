@@ -16,7 +16,7 @@ import pytest
 from confluent_kafka import TopicPartition as LibraryPartition
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from kafka_words import await_until
+from kafka_helpers import await_until
 
 from spark_group_source.agents import messages, task
 from spark_group_source.agents.channel.client import ChannelClient

@@ -12,7 +12,7 @@ import pytest
 from confluent_kafka import Producer
 from confluent_kafka.admin import AdminClient
 from conftest import Produce, Record, TopicFactory, await_until
-from kafka_words import await_markers
+from kafka_helpers import await_markers
 from reading import read as read_batches
 from reading import read_with_agent
 

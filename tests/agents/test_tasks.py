@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import restricted
 from channel_helpers import RecordingServer
-from kafka_words import await_until
+from kafka_helpers import await_until
 from restricted import NO_PROC
 
 from spark_group_source.agents import agent_folder, task

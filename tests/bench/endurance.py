@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import psutil
 from confluent_kafka.admin import AdminClient
-from kafka_words import create_topic
+from kafka_helpers import create_topic
 from rebalance.accounts import Flow, await_committed, produced, records_in, with_retries
 from rebalance.ordinary import OrdinaryConsumer
 from rich.console import Console

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from confluent_kafka import Producer
 from confluent_kafka.admin import AdminClient, NewTopic  # type: ignore[attr-defined]  # the stub hides it
-from kafka_words import set_committed
+from kafka_helpers import set_committed
 from rich.console import Console
 from rich.table import Table
 

@@ -38,7 +38,7 @@ from confluent_kafka.admin import AdminClient
 from crash.killed import WAYS, Hammer, Way
 from delta_files import living_rows
 from deltalake import DeltaTable
-from kafka_words import create_topic
+from kafka_helpers import create_topic
 from offset_model import OffsetModel
 from printed_commands import commands as commands_of
 from sink_helpers import Query, actions, commits, one, rows

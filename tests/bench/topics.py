@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 from confluent_kafka import Producer
 from confluent_kafka.admin import AdminClient, NewTopic  # type: ignore[attr-defined]  # the stub hides it
 from delta_files import living_rows
-from kafka_words import await_progress, committed_of
+from kafka_helpers import await_progress, committed_of
 from rich.console import Console
 from rich.table import Table
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from delta_files import living_rows
-from kafka_words import await_until
+from kafka_helpers import await_until
 from scenes import Scene
 from streams import numbered
 

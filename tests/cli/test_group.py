@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from delta_files import living_rows
-from kafka_words import await_until, noted_of, set_committed
+from kafka_helpers import await_until, noted_of, set_committed
 from rebalance.accounts import describe
 from scenes import Scene, Shown
 from streams import Job, OtherMember, numbered, planned, readers_below, remove_entry

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from kafka_words import await_until, set_committed
+from kafka_helpers import await_until, set_committed
 from scenes import Scene
 from streams import OtherMember, numbered
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from delta_files import living_rows
-from kafka_words import await_until
+from kafka_helpers import await_until
 from rebalance.accounts import describe
 from scenes import Scene
 from streams import END_S, numbered, remove_entry

@@ -7,7 +7,7 @@ import json
 
 import pytest
 from delta_files import living_rows
-from kafka_words import SASL_PASSWORD, SASL_USER, await_until, set_committed
+from kafka_helpers import SASL_PASSWORD, SASL_USER, await_until, set_committed
 from rebalance.accounts import describe
 from scenes import Scene, Shown
 from streams import PROTOCOLS, OtherMember, numbered

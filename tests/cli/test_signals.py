@@ -13,7 +13,7 @@ from typing import IO
 
 import pytest
 from delta_files import living_rows
-from kafka_words import await_until
+from kafka_helpers import await_until
 from quick_spark import submit
 from scenes import Scene
 from streams import numbered

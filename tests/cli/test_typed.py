@@ -12,7 +12,7 @@ import subprocess
 import sys
 
 import pytest
-from kafka_words import await_until, set_committed
+from kafka_helpers import await_until, set_committed
 from metrics.scrapes import scrape, values
 from rebalance.accounts import describe
 from scenes import Scene

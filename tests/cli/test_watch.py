@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from confluent_kafka import Consumer
-from kafka_words import await_until, set_committed
+from kafka_helpers import await_until, set_committed
 from rich.console import Console
 from scenes import Scene
 from streams import numbered

@@ -21,7 +21,7 @@ from confluent_kafka import Consumer, KafkaException
 from confluent_kafka import TopicPartition as KafkaPartition
 from confluent_kafka.admin import AdminClient
 from delta_files import living_files
-from kafka_words import await_progress, create_topic, end_offsets_of
+from kafka_helpers import await_progress, create_topic, end_offsets_of
 from kit.broker_cluster import BrokerCluster
 from rebalance.accounts import Flow, Record, produced, stays, with_retries
 from streams import descendants, options_of

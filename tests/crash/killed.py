@@ -25,7 +25,7 @@ import psutil
 from confluent_kafka import Producer
 from confluent_kafka.admin import AdminClient
 from delta_files import living_rows
-from kafka_words import Offsets, Record, await_progress, committed_of, end_offsets_of, produce_to, size_of
+from kafka_helpers import Offsets, Record, await_progress, committed_of, end_offsets_of, produce_to, size_of
 from kit.object_store import ObjectStore
 from rebalance.accounts import Flow, stays
 from sink_helpers import next_offsets

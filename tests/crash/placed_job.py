@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 from confluent_kafka.admin import AdminClient
 from delta_files import living_rows
-from kafka_words import Produce, await_progress, committed_of, end_offsets_of
+from kafka_helpers import Produce, await_progress, committed_of, end_offsets_of
 from streams import numbered, options_of
 
 from crash.running import job, progress_of

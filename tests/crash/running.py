@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
-from kafka_words import size_of
+from kafka_helpers import size_of
 
 JOB = Path(__file__).with_name("executors.py")
 HANG_S = 1_800

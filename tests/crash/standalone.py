@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 import pyspark
-from kafka_words import await_progress, size_of
+from kafka_helpers import await_progress, size_of
 
 import spark_group_source
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import psutil
 import pytest
 from confluent_kafka.admin import AdminClient
-from kafka_words import (
+from kafka_helpers import (
     ADMIN_S,
     SASL_PASSWORD,
     Produce,

@@ -5,7 +5,7 @@ from pathlib import Path
 import psutil
 import pytest
 from confluent_kafka.admin import AdminClient
-from kafka_words import Produce, TopicFactory
+from kafka_helpers import Produce, TopicFactory
 from streams import descendants
 
 from crash.placed_job import PlacedJob, Target, living

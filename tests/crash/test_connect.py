@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import restricted
 from delta_files import living_rows
-from kafka_words import Offsets, Produce, TopicFactory, await_progress, size_of
+from kafka_helpers import Offsets, Produce, TopicFactory, await_progress, size_of
 from rebalance.accounts import stays
 from streams import options_of
 

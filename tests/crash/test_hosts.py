@@ -22,7 +22,7 @@ import pytest
 from confluent_kafka import Producer
 from confluent_kafka.admin import AdminClient
 from delta_files import living_rows
-from kafka_words import await_progress, committed_of, create_topic, end_offsets_of, produce_to, size_of
+from kafka_helpers import await_progress, committed_of, create_topic, end_offsets_of, produce_to, size_of
 from kit import host_network
 from kit.host_network import Host, HostNetwork
 

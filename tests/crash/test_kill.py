@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kafka_words import TopicFactory
+from kafka_helpers import TopicFactory
 from kit.object_store import object_store
 
 from crash.killed import Hammer, Way

@@ -8,7 +8,7 @@ import pytest
 from conftest import await_until
 from crash.killed import CALM, Application
 from delta_files import living_rows
-from kafka_words import set_committed
+from kafka_helpers import set_committed
 from rebalance.accounts import describe
 from scenes import Scene
 from streams import OtherMember, numbered, planned

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from confluent_kafka import Consumer, KafkaException
 from confluent_kafka import TopicPartition as KafkaPartition
 from confluent_kafka.admin import AdminClient
-from kafka_words import await_until, create_topic
+from kafka_helpers import await_until, create_topic
 from kit.faulty_cluster import KINDS, Draw, Fault, FaultyCluster, Kind
 from rebalance.accounts import Flow, Record, produced, records_in, stays, with_retries
 from rebalance.conftest import make_options

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from confluent_kafka import Producer
 from confluent_kafka.admin import AdminClient
-from kafka_words import Record, await_until, create_topic, produce_to
+from kafka_helpers import Record, await_until, create_topic, produce_to
 from kit.faulty_cluster import Fault, FaultyCluster
 from metrics.scrapes import Scrape, fires, firing, scrape, value, values
 from rebalance.ordinary import OrdinaryConsumer

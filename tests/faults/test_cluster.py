@@ -3,7 +3,7 @@
 import pytest
 from confluent_kafka import KafkaException, Producer
 from confluent_kafka.admin import AdminClient
-from kafka_words import create_topic, end_offsets_of, produce_to
+from kafka_helpers import create_topic, end_offsets_of, produce_to
 from kit.faulty_cluster import Fault, FaultyCluster
 from kit.proxy import Direction
 

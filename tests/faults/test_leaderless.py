@@ -5,7 +5,7 @@ import time
 import pytest
 from confluent_kafka import Producer
 from confluent_kafka.admin import AdminClient, NewTopic  # type: ignore[attr-defined]  # missing in the stubs
-from kafka_words import await_until, produce_to
+from kafka_helpers import await_until, produce_to
 from kit.faulty_cluster import FaultyCluster
 from rebalance.conftest import make_options
 from rebalance.runs import Run

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from kafka_words import await_until
+from kafka_helpers import await_until
 from kit.faulty_cluster import KINDS, Draw
 from kit.proxy import CLEAR, Conditions, Direction, Proxy
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from confluent_kafka.admin import AdminClient
-from kafka_words import await_until, create_topic
+from kafka_helpers import await_until, create_topic
 from kit.faulty_cluster import Fault, FaultyCluster
 from rebalance.accounts import Flow, assert_once, await_committed, stays
 from rebalance.conftest import make_options

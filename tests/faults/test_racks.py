@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 from confluent_kafka import Producer
 from confluent_kafka.admin import AdminClient
-from kafka_words import await_until, create_topic, end_offsets_of
+from kafka_helpers import await_until, create_topic, end_offsets_of
 from kit.faulty_cluster import FaultyCluster
 from kit.proxy import Direction
 from reading import read as read_batches

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from confluent_kafka import Producer
 from confluent_kafka.admin import AdminClient
-from kafka_words import await_progress, create_topic, end_offsets_of
+from kafka_helpers import await_progress, create_topic, end_offsets_of
 from kit.faulty_cluster import Fault, FaultyCluster
 from kit.proxy import Conditions, Direction
 from reading import read as read_batches

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 from confluent_kafka.admin import AdminClient
-from kafka_words import await_until, create_topic
+from kafka_helpers import await_until, create_topic
 from kit.faulty_cluster import Fault, FaultyCluster
 from rebalance.accounts import Flow, stays
 from rebalance.conftest import GroupScene

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 from confluent_kafka import Producer
 from confluent_kafka.admin import AdminClient
-from kafka_words import STALLED_S, await_progress, create_topic, end_offsets_of, produce_to, size_of
+from kafka_helpers import STALLED_S, await_progress, create_topic, end_offsets_of, produce_to, size_of
 from kit.faulty_cluster import FaultyCluster
 from kit.proxy import Conditions, Direction
 from kit.spoil import Harm, Spoil

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import restricted
-from kafka_words import await_until
+from kafka_helpers import await_until
 
 from spark_group_source.errors import GroupError, OptionError
 from spark_group_source.host import run_files

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from kafka_words import await_until
+from kafka_helpers import await_until
 from scenes import Scene
 from streams import Engine
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from confluent_kafka import Consumer, Producer
-from kafka_words import await_until
+from kafka_helpers import await_until
 from kit.mock_cluster import Api, MockCluster
 
 from spark_group_source.kafka import Environment, EpochEnds

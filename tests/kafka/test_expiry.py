@@ -12,7 +12,7 @@ import pytest
 from confluent_kafka import Consumer, Producer
 from confluent_kafka import TopicPartition as KafkaPartition
 from confluent_kafka.admin import AdminClient
-from kafka_words import await_until, committed_of, create_topic, produce_to, set_committed
+from kafka_helpers import await_until, committed_of, create_topic, produce_to, set_committed
 from streams import Engine, numbered, options_of, texts, values_of
 
 from spark_group_source.cli import report

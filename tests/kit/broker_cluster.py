@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from kafka_words import await_until
+from kafka_helpers import await_until
 
 from spark_group_source.errors import BrokerUnavailable, OptionError
 from spark_group_source.local.broker import STOP_S, Broker, connects, free_ports, kafka_uuid, serves_groups

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from kafka_words import await_until
+from kafka_helpers import await_until
 
 COMMAND_S = 60
 """Bound of one command of iproute2, and of the end of a host's processes."""

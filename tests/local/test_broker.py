@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from confluent_kafka import KafkaException, Producer
 from confluent_kafka.admin import AdminClient
-from kafka_words import await_until, create_topic, end_offsets_of, produce_to
+from kafka_helpers import await_until, create_topic, end_offsets_of, produce_to
 from kit.broker_cluster import BrokerCluster
 from printed_commands import commands
 from streams import alive

@@ -16,7 +16,7 @@ from crash import kills as executor_kills
 from crash.churn import Application, broker_settings
 from crash.killed import Account, Hammer, Way
 from crash.running import HANG_S, progress_of, script
-from kafka_words import Produce, Record, TopicFactory, await_progress, produce_to
+from kafka_helpers import Produce, Record, TopicFactory, await_progress, produce_to
 from kit.broker_cluster import BrokerCluster
 from rebalance.accounts import measured
 

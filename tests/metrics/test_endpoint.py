@@ -5,7 +5,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from kafka_words import await_until
+from kafka_helpers import await_until
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 

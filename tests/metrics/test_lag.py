@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from confluent_kafka import Consumer, Producer
 from confluent_kafka import TopicPartition as KafkaPartition
-from kafka_words import ADMIN_S, Record, await_markers, await_until, set_committed
+from kafka_helpers import ADMIN_S, Record, await_markers, await_until, set_committed
 from scenes import Scene
 
 from spark_group_source.errors import BrokerUnavailable

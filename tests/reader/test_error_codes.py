@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from confluent_kafka import KafkaError, Producer, TopicCollection
 from confluent_kafka.admin import AdminClient
-from kafka_words import await_until
+from kafka_helpers import await_until
 from kit.fake_reader import FakeChunk, Message
 from kit.mock_cluster import Api, MockCluster
 from reading import read as read_batches

@@ -24,7 +24,7 @@ from confluent_kafka.admin import AdminClient
 from conftest import Produce, Record, TopicFactory, await_until
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from kafka_words import produce_to
+from kafka_helpers import produce_to
 from kit.broker_cluster import BrokerCluster
 from kit.fake_reader import FakeChunk, FakeClient, FakeRequest, Message
 from kit.mock_cluster import MockCluster

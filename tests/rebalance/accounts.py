@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from confluent_kafka import KafkaError, KafkaException, Message, Producer
 from confluent_kafka.admin import AdminClient
 from delta_files import living_rows
-from kafka_words import (
+from kafka_helpers import (
     ADMIN_S,
     POLL_S,
     Offsets,

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from kafka_words import STALLED_S, await_progress, size_of
+from kafka_helpers import STALLED_S, await_progress, size_of
 
 from rebalance.child import Child
 from spark_group_source.model import TopicPartition

@@ -20,7 +20,7 @@ from typing import Any
 if __name__ == "__main__":  # a child process: make the test modules importable, as pytest does
     sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
 
-from kafka_words import STALLED_S, await_progress, size_of
+from kafka_helpers import STALLED_S, await_progress, size_of
 from streams import Engine
 
 from rebalance.child import Child

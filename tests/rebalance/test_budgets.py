@@ -1,7 +1,7 @@
 """Batches that take longer than the poll interval, with and without a rebalance during them (G3, G8)."""
 
 import pytest
-from kafka_words import await_progress, await_until
+from kafka_helpers import await_progress, await_until
 
 from rebalance.accounts import Flow, measured, stays
 from rebalance.conftest import GroupScene

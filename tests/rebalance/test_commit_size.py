@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 from confluent_kafka.admin import AdminClient
-from kafka_words import await_until, create_topic
+from kafka_helpers import await_until, create_topic
 from kit.broker_cluster import BrokerCluster
 from manual_environment import member_consumer
 

@@ -14,7 +14,7 @@ from functools import partial
 import pytest
 from confluent_kafka import KafkaException
 from confluent_kafka.admin import AdminClient, NewTopic  # type: ignore[attr-defined]  # missing in the stubs
-from kafka_words import ADMIN_S, await_until, create_topic
+from kafka_helpers import ADMIN_S, await_until, create_topic
 from kit.broker_cluster import BrokerCluster
 
 from rebalance.accounts import Flow, GroupView, described, measured, stays, with_retries

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import pytest
-from kafka_words import await_progress, await_until
+from kafka_helpers import await_progress, await_until
 from typer.testing import CliRunner
 
 from rebalance.accounts import (

@@ -1,7 +1,7 @@
 """A member joins and leaves during a batch: nothing is read twice or skipped (G3, G5)."""
 
 import pytest
-from kafka_words import await_until
+from kafka_helpers import await_until
 
 from rebalance.accounts import Flow, measured, stays
 from rebalance.conftest import GroupScene

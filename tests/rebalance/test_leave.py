@@ -1,7 +1,7 @@
 """Members that are killed or frozen, and a run that is frozen past its session (G3)."""
 
 import pytest
-from kafka_words import await_until
+from kafka_helpers import await_until
 
 from rebalance.accounts import Flow, stays
 from rebalance.conftest import GroupScene

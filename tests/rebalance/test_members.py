@@ -3,7 +3,7 @@
 import pytest
 from confluent_kafka import Consumer
 from confluent_kafka import TopicPartition as KafkaPartition
-from kafka_words import ADMIN_S, await_progress, await_until, end_offsets_of
+from kafka_helpers import ADMIN_S, await_progress, await_until, end_offsets_of
 
 from rebalance.accounts import Flow, stays
 from rebalance.conftest import GroupScene

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 from confluent_kafka.admin import AdminClient
-from kafka_words import await_progress, await_until
+from kafka_helpers import await_progress, await_until
 
 from rebalance.accounts import Flow, measured
 from rebalance.conftest import GroupScene

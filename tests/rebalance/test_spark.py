@@ -6,7 +6,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 import pytest
-from kafka_words import await_progress, await_until
+from kafka_helpers import await_progress, await_until
 from streams import Job
 
 from rebalance.accounts import Flow, measured, produced, records_in, stays

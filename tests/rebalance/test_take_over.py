@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 from confluent_kafka.admin import AdminClient
-from kafka_words import await_progress, await_until, noted_of, set_committed
+from kafka_helpers import await_progress, await_until, noted_of, set_committed
 
 from rebalance.accounts import stays
 from rebalance.conftest import GroupScene

@@ -1,7 +1,7 @@
 """Partitions and topics that are added and removed, and runs that restart (G5, G7)."""
 
 import pytest
-from kafka_words import await_until
+from kafka_helpers import await_until
 
 from rebalance.accounts import Flow, stays
 from rebalance.conftest import GroupScene

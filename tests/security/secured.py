@@ -26,7 +26,7 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined]  # its stubs h
     ScramMechanism,
     UserScramCredentialUpsertion,
 )
-from kafka_words import ADMIN_S, Record, await_until, create_topic, produce_to
+from kafka_helpers import ADMIN_S, Record, await_until, create_topic, produce_to
 from kit.broker_cluster import BrokerCluster
 from streams import options_of
 

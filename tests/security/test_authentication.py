@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from kafka_words import await_until, committed_of
+from kafka_helpers import await_until, committed_of
 from reading import read as read_batches
 from streams import Engine, numbered, texts, values_of
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from kafka_words import await_until
+from kafka_helpers import await_until
 
 from spark_group_source.error_codes import Meaning, Request, meaning
 from spark_group_source.errors import BrokerUnavailable, OptionError

@@ -3,7 +3,7 @@
 import shlex
 
 import pytest
-from kafka_words import Record, committed_of, create_topic, set_committed
+from kafka_helpers import Record, committed_of, create_topic, set_committed
 from kit.run_harness import RunHarness
 from printed_commands import commands
 from reading import read

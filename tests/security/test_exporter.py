@@ -3,7 +3,7 @@
 import logging
 
 import pytest
-from kafka_words import await_until, set_committed
+from kafka_helpers import await_until, set_committed
 from streams import OtherMember, numbered
 
 from security.secured import Permission, SecuredBroker, query

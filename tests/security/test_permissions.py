@@ -3,7 +3,7 @@
 import logging
 
 import pytest
-from kafka_words import await_until, committed_of
+from kafka_helpers import await_until, committed_of
 from streams import Engine, numbered, texts, values_of
 
 from security.secured import Permission, SecuredBroker, query

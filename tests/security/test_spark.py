@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from kafka_words import committed_of
+from kafka_helpers import committed_of
 from scenes import Scene
 from streams import Job, numbered, texts, values_of
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from confluent_kafka import KafkaError, KafkaException
 from confluent_kafka import TopicPartition as KafkaPartition
-from kafka_words import TopicFactory
+from kafka_helpers import TopicFactory
 from kit.classic_group import ClassicGroup, CooperativeGroup
 from kit.cluster import Cluster
 from kit.consumer_group import ConsumerGroup

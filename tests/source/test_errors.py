@@ -1,7 +1,7 @@
 """Errors that stop a run, and that nothing is lost when it continues; without Spark."""
 
 import pytest
-from kafka_words import await_until
+from kafka_helpers import await_until
 from scenes import Scene
 from streams import Engine, numbered, texts, values_of
 

@@ -12,7 +12,7 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined]  # re-exported
     ConfigResource,
     ResourceType,
 )
-from kafka_words import ADMIN_S, await_markers, await_until
+from kafka_helpers import ADMIN_S, await_markers, await_until
 from rebalance.accounts import describe
 from rebalance.ordinary import OrdinaryConsumer
 from scenes import Scene

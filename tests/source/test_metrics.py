@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
-from kafka_words import await_until
+from kafka_helpers import await_until
 from metrics.scrapes import Scrape, scrape, value, values
 from scenes import Scene
 from streams import numbered

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 import pytest
-from kafka_words import await_until
+from kafka_helpers import await_until
 from rebalance.accounts import describe
 from scenes import Scene
 from streams import alive, descendants, numbered, readers_below, texts, values_of

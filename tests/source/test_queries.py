@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from delta_files import living_rows
 from deltalake import DeltaTable
-from kafka_words import SASL_PASSWORD, await_progress, await_until, sasl
+from kafka_helpers import SASL_PASSWORD, await_progress, await_until, sasl
 from scenes import Scene
 from streams import (
     END_S,

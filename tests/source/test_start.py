@@ -5,7 +5,7 @@ import json
 from typing import Any
 
 import pytest
-from kafka_words import Record, await_until
+from kafka_helpers import Record, await_until
 from scenes import Scene
 from streams import PROTOCOLS, numbered, texts, values_of
 

@@ -10,7 +10,7 @@ import pytest
 from confluent_kafka import Consumer, ConsumerGroupTopicPartitions, Producer
 from confluent_kafka import TopicPartition as KafkaPartition
 from confluent_kafka.admin import AdminClient
-from kafka_words import await_until, committed_of, create_topic, end_offsets_of, produce_to
+from kafka_helpers import await_until, committed_of, create_topic, end_offsets_of, produce_to
 from kit.broker_cluster import BrokerCluster
 from streams import Engine, SourceRow, options_of, texts
 

@@ -7,7 +7,7 @@ from shutil import rmtree
 from types import SimpleNamespace
 
 import pytest
-from kafka_words import await_until
+from kafka_helpers import await_until
 from kit.frames import Frame, Session
 from sink_helpers import NewQuery, Query, commits, next_offsets, one, records, rows
 from sink_source import offset
