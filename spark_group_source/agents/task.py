@@ -103,7 +103,7 @@ def read_piece(options: Options, piece: Piece, task: PlannedTask, read: ReadOpti
     if not task.uses_agents or name == task.driver:
         yield from read_ranges(piece, read, counts)
         connection = _connection_of(task, None)
-        if counts.lost or options.max_bytes_per_trigger is not None:
+        if counts.skipped or options.max_bytes_per_trigger is not None:
             connection.report(_report(task, name, counts), connect=True)
         elif task.uses_agents and not connection.is_open:  # without counts, which later tasks do not report
             connection.report(TaskEnded(plan=task.plan, task=task.number, executor=name), connect=True)
@@ -167,9 +167,9 @@ def _report(task: PlannedTask, executor: str, counts: ReadCounts) -> TaskEnded:
         plan=task.plan,
         task=task.number,
         executor=executor,
-        rows_from_memory=counts.rows_from_agent,
+        rows_from_memory=counts.rows_from_memory,
         rows_from_brokers=counts.rows_from_brokers,
-        skipped=counts.lost,
+        skipped=counts.skipped,
         bytes=counts.bytes,
     )
 

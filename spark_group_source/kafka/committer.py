@@ -68,7 +68,7 @@ class _Fenced:
     error: KafkaError
 
 
-class OffsetCommitter:
+class TransactionalCommitter:
     """Commits a group's offsets without being a member, fenced by its transactional id (KIP-98, KIP-447).
 
     One thread uses it. The transaction contains only offsets, each committed as the member that owns its partition. It
@@ -293,7 +293,7 @@ class OffsetCommitter:
 
 def memberless(settings: Mapping[str, Any], group: str, *, environment: Environment) -> Identity:
     """Return the identity of a consumer that never subscribed: generation -1 and no member id. Brokers accept it for
-    transactional commits in every state of the group. Used for :meth:`OffsetCommitter.probe` only, never to commit."""
+    transactional commits in every state of the group. Only :meth:`TransactionalCommitter.probe` uses it, never a commit."""
     own = {name: value for name, value in settings.items() if name != "transactional.id"}
     consumer = environment.consumer({**own, **NEVER_JOINS, "group.id": group})
     try:

@@ -148,7 +148,7 @@ class ReadCounts:
     """What one task attempt read and skipped."""
 
     def __init__(self) -> None:
-        self.rows_from_agent: Counter[TopicPartition] = Counter()
+        self.rows_from_memory: Counter[TopicPartition] = Counter()
         """Rows that came from the memory of the executor's agent."""
         self.rows_from_brokers: Counter[TopicPartition] = Counter()
         """Rows that were fetched from brokers."""
@@ -179,7 +179,7 @@ class ReadCounts:
         )
 
     @property
-    def lost(self) -> tuple[OffsetRange, ...]:
+    def skipped(self) -> tuple[OffsetRange, ...]:
         """The skipped ranges of a complete attempt; empty before, because a retry may skip other offsets."""
         return tuple(one.range for one in self.merged()) if self._is_complete else ()
 

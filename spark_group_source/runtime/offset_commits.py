@@ -21,8 +21,8 @@ from spark_group_source.kafka import (
     GroupOffsets,
     MemberStale,
     Notes,
-    OffsetCommitter,
     OffsetNote,
+    TransactionalCommitter,
 )
 from spark_group_source.members import Member, MemberCommit, SlotMember
 from spark_group_source.model import TopicPartition
@@ -113,7 +113,7 @@ class OffsetCommits:
         self._retry_transaction_at_ms = 0
         self._commit_denied_since_ms: int | None = None  # since when neither a transaction nor a member may commit
         self._reported_allowed: bool | None = None  # what the last TransactionsChecked said; None: none was sent
-        self._committer = OffsetCommitter(
+        self._committer = TransactionalCommitter(
             options.producer_settings(),
             group=options.group_id,
             transactional_id=identifiers.transactional_id(options.group_id, stream),

@@ -94,7 +94,7 @@ def one_task() -> Iterator[OneTask]:
 
 def counts_of(*, skipped: tuple[int, int], finished: bool) -> ReadCounts:
     counts = ReadCounts()
-    counts.rows_from_agent[A], counts.rows_from_brokers[A], counts.rows_from_brokers[B] = 3, 4, 2
+    counts.rows_from_memory[A], counts.rows_from_brokers[A], counts.rows_from_brokers[B] = 3, 4, 2
     counts.bytes["orders"] = 900
     counts.skip(A, *skipped, "gone")
     if finished:

@@ -185,7 +185,7 @@ def test_each_task_gets_the_rows_of_its_ranges_only(
         rows = rows_of(read_with_agent(folder, settings, ranges, counts=counts))
         assert rows == rows_of(read_batches(settings, ranges))
         found.append(
-            (agent_helpers.state_of(folder).rows, counts.rows_from_agent.total(), counts.rows_from_brokers.total())
+            (agent_helpers.state_of(folder).rows, counts.rows_from_memory.total(), counts.rows_from_brokers.total())
         )
     assert found == [(410, 410, 0), (810, 400, 0), (1_790, 980, 100)], (
         "rows served by the agent, read from it, and from brokers"

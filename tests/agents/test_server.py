@@ -180,7 +180,7 @@ def test_a_task_requests_the_rest_after_a_response_that_is_cut(tmp_path: Path, m
     at = {tp.partition: [row["offset"] for row in rows if row["partition"] == tp.partition] for tp in tps}
     assert at == {0: [2, 3, 4], 1: [0, 1, 2, 3, 4]}
     assert read_from_brokers == [Piece(tuple(OffsetRange(tp, 5, 7) for tp in tps))]
-    assert counts.rows_from_agent == {tps[0]: 3, tps[1]: 5}, "of all responses"
+    assert counts.rows_from_memory == {tps[0]: 3, tps[1]: 5}, "of all responses"
 
 
 @pytest.mark.parametrize("error", [errno.EMFILE, None], ids=["no file descriptor", "no thread"])

@@ -3,7 +3,7 @@
 import pytest
 from manual_environment import ManualEnvironment
 
-from spark_group_source.kafka import Admin, GroupOffsets, OffsetCommitter
+from spark_group_source.kafka import Admin, GroupOffsets, TransactionalCommitter
 
 SETTINGS = {"bootstrap.servers": "b"}
 
@@ -25,5 +25,5 @@ def scripted_admin(environment: ManualEnvironment) -> Admin:
 
 
 @pytest.fixture
-def committer(environment: ManualEnvironment) -> OffsetCommitter:
-    return OffsetCommitter(SETTINGS, group="g", transactional_id="g.s", environment=environment)
+def committer(environment: ManualEnvironment) -> TransactionalCommitter:
+    return TransactionalCommitter(SETTINGS, group="g", transactional_id="g.s", environment=environment)

@@ -5,7 +5,7 @@ from confluent_kafka import KafkaError
 from manual_environment import ManualEnvironment, member_consumer, metadata, refusal
 
 from spark_group_source.errors import CommitFailed
-from spark_group_source.kafka import Identity, OffsetCommitter, OffsetNote
+from spark_group_source.kafka import Identity, OffsetNote, TransactionalCommitter
 from spark_group_source.kafka.translation import COMMIT_BYTES_MAX, COMMITS_UNTIL_LARGER, OFFSET_BYTES, CommitSizes
 from spark_group_source.model import TopicPartition
 
@@ -26,7 +26,7 @@ def sizes(environment: ManualEnvironment, call: str) -> list[int]:
 
 
 def test_many_offsets_are_sent_in_several_requests_of_one_transaction(
-    environment: ManualEnvironment, committer: OffsetCommitter
+    environment: ManualEnvironment, committer: TransactionalCommitter
 ) -> None:
     offsets = many(3_000)
     committer.commit([(ME, offsets)], dict.fromkeys(offsets, NOTE))
@@ -35,7 +35,9 @@ def test_many_offsets_are_sent_in_several_requests_of_one_transaction(
     assert len(environment.called("commit_transaction")) == 1
 
 
-def test_limit_follows_from_the_error_and_is_kept(environment: ManualEnvironment, committer: OffsetCommitter) -> None:
+def test_limit_follows_from_the_error_and_is_kept(
+    environment: ManualEnvironment, committer: TransactionalCommitter
+) -> None:
     offsets = many(600)
     environment.will("send_offsets", TOO_LARGE, TOO_LARGE)
     committer.commit([(ME, offsets)], dict.fromkeys(offsets, NOTE))
@@ -46,7 +48,9 @@ def test_limit_follows_from_the_error_and_is_kept(environment: ManualEnvironment
     assert len(environment.called("abort_transaction")) == 2
 
 
-def test_one_offset_that_is_refused_is_not_split(environment: ManualEnvironment, committer: OffsetCommitter) -> None:
+def test_one_offset_that_is_refused_is_not_split(
+    environment: ManualEnvironment, committer: TransactionalCommitter
+) -> None:
     environment.will("send_offsets", TOO_LARGE)
     with pytest.raises(CommitFailed):
         committer.commit([(ME, many(1))], dict.fromkeys(many(1), NOTE))

@@ -5,7 +5,7 @@ from confluent_kafka import KafkaError
 from manual_environment import A0, A1, ManualEnvironment, metadata, refusal
 
 from spark_group_source.errors import AccessDenied, CommitFailed, Fenced
-from spark_group_source.kafka import Identity, MemberStale, OffsetCommitter, OffsetNote
+from spark_group_source.kafka import Identity, MemberStale, OffsetNote, TransactionalCommitter
 
 ONE, TWO = Identity(1, "one", metadata(1, "one")), Identity(2, "two", metadata(2, "two"))
 NOTES = {A0: OffsetNote("note 0", 3), A1: OffsetNote("note 1")}
@@ -14,7 +14,7 @@ FENCED = refusal(KafkaError._FENCED, fatal=True)
 
 
 def test_offsets_are_committed_with_their_notes_as_their_members(
-    environment: ManualEnvironment, committer: OffsetCommitter
+    environment: ManualEnvironment, committer: TransactionalCommitter
 ) -> None:
     committer.commit([(ONE, {A0: 5}), (TWO, {A1: 7})], NOTES)
     assert environment.called("send_offsets") == [(1, {A0: (5, "note 0", 3)}), (2, {A1: (7, "note 1", None)})]
@@ -30,7 +30,7 @@ def test_offsets_are_committed_with_their_notes_as_their_members(
     ("code", "expelled"), [(KafkaError.ILLEGAL_GENERATION, False), (KafkaError.UNKNOWN_MEMBER_ID, True)]
 )
 def test_a_stale_member_is_identified_and_the_transaction_is_aborted(
-    environment: ManualEnvironment, committer: OffsetCommitter, code: int, expelled: bool
+    environment: ManualEnvironment, committer: TransactionalCommitter, code: int, expelled: bool
 ) -> None:
     environment.will("send_offsets", None, refusal(code, abort=True))
     with pytest.raises(MemberStale) as stale:
@@ -42,7 +42,7 @@ def test_a_stale_member_is_identified_and_the_transaction_is_aborted(
 
 
 def test_G6_an_unanswered_commit_is_finished_by_the_same_producer(
-    environment: ManualEnvironment, committer: OffsetCommitter
+    environment: ManualEnvironment, committer: TransactionalCommitter
 ) -> None:
     """A new producer would take the id back from a driver that has replaced this one meanwhile."""
     environment.will("commit_transaction", TIMED_OUT, TIMED_OUT)
@@ -61,7 +61,7 @@ def test_G6_an_unanswered_commit_is_finished_by_the_same_producer(
 
 
 def test_G6_unanswered_offsets_are_aborted_before_the_next_commit(
-    environment: ManualEnvironment, committer: OffsetCommitter
+    environment: ManualEnvironment, committer: TransactionalCommitter
 ) -> None:
     environment.will("send_offsets", refusal(KafkaError._TIMED_OUT, abort=True))
     environment.will("abort_transaction", TIMED_OUT)
@@ -75,7 +75,7 @@ def test_G6_unanswered_offsets_are_aborted_before_the_next_commit(
 
 
 def test_G6_a_fenced_process_never_takes_the_id_back(
-    environment: ManualEnvironment, committer: OffsetCommitter
+    environment: ManualEnvironment, committer: TransactionalCommitter
 ) -> None:
     environment.will("commit_transaction", FENCED)
     for request in (lambda: committer.commit([(ONE, {A0: 5})], NOTES), committer.prepare, lambda: committer.probe(A0)):
@@ -92,7 +92,7 @@ BROKEN = {
 
 @pytest.mark.parametrize("call", BROKEN)
 def test_G6_a_failed_producer_is_replaced_only_after_a_proof_of_membership(
-    environment: ManualEnvironment, committer: OffsetCommitter, call: str
+    environment: ManualEnvironment, committer: TransactionalCommitter, call: str
 ) -> None:
     environment.will(*BROKEN[call])
     with pytest.raises(CommitFailed):
@@ -111,7 +111,7 @@ def test_G6_a_failed_producer_is_replaced_only_after_a_proof_of_membership(
 
 @pytest.mark.parametrize(("minutes", "lost"), [(0, False), (2, True)])
 def test_G6_a_transaction_that_expired_in_an_outage_makes_the_id_uncertain(
-    environment: ManualEnvironment, committer: OffsetCommitter, minutes: int, lost: bool
+    environment: ManualEnvironment, committer: TransactionalCommitter, minutes: int, lost: bool
 ) -> None:
     environment.will("commit_transaction", TIMED_OUT)
     with pytest.raises(CommitFailed):
@@ -124,7 +124,7 @@ def test_G6_a_transaction_that_expired_in_an_outage_makes_the_id_uncertain(
 
 
 def test_a_producer_is_usable_after_a_refused_commit(
-    environment: ManualEnvironment, committer: OffsetCommitter
+    environment: ManualEnvironment, committer: TransactionalCommitter
 ) -> None:
     environment.will("send_offsets", refusal(KafkaError.GROUP_AUTHORIZATION_FAILED, abort=True))
     with pytest.raises(AccessDenied, match="Read and Describe on the group 'g'"):
@@ -133,7 +133,9 @@ def test_a_producer_is_usable_after_a_refused_commit(
     assert len(environment.producers) == 1
 
 
-def test_denied_transactions_raise_access_denied(environment: ManualEnvironment, committer: OffsetCommitter) -> None:
+def test_denied_transactions_raise_access_denied(
+    environment: ManualEnvironment, committer: TransactionalCommitter
+) -> None:
     environment.will("init_transactions", refusal(KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED, fatal=True))
     with pytest.raises(AccessDenied):
         committer.prepare()
@@ -143,14 +145,14 @@ def test_a_refused_login_with_a_possibly_expired_token_is_no_denial_of_transacti
     environment: ManualEnvironment,
 ) -> None:
     by_token = {"bootstrap.servers": "b", "sasl.mechanism": "OAUTHBEARER"}
-    committer = OffsetCommitter(by_token, group="g", transactional_id="g.s", environment=environment)
+    committer = TransactionalCommitter(by_token, group="g", transactional_id="g.s", environment=environment)
     environment.will("init_transactions", refusal(KafkaError._AUTHENTICATION))
     with pytest.raises(CommitFailed):
         committer.prepare()
 
 
 def test_a_probe_neither_takes_over_the_id_nor_commits(
-    environment: ManualEnvironment, committer: OffsetCommitter
+    environment: ManualEnvironment, committer: TransactionalCommitter
 ) -> None:
     assert committer.probe(A0) is False
     assert environment.calls == []
@@ -160,7 +162,9 @@ def test_a_probe_neither_takes_over_the_id_nor_commits(
     assert environment.called("send_offsets") == [(-1, {A0: (0, None, None)})]
 
 
-def test_a_probe_of_a_deleted_partition_is_answered(environment: ManualEnvironment, committer: OffsetCommitter) -> None:
+def test_a_probe_of_a_deleted_partition_is_answered(
+    environment: ManualEnvironment, committer: TransactionalCommitter
+) -> None:
     committer.prepare()
     environment.will("send_offsets", refusal(KafkaError.UNKNOWN_TOPIC_OR_PART, abort=True))
     assert committer.probe(A0) is True
@@ -170,7 +174,7 @@ def test_a_probe_of_a_deleted_partition_is_answered(environment: ManualEnvironme
         committer.probe(A0)
 
 
-def test_an_unanswered_probe_raises(environment: ManualEnvironment, committer: OffsetCommitter) -> None:
+def test_an_unanswered_probe_raises(environment: ManualEnvironment, committer: TransactionalCommitter) -> None:
     committer.prepare()
     environment.will("send_offsets", refusal(KafkaError._TIMED_OUT, abort=True))
     with pytest.raises(CommitFailed):
@@ -181,7 +185,7 @@ def test_an_unanswered_probe_raises(environment: ManualEnvironment, committer: O
 
 
 def test_G6_a_proof_of_membership_is_used_at_once_or_not_at_all(
-    environment: ManualEnvironment, committer: OffsetCommitter
+    environment: ManualEnvironment, committer: TransactionalCommitter
 ) -> None:
     """A process that freezes after the proof would take the id back from its successor with its next commit."""
     environment.will(*BROKEN["an outage in the middle"])

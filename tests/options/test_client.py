@@ -12,7 +12,7 @@ from confluent_kafka import Consumer, KafkaError, KafkaException, Producer
 from confluent_kafka.admin import AdminClient
 
 from spark_group_source.errors import BrokerUnavailable, CommitFailed, OptionError
-from spark_group_source.kafka import GroupOffsets, OffsetCommitter
+from spark_group_source.kafka import GroupOffsets, TransactionalCommitter
 from spark_group_source.kafka.environment import NEVER_JOINS, Environment, check_settings
 from spark_group_source.model import TopicPartition
 from spark_group_source.options.client import CONNECTION, REFUSED, is_secret
@@ -191,7 +191,9 @@ def test_offsets_are_committed_with_any_request_and_transaction_timeout(
 
     made, used = options(**given), list[tuple[str, str]]()
     check_settings(made)
-    committer = OffsetCommitter(made.producer_settings(), group="g", transactional_id="g.s", environment=Refused())
+    committer = TransactionalCommitter(
+        made.producer_settings(), group="g", transactional_id="g.s", environment=Refused()
+    )
     with pytest.raises(CommitFailed):
         committer.prepare()
     assert used == [timeouts], "librdkafka accepts them"
@@ -210,7 +212,7 @@ def test_requests_to_coordinators_close_idle_connections_within_seconds(given: s
         consumer = producer
 
     settings = options(**{} if given is None else {"connections_max_idle_ms": given}).producer_settings()
-    committer = OffsetCommitter(settings, group="g", transactional_id="g.s", environment=Recorder())
+    committer = TransactionalCommitter(settings, group="g", transactional_id="g.s", environment=Recorder())
     offsets = GroupOffsets(settings, group="g", environment=Recorder())
     for request in (committer.prepare, lambda: offsets.read([TopicPartition("t", 0)])):
         with pytest.raises((CommitFailed, BrokerUnavailable)):

@@ -94,7 +94,7 @@ def request_buffered(
         )
         return nothing
     if counts is not None:
-        counts.rows_from_agent.update({ranges[one.index].tp: one.rows for one in served.ranges if one.rows})
+        counts.rows_from_memory.update({ranges[one.index].tp: one.rows for one in served.ranges if one.rows})
         for one in served.ranges:
             counts.bytes[ranges[one.index].tp.topic] += one.bytes
     return BufferedRows(batches, rest, served.is_cut)
