@@ -293,7 +293,7 @@ class TransactionalCommitter:
 
 def memberless(settings: Mapping[str, Any], group: str, *, environment: Environment) -> Identity:
     """Return the identity of a consumer that never subscribed: generation -1 and no member id. Brokers accept it for
-    transactional commits in every state of the group. Only :meth:`TransactionalCommitter.probe` uses it, never a commit."""
+    transactional commits in every state of the group. Only :meth:`TransactionalCommitter.probe` uses it, no commit."""
     own = {name: value for name, value in settings.items() if name != "transactional.id"}
     consumer = environment.consumer({**own, **NEVER_JOINS, "group.id": group})
     try:
