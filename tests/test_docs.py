@@ -214,7 +214,7 @@ def test_first_ten_minutes_run_as_printed(broker: Broker, topic: Any, tmp_path: 
     assert ended.returncode == 0, ended.stderr
     rows = living_rows(tmp_path / "lake" / "orders")
     assert sorted(row["order_id"] for row in rows) == list(range(1, 351))
-    assert f"etl-{orders}  empty" in ended.stdout and "lag 0" in ended.stdout
+    assert f"group etl-{orders}: empty" in ended.stdout and "lag 0" in ended.stdout
 
 
 def run_script(script: str, folder: Path, broker: Broker, topic: str) -> "subprocess.CompletedProcess[str]":
