@@ -234,8 +234,8 @@ class Invariants(Accounts):
                 self._mark_skippable(tp, min(start, book.end))
             known = start in (last, self._after_durable_batch(tp, reader)) or start <= book.stale
             if not known and last is not None and start < last and start in book.firsts.union(book.truncated):
-                reset_to_it = any(entry.by == self.operator and entry.offset == start for _, entry in book.commits)
-                if reader.fails_on_loss and book.truncated and not reset_to_it:
+                moved_to_it = any(entry.stream != reader.party and entry.offset == start for _, entry in book.commits)
+                if reader.fails_on_loss and book.truncated and not moved_to_it:
                     self._break(f"{reader.name} goes back to {start} in {tp}, although it must fail on data loss")
                 self.went_back += 1
                 known = bool(book.truncated)

@@ -227,20 +227,21 @@ def test_a_run_that_does_not_know_the_next_owner_begins_where_it_resolved_its_st
             scene.truth.planned(first, offset(first, 0, 2, 10))
 
 
-@pytest.mark.parametrize("is_reset", [True, False])
-def test_a_query_that_fails_on_data_loss_goes_back_in_a_truncated_log_only_after_a_reset(
-    scene: Scene, is_reset: bool
+@pytest.mark.parametrize("moved_by", ["operator", "b", "a"])
+def test_a_query_that_fails_on_data_loss_goes_back_in_a_truncated_log_only_to_a_foreign_commit(
+    scene: Scene, moved_by: str
 ) -> None:
     scene.truth.produce(TP, 3)
     query, client = scene.member("a.1", stream="a")
     operator, _ = scene.member("operator")
+    other, _ = scene.member("b.1", stream="b")
     scene.truth.operator, query.fails_on_loss = operator.name, True
     scene.assign(client)
     scene.commit(query, 0)
     scene.truth.planned(query, offset(query, 0, 0, 3))
     scene.truth.shrunk(TP, 0)
-    if is_reset:
-        scene.commit(operator, 0)
+    scene.commit({"operator": operator, "b": other, "a": query}[moved_by], 0)
+    if moved_by != "a":
         scene.truth.planned(query, offset(query, 1, 0, 2))
     else:
         with pytest.raises(Violation, match="although it must fail on data loss"):
