@@ -109,6 +109,7 @@ class Source:
                 truncated[tp], own = RECREATED, None
             if committed is None:
                 start = own or 0
+                started |= {tp} if own is not None and self.looks_up else set()  # it may be older than the reset
                 if own is None and from_latest and (start := dice.randrange(0, 30)):
                     started.add(tp)
                     kafka.offsets[tp] = CommittedOffset(start, note_text(self.stream, -1, number))
@@ -238,7 +239,7 @@ class History:
             f"{source.group} batch {batch.seq} of {source.stream[:4]} by {source.sink.writer}: {' '.join(words)}"
         )
         self.moments = {"decided": during} if during else {kill: self.die} if kill else {}
-        self.leave_out(source, {tp: batch.ranges[tp][0] for tp in batch.started})
+        self.leave_out(source, {tp: batch.ranges[tp][0] for tp in batch.started - source.at.keys()})
         source.query.plan(batch.seq, batch)
         before = self.versions()[-1]
         id_ = batch.topic_ids[source.kafka.topic]

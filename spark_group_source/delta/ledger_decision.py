@@ -61,8 +61,8 @@ def compare(batch: StreamOffset, ledger: Ledger | None) -> Comparison:
     - The batch was planned before a reset that the ledger knows: void. The ledger does not move; partitions that it
       does not know get the offset at which the batch starts, so that a reset to the ledger loses nothing.
     - L is unknown, or from == L: the records are new.
-    - from > L, and the group had no committed offset, so that ``startingOffsets`` decided: refused. No consumer read
-      [L, from).
+    - from > L, and the group had no committed offset, so that ``startingOffsets``, or a checkpoint that is older than a
+      reset, decided: refused. No consumer read [L, from).
     - from > L otherwise: another consumer of the group read [L, from).
     - from < L, and the batch says that the log was truncated at from after a leader epoch, and L is not from after that
       truncation: the records are new. An unclean leader election removed the records that the table has of these
@@ -263,8 +263,9 @@ def _refused_partitions(table: str, group: str, refused: Sequence[RefusedPartiti
     if above:
         why = (
             f"Kafka had no committed offsets of group {group!r} for these partitions (expired, deleted, or not "
-            "committed before another query was killed), so startingOffsets decided where this query starts, which is "
-            f"above the ledger of table {table}: {listed}. The records in between would never be read"
+            "committed before another query was killed), so startingOffsets, or a checkpoint older than a reset "
+            f"of the group, decided where this query starts, which is above the ledger of table {table}: {listed}. The "
+            "records in between would never be read"
         )
         purpose, to = "leave them out", "--to-further"  # other partitions may be behind the ledger
     else:

@@ -11,7 +11,7 @@ from spark_group_source.model import EARLIEST, LATEST, TopicPartition
 from spark_group_source.protocol import events as ev
 from spark_group_source.protocol.data_loss import data_loss
 from spark_group_source.protocol.outbox import Outbox
-from spark_group_source.protocol.partition_states import Fetching, Resolving
+from spark_group_source.protocol.partition_states import Fetching, Resolving, VoidedMemory
 from spark_group_source.protocol.partitions import Partitions
 from spark_group_source.protocol.request_schedule import pause_ms
 from spark_group_source.protocol.rules import Rules
@@ -44,8 +44,9 @@ class PositionLookups:
         self.known: Mapping[str, int] = {}
         """The number of partitions of each topic when the stream first saw it."""
         self.started: set[TopicPartition] = set()
-        """Partitions without a committed offset that start behind their first record, until a batch with them is
-        durable or a foreign commit decides instead. This stream's own commit of the start does not count as one."""
+        """Partitions without a committed offset that start behind their first record, or continue after a reset where
+        this stream was before it; until a batch with them is durable or a foreign commit decides instead. This stream's
+        own commit of the start does not count as one."""
         # A group can be reset only while it is empty, so a run can have missed a reset only while it had no partition.
         # A period is a time in which it has some without interruption; its first lookup also reads the notes of resets.
         self._period = 0
@@ -122,6 +123,8 @@ class PositionLookups:
                 continue
             if committed is None:
                 restored.append(tp)
+                if isinstance(partition.memory, VoidedMemory):  # the reset may have moved it, and its offset was lost
+                    self.started.add(tp)
             elif committed.stream != stream:
                 self.started.discard(tp)  # no longer chosen by the starting options
             self._silent_since_ms.pop(tp, None)

@@ -81,6 +81,17 @@ def test_reset_that_only_the_sink_reports_voids_the_last_batch(group: GroupHarne
     assert group.run.partitions.reset_number == 3
 
 
+def test_G5_a_stream_says_that_the_offset_of_a_reset_was_lost_before_it_was_read(group: GroupHarness) -> None:
+    """It continues where it was before the reset. The sink refuses that above its ledger, which the reset has set."""
+    group.settled(A)
+    batch = group.offset({A: (100, 150)}, group.run.seq + 1)
+    group.planned(batch)
+    group.feed(ev.NextBatchRequested(start=batch, new_stream="another", void_by=3))
+    group.committed({A: None})
+    assert group.run.plannable() == {A: 100}
+    assert group.run.lookups.started == {A}
+
+
 @pytest.mark.parametrize(("reset_number", "followed"), [(2, True), (3, False)])
 def test_own_commit_that_does_not_know_the_reset_is_a_foreign_move(
     group: GroupHarness, reset_number: int, followed: bool
