@@ -254,19 +254,43 @@ class Hammer:
         account, began_s = self.account, time.monotonic()
         lost = None if lost_checkpoints is None else set(self._random.sample(range(kills or 0), lost_checkpoints))
         partitions = len(end_offsets_of(self.admin, self.topic))
-        try:
-            with (
-                Flow(self.servers, self.topic, partitions, per_s=RATE_PER_S) as flow,
-                watching(self.admin, self.group, self.read_table) as wrong,
-            ):
+        with self._judging():
+            with Flow(self.servers, self.topic, partitions, per_s=RATE_PER_S) as flow:
                 for number in itertools.count() if kills is None else range(kills):
                     if time.monotonic() - began_s > for_s:
                         break
                     losing = self._random.random() < LOST_SHARE if lost is None else number in lost
                     self._strike(number, losing)
+            account.produced = flow.sent
+        return account
+
+    def run_points(self, rounds: int) -> Account:
+        """Kill the application at each point of a batch in turn: the first batch of a new query, and later ones."""
+        account, (one,) = self.account, self.applications
+        checkpoint = Path(one.arguments["checkpoint"])
+        partitions = len(end_offsets_of(self.admin, self.topic))
+        producer = Producer({"bootstrap.servers": self.servers, "acks": "all", "log_level": 2})
+        with self._judging():
+            for batch in range(rounds):
+                ids = range(account.produced, account.produced + POINT_ROWS)
+                produce_to(producer, self.topic, [Record(b"%d" % n, partition=n % partitions) for n in ids])
+                for point in get_args(Point):
+                    self._kill_at(point, batch, checkpoint)
+                    rows = account.produced + POINT_ROWS * (point != "offset")
+                    if (found := len(living_rows(self.read_table(), ["id"]))) != rows:
+                        account.wrong.append(f"batch {batch}, {point}: {found} rows, not {rows}")
+                account.produced += POINT_ROWS
+        return account
+
+    @contextmanager
+    def _judging(self) -> Iterator[None]:
+        """Compare Kafka's offsets with the ledger until the block ends. Then read all records and judge."""
+        account, began_s = self.account, time.monotonic()
+        try:
+            with watching(self.admin, self.group, self.read_table) as wrong:
+                yield
             self._drain()
             account.wrong += wrong
-            account.produced = flow.sent
         except BaseException as exc:
             for application in self.applications:
                 exc.add_note(f"{application.log}:\n{application.tail() if application.log.exists() else ''}")
@@ -278,35 +302,6 @@ class Hammer:
         account.took_s = time.monotonic() - began_s
         self._judge()
         self._report(str(account))
-        return account
-
-    def run_points(self, rounds: int) -> Account:
-        """Kill the application at each point of a batch in turn: the first batch of a new query, and later ones."""
-        account, (one,) = self.account, self.applications
-        checkpoint = Path(one.arguments["checkpoint"])
-        partitions = len(end_offsets_of(self.admin, self.topic))
-        producer = Producer({"bootstrap.servers": self.servers, "acks": "all", "log_level": 2})
-        try:
-            with watching(self.admin, self.group, self.read_table) as wrong:
-                for batch in range(rounds):
-                    ids = range(account.produced, account.produced + POINT_ROWS)
-                    produce_to(producer, self.topic, [Record(b"%d" % n, partition=n % partitions) for n in ids])
-                    for point in get_args(Point):
-                        self._kill_at(point, batch, checkpoint)
-                        rows = account.produced + POINT_ROWS * (point != "offset")
-                        if (found := len(living_rows(self.read_table(), ["id"]))) != rows:
-                            account.wrong.append(f"batch {batch}, {point}: {found} rows, not {rows}")
-                    account.produced += POINT_ROWS
-                self._drain()
-            account.wrong += wrong
-        except BaseException as exc:
-            exc.add_note(f"{one.log}:\n{one.tail() if one.log.exists() else ''}")
-            raise
-        finally:
-            one.end()
-        self._judge()
-        self._report(str(account))
-        return account
 
     def _kill_at(self, point: Point, batch: int, checkpoint: Path) -> None:
         (one,) = self.applications
