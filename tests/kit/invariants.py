@@ -234,8 +234,9 @@ class Invariants(Accounts):
                 self._mark_skippable(tp, min(start, book.end))
             known = start in (last, self._after_durable_batch(tp, reader)) or start <= book.stale
             if not known and last is not None and start < last and start in book.firsts.union(book.truncated):
-                moved_to_it = any(entry.stream != reader.party and entry.offset == start for _, entry in book.commits)
-                if reader.fails_on_loss and book.truncated and not moved_to_it:
+                reset_to_it = any(entry.by == self.operator and entry.offset == start for _, entry in book.commits)
+                foreign = [entry.offset for _, entry in book.commits if entry.stream != reader.party]
+                if reader.fails_on_loss and book.truncated and not reset_to_it and foreign[-1:] != [start]:
                     self._break(f"{reader.name} goes back to {start} in {tp}, although it must fail on data loss")
                 self.went_back += 1
                 known = bool(book.truncated)
@@ -382,9 +383,8 @@ class Invariants(Accounts):
             self._moved(tp, writer, new)
             return
         if old is None and self._may_skip(tp, writer):
-            self._mark_skippable(
-                tp, min(new.offset, max(book.end, book.longest))
-            )  # it started at an end that was truncated
+            start = min(new.offset, max(book.end, book.longest))  # it started at an end that was truncated
+            self._mark_skippable(tp, start)
         # The writer still assumes the former topic, or it assumed it when it ordered this commit and has restarted at
         # the beginning since: a commit names a topic, not its id (OffsetCommit up to version 9, the newest that
         # librdkafka sends).
