@@ -242,7 +242,7 @@ class DeltaSink:
             _finished.watch(planned.query_id, durable, lambda: is_finished(spark, planned.root, planned.batch_id))
         for offset in durable:
             if is_whole_sink:
-                run_files.mark_whole_batch(offset)
+                run_files.mark_durable_and_wait(offset)
             if planned.run_id not in (None, ONLY_RUN):
                 checkpoint_status.start_reporting(
                     checkpoint_status.run_name(str(planned.run_id)),

@@ -323,7 +323,7 @@ def request_drain(pid: int) -> None:
     (directory() / f"{pid}{DRAIN}").touch()
 
 
-def mark_whole_batch(offset: StreamOffset) -> None:
+def mark_durable_and_wait(offset: StreamOffset) -> None:
     """Write the durable mark. If no batch may follow in this run, wait until the run has committed its offsets.
 
     Without this Spark 4.0 and 4.1 would end an AvailableNow query before the offsets of its only batch are committed.

@@ -293,10 +293,10 @@ def test_a_read_only_root_is_logged_once_unless_spark_has_a_writable_folder(
 
 @pytest.mark.parametrize("last_batch", [-1, 2, 4])
 def test_a_sink_does_not_wait_for_a_batch_that_is_not_the_last_one(directory: Path, last_batch: int) -> None:
-    run_files.mark_whole_batch(batch(3))  # no run publishes
+    run_files.mark_durable_and_wait(batch(3))  # no run publishes
     run = run_files.Publisher("etl")
     run.publish(statistics(seq=2), last_batch=last_batch)
-    run_files.mark_whole_batch(batch(3))
+    run_files.mark_durable_and_wait(batch(3))
     assert run.durable_mark(STREAM).seq == 3
     run.close()
 
@@ -304,7 +304,7 @@ def test_a_sink_does_not_wait_for_a_batch_that_is_not_the_last_one(directory: Pa
 def test_a_sink_waits_until_the_offsets_of_the_last_batch_are_committed(directory: Path) -> None:
     run = run_files.Publisher("etl")
     run.publish(statistics(seq=2), last_batch=3, committed=True)
-    sink = threading.Thread(target=run_files.mark_whole_batch, args=(batch(3),))
+    sink = threading.Thread(target=run_files.mark_durable_and_wait, args=(batch(3),))
     sink.start()
     await_until(lambda: run.durable_mark(STREAM) == BatchKey.of(batch(3)), what="the mark")
     for seq, committed in ((2, True), (3, False)):
