@@ -211,11 +211,8 @@ class GroupStreamReader(compatibility.CheckedPickle, DataSourceStreamReader):
                 self._endpoint = _start_metrics(self._options, publisher)
             announces_end = not isinstance(self, PlainReader)
             coordinator = Coordinator(self._options, announces_end=announces_end, publisher=publisher)
-            if (
-                self._options.member_host != "driver"
-                or not self._options.fail_on_data_loss
-                or self._options.max_bytes_per_trigger is not None
-            ):
+            tasks_report = not self._options.fail_on_data_loss or self._options.tasks_report_sizes
+            if self._options.member_host != "driver" or tasks_report:
                 self._control_server = _start_control_server(self._options, coordinator)
             self._coordinator = coordinator
             atexit.register(self.stop)  # in case SIGTERM arrives before stop() has replaced its handler

@@ -10,9 +10,9 @@ its piece all the same, and starts no agent, which could not reach the stream re
 response to the claim names the piece.
 
 Where members stay in the stream reader, a task reads its planned piece, and connects to the stream reader only to
-report skipped records, or what it read if ``maxBytesPerTrigger`` is set. That is so in local mode, too, where the
-driver's JVM is the only executor; there a worker's first task reports as well, since a stream reader that no task
-reaches logs a warning.
+report skipped records, or what it read if a limit of the batch needs sizes (``Options.tasks_report_sizes``). That is so
+in local mode, too, where the driver's JVM is the only executor; there a worker's first task reports as well, since a
+stream reader that no task reaches logs a warning.
 """
 
 import contextlib
@@ -103,7 +103,7 @@ def read_piece(options: Options, piece: Piece, task: PlannedTask, read: ReadOpti
     if not task.uses_agents or name == task.driver:
         yield from read_ranges(piece, read, counts)
         connection = _connection_of(task, None)
-        if counts.skipped or options.max_bytes_per_trigger is not None:
+        if counts.skipped or options.tasks_report_sizes:
             connection.report(_report(task, name, counts), connect=True)
         elif task.uses_agents and not connection.is_open:  # without counts, which later tasks do not report
             connection.report(TaskEnded(plan=task.plan, task=task.number, executor=name), connect=True)

@@ -439,6 +439,11 @@ class Options:
             return StartingPosition(everywhere=offsets)
         return StartingPosition(each=tuple((tp, start_at(offset)) for tp, offset in offsets))
 
+    @property
+    def tasks_report_sizes(self) -> bool:
+        """Whether every task reports what it read: a limit of the batch needs the sizes of records."""
+        return self.max_bytes_per_trigger is not None
+
     def is_subscribed(self, topic: str) -> bool:
         """Whether the query subscribes to this topic. A pattern must match the whole name, and never an internal
         topic."""
