@@ -32,8 +32,8 @@ from spark_group_source.protocol import events as ev
 
 log = logging.getLogger(__name__)
 
-_NumberedOrder = tuple[int, MemberOrder]
-"""The number of the consumer that an order is for, and the order."""
+_ClientOrder = tuple[int, MemberOrder]
+"""The number of the consumer (``client``) that an order is for, and the order. The session numbers orders, too."""
 
 
 class PlacedMembers(NamedTuple):
@@ -84,7 +84,7 @@ class ConnectedAgents:
         """By agent, its newest connection."""
         self._agents: dict[AgentConnection, str] = {}
         """By connection, its agent."""
-        self._sessions: dict[str, Session[_NumberedOrder]] = {}
+        self._sessions: dict[str, Session[_ClientOrder]] = {}
         """By agent, for the agents that the run accepted."""
         self._members: dict[tuple[int, int], RemoteMember] = {}
         """By slot and number of the consumer."""
@@ -127,9 +127,7 @@ class ConnectedAgents:
         elif not is_new:
             self._on_heartbeat(connection, session, message)
 
-    def _on_heartbeat(
-        self, connection: AgentConnection, session: Session[_NumberedOrder], message: AgentReport
-    ) -> None:
+    def _on_heartbeat(self, connection: AgentConnection, session: Session[_ClientOrder], message: AgentReport) -> None:
         _send(connection, AgentOrders(received=session.received, lease_ms=self._lease_ms))
         if session.overflowed:
             self._handle(ev.AgentEnded(agent=message.agent, reason="it does not acknowledge its orders"))
@@ -218,7 +216,7 @@ class ConnectedAgents:
             session.add((client, order))
 
     def _send_order(
-        self, connection: AgentConnection, session: Session[_NumberedOrder], number: int, order: _NumberedOrder
+        self, connection: AgentConnection, session: Session[_ClientOrder], number: int, order: _ClientOrder
     ) -> None:
         client, what = order
         _send(
@@ -281,11 +279,11 @@ class RemoteMember(SlotMember):
     def start(self) -> None:
         self._send_order(self.client, self._join)
 
-    def submit(self, order: ev.Release | ev.Subscribe | ev.Leave) -> None:
-        if isinstance(order, ev.Release):
+    def submit(self, command: ev.Release | ev.Subscribe | ev.Leave) -> None:
+        if isinstance(command, ev.Release):
             with self._lock:
                 self._remove_partitions(self._revoking)
-        self._send_order(self.client, order)
+        self._send_order(self.client, command)
 
     def wait_ended(self, timeout_s: float) -> bool:
         """Wait until the member or its agent has ended. Returns False on timeout."""
