@@ -122,6 +122,7 @@ class Planner:
             unlimited: whether the trigger is Once, which reads everything available.
             now_ms: the time.
         """
+        # how much to read
         positions = run.plannable()
         if self._target is not None:
             ends = {tp: min(end, self._target.get(tp, positions.get(tp, end))) for tp, end in ends.items()}
@@ -133,6 +134,7 @@ class Planner:
         until = fair_share(backlogs, limit, self._next_turn(limit, run.seq + 1))
         self._planned_at_ms = now_ms
         self.left = total - sum(end - backlogs[tp][0] for tp, end in until.items())
+        # what the checkpoint stores besides
         known = run.lookups.known
         read = {tp.topic for tp in until}
         jumps = {tp: at for tp, at in run.partitions.jumps().items() if tp in until}

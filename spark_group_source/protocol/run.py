@@ -386,7 +386,7 @@ class Run:
             case _:
                 assert_never(event)
 
-    # --- the next batch ---------------------------------------------------------------------------------------------
+    # --- Spark's calls ----------------------------------------------------------------------------------------------
 
     def _next_batch_requested(self, event: ev.NextBatchRequested) -> None:
         self._is_unlimited |= event.unlimited
@@ -811,7 +811,12 @@ class Run:
             self._apply(self.data_loss.records_missing)
         if self._is_single_batch and not self._knows_all:
             self._read_again()  # what this batch does not read would be left to the next run
-            return None
+        else:
+            self._plan_batch()
+        return None
+
+    def _plan_batch(self) -> None:
+        """Plan the next batch up to the log ends that were read."""
         planned = self.planner.plan(
             self,
             self.data_loss.ends,
@@ -829,7 +834,6 @@ class Run:
             self._apply(ev.Planned(offset=planned))
         else:
             self._nothing_to_read()
-        return None
 
     def _nothing_to_read(self) -> None:
         """Decide what follows from an empty read: a bounded run may end only if it trusts that read."""
