@@ -190,7 +190,7 @@ def set_ledger(
 def _refuse_replacement_since(history: TableHistory, since: int) -> None:
     """Refuse offsets that were planned from rows which the table may not have any more."""
     for commit in history.commits(after=since):
-        if commit.replaces_rows:
+        if commit.unsettles_ledger:
             raise OptionError(
                 f"table {history.table} was changed by {commit.operation} (its version {commit.version}) while the "
                 "reset was running, so its ledger was not set, and the query's next batch is refused. Run the reset "

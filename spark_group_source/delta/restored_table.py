@@ -98,7 +98,7 @@ def find_replacement(history: TableHistory, group: str, *, after: int = -1) -> R
         oldest_read = commit.version
         if commit.sets_content and newest_content is None:
             newest_content = commit
-        if commit.replaces_rows:
+        if commit.unsettles_ledger:
             if newest_content is not None:  # it may have brought back rows that this commit removed
                 return Replacement(newest_content.version, newest_content.operation, None, batch_version)
             restored_to = None if commit.restore is None else history.source.restored_to(commit)

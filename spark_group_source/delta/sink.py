@@ -443,7 +443,7 @@ class BatchCommit:
         why = ""
         if unknown:
             why = f"batch {batch_id} starts {unknown[0]} at an offset that no query of the group committed"
-        elif any(commit.replaces_rows for commit in history.commits()):
+        elif any(commit.unsettles_ledger for commit in history.commits()):
             why = "rows of the table were replaced since then"
         elif ends is None:
             why = "the table lacks the columns topic, partition and offset, which show where its rows end"

@@ -105,10 +105,10 @@ class Commit(NamedTuple):
     """The parameters of a ``CLONE``; None for every other operation."""
     sets_content: bool = False
     """Whether the operation sets the content of the table, or of a part of it: a ``REPLACE``, an overwrite, a clone."""
-    replaces_rows: bool = False
-    """Whether the commit is a ``RESTORE``, sets the content of the whole table (a ``REPLACE``, an overwrite, a clone
-    into the table; it may bring back rows even if it removes none), or removed rows by an operation other than
-    ROW_COMMANDS."""
+    unsettles_ledger: bool = False
+    """Whether the ledgers may not fit the rows any more: the commit is a ``RESTORE``, sets the content of the whole
+    table (a ``REPLACE``, an overwrite, a clone into the table; it may bring back rows even if it removes none), or
+    removed rows by an operation other than ROW_COMMANDS."""
     written_ms: int | None = None
     """When it was committed, in ms since 1970 by the writer's clock; None where that is not known."""
 
@@ -128,14 +128,14 @@ class Commit(NamedTuple):
         sets_content = "REPLACE TABLE" in operation or operation == "CLONE"
         sets_content = version > 0 and (sets_content or not modes.isdisjoint({"Overwrite", "Complete"}))
         is_part = any(parameters.get(name) not in (None, "", "false") for name in PARTIAL_OVERWRITE)
-        if removes_rows is None or (sets_content and not is_part):  # it may bring back rows of an empty table
-            removes_rows = sets_content
-        replaces_rows = restore is not None or (removes_rows and operation not in ROW_COMMANDS)
+        # An operation that sets all of the content may bring back rows of an empty table.
+        may_replace_rows = sets_content if removes_rows is None else removes_rows or (sets_content and not is_part)
+        unsettles_ledger = restore is not None or (may_replace_rows and operation not in ROW_COMMANDS)
         written: Any = info.get("timestamp")
         written_ms = int(written.timestamp() * 1000) if isinstance(written, datetime) else written
         clone = parameters if operation == "CLONE" else None
         return cls(
-            version, min(known), note, entries, restore, operation, clone, sets_content, replaces_rows, written_ms
+            version, min(known), note, entries, restore, operation, clone, sets_content, unsettles_ledger, written_ms
         )
 
     def ledger_entry(self, group: str) -> dict[str, Any] | None:

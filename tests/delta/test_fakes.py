@@ -218,7 +218,7 @@ def note(group: str, number: int, read: int) -> str:
 
 
 def listed(source: CommitSource, newest: int, after: int) -> list[tuple[Any, ...]]:
-    names = ("version", "read", "operation", "note", "restore", "clone", "replaces_rows")
+    names = ("version", "read", "operation", "note", "restore", "clone", "unsettles_ledger")
     return [tuple(getattr(commit, name) for name in names) for commit in source.commits(newest, after)]
 
 

@@ -150,7 +150,7 @@ def test_a_replaced_or_overwritten_table_refuses_the_query_until_it_is_taken_bac
         ) as error:
             query.run(refused, 2, offset(2, one(20, 30)))
     (by_operation,) = DescribedHistory(spark, str(new_table)).commits(3, 2)
-    assert by_operation.replaces_rows
+    assert by_operation.unsettles_ledger
     assert content(spark, new_table) == records(0, 10)
     spark.sql(commands(error.value)[0])
     query.run(query.sink(new_table), 2, offset(2, one(20, 30)))

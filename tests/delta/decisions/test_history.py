@@ -138,7 +138,7 @@ def test_a_restore_between_decision_and_commit_is_found_behind_the_batch() -> No
 
 
 @pytest.mark.parametrize(
-    ("operation", "parameters", "replaces"),
+    ("operation", "parameters", "unsettles"),
     [
         ("WRITE", {"mode": "Append"}, False),
         ("WRITE", {"mode": "Overwrite"}, True),
@@ -151,19 +151,19 @@ def test_a_restore_between_decision_and_commit_is_found_behind_the_batch() -> No
     ],
 )
 def test_without_the_logs_files_the_operation_shows_whether_rows_were_replaced(
-    operation: str, parameters: dict[str, object], replaces: bool
+    operation: str, parameters: dict[str, object], unsettles: bool
 ) -> None:
     info = {"operation": operation, "operationParameters": parameters}
-    assert Commit.of(2, info).replaces_rows is replaces
-    assert not Commit.of(0, {"operation": "CLONE"}).replaces_rows, "the table's first commit removes nothing"
+    assert Commit.of(2, info).unsettles_ledger is unsettles
+    assert not Commit.of(0, {"operation": "CLONE"}).unsettles_ledger, "the table's first commit removes nothing"
 
 
 @pytest.mark.parametrize(
-    ("operation", "replaces"), [("DELETE", False), ("MERGE", False), ("TRUNCATE", False), ("REPLACE X", True)]
+    ("operation", "unsettles"), [("DELETE", False), ("MERGE", False), ("TRUNCATE", False), ("REPLACE X", True)]
 )
-def test_a_commit_that_removes_rows_by_an_unknown_operation_replaces_them(operation: str, replaces: bool) -> None:
-    assert Commit.of(2, {"operation": operation}, removes_rows=True).replaces_rows is replaces
-    assert not Commit.of(2, {"operation": operation}, removes_rows=False).replaces_rows
+def test_a_removal_of_rows_by_an_unknown_operation_unsettles_the_ledger(operation: str, unsettles: bool) -> None:
+    assert Commit.of(2, {"operation": operation}, removes_rows=True).unsettles_ledger is unsettles
+    assert not Commit.of(2, {"operation": operation}, removes_rows=False).unsettles_ledger
 
 
 def test_a_log_that_ends_before_the_decision_of_the_newest_batch_shows_nothing() -> None:
