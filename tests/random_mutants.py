@@ -39,7 +39,7 @@ FILES = (
     "kafka/*.py",
     "delta/ledger_decision.py",
     "delta/ledger_format.py",
-    "delta/restored_table.py",
+    "delta/replaced_rows.py",
     "reader/range_reader.py",
 )
 """Where decisions are, in the package."""

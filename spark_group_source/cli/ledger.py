@@ -285,7 +285,7 @@ class _Table:
         return found
 
     def read(self) -> "list[LedgerSnapshot]":
-        from spark_group_source.delta import restored_table, table_names
+        from spark_group_source.delta import replaced_rows, table_names
         from spark_group_source.delta.table_history import LedgerExpired, TableHistory
         from spark_group_source.metrics.groups import LedgerSnapshot
 
@@ -303,7 +303,7 @@ class _Table:
         for group, written_ms in sorted(self._written_ms.items()):
             try:
                 ledger = history.ledger(group, self._ledgers.get(group))
-                is_unsettled = restored_table.find_replacement(history, group) is not None
+                is_unsettled = replaced_rows.find_replacement(history, group) is not None
             except (LedgerExpired, LedgerConflict) as exc:
                 log.warning("group %s: its ledger in table %s cannot be read: %s", group, self._table, exc)
                 continue

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from spark_group_source import command_line
 from spark_group_source.delta import table_names, table_writer
 from spark_group_source.delta.ledger_format import APP_PREFIX, Ledger, LedgerDamaged
-from spark_group_source.delta.restored_table import RowsReplaced, ledger_of_rows, ledger_to_reset
+from spark_group_source.delta.replaced_rows import RowsReplaced, ledger_of_rows, ledger_to_reset
 from spark_group_source.delta.table_history import LedgerExpired, TableHistory
 from spark_group_source.errors import OptionError
 from spark_group_source.model import TopicPartition

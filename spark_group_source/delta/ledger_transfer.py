@@ -15,7 +15,7 @@ from pyspark.errors import PySparkException
 from spark_group_source import command_line
 from spark_group_source.delta import table_names, table_writer
 from spark_group_source.delta.ledger_format import Ledger
-from spark_group_source.delta.restored_table import ledger_of_rows
+from spark_group_source.delta.replaced_rows import ledger_of_rows
 from spark_group_source.delta.table_history import LedgerExpired, TableHistory
 from spark_group_source.errors import GroupError, LedgerConflict, OptionError
 from spark_group_source.protocol.offsets import StreamOffset

@@ -10,7 +10,7 @@ A batch goes through these steps, in this order:
    (:meth:`DeltaSink.__call__`, :func:`guarded_write`);
 2. read the ledger of each group, and refuse the batch if a ``RESTORE``, a ``REPLACE`` or an overwrite removed rows
    that it counts
-   (:meth:`BatchCommit._read_ledger`, :mod:`restored_table`);
+   (:meth:`BatchCommit._read_ledger`, :mod:`replaced_rows`);
 3. decide what is written (:func:`ledger_decision.decide`);
 4. commit the rows, the group's next ``SetTransaction`` number and the note with the ledger
    (:meth:`BatchCommit._commit`, :mod:`table_writer`). Of two commits with one number Delta lets one through; the
@@ -47,7 +47,7 @@ from spark_group_source.delta import (
     checkpoint_status,
     ledger_decision,
     ledger_transfer,
-    restored_table,
+    replaced_rows,
     table_names,
     table_writer,
 )
@@ -354,7 +354,7 @@ class BatchCommit:
 
     def _refuse_replaced_rows(self, history: TableHistory, ledger: Ledger) -> None:
         known = self._known.get(ledger.group)
-        restored_table.refuse_replaced_rows(
+        replaced_rows.refuse_replaced_rows(
             history,
             ledger,
             after=-1 if known is None else known.table_version,

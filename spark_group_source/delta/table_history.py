@@ -1,7 +1,7 @@
 """The commits of a Delta table, and what this package stores in them beside the rows.
 
 Runs in: the user's driver (on Spark Connect: in the server's worker for ``foreachBatch``), the command line, tests.
-Deliberately absent: rows, and what follows from the commits (:mod:`restored_table`, :mod:`sink`).
+Deliberately absent: rows, and what follows from the commits (:mod:`replaced_rows`, :mod:`sink`).
 
 Commits are read from the files of the table's log (:class:`LogFiles`). ``deltalake`` opens the table; each commit is
 then read by its version, because ``deltalake``'s own ``history()`` numbers the newest commits from the version that it
@@ -17,7 +17,7 @@ as changes (:mod:`ledger_format`). ``read`` is the version of the table by which
 The note of ``spark-group reset`` has a ``reason``, too.
 
 ``RESTORE``, ``REPLACE`` and an overwrite remove rows and leave ``SetTransaction`` numbers as they are, so the newest
-ledger still counts the removed rows; :mod:`restored_table` compares the two.
+ledger still counts the removed rows; :mod:`replaced_rows` compares the two.
 """
 
 import json

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from spark_group_source.delta import table_names, table_writer
 from spark_group_source.delta.ledger_format import Ledger, is_full
-from spark_group_source.delta.restored_table import find_replacement
+from spark_group_source.delta.replaced_rows import find_replacement
 from spark_group_source.delta.table_history import Commit, LedgerExpired, LogFiles, TableHistory
 from spark_group_source.errors import LedgerConflict
 from spark_group_source.model import TopicPartition

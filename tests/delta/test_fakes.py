@@ -20,7 +20,7 @@ from table_changes import RETENTION_CHECK, ByFiles, ByStatements, Changes
 from spark_group_source.delta import sink as sink_module
 from spark_group_source.delta import table_writer
 from spark_group_source.delta.ledger_format import APP_PREFIX, Ledger
-from spark_group_source.delta.restored_table import find_replacement
+from spark_group_source.delta.replaced_rows import find_replacement
 from spark_group_source.delta.table_history import CommitRace, CommitSource, LedgerExpired, TableHistory, note_of
 from spark_group_source.delta.table_writer import TableWriter, Writer, open_log
 

@@ -15,7 +15,7 @@ from sink_source import offset
 
 from spark_group_source.delta.ledger_store import read_ledger
 from spark_group_source.delta.ledger_transfer import transfer_ledger
-from spark_group_source.delta.restored_table import ledger_of_rows
+from spark_group_source.delta.replaced_rows import ledger_of_rows
 from spark_group_source.delta.table_history import DescribedHistory, TableHistory
 from spark_group_source.errors import LedgerConflict, OptionError
 from spark_group_source.model import TopicPartition
@@ -51,7 +51,7 @@ def moment(table: Path, version: int, zone: str) -> str:
 def test_a_restore_by_timestamp_does_not_depend_on_the_time_zones_of_session_and_reader(
     query: Query, table: Path, zones: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """``decisions/test_restored_table.py`` shows how the query continues."""
+    """``decisions/test_replaced_rows.py`` shows how the query continues."""
     sink, spark = query.sink(table), query.spark
     for n in range(4):
         query.run(sink, n, offset(n, one(n * 10, n * 10 + 10)))
@@ -85,7 +85,7 @@ def test_a_restore_during_a_batch_by_options_refuses_the_next_batch(
     query: Query, table: Path, before_next_commit: BeforeNextCommit
 ) -> None:
     """Delta commits the batch behind the RESTORE: its rows are in the table, and the rows before them are missing.
-    ``deltalake`` refuses the commit (``decisions/test_restored_table.py``)."""
+    ``deltalake`` refuses the commit (``decisions/test_replaced_rows.py``)."""
     spark = query.spark
     for n in range(2):
         query.run(query.sink(table), n, offset(n, one(n * 10, n * 10 + 10)))

@@ -29,7 +29,7 @@ from sink_source import SCHEMA, offset
 from spark_group_source.delta import table_names, table_writer, verification
 from spark_group_source.delta.ledger_format import Ledger
 from spark_group_source.delta.ledger_store import read_ledger, set_ledger
-from spark_group_source.delta.restored_table import Replacement, find_replacement
+from spark_group_source.delta.replaced_rows import Replacement, find_replacement
 from spark_group_source.delta.table_history import (
     Commit,
     LedgerExpired,

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from spark_group_source.cli import common, report
 from spark_group_source.cli.app import app
-from spark_group_source.delta import ledger_store, restored_table
+from spark_group_source.delta import ledger_store, replaced_rows
 from spark_group_source.delta.ledger_format import Ledger
 from spark_group_source.delta.ledger_store import set_ledger
 from spark_group_source.delta.table_history import LedgerExpired, TableHistory
@@ -76,7 +76,7 @@ def test_describe_reads_the_ledger_of_a_table_by_path_without_spark(
             raise LedgerConflict("it is damaged")
         if name == "old":
             raise LedgerExpired(name, 1)
-        return restored_table.ledger_to_reset(history, name)
+        return replaced_rows.ledger_to_reset(history, name)
 
     monkeypatch.setattr(f"{ledger_store.__name__}.ledger_to_reset", ledger_to_reset)
     found: dict[str, Any] = {}

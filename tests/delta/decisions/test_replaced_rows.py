@@ -25,7 +25,7 @@ from table_changes import ByFiles
 
 from spark_group_source.delta import ledger_format
 from spark_group_source.delta.ledger_store import read_ledger, set_ledger
-from spark_group_source.delta.restored_table import ledger_of_rows
+from spark_group_source.delta.replaced_rows import ledger_of_rows
 from spark_group_source.delta.table_history import (
     Commit,
     DescribedHistory,
