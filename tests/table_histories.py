@@ -20,7 +20,7 @@ import tempfile
 import traceback
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -150,8 +150,8 @@ class History:
         self.gone: set[Record] = set()
         """Records that a user removed, or left out."""
         self.behind: set[str] = set()
-        """Topics of which a batch was committed behind a RESTORE: records that the RESTORE brought back may be in the
-        table twice until the group's next batch, which must be refused."""
+        """Topics of which a batch was committed behind a RESTORE or overwrite: records that it brought back may be in
+        the table twice until the group's next batch, which must be refused."""
         self.noted: dict[int, tuple[set[Record], set[str]]] = {}
         """``gone`` and ``behind`` by version of the table; a RESTORE to a version makes them so again."""
         self.moments: dict[str, Callable[[], object]] = {}
@@ -262,8 +262,8 @@ class History:
         source.end |= {(id_, tp.partition): max(n, source.end.get((id_, tp.partition), 0)) for tp, n in ends.items()}
         self.behind -= {source.kafka.topic}
         commits = zip(self.versions(), commits_of(self.table), strict=True)
-        *others, _ = (info["operation"] for n, c in commits if n >= before for info in actions(c, "commitInfo"))
-        if "RESTORE" in others[1:]:
+        *others, _ = (info for n, c in commits if n >= before for info in actions(c, "commitInfo"))
+        if any(map(brings_back, others[1:])):
             self.behind |= {source.kafka.topic}
         self.judge(None if during else source)
         self.at("noted")
@@ -597,6 +597,12 @@ EVENTS = {
     "read again": 1,
 }  # fmt: skip
 """What happens between batches, with weights."""
+
+
+def brings_back(info: Mapping[str, Any]) -> bool:
+    """Whether the commit with this ``commitInfo`` may have brought rows of an older version back."""
+    mode: str = info.get("operationParameters", {}).get("mode", "")
+    return info["operation"] == "RESTORE" or mode == "Overwrite"
 
 
 def purposes(message: str) -> dict[str, list[str]]:
