@@ -528,9 +528,9 @@ class Run:
         self._last_durable = None if replay else offset
         self.plan = offset if replay else None
         former = offset.known.keys() | offset.topic_ids.keys() | {tp.topic for tp in offset.ranges}
-        before = tuple(topic for topic in topics if topic in former) or tuple(sorted(former))
-        if not topics:  # a member whose topics are all deleted would never get an assignment
-            before = ()
+        before = tuple(topic for topic in topics if topic in former)
+        if topics and not before:  # all former topics may be deleted: a member of those alone would not join
+            before = tuple(sorted({*former, *topics}))
         self.slots.join_all(self.stream, topics, former_topics=before, static=self.static, former_slots=former_slots)
 
     def _choose_membership(self) -> None:

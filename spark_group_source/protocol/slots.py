@@ -228,7 +228,9 @@ class Slots:
             topics: the subscribed topics.
             former_topics: as an earlier run knew them, if they were different. A classic member that rejoins under its
                 instance id gets its old assignment until the next rebalance, and different topics would cause one. So
-                members rejoin with the former topics.
+                members rejoin with the former topics. If none of them is subscribed any more, all topics: former ones
+                alone may be deleted, and then a member would not join. It leaves when it gets an assignment, which may
+                be the old one, and the next member joins.
             static: whether members have instance ids.
             former_slots: of an earlier run; each gets a slot at first.
         """
@@ -384,14 +386,18 @@ class Slots:
         settled = slot.topics == self._topics and slot.number not in self._resubscribed_in
         return isinstance(slot.state, AssignedState) and settled and self.static
 
-    def move(self, slot: Slot, agent: str) -> None:
-        """Close the member; when it is closed, the next one joins on ``agent``. All positions must be committed."""
+    def move(self, slot: Slot, agent: str, *, leave: bool = False) -> None:
+        """Close the member; when it is closed, the next one joins on ``agent``. All positions must be committed.
+
+        Args:
+            leave: the member leaves the group; otherwise the next one gets its assignment.
+        """
         slot.missing = set(slot.partitions)
         self._drop(slot, tuple(slot.partitions), ev.SlotMoves)
         self._change(slot, ev.SlotMoves, MovingState(self._out.now_ms, slot.agent))
         slot.moved_ms, slot.unassigned_since_ms = self._out.now_ms, None
         self._place_on(slot, agent)
-        self._out.order(ev.Leave(slot=slot.number, leave=False))
+        self._out.order(ev.Leave(slot=slot.number, leave=leave))
 
     def add(self) -> None:
         """Add a slot; its member joins at once."""
@@ -562,6 +568,10 @@ class Slots:
             late = tuple(tp for tp in slot.state.partitions if self._must_hold(tp))
             self._lose(slot, late, "the group completed a rebalance while they were held")
             self._drop(slot, tuple(slot.state.partitions), ev.Release)
+        if self._is_rejoining(slot) and {*self._topics} <= {*slot.topics}:
+            slot.generation, slot.topics = event.generation, self._topics
+            self.move(slot, slot.agent, leave=True)
+            return
         self._change(slot, ev.Assigned, AssignedState(member))
         slot.may_be_alive = False
         has_restarted = event.generation < slot.generation

@@ -23,6 +23,7 @@ from spark_group_source.protocol.slots import (
 )
 
 A, B, C, D = tps("orders", 0, 1, 2, 3)
+(PAYMENTS,) = tps("payments", 0)
 
 
 # --- start and close of a run ----------------------------------------------------------------------------------------
@@ -346,8 +347,20 @@ def test_member_that_failed_before_it_rejoined_still_starts_with_the_former_subs
     group, _ = came_back("payments", known={"orders": 4})
     group.failed()
     assert group.feed(ev.TopicsChanged(topics=("payments", "refunds"))) == []
-    assert group.tick(ms=100) == [group.join(client=2, topics=("orders",))]
+    assert group.tick(ms=100) == [group.join(client=2, topics=("orders", "payments"))]
     assert group.assigned()[0] == ev.Subscribe(slot=0, topics=("payments", "refunds"))
+
+
+def test_slot_none_of_whose_former_topics_is_subscribed_leaves_the_group_and_joins_again() -> None:
+    """A member with deleted topics alone does not join; with the present ones too it may get its old assignment, and a
+    cooperative one would not rejoin for a subscription that lacks only topics that do not exist."""
+    group, commands = came_back("payments", known={"orders": 4})
+    assert commands[:1] == [group.join(topics=("orders", "payments"))]
+    assert group.assigned(A) == [ev.Leave(slot=0, leave=True)]
+    assert not group.run.partitions.ours and not group.gathered()
+    assert group.feed(ev.MemberEnded(slot=0, client=1)) == [group.join(client=2, topics=("payments",))]
+    assert not only(ev.Leave, group.assigned(PAYMENTS, generation=2)), "once"
+    assert list(group.run.partitions.ours) == [PAYMENTS]
 
 
 def test_late_assignment_does_not_take_a_partition_from_its_new_slot(

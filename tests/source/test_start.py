@@ -10,6 +10,7 @@ from scenes import Scene
 from streams import PROTOCOLS, numbered, texts, values_of
 
 T0_MS = 1_700_000_000_000
+STRATEGY = "kafka.partition.assignment.strategy"
 KEPT = {"retention.ms": "-1"}  # otherwise retention deletes records this old
 EVERYTHING = [f"{p}@{n}" for p in range(4) for n in range(3)]
 BY_TIME = ["0@0", "0@1", "0@2", "1@1", "1@2", "2@2", "3@0", "3@1", "3@2"]
@@ -113,3 +114,18 @@ def test_topics_that_exist_are_read_while_another_named_one_is_missing(protocol:
         engine.run()
     assert values_of(one.rows) == texts(0, 9)
     assert scene.committed() == {**scene.end_offsets(name), **scene.end_offsets(later)}
+
+
+@pytest.mark.parametrize(("strategy", "leave_on_stop"), [("range", "auto"), ("cooperative-sticky", "never")])
+def test_a_query_whose_topic_was_deleted_reads_the_topic_that_replaces_it_in_the_subscription(
+    strategy: str, leave_on_stop: str, scene: Scene
+) -> None:
+    former, name = scene.topic(2), f"{scene.group}-later"
+    scene.produce(former, numbered(0, 3, 2))
+    one = scene.played(subscribe=former, leaveOnStop=leave_on_stop, **{STRATEGY: strategy})
+    assert one.run() == texts(0, 3)
+    scene.delete(former)
+    scene.topic(2, name=name)
+    scene.produce(name, numbered(4, 7, 2))
+    assert one.run(subscribe=name) == texts(4, 7)
+    assert scene.committed().items() >= scene.end_offsets(name).items()
