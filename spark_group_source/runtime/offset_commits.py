@@ -227,19 +227,7 @@ class OffsetCommits:
             GroupError: nothing, or not everything, was committed.
         """
         command, skipped = order.command, dict(order.skipped)
-        at_ms = self._environment.wall_ms()
-        plain = identifiers.note_text(command.stream, command.seq, command.reset_number, at_ms=at_ms)
-        texts = dict.fromkeys(command.offsets, plain)
-        for tp in command.followed | command.truncated_after.keys():
-            texts[tp] = identifiers.note_text(
-                command.stream,
-                command.seq,
-                command.reset_number,
-                followed=tp in command.followed,
-                truncated_after=command.truncated_after.get(tp),
-                at_ms=at_ms,
-            )
-        notes = {tp: OffsetNote(text, command.leader_epochs.get(tp, UNKNOWN_EPOCH)) for tp, text in texts.items()}
+        notes = notes_of(command, at_ms=self._environment.wall_ms())
         try:
             self._commit(order.parts, notes, skipped)
         except CommitFailed:
@@ -400,6 +388,22 @@ def _check_unchanged(parts: Sequence[MemberCommit]) -> None:
     for index, part in enumerate(parts):
         if (reason := part.stale_reason) is not None:
             raise MemberStale(reason, part=index)
+
+
+def notes_of(command: ev.CommitOffsets, *, at_ms: int) -> Notes:
+    """Return what is committed beside each offset. ``at_ms``: the time of the commit, in milliseconds since 1970."""
+    plain = identifiers.note_text(command.stream, command.seq, command.reset_number, at_ms=at_ms)
+    texts = dict.fromkeys(command.offsets, plain)
+    for tp in command.followed | command.truncated_after.keys():
+        texts[tp] = identifiers.note_text(
+            command.stream,
+            command.seq,
+            command.reset_number,
+            followed=tp in command.followed,
+            truncated_after=command.truncated_after.get(tp),
+            at_ms=at_ms,
+        )
+    return {tp: OffsetNote(text, command.leader_epochs.get(tp, UNKNOWN_EPOCH)) for tp, text in texts.items()}
 
 
 def _commit_by_members(parts: Sequence[MemberCommit], notes: Notes) -> AccessDenied | None:

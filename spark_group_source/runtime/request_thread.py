@@ -189,7 +189,7 @@ class RequestThread:
         # A topic that is not subscribed any more may be refused: nothing of it is read.
         optional = {tp for tp in order.notes_only if not self._options.is_subscribed(tp.topic)}
         read = self._offsets.read(order.partitions + order.notes_only, optional=optional)
-        found = {tp: _committed(at, clock_start_ms) for tp, at in read.items()}
+        found = {tp: parse_committed(at, clock_start_ms) for tp, at in read.items()}
         reset_number = max((at.reset_number for at in found.values() if at is not None), default=0)
         offsets = {tp: found[tp] for tp in order.partitions if tp in found}
         silent = tuple(tp for tp in order.notes_only if tp not in found)
@@ -222,7 +222,7 @@ class RequestThread:
         return TopicPartition(topic, 0)
 
 
-def _committed(at: CommittedOffset | None, clock_start_ms: int) -> ev.Committed | None:
+def parse_committed(at: CommittedOffset | None, clock_start_ms: int) -> ev.Committed | None:
     """Parse a committed offset's metadata.
 
     Args:
