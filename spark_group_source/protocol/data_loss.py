@@ -13,7 +13,7 @@ is assigned any more: a group revokes the partitions of a deleted topic.
 """
 
 import json
-from collections.abc import Callable, Container, Generator, Mapping
+from collections.abc import Callable, Collection, Container, Generator, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -99,16 +99,21 @@ class DataLossDetector:
         self.topic_ids = {topic: id_ for topic, id_ in offset.topic_ids.items() if id_}
         self.reset_number = offset.reset_number
 
-    def begin(self, positions: Offsets, now_ms: int, reset_number: int = 0) -> ev.ReadLogEnds:
+    def begin(
+        self, positions: Offsets, now_ms: int, reset_number: int = 0, without_offset: Collection[TopicPartition] = ()
+    ) -> ev.ReadLogEnds:
         """Start a check of these positions. Returns the first request.
 
         Args:
-            reset_number: the number of the group's last reset. After a further one all positions belong to the
-                present topics: Kafka deletes a topic's committed offsets with the topic.
+            reset_number: the number of the group's last reset. After a further one the positions belong to the present
+                topics: Kafka deletes a topic's committed offsets with the topic.
+            without_offset: partitions of which Kafka had no offset after that reset. Their positions are older.
         """
         if reset_number != self.reset_number:
-            self.known_epochs.forget(set(self.topic_ids))
-            self.reset_number, self.topic_ids, self._checked = reset_number, {}, set()
+            older = {tp.topic for tp in without_offset}
+            self.known_epochs.forget(self.topic_ids.keys() - older)
+            self.topic_ids = {topic: id_ for topic, id_ in self.topic_ids.items() if topic in older}
+            self.reset_number, self._checked = reset_number, set()
         self._left = (self._left | {tp.topic for tp in self._positions}) - {tp.topic for tp in positions}
         self._positions, self._now_ms, self.took_ms = positions, now_ms, 0
         self.error, self.warnings, self.missing_topics = None, [], []

@@ -4,7 +4,7 @@ Runs in: the stream reader (inside ``run``), tests. Deliberately absent: the req
 position (``partitions``).
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from spark_group_source.errors import OptionError, SourceError
 from spark_group_source.model import EARLIEST, LATEST, TopicPartition
@@ -45,8 +45,8 @@ class PositionLookups:
         """The number of partitions of each topic when the stream first saw it."""
         self.started: set[TopicPartition] = set()
         """Partitions without a committed offset that start behind their first record, or continue after a reset where
-        this stream was before it; until a batch with them is durable or a foreign commit decides instead. This stream's
-        own commit of the start does not count as one."""
+        this stream was before it; until a batch with them is durable or a foreign commit decides instead. A stream's
+        commit of its start does not count as one, nor does this stream's if it knows nothing of the reset."""
         # A group can be reset only while it is empty, so a run can have missed a reset only while it had no partition.
         # A period is a time in which it has some without interruption; its first lookup also reads the notes of resets.
         self._period = 0
@@ -101,9 +101,10 @@ class PositionLookups:
             self._has_warned_of_silence = False
             self._out.log("the position of every partition is known again", warn=True)
 
-    def topics_recreated(self, topics: Iterable[str]) -> None:
+    def topics_recreated(self, topics: Collection[str]) -> None:
         """All partitions of recreated topics are new: the stream first saw the old topics."""
         self.known = {**self.known, **{topic: 0 for topic in topics if topic in self.known}}
+        self.started -= {tp for tp in self.started if tp.topic in topics}
 
     def committed_read(self, event: ev.CommittedOffsetsRead, stream: str) -> None:
         """Apply the group's committed offsets. A newer reset among them voids all positions first."""
@@ -123,10 +124,13 @@ class PositionLookups:
                 continue
             if committed is None:
                 restored.append(tp)
-                if isinstance(partition.memory, VoidedMemory):  # the reset may have moved it, and its offset was lost
-                    self.started.add(tp)
-            elif committed.stream != stream:
+            elif committed.stream != stream and not _is_mere_start(committed):
                 self.started.discard(tp)  # no longer chosen by the starting options
+            elif committed.stream != stream:
+                self.started.add(tp)
+            # The reset may have moved it, and its offset was lost.
+            if isinstance(partition.memory, VoidedMemory) and self._is_before_reset(committed, stream):
+                self.started.add(tp)
             self._silent_since_ms.pop(tp, None)
             moved_from = self._partitions.apply_committed(tp, partition, committed, stream=stream)
             if moved_from is not None and committed is not None:
@@ -137,6 +141,13 @@ class PositionLookups:
         if new:
             self._order_starts(new)
         self._retry_unanswered(event.requested, event.offsets, continues=bool(new))
+
+    def _is_before_reset(self, committed: ev.Committed | None, stream: str) -> bool:
+        """Whether the group's last reset did not set this offset: there is none, or this stream committed it without
+        knowing of the reset."""
+        if committed is None:
+            return True
+        return committed.stream == stream and committed.reset_number < self._partitions.reset_number
 
     def _apply_newer_reset(self, event: ev.CommittedOffsetsRead) -> None:
         """Apply the newest reset that the notes of the committed offsets show, if this run does not know it yet."""
@@ -236,6 +247,11 @@ class PositionLookups:
         self._failures += 1
         if not self._has_warned_of_silence:
             self._out.log(f"could not read the offsets of {len(partitions)} partitions ({reason}); retrying")
+
+
+def _is_mere_start(committed: ev.Committed) -> bool:
+    """Whether another stream committed where it starts by the starting options, and no batch of it was durable then."""
+    return committed.stream is not None and committed.seq < 0 and not committed.followed
 
 
 def _is_added(tp: TopicPartition, known: Mapping[str, int]) -> bool:

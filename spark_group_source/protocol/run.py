@@ -793,7 +793,9 @@ class Run:
         return None
 
     def _first_ends_request(self) -> ev.ReadLogEnds:
-        return self.data_loss.begin(self.plannable(), self._now_ms, self.partitions.reset_number)
+        return self.data_loss.begin(
+            self.plannable(), self._now_ms, self.partitions.reset_number, without_offset=self.lookups.started
+        )
 
     def _fetching_ends(self) -> ev.Step | None:
         """Read the log ends, request by request, then plan the next batch."""

@@ -3,7 +3,7 @@
 import pytest
 from kit.harness import STREAM, GroupHarness, only, tps
 
-from spark_group_source.model import LATEST
+from spark_group_source.model import LATEST, TopicPartition
 from spark_group_source.options.starting import StartingPosition
 from spark_group_source.protocol import events as ev
 from spark_group_source.protocol.partitions import RENEW_CHECK_MS, RENEW_MS
@@ -124,6 +124,24 @@ def test_partition_that_returns_before_its_first_batch_is_durable_is_listed_as_s
     group.committed({A: found})
     assert group.run.lookups.started == {A}
     assert group.run.plannable() == {A: 31}
+
+
+@pytest.mark.parametrize(
+    ("seq", "followed", "started"),
+    [(-1, False, {A}), (0, False, set()), (-1, True, set())],
+    ids=["nothing durable", "a batch", "at a foreign commit"],
+)
+def test_G5_start_of_another_stream_with_nothing_durable_is_listed_as_started(
+    seq: int, followed: bool, started: set[TopicPartition]
+) -> None:
+    """Its driver was killed before its first batch, or its user deleted the checkpoint after the sink had refused it:
+    no consumer read the records before the start."""
+    group = GroupHarness(starting=StartingPosition(everywhere=LATEST))
+    group.start_stream()
+    group.assigned(A)
+    group.claim({A: ev.Committed(offset=31, stream="another", seq=seq, followed=followed)})
+    assert group.run.plannable() == {A: 31}
+    assert group.run.lookups.started == started
 
 
 def test_partition_of_a_batch_that_a_reset_voids_is_listed_as_started() -> None:

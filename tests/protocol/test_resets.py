@@ -96,8 +96,9 @@ def test_G5_a_stream_says_that_the_offset_of_a_reset_was_lost_before_it_was_read
 def test_own_commit_that_does_not_know_the_reset_is_a_foreign_move(
     group: GroupHarness, reset_number: int, followed: bool
 ) -> None:
-    """It was made at a foreign commit after the reset, inside a batch that the reset has voided. The sink refuses it if
-    the table's ledger, which the reset has set, is beyond it."""
+    """It was made at a foreign commit after the reset, inside a batch that the reset has voided; or where the stream
+    was before the reset, whose offset was lost. The sink refuses it if the table's ledger, which the reset has set, is
+    beyond it, or behind it."""
     group.settled(A)
     batch = group.offset({A: (100, 150)}, group.run.seq + 1)
     group.planned(batch)
@@ -105,6 +106,7 @@ def test_own_commit_that_does_not_know_the_reset_is_a_foreign_move(
     group.committed({A: ev.Committed(offset=100, stream=STREAM, seq=0, reset_number=reset_number)})
     assert group.run.plannable() == {A: 100}
     assert group.followed() == ({A} if followed else frozenset())
+    assert group.run.lookups.started == ({A} if followed else set())
 
 
 def test_reset_that_the_sink_reported_to_an_earlier_run_is_applied_at_the_start(fresh: GroupHarness) -> None:

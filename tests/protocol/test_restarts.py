@@ -173,6 +173,20 @@ def test_reset_applies_to_the_recreated_topic() -> None:
     assert planned.topic_ids == {"orders": "id-new"}
 
 
+def test_G4_G5_reset_without_an_offset_does_not_apply_to_the_recreated_topic() -> None:
+    """Only the sink knows of the reset. The topic was recreated, with the offsets that the reset had set, so where the
+    stream continues is a position of the old topic: the new one is read from its first record."""
+    run = after_a_crash(RunHarness.resumed(PAST), PAST, durable=True, fail_on_data_loss=False)
+    run.committed, run.ids, run.ends = {}, {"orders": "id-new"}, {A: 25, B: 30}
+    run.feed(ev.NextBatchRequested(start=PAST, new_stream=STREAM, void_by=3))
+    assert run.continue_call() is PAST
+    run.pass_time(GRACE_MS)
+    assert run.latest() is run.start, "the check that finds it may have ends of the deleted topic"
+    planned = run.batch()
+    assert planned.ranges == {A: (0, 25), B: (0, 30)}
+    assert (planned.topic_ids, planned.started) == ({"orders": "id-new"}, frozenset())
+
+
 @pytest.mark.parametrize("durable", [True, False])
 def test_new_records_of_a_recreated_topic_are_read_after_a_crash_before_the_commit(durable: bool) -> None:
     """Kafka still has the offset that the group committed in the old topic, and the new topic has a record there."""

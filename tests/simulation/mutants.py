@@ -198,13 +198,6 @@ MUTANTS = [
         "a foreign commit is committed under the stream's name before it is read",
     ),
     Mutant(
-        "trusts-commits-from-before-a-reset",
-        P,
-        "is_followed = committed.followed or committed.reset_number < reset_number",
-        "is_followed = committed.followed",
-        "a commit of the stream that knows nothing of the group's last reset is a foreign move",
-    ),
-    Mutant(
         "applies-a-check-of-another-position",
         L,
         "elsewhere = {tp for tp, at in self._positions.items() if ready.get(tp) != at}",
@@ -647,7 +640,6 @@ FOUND_BY: dict[str, tuple[str, int]] = {
     "accepts-an-older-commit": ("eager", 0),
     "undoes-a-rewind": ("eager", 130),
     "claims-nothing": ("eager", 13),
-    "trusts-commits-from-before-a-reset": ("consumer", 30_894),
     "applies-a-check-of-another-position": ("consumer", 60_303),
     "forgets-what-is-durable": ("eager", 20_439),
     "ignores-a-pending-batch": ("eager", 19),
