@@ -258,5 +258,8 @@ def test_G4_G5_query_with_deleted_offsets_writes_each_record_once(scene: Scene) 
     command = f"--group {scene.group} --to-ledger --table {table} --execute"
     assert command in str(refused.value)
     await_until(lambda: not describe(scene.admin, scene.group).members, what="the end of its members")
+    with pytest.raises(Exception, match="Kafka had no committed offsets of group"):  # it has where "a third" starts
+        reads("a fourth")
+    await_until(lambda: not describe(scene.admin, scene.group).members, what="the end of its members")
     assert scene.of_group("reset", *command.split()[2:]).code == 0
     reads("a third")
