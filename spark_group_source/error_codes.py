@@ -179,10 +179,6 @@ class Suspicions:
         again = what in self._since
         return now - self._since.setdefault(what, now) >= self._grace and again
 
-    def since(self, what: Hashable, now: float) -> float:
-        """When it was first reported; ``now`` if it was not."""
-        return self._since.get(what, now)
-
     def clear(self, *what: Hashable) -> None:
         """Forget reports that were contradicted."""
         for one in what:

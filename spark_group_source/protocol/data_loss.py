@@ -142,13 +142,11 @@ class DataLossDetector:
         return any(of.is_open(self._now_ms) for of in reports)
 
     def is_complete(self, wait_ms: int) -> bool:
-        """Whether the end of every partition is known, apart from missing topics, and from partitions whose end was in
-        no answer for so long, or only in those of a former leader."""
-        until_ms, now_ms, silent = self._now_ms - wait_ms, self._now_ms, self._silent_since_ms
+        """Whether the end of every partition is known, apart from missing topics and from partitions whose end was in
+        no answer for so long."""
+        until_ms, silent = self._now_ms - wait_ms, self._silent_since_ms
         return all(
-            tp in self.ends
-            or tp.topic in self._missing
-            or min(silent.get(tp, now_ms), self._earlier.since(tp, now_ms)) <= until_ms
+            tp in self.ends or tp.topic in self._missing or silent.get(tp, self._now_ms) <= until_ms
             for tp in self._positions
         )
 
