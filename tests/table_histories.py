@@ -491,7 +491,8 @@ class History:
         kafka, number = source.kafka, int(source.kafka.topic_id[-1]) + 1
         if number > 9:
             return
-        source.stop_or_kill()
+        if self.dice.random() < 0.7:  # else while it runs: what it commits then names the new topic
+            source.stop_or_kill()
         self.leave_out(source, source.at if source.id == kafka.topic_id else {})
         source.former |= {(source.id, tp.partition): end for tp, end in source.at.items()}
         kafka.recreate(f"{kafka.topic}{number}", END)

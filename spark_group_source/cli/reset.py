@@ -353,7 +353,12 @@ def plan_reset(
         note = notes[tp]
         if note.stream is not None:
             texts[tp] = identifiers.note_text(
-                note.stream, note.seq, reset_number, followed=note.followed, truncated_after=note.truncated_after
+                note.stream,
+                note.seq,
+                reset_number,
+                followed=note.followed,
+                truncated_after=note.truncated_after,
+                topic_id=note.topic_id,
             )
     return PlannedReset(reset_number, offsets, texts)
 

@@ -6,7 +6,7 @@ A stream commits with the transactional id ``<group>.<stream id>``, and its memb
 ``<group>.<stream id>.<slot>``. The note is the metadata of a committed offset and names the stream or
 the reset that committed it (``docs/formats.md``)::
 
-    spark-group:<stream id>:<batch>:<reset number>[:followed][:truncated_after=<epoch>][:at=<ms>]
+    spark-group:<stream id>:<batch>:<reset number>[:followed][:truncated_after=<epoch>][:at=<ms>][:topic=<id>]
     spark-group-reset:<reset number>
 
 Any other text is a foreign commit. Resets of a group are numbered: plans that were made before the newest one are void,
@@ -21,6 +21,7 @@ RESET_PREFIX = "spark-group-reset"
 FOLLOWED = "followed"
 TRUNCATED_AFTER = "truncated_after"
 AT = "at"
+TOPIC = "topic"
 NOT_A_NAME = r"[^\w.:]"
 """Characters that are replaced in the name of an agent."""
 
@@ -41,6 +42,9 @@ class Note(NamedTuple):
     it did not go back."""
     at_ms: int | None = None
     """When it was committed, in milliseconds since 1970 by the driver's clock; None if unknown."""
+    topic_id: str = ""
+    """The id of the topic that the stream read; "" if unknown. A commit gives only the name, which may be that of a
+    recreated topic by then."""
 
 
 def note_text(
@@ -51,6 +55,7 @@ def note_text(
     followed: bool = False,
     truncated_after: int | None = None,
     at_ms: int | None = None,
+    topic_id: str = "",
 ) -> str:
     """The note of a stream's commit."""
     words = [STREAM_PREFIX, stream, str(seq), str(reset_number)]
@@ -60,6 +65,8 @@ def note_text(
         words.append(f"{TRUNCATED_AFTER}={truncated_after}")
     if at_ms is not None:
         words.append(f"{AT}={at_ms}")
+    if topic_id:
+        words.append(f"{TOPIC}={topic_id}")
     return ":".join(words)
 
 
@@ -85,6 +92,7 @@ def parse_note(text: str) -> Note:
                 followed=FOLLOWED in words,
                 truncated_after=truncated_after,
                 at_ms=at_ms,
+                topic_id=more.get(TOPIC, ""),
             )
     except ValueError:
         pass

@@ -309,6 +309,7 @@ class Run:
                 self._broker_answered(Requester.LOOKUP)
                 self.lookups.committed_read(event, self.stream)
                 self.data_loss.known_epochs.learn(event.offsets, self.partitions.position, self.stream)
+                self.data_loss.learn_ids(event.offsets, self.partitions.reset_number, self.lookups.started)
             case ev.StartsResolved():
                 self._broker_answered(Requester.LOOKUP)
                 self._fail(self.lookups.starts_resolved(event))
@@ -638,6 +639,7 @@ class Run:
                     followed=frozenset(followed),
                     truncated_after=truncated_after,
                     leader_epochs=self.data_loss.known_epochs.of(offsets),
+                    topic_ids=dict(self.data_loss.topic_ids),
                 )
             )
 

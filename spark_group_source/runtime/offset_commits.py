@@ -392,17 +392,22 @@ def _check_unchanged(parts: Sequence[MemberCommit]) -> None:
 
 def notes_of(command: ev.CommitOffsets, *, at_ms: int) -> Notes:
     """Return what is committed beside each offset. ``at_ms``: the time of the commit, in milliseconds since 1970."""
-    plain = identifiers.note_text(command.stream, command.seq, command.reset_number, at_ms=at_ms)
-    texts = dict.fromkeys(command.offsets, plain)
-    for tp in command.followed | command.truncated_after.keys():
-        texts[tp] = identifiers.note_text(
+
+    def text(topic: str, *, followed: bool = False, truncated_after: int | None = None) -> str:
+        return identifiers.note_text(
             command.stream,
             command.seq,
             command.reset_number,
-            followed=tp in command.followed,
-            truncated_after=command.truncated_after.get(tp),
+            followed=followed,
+            truncated_after=truncated_after,
             at_ms=at_ms,
+            topic_id=command.topic_ids.get(topic, ""),
         )
+
+    plain = {topic: text(topic) for topic in {tp.topic for tp in command.offsets}}
+    texts = {tp: plain[tp.topic] for tp in command.offsets}
+    for tp in command.followed | command.truncated_after.keys():
+        texts[tp] = text(tp.topic, followed=tp in command.followed, truncated_after=command.truncated_after.get(tp))
     return {tp: OffsetNote(text, command.leader_epochs.get(tp, UNKNOWN_EPOCH)) for tp, text in texts.items()}
 
 

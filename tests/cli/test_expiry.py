@@ -79,6 +79,7 @@ def test_commit_metadata_contains_commit_time() -> None:
     rest = parse_note(note_text("s", 4, 2, followed=True, truncated_after=9))
     assert parse_note(text) == rest._replace(at_ms=1_700_000_000_123)
     assert parse_note(note_text("s", 4, at_ms=5)).at_ms == 5
+    assert parse_note(note_text("s", 4, at_ms=5, topic_id="rMJ-q_4")).topic_id == "rMJ-q_4"
     assert parse_note("spark-group:s:4:2:later=a=b:at=5").at_ms == 5, "words of a later version are ignored"
     for other in (note_text("s", 4), reset_text(1), "", "at=5", "x:y:1:2:at=5", "spark-group:s:1:2:at=x"):
         assert parse_note(other).at_ms is None and not parse_note(other).followed

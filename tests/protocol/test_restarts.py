@@ -206,6 +206,27 @@ def test_new_records_of_a_recreated_topic_are_read_after_a_crash_before_the_comm
     assert again.batch().ranges[A] == (8, 160)
 
 
+@pytest.mark.parametrize("reset_number", [0, 2])
+def test_G4_commit_for_an_old_topic_of_that_name_is_no_position_of_the_new_one(reset_number: int) -> None:
+    """A stream was restarted after the topic had been recreated, and committed where it was. Its checkpoint was
+    deleted."""
+    run = RunHarness(fail_on_data_loss=False)
+    at = ev.Committed(offset=20, stream="another", seq=7, reset_number=reset_number, topic_id="id-old")
+    run.committed, run.ends = {A: at, B: at}, {A: 25, B: 30}
+    assert run.batch() is not None
+    run.pass_time(GRACE_MS)
+    run.batch()
+    run.batch()
+    assert (run.start.ranges, run.start.topic_ids) == ({A: (0, 25), B: (0, 30)}, {"orders": "id-orders"})
+
+
+def test_commit_names_the_topic_that_was_read() -> None:
+    run = after_a_crash(RunHarness.resumed(PAST), PAST, durable=True, fail_on_data_loss=False)
+    run.committed, run.ids = {}, {"orders": "id-new"}
+    run.latest()
+    assert [dict(order.topic_ids) for order in only(ev.CommitOffsets, run.history)] == [{"orders": "id-orders"}]
+
+
 # --- as many members as there were ----------------------------------------------------------------------------------
 
 

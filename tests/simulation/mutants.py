@@ -155,13 +155,6 @@ MUTANTS = [
         "a new leader is asked whether it has what was read",
     ),
     Mutant(
-        "never-believes-an-earlier-leader",
-        L,
-        "is_doubted = not self._has_current_leader(tp) and not self._earlier.report(tp, self._now_ms)",
-        "is_doubted = not self._has_current_leader(tp)",
-        "an epoch of a deleted topic does not stop the partition for ever",
-    ),
-    Mutant(
         "stays-behind-a-truncation",
         L,
         "self._moved[tp] = end",
@@ -633,7 +626,6 @@ FOUND_BY: dict[str, tuple[str, int]] = {
     "forgets-how-far-it-was-read": ("consumer", 55_792),
     "forgets-epochs-of-uncommitted-positions": ("cooperative", 2),
     "ignores-new-leaders": ("eager", 8),
-    "never-believes-an-earlier-leader": ("eager", 90_006),
     "stays-behind-a-truncation": ("eager", 8),
     "forgets-pending-changes": ("calm-cooperative", 0),
     "rereads-a-batch-durable-while-away": ("eager", 19),
