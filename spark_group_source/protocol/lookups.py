@@ -124,12 +124,10 @@ class PositionLookups:
                 continue
             if committed is None:
                 restored.append(tp)
-            elif committed.stream != stream and not _is_mere_start(committed):
-                self.started.discard(tp)  # no longer chosen by the starting options
             elif committed.stream != stream:
-                self.started.add(tp)
-            # The reset may have moved it, and its offset was lost.
-            if isinstance(partition.memory, VoidedMemory) and self._is_before_reset(committed, stream):
+                self.started.discard(tp)  # no longer chosen by the starting options
+            was_reset = isinstance(partition.memory, VoidedMemory)  # which may have moved it; its offset was lost
+            if _is_mere_start(committed, stream) or (was_reset and self._is_before_reset(committed, stream)):
                 self.started.add(tp)
             self._silent_since_ms.pop(tp, None)
             moved_from = self._partitions.apply_committed(tp, partition, committed, stream=stream)
@@ -249,9 +247,11 @@ class PositionLookups:
             self._out.log(f"could not read the offsets of {len(partitions)} partitions ({reason}); retrying")
 
 
-def _is_mere_start(committed: ev.Committed) -> bool:
+def _is_mere_start(committed: ev.Committed | None, stream: str) -> bool:
     """Whether another stream committed where it starts by the starting options, and no batch of it was durable then."""
-    return committed.stream is not None and committed.seq < 0 and not committed.followed
+    if committed is None or committed.stream in (None, stream):
+        return False
+    return committed.seq < 0 and not committed.followed
 
 
 def _is_added(tp: TopicPartition, known: Mapping[str, int]) -> bool:

@@ -568,7 +568,7 @@ class Slots:
             late = tuple(tp for tp in slot.state.partitions if self._must_hold(tp))
             self._lose(slot, late, "the group completed a rebalance while they were held")
             self._drop(slot, tuple(slot.state.partitions), ev.Release)
-        if self._is_rejoining(slot) and {*self._topics} <= {*slot.topics}:
+        if self._is_rejoining(slot) and {*self._topics} <= {*slot.topics}:  # joined with all topics: see join_all
             slot.generation, slot.topics = event.generation, self._topics
             self.move(slot, slot.agent, leave=True)
             return
