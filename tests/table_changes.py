@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 import pyarrow.compute as pc
 from deltalake import DeltaTable, write_deltalake
 from deltalake.exceptions import DeltaError
-from pyspark.errors import PySparkException
+from pyspark.errors import IllegalArgumentException
 from sink_helpers import clone_of, rewrite
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-MISSING_FILES: tuple[type[Exception], ...] = (DeltaError, FileNotFoundError, PySparkException)
+MISSING_FILES: tuple[type[Exception], ...] = (DeltaError, FileNotFoundError, IllegalArgumentException)
 """Raised, among others, where ``VACUUM`` deleted files of the version that a change reads."""
 
 RETENTION_CHECK = "spark.databricks.delta.retentionDurationCheck.enabled"
