@@ -357,6 +357,7 @@ def plan_reset(
                 note.seq,
                 reset_number,
                 followed=note.followed,
+                started=note.started and offsets[tp] == committed[tp].offset,
                 truncated_after=note.truncated_after,
                 topic_id=note.topic_id,
             )

@@ -109,31 +109,21 @@ class DataLossDetector:
         when its topic had been recreated already is a position of the old one.
 
         Args:
-            reset_number, without_offset: as in :meth:`begin`.
+            reset_number: the number of the group's last reset. After a further one the positions belong to the present
+                topics: Kafka deletes a topic's committed offsets with the topic.
+            without_offset: partitions of which Kafka had no offset after that reset. Their positions are older.
         """
-        self._forget_before_reset(reset_number, without_offset)
-        for tp, at in committed.items():
-            if at is not None and at.topic_id and at.reset_number == reset_number:
-                self.topic_ids.setdefault(tp.topic, at.topic_id)
-
-    def _forget_before_reset(self, reset_number: int, without_offset: Collection[TopicPartition]) -> None:
         if reset_number != self.reset_number:
             older = {tp.topic for tp in without_offset}
             self.known_epochs.forget(self.topic_ids.keys() - older)
             self.topic_ids = {topic: id_ for topic, id_ in self.topic_ids.items() if topic in older}
             self.reset_number, self._checked = reset_number, set()
+        for tp, at in committed.items():
+            if at is not None and at.topic_id and at.reset_number == reset_number:
+                self.topic_ids.setdefault(tp.topic, at.topic_id)
 
-    def begin(
-        self, positions: Offsets, now_ms: int, reset_number: int = 0, without_offset: Collection[TopicPartition] = ()
-    ) -> ev.ReadLogEnds:
-        """Start a check of these positions. Returns the first request.
-
-        Args:
-            reset_number: the number of the group's last reset. After a further one the positions belong to the present
-                topics: Kafka deletes a topic's committed offsets with the topic.
-            without_offset: partitions of which Kafka had no offset after that reset. Their positions are older.
-        """
-        self._forget_before_reset(reset_number, without_offset)
+    def begin(self, positions: Offsets, now_ms: int) -> ev.ReadLogEnds:
+        """Start a check of these positions. Returns the first request."""
         self._left = (self._left | {tp.topic for tp in self._positions}) - {tp.topic for tp in positions}
         self._positions, self._now_ms, self.took_ms = positions, now_ms, 0
         self.error, self.warnings, self.missing_topics = None, [], []

@@ -260,6 +260,7 @@ class Committed:
     seq: int = -1
     reset_number: int = 0
     followed: bool = False
+    started: bool = False
     truncated_after: int | None = None
     at_ms: int | None = None
     """When it was committed, on the run's clock; None if the note has no time."""
@@ -563,10 +564,11 @@ class CommitOffsets:
 
     ``slots``: the slot that holds each partition now. The commit names its member, and the broker refuses the offsets
     of a member that no longer holds the partition: a commit that was overtaken by a loss moves no offset back.
-    ``followed``: partitions whose position came from a commit that no stream made. ``truncated_after``: partitions that
-    went back because their log was truncated, and the last leader epoch that was known before. ``topic_ids``: those
-    that the run knows. These, ``stream``, ``seq`` and ``reset_number`` are written into the note. ``leader_epochs``:
-    those of the offsets, where they are known (KIP-320).
+    ``followed``: partitions whose position came from a commit that no stream made. ``started``: those that start behind
+    records that the group did not read. ``truncated_after``: partitions that went back because their log was truncated,
+    and the last leader epoch that was known before. ``topic_ids``: those that the run knows. These, ``stream``, ``seq``
+    and ``reset_number`` are written into the note. ``leader_epochs``: those of the offsets, where they are known
+    (KIP-320).
     """
 
     offsets: Mapping[TopicPartition, int]
@@ -575,6 +577,7 @@ class CommitOffsets:
     seq: int
     reset_number: int = 0
     followed: frozenset[TopicPartition] = frozenset()
+    started: frozenset[TopicPartition] = frozenset()
     truncated_after: Mapping[TopicPartition, int] = field(default_factory=dict)
     leader_epochs: Mapping[TopicPartition, int] = field(default_factory=dict)
     topic_ids: Mapping[str, str] = field(default_factory=dict, compare=False)

@@ -6,7 +6,7 @@ A stream commits with the transactional id ``<group>.<stream id>``, and its memb
 ``<group>.<stream id>.<slot>``. The note is the metadata of a committed offset and names the stream or
 the reset that committed it (``docs/formats.md``)::
 
-    spark-group:<stream id>:<batch>:<reset number>[:followed][:truncated_after=<epoch>][:at=<ms>][:topic=<id>]
+    spark-group:<stream id>:<batch>:<reset number>[:followed][:started][:truncated_after=<epoch>][:at=<ms>][:topic=<id>]
     spark-group-reset:<reset number>
 
 Any other text is a foreign commit. Resets of a group are numbered: plans that were made before the newest one are void,
@@ -19,6 +19,7 @@ from typing import NamedTuple
 STREAM_PREFIX = "spark-group"
 RESET_PREFIX = "spark-group-reset"
 FOLLOWED = "followed"
+STARTED = "started"
 TRUNCATED_AFTER = "truncated_after"
 AT = "at"
 TOPIC = "topic"
@@ -37,6 +38,8 @@ class Note(NamedTuple):
     """The number of the group's last reset; 0 before the first."""
     followed: bool = False
     """Whether the position came from a commit that no stream made."""
+    started: bool = False
+    """Whether the stream starts there although the group read no record before it, and no batch of it was durable."""
     truncated_after: int | None = None
     """The last leader epoch that was known before the log was truncated and the stream went back, or RECREATED; None if
     it did not go back."""
@@ -53,6 +56,7 @@ def note_text(
     reset_number: int = 0,
     *,
     followed: bool = False,
+    started: bool = False,
     truncated_after: int | None = None,
     at_ms: int | None = None,
     topic_id: str = "",
@@ -61,6 +65,8 @@ def note_text(
     words = [STREAM_PREFIX, stream, str(seq), str(reset_number)]
     if followed:
         words.append(FOLLOWED)
+    if started:
+        words.append(STARTED)
     if truncated_after is not None:
         words.append(f"{TRUNCATED_AFTER}={truncated_after}")
     if at_ms is not None:
@@ -90,6 +96,7 @@ def parse_note(text: str) -> Note:
                 int(seq),
                 int(reset_number),
                 followed=FOLLOWED in words,
+                started=STARTED in words,
                 truncated_after=truncated_after,
                 at_ms=at_ms,
                 topic_id=more.get(TOPIC, ""),

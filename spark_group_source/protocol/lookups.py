@@ -46,7 +46,8 @@ class PositionLookups:
         self.started: set[TopicPartition] = set()
         """Partitions without a committed offset that start behind their first record, or continue after a reset where
         this stream was before it; until a batch with them is durable or a foreign commit decides instead. A stream's
-        commit of its start does not count as one, nor does this stream's if it knows nothing of the reset."""
+        commit of its start, which its note marks, does not count as one, nor does this stream's if it knows nothing of
+        the reset."""
         # A group can be reset only while it is empty, so a run can have missed a reset only while it had no partition.
         # A period is a time in which it has some without interruption; its first lookup also reads the notes of resets.
         self._period = 0
@@ -127,10 +128,10 @@ class PositionLookups:
             elif committed.stream != stream:
                 self.started.discard(tp)  # no longer chosen by the starting options
             was_reset = isinstance(partition.memory, VoidedMemory)  # which may have moved it; its offset was lost
-            if _is_mere_start(committed, stream) or (was_reset and self._is_before_reset(committed, stream)):
-                self.started.add(tp)
             self._silent_since_ms.pop(tp, None)
             moved_from = self._partitions.apply_committed(tp, partition, committed, stream=stream)
+            if (was_reset and self._is_before_reset(committed, stream)) or self._is_start(tp, committed):
+                self.started.add(tp)
             if moved_from is not None and committed is not None:
                 self._out.log(f"another consumer or an operator moved {tp} from {moved_from} to {committed.offset}")
         self._count_restored(restored)
@@ -139,6 +140,10 @@ class PositionLookups:
         if new:
             self._order_starts(new)
         self._retry_unanswered(event.requested, event.offsets, continues=bool(new))
+
+    def _is_start(self, tp: TopicPartition, committed: ev.Committed | None) -> bool:
+        """Whether a stream committed where it starts, and this one continues there."""
+        return committed is not None and committed.started and self._partitions.position(tp) == committed.offset
 
     def _is_before_reset(self, committed: ev.Committed | None, stream: str) -> bool:
         """Whether the group's last reset did not set this offset: there is none, or this stream committed it without
@@ -245,13 +250,6 @@ class PositionLookups:
         self._failures += 1
         if not self._has_warned_of_silence:
             self._out.log(f"could not read the offsets of {len(partitions)} partitions ({reason}); retrying")
-
-
-def _is_mere_start(committed: ev.Committed | None, stream: str) -> bool:
-    """Whether another stream committed where it starts by the starting options, and no batch of it was durable then."""
-    if committed is None or committed.stream in (None, stream):
-        return False
-    return committed.seq < 0 and not committed.followed
 
 
 def _is_added(tp: TopicPartition, known: Mapping[str, int]) -> bool:

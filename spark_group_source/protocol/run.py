@@ -637,6 +637,7 @@ class Run:
                     seq=self.seq,
                     reset_number=self.partitions.reset_number,
                     followed=frozenset(followed),
+                    started=frozenset(self.lookups.started & offsets.keys()),
                     truncated_after=truncated_after,
                     leader_epochs=self.data_loss.known_epochs.of(offsets),
                     topic_ids=dict(self.data_loss.topic_ids),
@@ -795,9 +796,7 @@ class Run:
         return None
 
     def _first_ends_request(self) -> ev.ReadLogEnds:
-        return self.data_loss.begin(
-            self.plannable(), self._now_ms, self.partitions.reset_number, without_offset=self.lookups.started
-        )
+        return self.data_loss.begin(self.plannable(), self._now_ms)
 
     def _fetching_ends(self) -> ev.Step | None:
         """Read the log ends, request by request, then plan the next batch."""

@@ -393,12 +393,13 @@ def _check_unchanged(parts: Sequence[MemberCommit]) -> None:
 def notes_of(command: ev.CommitOffsets, *, at_ms: int) -> Notes:
     """Return what is committed beside each offset. ``at_ms``: the time of the commit, in milliseconds since 1970."""
 
-    def text(topic: str, *, followed: bool = False, truncated_after: int | None = None) -> str:
+    def text(topic: str, *, followed: bool = False, started: bool = False, truncated_after: int | None = None) -> str:
         return identifiers.note_text(
             command.stream,
             command.seq,
             command.reset_number,
             followed=followed,
+            started=started,
             truncated_after=truncated_after,
             at_ms=at_ms,
             topic_id=command.topic_ids.get(topic, ""),
@@ -406,8 +407,13 @@ def notes_of(command: ev.CommitOffsets, *, at_ms: int) -> Notes:
 
     plain = {topic: text(topic) for topic in {tp.topic for tp in command.offsets}}
     texts = {tp: plain[tp.topic] for tp in command.offsets}
-    for tp in command.followed | command.truncated_after.keys():
-        texts[tp] = text(tp.topic, followed=tp in command.followed, truncated_after=command.truncated_after.get(tp))
+    for tp in command.followed | command.started | command.truncated_after.keys():
+        texts[tp] = text(
+            tp.topic,
+            followed=tp in command.followed,
+            started=tp in command.started,
+            truncated_after=command.truncated_after.get(tp),
+        )
     return {tp: OffsetNote(text, command.leader_epochs.get(tp, UNKNOWN_EPOCH)) for tp, text in texts.items()}
 
 

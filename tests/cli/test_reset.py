@@ -57,6 +57,14 @@ def test_unmoved_partition_keeps_stream_id_with_new_reset_number() -> None:
     assert parse_note(kept.notes[P1]) == Note("s1", 3, 1, followed=True, truncated_after=90)
 
 
+@pytest.mark.parametrize(("recorded", "started"), [(None, True), (7, True), (8, False)])
+def test_unmoved_partition_still_starts_there_unless_the_ledger_moves_it(recorded: int | None, started: bool) -> None:
+    of_table = None if recorded is None else ledger({P1: recorded})
+    found = plan_reset({P0: 5}, committed({P1: (7, note_text("s1", -1, started=True))}), of_table, TOPICS)
+    assert found.offsets[P1] == (recorded or 7)
+    assert parse_note(found.notes[P1]).started is started
+
+
 def test_unmoved_partition_follows_a_ledger_that_is_ahead() -> None:
     """The last commit of a run was lost. Behind the ledger, the partition would look like an operator's rewind."""
     before = committed({P0: (9, note_text("s1", 4)), P1: (7, note_text("s1", 4))})

@@ -275,6 +275,7 @@ class RunHarness:
                         seq=command.seq,
                         reset_number=command.reset_number,
                         followed=followed,
+                        started=tp in command.started,
                     )
                 return ev.OffsetsCommitted(offsets=command.offsets)
             case ev.CheckReplaced():

@@ -36,7 +36,8 @@ class Brokers:
     def check(self, positions: Offsets, *, after_ms: int = 100, reset_number: int = 0) -> list[str]:
         """One check. Returns its warnings."""
         self.now_ms += after_ms
-        request: ev.ReadLogEnds | None = self.detector.begin(positions, self.now_ms, reset_number)
+        self.detector.learn_ids({}, reset_number, without_offset=())
+        request: ev.ReadLogEnds | None = self.detector.begin(positions, self.now_ms)
         self.requests = []
         while request is not None:
             self.requests.append(request)

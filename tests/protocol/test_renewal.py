@@ -3,7 +3,7 @@
 import pytest
 from kit.harness import STREAM, GroupHarness, only, tps
 
-from spark_group_source.model import LATEST, TopicPartition
+from spark_group_source.model import LATEST
 from spark_group_source.options.starting import StartingPosition
 from spark_group_source.protocol import events as ev
 from spark_group_source.protocol.partitions import RENEW_CHECK_MS, RENEW_MS
@@ -126,22 +126,39 @@ def test_partition_that_returns_before_its_first_batch_is_durable_is_listed_as_s
     assert group.run.plannable() == {A: 31}
 
 
-@pytest.mark.parametrize(
-    ("seq", "followed", "started"),
-    [(-1, False, {A}), (0, False, set()), (-1, True, set())],
-    ids=["nothing durable", "a batch", "at a foreign commit"],
-)
-def test_G5_start_of_another_stream_with_nothing_durable_is_listed_as_started(
-    seq: int, followed: bool, started: set[TopicPartition]
-) -> None:
-    """Its driver was killed before its first batch, or its user deleted the checkpoint after the sink had refused it:
-    no consumer read the records before the start."""
+@pytest.mark.parametrize("started", [True, False], ids=["nothing durable", "a batch, or at a foreign commit"])
+@pytest.mark.parametrize("stream", [STREAM, "another"])
+def test_G5_start_that_a_stream_committed_with_nothing_durable_is_listed_as_started(stream: str, started: bool) -> None:
+    """Its driver was killed before a batch with the partition, or its user deleted the checkpoint after the sink had
+    refused it: no consumer read the records before the start."""
     group = GroupHarness(starting=StartingPosition(everywhere=LATEST))
     group.start_stream()
     group.assigned(A)
-    group.claim({A: ev.Committed(offset=31, stream="another", seq=seq, followed=followed)})
+    claim = group.committed if stream == STREAM else group.claim
+    claim({A: ev.Committed(offset=31, stream=stream, seq=4, started=started)})
     assert group.run.plannable() == {A: 31}
-    assert group.run.lookups.started == started
+    assert group.run.lookups.started == ({A} if started else set())
+
+
+def test_start_that_the_checkpoint_is_beyond_is_not_listed_as_started(fresh: GroupHarness) -> None:
+    """A batch is durable that Kafka does not have."""
+    fresh.durable({A: (31, 40)})
+    fresh.assigned(A)
+    fresh.committed({A: ev.Committed(offset=31, stream=STREAM, started=True)})
+    assert fresh.run.plannable() == {A: 40}
+    assert fresh.run.lookups.started == frozenset()
+
+
+def test_commits_say_which_partitions_start_until_a_batch_is_durable() -> None:
+    group = GroupHarness(starting=StartingPosition(everywhere=LATEST))
+    group.start_stream()
+    group.assigned(A)
+    group.committed({A: None})
+    first = group.resolved({A: 31})
+    assert [order.started for order in only(ev.CommitOffsets, first)] == [{A}]
+    group.commit_succeeds(first)
+    group.plan({A: (31, 40)})
+    assert [order.started for order in only(ev.CommitOffsets, group.durable())] == [frozenset()]
 
 
 def test_partition_of_a_batch_that_a_reset_voids_is_listed_as_started() -> None:
