@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from unittest.mock import patch
 
@@ -34,11 +34,12 @@ def home() -> Path:
     return linked_spark_home(cache_dir())
 
 
-def submit(*words: str) -> list[str]:
-    """``spark-submit`` with Delta Lake, as documents give it, but with its jars in place of ``--packages``."""
+def submit(*words: str, jars: Iterable[Path] = ()) -> list[str]:
+    """``spark-submit`` with Delta Lake and further jars, as documents give it, but with ``--jars`` in place of
+    ``--packages``."""
     settings = [word for name, value in DELTA_SETTINGS.items() for word in ("--conf", f"{name}={value}")]
     command = str(Path(sys.executable).with_name("spark-submit"))
-    return [command, "--jars", ",".join(map(str, delta_jars())), *settings, *words]
+    return [command, "--jars", ",".join(map(str, [*delta_jars(), *jars])), *settings, *words]
 
 
 @contextlib.contextmanager

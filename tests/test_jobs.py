@@ -14,6 +14,7 @@ import pytest
 import typer
 from delta_files import living_rows
 from deltalake import DeltaTable
+from kit.object_store import object_store, s3a_jars
 from quick_spark import submit
 from scenes import Scene
 from typer.testing import CliRunner
@@ -96,6 +97,30 @@ def test_submitted_job_parses_records_and_continues_after_restart(scene: Scene, 
     again = living_rows(table)
     assert len(again) == len(found) + 30
     assert sorted(r["id"] for r in again if r["name"] == "later") == list(range(100, 130))
+
+
+@pytest.mark.spark
+@pytest.mark.full
+@pytest.mark.timeout(2 * RUN_S)
+def test_submitted_job_writes_a_table_on_s3_natively(scene: Scene, tmp_path: Path) -> None:
+    name, options = scene.topic(1), tmp_path / "storage"
+    scene.produce(name, [f"v{n}" for n in range(30)])
+    with object_store() as store:
+        options.write_text("".join(f"{key}={value}\n" for key, value in store.storage_options.items()))
+        table = store.uri("orders")
+        arguments = ["--bootstrap-servers", scene.servers, "--group", scene.group, "--topics", name, "--table", table]
+        arguments += ["--checkpoint", store.uri("checkpoint"), "--writer", "native", "--storage-options", str(options)]
+        settings = {key: value for key, value in store.spark_settings.items() if key != "spark.jars"}
+        words = [word for key, value in settings.items() for word in ("--conf", f"{key}={value}")]
+
+        ended = run(submit("--master", "local[2]", *words, str(JOB), *arguments, jars=s3a_jars()), tmp_path)
+
+        assert ended.returncode == 0, ended.stderr
+        copy = tmp_path / "copy"
+        store.download("orders", copy)
+    assert sorted(row["offset"] for row in living_rows(copy)) == list(range(30))
+    assert DeltaTable(copy).history(1)[0]["clientVersion"].startswith("delta-rs")
+    assert sorted(scene.committed().values()) == [30]
 
 
 def test_submitted_script_reports_errors_in_one_line_without_secrets(tmp_path: Path) -> None:

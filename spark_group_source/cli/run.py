@@ -27,6 +27,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -66,6 +67,14 @@ _MESSAGE: Final = re.compile(
 """The class and the message of an error in a stack trace, with the indented lines of its commands."""
 
 
+class Writer(StrEnum):
+    """Who commits to the table, as ``DeltaSink(writer=…)``."""
+
+    AUTO = "auto"
+    NATIVE = "native"
+    OPTIONS = "options"
+
+
 def run(
     bootstrap_servers: Annotated[
         str, typer.Option("--bootstrap-servers", "--bootstrap-server", help="Brokers to connect to first: host:port,…")
@@ -99,6 +108,17 @@ def run(
             "the environment. Repeatable.",
         ),
     ] = None,
+    writer: Annotated[
+        Writer, typer.Option(help="Who commits to the table; native: deltalake, options: Delta Lake.")
+    ] = Writer.AUTO,
+    storage_options: Annotated[
+        Path | None,
+        typer.Option(
+            dir_okay=False,
+            help="File of key=value lines with deltalake's options for the table's storage, such as AWS_REGION; "
+            "${NAME} is read from the environment. With it commits on S3 are native.",
+        ),
+    ] = None,
     log_level: Annotated[
         str, typer.Option(envvar="SPARK_GROUP_LOG_LEVEL", help="Log level of this job and of the source.")
     ] = "INFO",
@@ -117,6 +137,7 @@ def run(
     table_names.require_separate_folders(table_names.canonical(table), checkpoint)
     files = {name: value for path in option_file or [] for name, value in settings_in(path).items()}
     source = given | files | _from_command_line(option or [])
+    storage = None if storage_options is None else settings_in(storage_options)
     timing = _timing(trigger)
     _log_to_stderr(log_level)
     compatibility.check()
@@ -129,11 +150,18 @@ def run(
         _refuse_lost_name(spark, table_names.canonical(table))
         transform = None if schema is None else parsed(_ddl(spark, schema), prefix=kafka_prefix)
         columns = tuple(partition_by or ())
-        sink = DeltaSink(table, transform=transform, partition_by=columns, merge_schema=merge_schema)
+        sink = DeltaSink(
+            table,
+            transform=transform,
+            partition_by=columns,
+            merge_schema=merge_schema,
+            writer=writer.value,
+            storage_options=storage,
+        )
         options = {name: value for name, value in source.items() if value is not None}
-        writer = _load(spark, options).writeStream.foreachBatch(sink).option("checkpointLocation", checkpoint)
+        query = _load(spark, options).writeStream.foreachBatch(sink).option("checkpointLocation", checkpoint)
         _stop_on_signals()
-        _follow(writer.queryName(group).trigger(**timing))
+        _follow(query.queryName(group).trigger(**timing))
     except Exception as exc:
         if ASKED_TO_STOP.is_set():  # the JVM received the signal, too, and ends at once
             _log_signal(group)
