@@ -53,8 +53,8 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from spark_group_source import command_line
-from spark_group_source.delta import table_names
 from spark_group_source.errors import LedgerConflict
+from spark_group_source.host import run_files
 from spark_group_source.model import TopicPartition
 from spark_group_source.protocol.offsets import BatchKey, StreamOffset
 
@@ -393,7 +393,8 @@ def _damage_refused(group: str, table: str, version: int, document: str | Mappin
         ) from None
     except (ValueError, KeyError, TypeError, AttributeError, zlib.error) as exc:
         text = document if isinstance(document, str) else _dumps(document)
-        command = table_names.reset_command(group, table, "--to-current")
+        there = run_files.connection(group)
+        command = command_line.spark_group("reset", there, group, "--to-current", "--table", table, "--execute")
         raise LedgerDamaged(
             f"the ledger of group {group!r} in version {version} of table {table} is damaged ({exc!r}): "
             f"{text[:SHOWN_CHARS_MAX]}. Which records the table holds is unknown, so nothing is written. Stop the "
