@@ -12,7 +12,7 @@ source without an offset so far has ``-``. A DataFrame that a query uses twice h
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -57,6 +57,11 @@ class PlannedBatch:
     """The id of the query's run; None where no query runs on this thread."""
     root: str = ""
     """The query's checkpoint."""
+
+    def of_topics(self, topics: Collection[str]) -> "PlannedBatch":
+        """Return the part of the batch that has these topics."""
+        parts = (offset.of_topics(topics) for offset in self.offsets)
+        return replace(self, offsets=tuple(part for part in parts if part.ranges))
 
 
 def parse_planned(query_id: str, batch_id: int, text: str, previous: str | None) -> PlannedBatch:

@@ -15,7 +15,7 @@ A batch goes through these steps, in this order:
 4. commit the rows, the group's next ``SetTransaction`` number and the note with the ledger
    (:meth:`BatchCommit._commit`, :mod:`table_writer`). Of two commits with one number Delta lets one through; the
    other sink starts again at step 2;
-5. report the batch as durable to the run on this host (:meth:`DeltaSink._report`).
+5. report the batch as durable to the run on this host (:func:`report`).
 
 A killed driver, a replay, a fenced driver, a deleted checkpoint and a second query of the group all end with each
 record in the table once.
@@ -36,7 +36,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -103,8 +103,8 @@ class DeltaSink:
     Args:
         table: a path (it contains a slash) or a table name, looked up in the session's catalog.
         transform: returns the rows to write for the rows of the batch. Do projections here, not before ``writeStream``:
-            the sink needs the columns topic, partition and offset where it leaves rows out. Do not read the rows more
-            than once in it (no ``count()``): each action reads the batch again.
+            the sink needs the columns topic, partition and offset where it leaves rows out. If it uses the rows more
+            than once (``count()``, a join with themselves), set ``persist``: each use reads the batch from Kafka again.
         partition_by: the partition columns, used when the table is created, and compared when it exists.
         merge_schema: whether new columns are added to the table; otherwise they are refused. Columns of the table that
             the rows lack are null.
@@ -117,6 +117,7 @@ class DeltaSink:
         storage_options: credentials of the table's storage for ``deltalake``, by its names. With them a table that is
             not on a local file system is written natively.
         checkpoint: the query's ``checkpointLocation``. Needed on Spark Connect only.
+        persist: whether Spark keeps the rows of a batch, in memory and on disk, until it is written.
 
     Errors are raised when a batch is written.
 
@@ -139,6 +140,7 @@ class DeltaSink:
         writer: Writer = "auto",
         storage_options: Mapping[str, str] | None = None,
         checkpoint: str | None = None,
+        persist: bool = False,
     ) -> None:
         table_writer.check_writer(writer)
         self.table = table_names.canonical(table)
@@ -148,6 +150,7 @@ class DeltaSink:
         self.writer: Writer = writer
         self.storage_options = None if storage_options is None else dict(storage_options)
         self.checkpoint = checkpoint.rstrip("/") if checkpoint else None
+        self.persist = persist
         self._runs: dict[str, tuple[str | None, str]] = {}
         """By query id: the id of the newest run, and the id of the table that its first batch found."""
         self._table_id = ""
@@ -167,15 +170,27 @@ class DeltaSink:
 
     def __call__(self, df: "DataFrame", batch_id: int) -> None:
         """Write one batch; ``foreachBatch`` calls this."""
-        spark = df.sparkSession
-        planned = read_planned(spark, batch_id, self.checkpoint)
+        planned = read_planned(df.sparkSession, batch_id, self.checkpoint)
+        with persisted(df) if self.persist else nullcontext(df) as rows:
+            durable = self.write(rows, planned)
+        report(df.sparkSession, planned, durable, is_whole_sink=is_called_by_spark(sys._getframe(1)))
+
+    def write(self, df: "DataFrame", planned: PlannedBatch) -> tuple[StreamOffset, ...]:
+        """Write the rows of a planned batch, and mark it as void for the run on this host if the table leaves it out.
+
+        Returns:
+            The offsets whose rows the table has now: all but void ones.
+        """
         table = self._open_table(df, planned)
         with guarded_write(self._runs[planned.query_id][1], table.table, planned) as write:
             batch = BatchCommit(self, table, df, planned, write)
             durable = table_writer.retry_races(batch.attempt, what=f"batch {planned.batch_id} to table {self.table}")
         if table.log is not None:
             self._idle_logs.append(table.log)
-        self._report(spark, planned, durable, is_whole_sink=_is_called_by_spark(sys._getframe(1)))
+        for offset in planned.offsets:
+            if offset not in durable and (ledger := self._ledgers.get(offset.group)) is not None:
+                run_files.mark_void(offset.stream, offset.seq, ledger.reset_number)
+        return durable
 
     def _open_table(self, df: "DataFrame", planned: PlannedBatch) -> TableWriter:
         """Open the table; the first batch of a run creates it if it does not exist."""
@@ -230,29 +245,31 @@ class DeltaSink:
     def _transformed(self, df: "DataFrame") -> "DataFrame":
         return df if self.transform is None else self.transform(df)
 
-    def _report(
-        self, spark: "SparkSession", planned: PlannedBatch, durable: Sequence[StreamOffset], *, is_whole_sink: bool
-    ) -> None:
-        """Mark the batch as durable, or as void, for the run on this host, and keep the run's statistics in its
-        checkpoint."""
-        for offset in planned.offsets:
-            if offset not in durable and (ledger := self._ledgers.get(offset.group)) is not None:
-                run_files.mark_void(offset.stream, offset.seq, ledger.reset_number)
-        if not is_whole_sink and planned.run_id not in (None, ONLY_RUN):
-            _finished.watch(planned.query_id, durable, lambda: is_finished(spark, planned.root, planned.batch_id))
-        for offset in durable:
-            if is_whole_sink:
-                run_files.mark_durable_and_wait(offset)
-            if planned.run_id not in (None, ONLY_RUN):
-                checkpoint_status.start_reporting(
-                    checkpoint_status.run_name(str(planned.run_id)),
-                    offset.group,
-                    offset.stream,
-                    lambda: checkpoint_status.status_files(spark, planned.root),
-                )
+
+def report(
+    spark: "SparkSession", planned: PlannedBatch, durable: Sequence[StreamOffset], *, is_whole_sink: bool
+) -> None:
+    """Mark the batch as durable for the run on this host, and keep the run's statistics in its checkpoint.
+
+    Args:
+        durable: the offsets whose rows all tables have.
+        is_whole_sink: whether the batch is complete when the sink returns.
+    """
+    if not is_whole_sink and planned.run_id not in (None, ONLY_RUN):
+        _finished.watch(planned.query_id, durable, lambda: is_finished(spark, planned.root, planned.batch_id))
+    for offset in durable:
+        if is_whole_sink:
+            run_files.mark_durable_and_wait(offset)
+        if planned.run_id not in (None, ONLY_RUN):
+            checkpoint_status.start_reporting(
+                checkpoint_status.run_name(str(planned.run_id)),
+                offset.group,
+                offset.stream,
+                lambda: checkpoint_status.status_files(spark, planned.root),
+            )
 
 
-def _is_called_by_spark(caller: "FrameType") -> bool:
+def is_called_by_spark(caller: "FrameType") -> bool:
     """Return whether Spark itself calls the sink, so that the batch is complete when the call returns.
 
     A user's function may write the batch to other tables after the call.
@@ -561,6 +578,18 @@ class BatchCommit:
                 log.warning("%s: topic %s was deleted and recreated; its offsets start again", where, topics)
             if comparison.skipped:
                 log.info("%s: another consumer of the group read %s", where, format_ranges(comparison.skipped))
+
+
+@contextmanager
+def persisted(df: "DataFrame") -> "Iterator[DataFrame]":
+    """Let Spark keep the rows, in memory and on disk, until the block ends."""
+    from pyspark import StorageLevel
+
+    rows = df.persist(StorageLevel.MEMORY_AND_DISK)
+    try:
+        yield rows
+    finally:
+        rows.unpersist()
 
 
 def without_ranges(df: "DataFrame", drop: Sequence[OffsetRange], table: str) -> "DataFrame":

@@ -7,12 +7,14 @@ sorted, numbers are integers, and optional members are absent when empty.
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from spark_group_source.errors import CheckpointMismatch
 from spark_group_source.model import OffsetRange, TopicPartition
+
+T = TypeVar("T")
 
 VERSION = 1
 UNKNOWN_EPOCH = -1
@@ -88,6 +90,25 @@ class StreamOffset:
         if not self.lost_from:
             return self.ranges
         return {tp: (min(a, self.lost_from.get(tp, a)) if a < b else a, b) for tp, (a, b) in self.ranges.items()}
+
+    def of_topics(self, topics: Collection[str]) -> "StreamOffset":
+        """The ranges of these topics, with what a sink needs to know about them: the offset of a part of the batch."""
+
+        def of(values: Mapping[TopicPartition, T]) -> dict[TopicPartition, T]:
+            return {tp: value for tp, value in values.items() if tp.topic in topics}
+
+        return StreamOffset(
+            group=self.group,
+            stream=self.stream,
+            seq=self.seq,
+            topic_ids={topic: id_ for topic, id_ in self.topic_ids.items() if topic in topics},
+            ranges=of(self.ranges),
+            reset_number=self.reset_number,
+            followed=frozenset(tp for tp in self.followed if tp.topic in topics),
+            started=frozenset(tp for tp in self.started if tp.topic in topics),
+            leader_epochs=of(self.leader_epochs),
+            truncated_after=of(self.truncated_after),
+        )
 
     def positions(self) -> dict[TopicPartition, int]:
         """The next offset of every partition that was assigned at the plan."""

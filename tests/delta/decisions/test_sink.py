@@ -37,7 +37,7 @@ from spark_group_source.delta import table_names, table_writer
 from spark_group_source.delta.checkpoint import parse_planned
 from spark_group_source.delta.ledger_store import set_ledger
 from spark_group_source.delta.native_writer import NativeWriter, new_columns, reason_not_native
-from spark_group_source.delta.sink import DeltaSink, _is_called_by_spark
+from spark_group_source.delta.sink import DeltaSink, is_called_by_spark
 from spark_group_source.delta.table_history import CommitRace
 from spark_group_source.delta.table_writer import OptionsWriter
 from spark_group_source.errors import CheckpointMismatch, LedgerConflict, OptionError
@@ -57,7 +57,7 @@ def no_rows(df: Any) -> Any:
 def test_only_a_sink_that_spark_itself_calls_has_the_whole_batch_when_it_returns(file: str, by_spark: bool) -> None:
     found: dict[str, Any] = {"sys": sys}
     exec(compile("frame = sys._getframe()", file, "exec"), found)
-    assert _is_called_by_spark(found["frame"]) == by_spark
+    assert is_called_by_spark(found["frame"]) == by_spark
 
 
 # One commit
