@@ -28,6 +28,7 @@ from spark_group_source.protocol.statistics import Statistics
 if TYPE_CHECKING:
     from spark_group_source.cli.functions import describe, reset
     from spark_group_source.delta.sink import DeltaSink
+    from spark_group_source.delta.topic_sinks import DeltaSinks
     from spark_group_source.host.listener import GroupListener
     from spark_group_source.source import KafkaGroupDataSource
 
@@ -38,6 +39,7 @@ __all__ = [
     "CommitFailed",
     "DataLoss",
     "DeltaSink",
+    "DeltaSinks",
     "Fenced",
     "GroupError",
     "GroupListener",
@@ -60,7 +62,7 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("DeltaSink", "GroupListener", "KafkaGroupDataSource"):
+    if name in ("DeltaSink", "DeltaSinks", "GroupListener", "KafkaGroupDataSource"):
         from spark_group_source import compatibility
 
         compatibility.check()  # a missing or unsupported Spark lacks what the next lines import
@@ -68,6 +70,10 @@ def __getattr__(name: str) -> Any:
         from spark_group_source.delta.sink import DeltaSink
 
         return DeltaSink
+    if name == "DeltaSinks":
+        from spark_group_source.delta.topic_sinks import DeltaSinks
+
+        return DeltaSinks
     if name == "GroupListener":
         from spark_group_source.host.listener import GroupListener
 

@@ -35,6 +35,7 @@ UNBOUNDED = {
     "agents.prefetch.server:PrefetchServer._accept accept": "the listener is closed when the agent ends",
     "agents.channel.wire:receive_exactly recv": "the timeout of the socket, which is the time left of the caller's",
     "local.broker:Node.__init__ readline": "the supervisor, a process of this package, writes a line or ends",
+    "delta.topic_sinks:write_side_by_side result": "all have ended, each as the write of a single table",
     "local.supervise:main wait": "the child has ended, or was killed",
     "kafka.consumer:MemberConsumer.commit commit": "librdkafka ends it: after `session.timeout.ms` without a "
     "coordinator, or `socket.timeout.ms` without a response; the caller waits for "

@@ -1,0 +1,199 @@
+"""DeltaSinks: writes each topic of a batch to a table of its own, each record once.
+
+Runs in: the user's driver (on Spark Connect: in the server's worker for ``foreachBatch``). Deliberately absent: how one
+table is written and how its ledger decides (:mod:`sink`).
+
+A table gets the part of the batch that has its topics, and its ledger has the offsets of these topics only. So a table
+needs no commit in a batch without records for it, and no ledger says anything about another table. A crash between two
+tables leaves the batch in some of them: Spark runs it again, those that have it write nothing, and the others write
+theirs. The batch is durable, and Kafka gets its offsets, when all tables have it; so a query without its checkpoint
+continues at the lowest position of all tables, and each one leaves out what it has.
+"""
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, NamedTuple
+
+from spark_group_source.delta.checkpoint import PlannedBatch, read_planned
+from spark_group_source.delta.sink import DeltaSink, is_called_by_spark, persisted, report
+from spark_group_source.errors import OptionError
+from spark_group_source.protocol.offsets import StreamOffset
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+TABLES_MAX = 100
+"""The default bound on the tables of one :class:`DeltaSinks`."""
+
+AT_ONCE_MAX = 8
+"""How many tables a batch is written to at the same time."""
+
+NAMED_MAX = 10
+"""Topics or tables that an error names."""
+
+_threads = ThreadPoolExecutor(AT_ONCE_MAX, "spark-group tables")
+"""They write tables of all queries of this process. A thread that used the JVM keeps its connection open."""
+
+
+class TablePart(NamedTuple):
+    """What one table gets of a batch."""
+
+    sink: DeltaSink
+    topics: list[str]
+    planned: PlannedBatch
+
+
+class DeltaSinks:
+    """Writes each topic to a Delta table of its own, exactly once:
+    ``stream.writeStream.foreachBatch(DeltaSinks(lambda topic: DeltaSink(f"/lake/{topic}")))``.
+
+    A batch with records for several tables is read from Kafka once: Spark keeps its rows, in memory and on disk, until
+    all tables have them, also if one fails. Up to AT_ONCE_MAX tables are written side by side. A table that cannot be
+    written fails the batch, and the others may have it; the next attempt writes the missing ones.
+
+    Args:
+        sinks: the sink of each topic, or a function that returns the sink of a topic; it is called once for each topic
+            in a run. Topics whose sinks name one table share the first of these sinks. A table is created when its
+            first record comes, and begins there.
+        tables_max: how many tables there may be; a further one fails the batch before anything is written.
+        checkpoint: the query's ``checkpointLocation``. Needed on Spark Connect only.
+
+    Errors are raised when a batch is written: those of :class:`DeltaSink`, and
+
+    Raises:
+        OptionError: a topic has no sink, there are too many tables, the rows lack the column ``topic`` or have other
+            topics than the batch, or the query has other sources. Nothing was written.
+    """
+
+    def __init__(
+        self,
+        sinks: Mapping[str, DeltaSink] | Callable[[str], DeltaSink],
+        *,
+        tables_max: int = TABLES_MAX,
+        checkpoint: str | None = None,
+    ) -> None:
+        if isinstance(sinks, Mapping):
+            sinks = dict(sinks)
+            if not sinks or any(not isinstance(sink, DeltaSink) for sink in sinks.values()):
+                raise OptionError("DeltaSinks needs a DeltaSink for each topic, or a function that returns one")
+            if len({sink.table for sink in sinks.values()}) > tables_max:
+                raise OptionError(f"DeltaSinks has more tables than tables_max={tables_max}")
+        elif not callable(sinks):
+            raise OptionError(f"DeltaSinks needs sinks by topic, or a function, not {type(sinks).__name__}")
+        self._given = sinks
+        self.tables_max = tables_max
+        self.checkpoint = checkpoint.rstrip("/") if checkpoint else None
+        self._by_topic: dict[str, DeltaSink] = {}
+        self._by_table: dict[str, DeltaSink] = {}
+
+    def __call__(self, df: "DataFrame", batch_id: int) -> None:
+        """Write one batch; ``foreachBatch`` calls this."""
+        spark = df.sparkSession
+        planned = read_planned(spark, batch_id, self.checkpoint)
+        parts = self._parts(df, planned)
+        persist = any(part.sink.persist for part in parts)
+        with rows_by_topics(df, [part.topics for part in parts], persist=persist) as rows:
+            written = write_side_by_side(spark, parts, rows)
+        void = {
+            offset.stream
+            for part, durable in zip(parts, written, strict=True)
+            for offset in part.planned.offsets
+            if offset not in durable
+        }
+        durable = [offset for offset in planned.offsets if offset.stream not in void]
+        report(spark, planned, durable, is_whole_sink=is_called_by_spark(sys._getframe(1)))
+
+    def _parts(self, df: "DataFrame", planned: PlannedBatch) -> list[TablePart]:
+        """Return the tables for which the batch has records."""
+        if planned.other_sources:
+            raise OptionError(
+                f"query {planned.query_id} has sources of other kinds, and DeltaSinks chooses tables by the topic of "
+                "the rows. Use a query for each kind of source",
+                query_id=planned.query_id,
+            )
+        types = [field.dataType.simpleString() for field in df.schema.fields if field.name == "topic"]
+        if types != ["string"]:
+            raise OptionError(
+                f"the rows have {len(types)} columns topic of type {types}, and DeltaSinks needs one of type string. "
+                "Select and rename columns in DeltaSink(..., transform=...), not before writeStream"
+            )
+        topics: dict[DeltaSink, list[str]] = {}
+        for topic in sorted({r.tp.topic for offset in planned.offsets for r in offset.batch()}):
+            topics.setdefault(self._sink_of(topic), []).append(topic)
+        return [TablePart(sink, some, planned.of_topics(some)) for sink, some in topics.items()]
+
+    def _sink_of(self, topic: str) -> DeltaSink:
+        if topic not in self._by_topic:
+            sink = self._given(topic) if callable(self._given) else self._given.get(topic)
+            if not isinstance(sink, DeltaSink):
+                raise OptionError(
+                    f"topic {topic} has no table: DeltaSinks has {type(sink).__name__} for it, not a DeltaSink. Add a "
+                    "DeltaSink for the topic, or leave the topic out of subscribe or subscribePattern",
+                    topic=topic,
+                )
+            if sink.table not in self._by_table and len(self._by_table) >= self.tables_max:
+                raise OptionError(
+                    f"topic {topic} would be written to table {sink.table}, and tables_max={self.tables_max} tables "
+                    "are in use. Raise tables_max, or let several topics share a table",
+                    topic=topic,
+                )
+            self._by_topic[topic] = self._by_table.setdefault(sink.table, sink)
+        return self._by_topic[topic]
+
+
+@contextmanager
+def rows_by_topics(
+    df: "DataFrame", parts: Sequence[Sequence[str]], *, persist: bool = False
+) -> "Iterator[list[DataFrame]]":
+    """Return the rows of each part of a batch. Spark keeps those of several parts until the block ends.
+
+    Args:
+        parts: the topics of each part.
+        persist: whether Spark keeps also the rows of a single part.
+
+    Raises:
+        OptionError: a row has another topic.
+    """
+    if len(parts) < 2:
+        with persisted(df) if persist else nullcontext(df) as rows:
+            yield [rows] * len(parts)
+        return
+    from pyspark.sql import functions as F
+
+    planned = sorted(topic for topics in parts for topic in topics)
+    with persisted(df) as rows:
+        is_planned = F.coalesce(F.col("topic").isin(planned), F.lit(False))
+        ((others,),) = rows.agg(F.collect_set(F.when(~is_planned, F.coalesce("topic", F.lit("null"))))).collect()
+        if others:
+            raise OptionError(
+                f"the batch has records of {', '.join(planned[:NAMED_MAX])}, and rows with topic "
+                f"{', '.join(sorted(others)[:NAMED_MAX])}, which belong to no table. Change the column topic in "
+                "DeltaSink(..., transform=...), not before writeStream"
+            )
+        yield [rows.where(F.col("topic").isin(topics)) for topics in parts]
+
+
+def write_side_by_side(
+    spark: "SparkSession", parts: Sequence[TablePart], rows: "Sequence[DataFrame]"
+) -> list[tuple[StreamOffset, ...]]:
+    """Write each part to its table. Returns when none is being written any more, with the durable offsets of each.
+
+    Raises:
+        Exception: that of the first part that failed.
+    """
+    if len(parts) < 2:
+        return [part.sink.write(df, part.planned) for part, df in zip(parts, rows, strict=True)]
+    from pyspark.util import inheritable_thread_target
+
+    write = inheritable_thread_target(spark)(_write)  # so that stopping the query cancels the jobs
+    running: list[Future[tuple[StreamOffset, ...]]] = [
+        _threads.submit(write, part, df) for part, df in zip(parts, rows, strict=True)
+    ]
+    wait(running)
+    return [each.result() for each in running]
+
+
+def _write(part: TablePart, df: "DataFrame") -> tuple[StreamOffset, ...]:
+    return part.sink.write(df, part.planned)
