@@ -18,6 +18,7 @@ from sink_source import SCHEMA, Ranges, rows_of, write_script
 
 from spark_group_source.delta.sink import DeltaSink
 from spark_group_source.delta.table_writer import Writer
+from spark_group_source.delta.topic_sinks import DeltaSinks
 from spark_group_source.model import OffsetRange, TopicPartition
 from spark_group_source.protocol.offsets import StreamOffset
 
@@ -56,7 +57,7 @@ class Query:
     def rows(self, *lines: StreamOffset) -> "DataFrame":
         return self.spark.createDataFrame([r for line in lines for r in rows_of(line.batch())], SCHEMA)
 
-    def run(self, sink: DeltaSink, batch_id: int, *lines: StreamOffset) -> None:
+    def run(self, sink: DeltaSink | DeltaSinks, batch_id: int, *lines: StreamOffset) -> None:
         """Plan a batch, and pass it to the sink itself."""
         self.plan(batch_id, *lines)
         _BY_SPARK["call"](sink, self.rows(*lines), batch_id)

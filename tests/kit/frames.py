@@ -3,11 +3,12 @@
 Runs in: tests. Deliberately absent: SQL, queries, Delta's classes. Tables are real: ``deltalake`` writes the log, and a
 DataFrame writes real Parquet files like Spark's tasks. :class:`DeltaSession` also appends like Delta's own writer.
 ``tests/delta/test_fakes.py`` compares the commits and rows with those that Spark leaves. :func:`without_ranges`
-replaces the function of that name in :mod:`spark_group_source.delta.sink`, which needs a JVM.
+and :func:`rows_by_topics` replace functions of these names in :mod:`spark_group_source.delta`, which need a JVM.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from deltalake import CommitProperties, DeltaTable, Transaction, write_deltalake
 
+from spark_group_source.errors import OptionError
 from spark_group_source.model import OffsetRange
 
 TYPES = {"string": pa.string(), "int": pa.int32(), "long": pa.int64(), "bigint": pa.int64()}
@@ -188,3 +190,17 @@ def without_ranges(df: Frame, drop: Sequence[OffsetRange], table: str) -> Frame:
         for row in df.rows.to_pylist()
     ]
     return Frame(df.sparkSession, df.rows.filter(pa.array(keep, pa.bool_())))
+
+
+@contextmanager
+def rows_by_topics(df: Frame, parts: Sequence[Sequence[str]], *, persist: bool = False) -> Iterator[list[Frame]]:
+    """The rows of each part of a batch."""
+    if len(parts) < 2:
+        yield [df] * len(parts)
+        return
+    found = df.rows["topic"].to_pylist()
+    if others := {str(topic) for topic in found} - {topic for topics in parts for topic in topics}:
+        raise OptionError(f"rows with topic {', '.join(sorted(others))}, which belong to no table")
+    yield [
+        Frame(df.sparkSession, df.rows.filter(pa.array([t in topics for t in found], pa.bool_()))) for topics in parts
+    ]

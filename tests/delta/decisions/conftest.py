@@ -14,7 +14,7 @@ from offset_model import SERVERS, OffsetModel
 from sink_helpers import Query
 
 from spark_group_source.cli import common
-from spark_group_source.delta import sink
+from spark_group_source.delta import sink, topic_sinks
 from spark_group_source.delta.table_history import Commit
 from spark_group_source.delta.table_writer import TableWriter, open_log
 
@@ -32,6 +32,8 @@ def without_rows(monkeypatch: pytest.MonkeyPatch) -> None:
         "without_ranges",
         lambda df, drop, table: frames.without_ranges(df, drop, table) if drop else real(df, drop, table),
     )
+    monkeypatch.setattr(topic_sinks, "rows_by_topics", frames.rows_by_topics)
+    monkeypatch.setattr("pyspark.util.inheritable_thread_target", lambda session: lambda call: call)
 
 
 class ReportedLog:

@@ -1,0 +1,205 @@
+"""DeltaSinks without a JVM, on real tables of ``deltalake``. The content of a table is read from its log files.
+Deliberately absent: Spark, Kafka (``tests/delta/test_topics.py``, ``tests/crash/test_topics.py``)."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pyspark import cloudpickle
+from sink_helpers import Query, commits, next_offsets, one, records, rows
+from sink_source import offset
+
+from spark_group_source import DeltaSink, DeltaSinks
+from spark_group_source.errors import OptionError
+from spark_group_source.host import run_files
+from spark_group_source.protocol.offsets import BatchKey
+
+TOPICS = ("clicks", "orders", "payments")
+
+
+@pytest.fixture
+def lake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "runs").mkdir(mode=0o700)  # where a run publishes
+    monkeypatch.setattr(run_files, "directory", lambda: tmp_path / "runs")
+    return tmp_path / "lake"
+
+
+@pytest.fixture
+def sinks(query: Query, lake: Path) -> DeltaSinks:
+    return by_topic(query, lake)
+
+
+def by_topic(query: Query, lake: Path, **arguments: Any) -> DeltaSinks:
+    return DeltaSinks(lambda topic: query.sink(lake / topic), checkpoint=str(query.root), **arguments)
+
+
+def of(*topics: str, start: int, end: int) -> Any:
+    return {(topic, 0): (start, end) for topic in topics}
+
+
+def tables(lake: Path) -> list[str]:
+    return sorted(path.name for path in lake.iterdir()) if lake.is_dir() else []
+
+
+def test_G4_each_topic_has_a_table_with_its_rows_and_the_ledger_of_its_offsets(
+    query: Query, lake: Path, sinks: DeltaSinks
+) -> None:
+    query.run(sinks, 0, offset(0, of(*TOPICS, start=0, end=5)))
+    query.run(sinks, 1, offset(1, of("orders", start=5, end=7) | of("clicks", start=5, end=5)))
+    assert tables(lake) == [*TOPICS]
+    for topic, end in zip(TOPICS, (5, 7, 5), strict=True):
+        assert rows(lake / topic) == records(0, end, topic=topic)
+        assert next_offsets(lake / topic) == {(topic, 0): end}
+    assert [len(commits(lake / topic)) for topic in TOPICS] == [2, 3, 2], "none without records"
+
+
+def test_topics_may_share_a_table(query: Query, lake: Path) -> None:
+    both = DeltaSinks(lambda topic: query.sink(lake / topic.partition(".")[0]), checkpoint=str(query.root))
+    query.run(both, 0, offset(0, of("orders.eu", "orders.us", "clicks", start=0, end=3)))
+    assert tables(lake) == ["clicks", "orders"]
+    assert rows(lake / "orders") == sorted(records(0, 3, topic="orders.eu") + records(0, 3, topic="orders.us"))
+    assert len(commits(lake / "orders")) == 2
+
+
+@pytest.fixture
+def fails(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
+    """``fails(table)``: the next write to a table ends like a full disk."""
+
+    def arm(table: Path) -> None:
+        real = DeltaSink.write
+
+        def write(self: DeltaSink, *batch: Any) -> Any:
+            if self.table == str(table):
+                monkeypatch.setattr(DeltaSink, "write", real)
+                raise OSError("No space left on device")
+            return real(self, *batch)
+
+        monkeypatch.setattr(DeltaSink, "write", write)
+
+    return arm
+
+
+@pytest.mark.parametrize("failing", TOPICS)
+def test_G4_batch_that_one_table_lacks_is_not_durable_and_its_replay_writes_that_table_only(
+    query: Query, lake: Path, sinks: DeltaSinks, fails: Callable[[Path], None], failing: str
+) -> None:
+    batch = offset(0, of(*TOPICS, start=0, end=5))
+    fails(lake / failing)
+    with pytest.raises(OSError, match="No space"):
+        query.run(sinks, 0, batch)
+    assert run_files.durable_mark("s1").seq == -1
+    assert tables(lake) == [topic for topic in TOPICS if topic != failing], "the others have it"
+    query.run(by_topic(query, lake), 0, batch)
+    assert {topic: rows(lake / topic) for topic in TOPICS} == {t: records(0, 5, topic=t) for t in TOPICS}
+    assert [len(commits(lake / topic)) for topic in TOPICS] == [2, 2, 2]
+    assert run_files.durable_mark("s1") == BatchKey.of(batch)
+
+
+def test_G5_query_without_its_checkpoint_leaves_out_in_each_table_what_it_has(
+    query: Query, new_query: Any, lake: Path, sinks: DeltaSinks, fails: Callable[[Path], None]
+) -> None:
+    query.run(sinks, 0, offset(0, of(*TOPICS, start=0, end=5)))
+    fails(lake / "orders")
+    with pytest.raises(OSError, match="No space"):
+        query.run(sinks, 1, offset(1, of(*TOPICS, start=5, end=9)))
+    later = new_query("later")  # Kafka has the offsets of batch 0
+    later.run(by_topic(later, lake), 0, offset(0, of(*TOPICS, start=5, end=12), stream="s2"))
+    assert {topic: rows(lake / topic) for topic in TOPICS} == {t: records(0, 12, topic=t) for t in TOPICS}
+
+
+def test_batch_that_is_void_in_one_table_is_not_durable(query: Query, lake: Path, sinks: DeltaSinks) -> None:
+    query.run(sinks, 0, offset(0, of(*TOPICS, start=0, end=5), reset_number=1))
+    query.run(sinks, 1, offset(1, of("clicks", start=5, end=6), reset_number=2))
+    query.run(sinks, 2, offset(2, of("clicks", "orders", start=5, end=8), reset_number=1))
+    assert rows(lake / "clicks") == records(0, 6, topic="clicks")
+    assert run_files.void_by("s1", 2) == 2
+    assert run_files.durable_mark("s1").seq == 1
+
+
+def test_table_of_a_new_topic_is_created_with_its_first_record(query: Query, lake: Path, sinks: DeltaSinks) -> None:
+    query.run(sinks, 0, offset(0, of("orders", start=0, end=5) | of("clicks", start=90, end=90)))
+    assert tables(lake) == ["orders"]
+    query.run(sinks, 1, offset(1, of("clicks", start=90, end=95)))
+    assert rows(lake / "clicks") == records(90, 95, topic="clicks")
+
+
+def test_batch_without_records_is_durable(query: Query, lake: Path, sinks: DeltaSinks) -> None:
+    batch = offset(0, of("orders", start=5, end=5))
+    query.run(sinks, 0, batch)
+    assert tables(lake) == []
+    assert run_files.durable_mark("s1") == BatchKey.of(batch)
+
+
+# --- refusals -------------------------------------------------------------------------------------------------------
+
+
+def test_topic_without_a_sink_is_refused_before_anything_is_written(query: Query, lake: Path) -> None:
+    some = DeltaSinks({"orders": query.sink(lake / "orders")}, checkpoint=str(query.root))
+    with pytest.raises(OptionError, match="topic payments has no table"):
+        query.run(some, 0, offset(0, of("orders", "payments", start=0, end=5)))
+    assert tables(lake) == []
+
+
+def test_more_tables_than_allowed_are_refused_before_anything_is_written(query: Query, lake: Path) -> None:
+    with pytest.raises(OptionError, match=r"payments.* tables_max=2 tables are in use"):
+        query.run(by_topic(query, lake, tables_max=2), 0, offset(0, of(*TOPICS, start=0, end=5)))
+    assert tables(lake) == []
+
+
+def test_rows_of_another_topic_are_refused_before_anything_is_written(query: Query, lake: Path) -> None:
+    batch = offset(0, of("orders", "clicks", start=0, end=5))
+    query.plan(0, batch)
+    frame = query.rows(batch, offset(0, of("renamed", start=0, end=1)))
+    with pytest.raises(OptionError, match="rows with topic renamed"):
+        by_topic(query, lake)(frame, 0)
+    assert tables(lake) == []
+
+
+def test_rows_without_their_topic_are_refused(query: Query, sinks: DeltaSinks) -> None:
+    batch = offset(0, one(0, 5))
+    query.plan(0, batch)
+    with pytest.raises(OptionError, match="transform="):
+        sinks(query.rows(batch).select("value"), 0)
+
+
+def test_sources_of_other_kinds_are_refused(query: Query, sinks: DeltaSinks) -> None:
+    query.plan(0, offset(0, one(0, 5)), '{"rate": 1}')
+    with pytest.raises(OptionError, match="sources of other kinds"):
+        sinks(query.rows(offset(0, one(0, 5))), 0)
+
+
+@pytest.mark.parametrize("given", [{}, {"orders": "/lake/orders"}, "/lake/orders", None])
+def test_what_is_not_a_sink_for_each_topic_is_refused_at_the_start(given: Any) -> None:
+    with pytest.raises(OptionError, match="DeltaSinks needs"):
+        DeltaSinks(given)
+
+
+def test_too_many_tables_are_refused_at_the_start() -> None:
+    given = {topic: DeltaSink(f"/lake/{topic}") for topic in TOPICS}
+    assert DeltaSinks(given, tables_max=3).tables_max == 3
+    with pytest.raises(OptionError, match="tables_max=2"):
+        DeltaSinks(given, tables_max=2)
+
+
+def test_sinks_can_be_sent_to_another_process(query: Query, lake: Path, sinks: DeltaSinks) -> None:
+    """Spark Connect does so."""
+    query.run(sinks, 0, offset(0, of("orders", start=0, end=5)))
+    there = cloudpickle.loads(cloudpickle.dumps(DeltaSinks({"orders": DeltaSink("/lake/orders")}, checkpoint="c/")))
+    assert there.checkpoint == "c"
+
+
+def test_one_table_gets_the_rows_as_they_are(query: Query, lake: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is kept for it."""
+    seen: list[Any] = []
+
+    def write(self: DeltaSink, df: Any, planned: Any) -> Any:
+        seen.append(df)
+        return planned.offsets
+
+    monkeypatch.setattr(DeltaSink, "write", write)
+    batch = offset(0, of("orders", start=0, end=5))
+    query.plan(0, batch)
+    frame = query.rows(batch)
+    by_topic(query, lake)(frame, 0)
+    assert seen == [frame]
