@@ -1,0 +1,102 @@
+"""DeltaSinks on a real Spark: a batch is read once, its rows are released, and its jobs belong to the query.
+Deliberately absent: the decisions about a batch (``decisions/test_topic_sinks.py``, without a JVM)."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from kit import frames
+from kit.frames import Session
+from pyspark.errors import StreamingQueryException
+from sink_helpers import next_offsets, records, rows, run, stream
+from sink_source import SCHEMA, offset
+
+from spark_group_source import DeltaSink, DeltaSinks
+from spark_group_source.delta import topic_sinks
+from spark_group_source.delta.checkpoint import RUN_ID
+from spark_group_source.errors import OptionError
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+pytestmark = [pytest.mark.spark, pytest.mark.usefixtures("few_tasks")]
+
+TOPICS = ("clicks", "orders", "payments")
+Split = Callable[[Any, Sequence[Sequence[str]]], AbstractContextManager[list[Any]]]
+
+
+def kept(spark: "SparkSession") -> int:
+    """The number of DataFrames whose rows Spark keeps."""
+    context: Any = spark.sparkContext
+    return int(context._jsc.getPersistentRDDs().size())
+
+
+@pytest.mark.parametrize("transform", ["none", "counts", "joins itself"])
+def test_G4_batch_for_several_tables_is_read_once_and_its_rows_are_released(
+    scripted: "SparkSession", tmp_path: Path, transform: str
+) -> None:
+    groups = set()
+
+    def change(df: "DataFrame") -> "DataFrame":
+        groups.add(df.sparkSession.sparkContext.getLocalProperty(RUN_ID))
+        if transform == "counts":
+            assert df.count() in (0, 4)
+        return df if transform != "joins itself" else df.join(df.select("topic", "partition", "offset"), on=[
+            "topic", "partition", "offset"]).select("topic", "partition", "offset", "value")  # fmt: skip
+
+    batches = [offset(n, {(t, 0): (4 * n, 4 * n + 4) for t in TOPICS}) for n in range(2)]
+    sinks = DeltaSinks(lambda topic: DeltaSink(tmp_path / topic, transform=change))
+    read = run(stream(scripted, tmp_path, batches), sinks, tmp_path / "checkpoint")
+    assert [count for count in read if count] == [12, 12]
+    for topic in TOPICS:
+        assert rows(tmp_path / topic) == records(0, 8, topic=topic)
+        assert next_offsets(tmp_path / topic) == {(topic, 0): 8}
+    assert kept(scripted) == 0
+    assert len(groups) == 1 and None not in groups, "that of the query's run: stopping the query cancels them"
+
+
+@pytest.mark.parametrize("several", [False, True], ids=["DeltaSink", "DeltaSinks with one table in the batch"])
+def test_transform_that_uses_its_rows_twice_reads_the_batch_once_with_persist(
+    scripted: "SparkSession", tmp_path: Path, several: bool
+) -> None:
+    def change(df: "DataFrame") -> "DataFrame":
+        assert df.count() == 4
+        return df
+
+    batches = [offset(n, {("orders", 0): (4 * n, 4 * n + 4)}) for n in range(2)]
+    sink = DeltaSink(tmp_path / "orders", transform=change, persist=True)
+    used = DeltaSinks({"orders": sink}) if several else sink
+    read = run(stream(scripted, tmp_path, batches), used, tmp_path / "checkpoint")
+    assert [count for count in read if count] == [4, 4]
+    assert rows(tmp_path / "orders") == records(0, 8)
+    assert kept(scripted) == 0
+
+
+def test_rows_are_released_and_other_tables_written_when_one_fails(scripted: "SparkSession", tmp_path: Path) -> None:
+    def full(df: "DataFrame") -> "DataFrame":
+        raise OSError("No space left on device")
+
+    batch = offset(0, {(t, 0): (0, 4) for t in TOPICS})
+    sinks = {t: DeltaSink(tmp_path / t, transform=full if t == "orders" else None) for t in TOPICS}
+    with pytest.raises(StreamingQueryException, match="No space left"):
+        run(stream(scripted, tmp_path, [batch]), DeltaSinks(sinks), tmp_path / "checkpoint")
+    assert kept(scripted) == 0
+    assert rows(tmp_path / "payments") == records(0, 4, topic="payments")
+    run(stream(scripted, tmp_path, [batch]), DeltaSinks(lambda t: DeltaSink(tmp_path / t)), tmp_path / "checkpoint")
+    assert {t: rows(tmp_path / t) for t in TOPICS} == {t: records(0, 4, topic=t) for t in TOPICS}
+
+
+@pytest.mark.parametrize("split", [frames.rows_by_topics, topic_sinks.rows_by_topics], ids=["fake", "Spark"])
+def test_rows_are_divided_by_topic_and_others_refused(spark: "SparkSession", split: Split) -> None:
+    session: Any = Session() if split is frames.rows_by_topics else spark
+    found = [r for t in TOPICS for r in records(0, 2, topic=t)]
+    with split(session.createDataFrame(found, SCHEMA), [["clicks", "payments"], ["orders"], ["none"]]) as parts:
+        counts = [part.rows.num_rows if isinstance(part, frames.Frame) else part.count() for part in parts]
+    assert counts == [4, 2, 0]
+    for other in ("Orders", None):
+        df = session.createDataFrame([*found, (other, 0, 9, "v")], SCHEMA)
+        with pytest.raises(OptionError, match="rows with topic"), split(df, [["clicks", "payments"], ["orders"]]):
+            pytest.fail("nothing may be written")
+    assert kept(spark) == 0
