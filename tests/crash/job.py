@@ -3,7 +3,8 @@
 Arguments, as one JSON object: servers, group, topic, table, checkpoint, scratch, options. ``connect``: the master of a
 Spark Connect server that the job starts. ``writer``, ``storage_options``: of the sink. ``again``: whether a failed
 query is started again. ``spark``: more settings of the session, and jars besides Delta's. ``pause``: where the first
-batch of the run stays until the job is killed; then there is a file ``paused`` in ``scratch``.
+batch of the run stays until the job is killed; then there is a file ``paused`` in ``scratch``. A ``table`` with
+``{topic}`` in it is one for each topic.
 """
 
 import json
@@ -19,7 +20,7 @@ from typing import Literal
 from pyspark.errors import StreamingQueryException
 from pyspark.sql import DataFrame, SparkSession
 
-from spark_group_source import DeltaSink
+from spark_group_source import DeltaSink, DeltaSinks
 from spark_group_source.delta.table_writer import Writer
 from spark_group_source.local.conf import local_spark_settings
 
@@ -27,6 +28,8 @@ LOOK_S = 2
 PAUSE_S_MAX = 600
 Point = Literal["offset", "rows", "commit"]
 """Points of a batch: after Spark wrote ``offsets/N``, after the sink wrote rows, after Spark wrote ``commits/N``."""
+BETWEEN_TABLES = "tables"
+"""The point at which all tables but that of the last topic may have the batch."""
 
 
 def main(
@@ -39,7 +42,7 @@ def main(
     connect: str = "",
     writer: Writer = "auto",
     again: str = "",
-    pause: Point | None = None,
+    pause: Point | Literal["tables"] | None = None,
     spark: Mapping[str, str] | None = None,
     storage_options: Mapping[str, str] | None = None,
     **options: str,
@@ -57,8 +60,24 @@ def main(
     stream = session.readStream.format("kafka-group").option("kafka.bootstrap.servers", servers)
     stream = stream.option("kafka.group.id", group).option("subscribe", topic).options(**options)
     where = checkpoint if connect else None
-    sink = DeltaSink(table, transform=_rows, writer=writer, checkpoint=where, storage_options=storage_options)
-    write = sink if pause is None else _paused(sink, pause, Path(scratch) / "paused")
+    paused = Path(scratch) / "paused"
+
+    def rows_of_last_topic(df: DataFrame) -> DataFrame:
+        _wait_to_be_killed(paused)
+        return df
+
+    def sink_of(name: str) -> DeltaSink:
+        is_held = pause == BETWEEN_TABLES and topic.endswith(name)
+        return DeltaSink(
+            table.format(topic=name),
+            transform=rows_of_last_topic if is_held else _rows,
+            writer=writer,
+            checkpoint=where,
+            storage_options=storage_options,
+        )
+
+    sink = DeltaSinks(sink_of, checkpoint=where) if "{topic}" in table else sink_of(topic)
+    write = sink if pause in (None, BETWEEN_TABLES) else _paused(sink, pause, paused)
     started = stream.load().writeStream.foreachBatch(write).option("checkpointLocation", checkpoint)
     tests, running = os.getppid(), True
     while running:
@@ -76,14 +95,18 @@ def main(
             running = os.getppid() == tests
 
 
-def _paused(sink: DeltaSink, point: Point, file: Path) -> Callable[[DataFrame, int], None]:
+def _paused(sink: Callable[[DataFrame, int], None], point: str, file: Path) -> Callable[[DataFrame, int], None]:
     def write(df: DataFrame, batch_id: int) -> None:
         if point == "rows":
             sink(df, batch_id)
-        file.touch()
-        threading.Event().wait(PAUSE_S_MAX)  # it is killed here
+        _wait_to_be_killed(file)
 
     return write
+
+
+def _wait_to_be_killed(file: Path) -> None:
+    file.touch()
+    threading.Event().wait(PAUSE_S_MAX)
 
 
 def _rows(df: DataFrame) -> DataFrame:
