@@ -287,11 +287,12 @@ class StartsResolved:
     """The offsets of the starting options: the response to :class:`ResolveStarts`.
 
     ``offsets``: None where no record is as young as the requested time; requested partitions that are missing got no
-    answer.
+    answer. ``leader_epochs``: of those that start at the end of the log, where leaders returned them.
     """
 
     offsets: Mapping[TopicPartition, int | None]
     requested: tuple[TopicPartition, ...] = ()
+    leader_epochs: Mapping[TopicPartition, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -668,6 +669,10 @@ class ForeignCommit:
 
 class ResetDetected:
     """A note shows a reset of the group that this run did not know."""
+
+
+class RecreatedUnchecked:
+    """The partition's topic was recreated, and the position was not among those that were checked."""
 
 
 class SlotMoves:

@@ -205,6 +205,13 @@ class Partitions:
         for tp, each in self._unknown() if topics else ():
             if tp.topic in topics and tp not in missing.offsets and not isinstance(each, Resolving):
                 each.memory = None
+        # Positions that the check did not have are of the deleted topic, or chosen by startingOffsets in the new one,
+        # which is read from its first record. They are looked up again and not committed, even if they are revoked.
+        for tp, mine in list(self.ours.items()) if topics else ():
+            is_idle = isinstance(mine, Resolving) or (isinstance(mine, Known) and mine.until is None)
+            if tp.topic in topics and tp not in missing.offsets and is_idle:
+                self._replace(tp, ev.RecreatedUnchecked, Unresolved(mine.slot, None))
+                self._due.pop(tp, None)
 
     def forget(self, topics: Collection[str]) -> None:
         """These topics do not exist any more: nothing of their partitions has to be committed."""

@@ -168,6 +168,10 @@ PARTITIONS: Mapping[tuple[PartitionState, type], PartitionState] = {
     (PartitionState.READY, ev.Replay): PartitionState.IN_FLIGHT,
     (PartitionState.CLAIMING, ev.Replay): PartitionState.IN_FLIGHT,
     (PartitionState.READY, ev.RecordsMissing): PartitionState.READY,
+    **{
+        (state, ev.RecreatedUnchecked): PartitionState.UNRESOLVED
+        for state in (PartitionState.RESOLVING, PartitionState.CLAIMING, PartitionState.READY)
+    },
     (PartitionState.READY, ev.SlotMoves): PartitionState.UNASSIGNED,
     (PartitionState.IN_FLIGHT, ev.Durable): PartitionState.READY,
     (PartitionState.IN_FLIGHT, ev.ForeignCommit): PartitionState.CLAIMING,

@@ -112,6 +112,35 @@ def test_partitions_of_a_recreated_topic_start_at_their_first_record() -> None:
     assert group.committed({B: None}) == [ev.ResolveStarts(starts={B: EARLIEST})]
 
 
+@pytest.mark.parametrize("resolved", [False, True], ids=["being resolved", "resolved"])
+def test_G4_start_in_a_topic_that_turns_out_to_be_recreated_is_chosen_again(resolved: bool) -> None:
+    """By startingOffsets it would leave out the first records of the new topic."""
+    group = GroupHarness(starting=FROM_THE_END)
+    group.start_stream()
+    group.settled(A)
+    group.assigned(B)
+    group.committed({B: None})
+    if resolved:
+        group.resolved({B: 36})
+    group.feed(ev.RecordsMissing(offsets={A: 0}, reason="topic orders was recreated", topics=("orders",)))
+    if not resolved:
+        assert group.resolved({B: 36}) == [ev.FetchCommittedOffsets(partitions=(B,))]
+    assert group.run.plannable() == {A: 0}
+    assert group.run.lookups.started == frozenset()
+    assert group.committed({B: None}) == [ev.ResolveStarts(starts={B: EARLIEST})]
+
+
+def test_G4_position_in_a_topic_that_was_recreated_is_not_committed_when_it_is_revoked(group: GroupHarness) -> None:
+    """A commit has the name of the topic only: the next owner would start there in the new topic."""
+    group.reads({A: (100, 150), B: (100, 150)})
+    commit = group.durable()
+    assert only(ev.Release, group.revoking(B)) == [], "its offset is being committed"
+    released = group.feed(ev.RecordsMissing(offsets={A: 0}, reason="topic orders was recreated", topics=("orders",)))
+    assert [release.slot for release in only(ev.Release, released)] == [0]
+    assert only(ev.CommitOffsets, commit)[0].offsets == {A: 150, B: 150}
+    assert [order.offsets for order in only(ev.CommitOffsets, group.feed(ev.OffsetCommitFailed(reason="x")))] == []
+
+
 @pytest.mark.parametrize("starts", [False, True], ids=["the committed offset", "the start"])
 def test_failed_lookup_is_repeated_after_a_growing_pause(group: GroupHarness, starts: bool) -> None:
     group.assigned(A)

@@ -229,6 +229,11 @@ def reset_shows(g: GroupHarness) -> None:
     g.committed({C: RESET})
 
 
+def topic_is_recreated(g: GroupHarness) -> None:
+    """The check did not have the partition."""
+    g.feed(ev.RecordsMissing(offsets={}, reason="topic orders was recreated", topics=("orders",)))
+
+
 PARTITION_PATHS: dict[Row, Path] = {
     (PartitionState.UNASSIGNED, ev.Assigned): [fetching],
     (PartitionState.UNRESOLVED, ev.FetchCommittedOffsets): [fetching],
@@ -252,6 +257,10 @@ PARTITION_PATHS: dict[Row, Path] = {
         assigned,
         lambda g: g.feed(ev.RecordsMissing(offsets={A: 120}, reason="x")),
     ],
+    **{
+        (state, ev.RecreatedUnchecked): [WAYS_TO[state], topic_is_recreated]
+        for state in (PartitionState.RESOLVING, PartitionState.CLAIMING, PartitionState.READY)
+    },
     (PartitionState.READY, ev.SlotMoves): [moving],
     (PartitionState.IN_FLIGHT, ev.Durable): [planned, lambda g: g.durable()],
     (PartitionState.IN_FLIGHT, ev.ForeignCommit): [back_in_the_batch, lambda g: g.durable()],
