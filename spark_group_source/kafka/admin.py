@@ -218,7 +218,7 @@ class Admin:
 
     def starting_offsets(
         self, starts: Mapping[TopicPartition, StartAt], *, committed: bool
-    ) -> dict[TopicPartition, int | None]:
+    ) -> tuple[dict[TopicPartition, int | None], Offsets]:
         """Resolve starting positions to offsets, with one request per kind. Unanswered partitions are left out,
         and that may be all of them.
 
@@ -226,20 +226,28 @@ class Admin:
             committed: "latest" is the last stable offset.
 
         Returns:
-            The offset; None: no record is as recent as the timestamp.
+            The offsets (None: no record is as recent as the timestamp), and the leader epochs of ends, where leaders
+            returned them.
         """
         found: dict[TopicPartition, int | None] = {tp: at.value for tp, at in starts.items() if at.kind == "offset"}
         earliest = [tp for tp, at in starts.items() if at.kind == "earliest"]
         latest = [tp for tp, at in starts.items() if at.kind == "latest"]
         times = {tp: at.value for tp, at in starts.items() if at.kind == "time"}
+        epochs: Offsets = {}
+
+        def find_ends() -> Offsets:
+            ends, of_leaders = self.latest_with_epochs(latest, committed=committed)
+            epochs.update(of_leaders)
+            return ends
+
         for find in (  # the partitions of one kind may all lack a leader
             lambda: self.earliest(earliest, require_all=False),
-            lambda: self.latest(latest, committed=committed, require_all=False),
+            find_ends,
             lambda: self.offsets_at_time(times, require_all=False),
         ):
             with contextlib.suppress(BrokerUnavailable):
                 found.update(find())
-        return found
+        return found, epochs
 
     def describe_group(self, group: str) -> GroupDescription:
         """Describe the group. A group that never existed is described as dead, without members."""

@@ -199,9 +199,10 @@ class DataLossDetector:
         found.update(self.known_epochs.of({tp: positions[tp] for tp in self._capped.keys() & positions.keys()}))
         return found
 
-    def read_to(self) -> dict[TopicPartition, int]:
-        """Partitions that are read up to where their log was truncated: how far they were read before."""
-        return {tp: self.known_epochs.until(tp) for tp in self._capped}
+    def read_to(self, positions: Offsets) -> dict[TopicPartition, int]:
+        """Partitions that were read further than these positions, because a foreign commit moved them back: how far. A
+        later run needs it to find that the log was truncated in between."""
+        return self.known_epochs.read_further(positions)
 
     # --- one check --------------------------------------------------------------------------------------------------
 
@@ -477,6 +478,13 @@ class LeaderEpochs:
             if known is None or at.offset > known.until or (is_compared and at.leader_epoch > known.epoch):
                 self._known[tp] = _Known(at.offset, at.leader_epoch)
 
+    def learn_starts(self, starts: ev.StartsResolved, position: Callable[[TopicPartition], int | None]) -> None:
+        """Take over the epochs of ends of logs that are positions now: a log may be truncated before a batch reads
+        it."""
+        for tp, epoch in starts.leader_epochs.items():
+            if (at := starts.offsets[tp]) is not None and position(tp) == at:
+                self._known[tp] = _Known(at, epoch)
+
     def of(self, positions: Offsets) -> dict[TopicPartition, int]:
         """The epochs to commit with these positions, so that whoever continues there finds a truncation."""
         return {tp: epoch for tp, at in positions.items() if (epoch := self.epoch(tp, at)) is not None}
@@ -496,6 +504,11 @@ class LeaderEpochs:
     def latest(self, tp: TopicPartition) -> int:
         """The latest leader epoch that is known of the partition; 0 if none is."""
         return self._known[tp].epoch if tp in self._known else 0
+
+    def read_further(self, positions: Offsets) -> dict[TopicPartition, int]:
+        """How far the partitions are known to be read whose positions are before that."""
+        known = self._known
+        return {tp: of.until for tp, at in positions.items() if (of := known.get(tp)) is not None and of.until > at}
 
     def epoch(self, tp: TopicPartition, at: int) -> int | None:
         """The leader epoch under which, or before which, everything below ``at`` was written; None if not known."""

@@ -63,8 +63,8 @@ class StreamOffset:
     lost_from: Mapping[TopicPartition, int] = field(default_factory=dict)
     """Partitions whose next records were gone: their position before that."""
     read_to: Mapping[TopicPartition, int] = field(default_factory=dict)
-    """Partitions that a foreign commit moved back, and that are read up to where their log was truncated: how far they
-    were read before."""
+    """Partitions that a foreign commit moved back: how far they were read before. They are read up to where their log
+    was truncated in between, if it was."""
     uncommitted: Mapping[TopicPartition, int] = field(default_factory=dict)
     """Positions of partitions that were not assigned at the plan and may not be committed yet."""
     last_batches: Mapping[TopicPartition, tuple[int, int]] = field(default_factory=dict)

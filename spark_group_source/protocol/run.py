@@ -313,6 +313,7 @@ class Run:
             case ev.StartsResolved():
                 self._broker_answered(Requester.LOOKUP)
                 self._fail(self.lookups.starts_resolved(event))
+                self.data_loss.known_epochs.learn_starts(event, self.partitions.position)
             case ev.LookupFailed():
                 self._broker_silent(Requester.LOOKUP, event.error)
                 self.lookups.failed(event.partitions, str(event.error))
@@ -831,7 +832,7 @@ class Run:
         )
         self._is_idle = planned is None
         if planned is not None:
-            planned = replace(planned, read_to=self.data_loss.read_to())
+            planned = replace(planned, read_to=self.data_loss.read_to(planned.positions()))
             self._unsettled_since_ms = None
             self.data_loss.known_epochs.remember(planned)
             self._apply(ev.Planned(offset=planned))

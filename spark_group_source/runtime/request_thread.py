@@ -175,8 +175,8 @@ class RequestThread:
                 self._handle(self._read_committed(request))
             case ev.ResolveStarts():
                 committed = self._options.isolation_level == "read_committed"
-                starts = self._admin.starting_offsets(request.starts, committed=committed)
-                self._handle(ev.StartsResolved(offsets=starts, requested=tuple(request.starts)))
+                starts, epochs = self._admin.starting_offsets(request.starts, committed=committed)
+                self._handle(ev.StartsResolved(offsets=starts, leader_epochs=epochs, requested=tuple(request.starts)))
             case ev.CheckReplaced():
                 self._handle(
                     self._commits.check_replaced(request.slot, self._any_partition, confirmed=request.confirmed)

@@ -40,13 +40,13 @@ def with_leaders(*leaders: int | None) -> Any:
     return SimpleNamespace(topic_id="i", partitions=[SimpleNamespace(id=p, leader=at) for p, at in enumerate(leaders)])
 
 
-def info(offset: int) -> Any:
-    return SimpleNamespace(offset=offset)
+def info(offset: int, epoch: int | None = None) -> Any:
+    return SimpleNamespace(offset=offset, leader_epoch=epoch)
 
 
 def test_starting_positions_of_one_kind_are_resolved_by_one_request(environment: ManualEnvironment) -> None:
     admin = Admin(SETTINGS, environment=environment)
-    environment.will("list_offsets", {A0: info(3)}, {A1: info(9)}, {B1: info(-1)})
+    environment.will("list_offsets", {A0: info(3)}, {A1: info(9, 6)}, {B1: info(-1)})
     words = {
         A0: EARLIEST,
         A1: LATEST,
@@ -54,7 +54,7 @@ def test_starting_positions_of_one_kind_are_resolved_by_one_request(environment:
         B1: StartAt("time", 77),
         TopicPartition("c", 0): LATEST,
     }
-    assert admin.starting_offsets(words, committed=True) == {A0: 3, A1: 9, B0: 4, B1: None}
+    assert admin.starting_offsets(words, committed=True) == ({A0: 3, A1: 9, B0: 4, B1: None}, {A1: 6})
     assert [list(requested) for requested in environment.called("list_offsets")] == [
         [A0],
         [A1, TopicPartition("c", 0)],
@@ -193,7 +193,7 @@ def test_starts_of_partitions_without_a_leader_are_left_out_without_a_retry(envi
     admin = Admin(SETTINGS, environment=environment, retries=3)
     environment.will("list_offsets", {A1: NO_LEADERS}, {A0: info(3)})
     environment.will("describe_topics", {"a": with_leaders(1, None)})
-    assert admin.starting_offsets({A1: EARLIEST, A0: LATEST}, committed=True) == {A0: 3}
+    assert admin.starting_offsets({A1: EARLIEST, A0: LATEST}, committed=True) == ({A0: 3}, {})
     assert len(environment.admins) == 1
 
 

@@ -68,7 +68,8 @@ class Brokers:
     def plan(self, ranges: Mapping[TopicPartition, tuple[int, int]]) -> None:
         """Plan a batch after the check: the checkpoint stores its epochs."""
         positions = {tp: start for tp, (start, _) in ranges.items()}
-        epochs, read_to = self.detector.leader_epochs(positions), self.detector.read_to()
+        epochs = self.detector.leader_epochs(positions)
+        read_to = self.detector.read_to({tp: end for tp, (_, end) in ranges.items()})
         offset = StreamOffset(group="etl", ranges=ranges, leader_epochs=epochs, read_to=read_to, topic_ids=self.ids)
         self.checkpoint = replace(offset, stream="s", seq=0).to_json()
         self.detector.known_epochs.remember(offset)
@@ -525,6 +526,32 @@ def test_a_partition_that_was_moved_back_is_read_up_to_the_truncation_first(limi
     assert found is not None and found.offsets == {A: 60} and found.truncated == {A: 3}
     brokers.plan({A: (60, 200)})
     assert brokers.check({A: 200}) == [] and brokers.detector.records_missing is None
+
+
+def test_G4_partition_that_was_moved_back_while_it_had_no_leader_is_read_up_to_the_truncation_by_the_next_run() -> None:
+    """No plan of this run compares it with a leader, and the next one would take the records from 60 on for those that
+    the sink has."""
+    brokers = read_up_to_100(fail=False)
+    brokers.check({B: 90})
+    brokers.plan({A: (40, 40), B: (90, 90)})
+    brokers.elect(A, 4, has=60, end=200)
+    brokers.restart()
+    brokers.check({A: 40})
+    assert brokers.detector.ends == {}, "a suspicion"
+    brokers.check({A: 40}, after_ms=GRACE_MS)
+    assert (brokers.detector.ends, brokers.detector.records_missing) == ({A: 60}, None)
+
+
+def test_G4_start_at_an_end_of_the_log_is_compared_with_the_next_leader() -> None:
+    """It truncated the log before a batch read the partition."""
+    brokers = Brokers(fail=False)
+    starts = ev.StartsResolved(offsets={A: 100, B: 90}, leader_epochs={A: 3, B: 3})
+    brokers.detector.known_epochs.learn_starts(starts, {A: 100, B: 95}.get)
+    brokers.elect(A, 4, has=60, end=200)
+    brokers.check({A: 100, B: 95})
+    assert brokers.requests[1].epoch_ends == {A: 3}, "B does not start where the log ended"
+    brokers.check({A: 100, B: 95}, after_ms=GRACE_MS)
+    assert moved(brokers.detector) == {A: 60}
 
 
 @pytest.mark.proves("G10", level="core")

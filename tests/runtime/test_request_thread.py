@@ -183,9 +183,9 @@ def test_a_lookup_returns_its_partitions_and_parsed_notes(scene: Scene) -> None:
 @pytest.mark.parametrize(("level", "requested"), [("read_committed", "READ_COMMITTED"), ("read_uncommitted",) * 2])
 def test_starting_positions_are_resolved_at_the_isolation_level_of_the_query(level: str, requested: str) -> None:
     scene = Scene(**{"kafka.isolation.level": level})
-    scene.environment.will("list_offsets", {A0: SimpleNamespace(offset=8)})
+    scene.environment.will("list_offsets", {A0: SimpleNamespace(offset=8, leader_epoch=2)})
     scene.run(scene.order(ev.ResolveStarts(starts={A0: LATEST, A1: LATEST})))
-    assert scene.handled == [ev.StartsResolved(offsets={A0: 8}, requested=(A0, A1))]
+    assert scene.handled == [ev.StartsResolved(offsets={A0: 8}, leader_epochs={A0: 2}, requested=(A0, A1))]
     assert scene.environment.called("isolation") == [requested.upper()]
 
 
