@@ -70,8 +70,11 @@ class Invariants(Accounts):
                 book.losses.append(loss)
                 book.holders[client.name] = Holding(reader, self._world.now_ms, loss.base, loss=loss)
                 continue
+            until = None
             for name, other in list(book.holders.items()):
                 if other.reader.party == reader.party:
+                    if other.reader is reader:
+                        until = other.until  # written by this run, whichever of its members has the partition
                     if other.reader is reader or _continues(reader, other.reader):
                         del book.holders[name]  # another slot of this run, or a run that this one continues
                     elif other.loss is None:  # two runs at a time: neither knows the other's progress
@@ -90,9 +93,10 @@ class Invariants(Accounts):
             foreign = book.commits and book.commits[-1][1].stream != reader.party
             if reader.party in book.chain and foreign and not self._is_replaced(reader):
                 book.chain[reader.party] = begin  # after a foreign commit: also inside its own batch
+                until = None
             if reader.party not in book.away:
                 begin = max(begin, book.chain.get(reader.party, begin))
-            book.holders[client.name] = Holding(reader, self._world.now_ms, begin)
+            book.holders[client.name] = Holding(reader, self._world.now_ms, begin, until)
 
     def _is_replaced(self, reader: Reader) -> bool:
         """Whether a later run of its stream is alive, which decides where the stream continues."""
@@ -146,6 +150,11 @@ class Invariants(Accounts):
                 holding.loss = Loss(reader, self._committed(tp), Cause.OVERRUN)
                 book.losses.append(holding.loss)
                 self._close(tp, name, Cause.OVERRUN)
+
+    def reader_died(self, reader: Reader) -> None:
+        """The stream reader has died, and its query goes on until its batch ends: it counts nothing from now on."""
+        self._honest(reader)
+        reader.has_died = True
 
     def ended(self, reader: Reader) -> None:
         """A process has ended; the group still lists its consumers as owners."""
@@ -443,7 +452,7 @@ class Invariants(Accounts):
         """Check that the reader counted the duplicates of each loss that was reported to it."""
         known = (Cause.REPORTED, Cause.OVERRUN)
         twice = sum(all(loss.cause in known and not loss.report_pending for loss in losses) for losses in reader.blame)
-        if reader.counted is not None and twice > reader.counted():
+        if reader.counted is not None and not reader.has_died and twice > reader.counted():
             self._break(f"{reader.name} caused {twice} offsets to be read twice, and counted {reader.counted()}")
 
     # --- helpers ----------------------------------------------------------------------------------------------------
@@ -463,8 +472,9 @@ class Invariants(Accounts):
 
     def _after_durable_batch(self, tp: TopicPartition, reader: Reader) -> int | None:
         """Return the end of the stream's last durable batch if an older run committed an offset inside it after another
-        member's commit: it did not know the batch, or this run replays it. The sink has all records between
-        the two. A run that was replaced, and does not know it yet, continues there too."""
+        member's commit: it did not know the batch, or this run replays it, or it repeated the commit of another stream
+        and died. The sink has all records between the two. A run that was replaced, and does not know it yet, continues
+        there too."""
         book = self.books[tp]
         batch = book.durable.get(reader.party)
         if batch is not None and self._is_replaced(reader):
@@ -473,7 +483,9 @@ class Invariants(Accounts):
             return None
         last = book.commits[-1][1]
         older = last.stream == reader.party and self._readers[last.by] is not reader
-        late = older and parse_note(last.note).seq < batch.seq + (reader.replays == batch.seq)
+        before = book.commits[-2][1] if len(book.commits) > 1 else last
+        repeats = before.stream not in (None, reader.party) and before.offset == last.offset
+        late = older and (parse_note(last.note).seq < batch.seq + (reader.replays == batch.seq) or repeats)
         return batch.end if late and batch.start <= last.offset <= batch.end else None
 
     def _may_start(self, tp: TopicPartition, reader: Reader, start: int, last: int | None) -> bool:

@@ -519,6 +519,7 @@ class SparkRun:
         """The stream reader dies: the driver writes its batch to the end, unless it waits for an answer."""
         if self.healthy and self._thread is not None:
             if self.calling_since_ms is None and not self._stopping:
+                self._truth.reader_died(self.reader)
                 self.process.kill_all_but(self._thread, "its stream reader dies")
             else:
                 self.kill("its stream reader dies during a call")
