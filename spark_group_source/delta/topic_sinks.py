@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from spark_group_source.delta.checkpoint import PlannedBatch, read_planned
 from spark_group_source.delta.sink import DeltaSink, is_called_by_spark, persisted, report
@@ -187,7 +187,10 @@ def write_side_by_side(
         return [part.sink.write(df, part.planned) for part, df in zip(parts, rows, strict=True)]
     from pyspark.util import inheritable_thread_target
 
-    write = inheritable_thread_target(spark)(_write)  # so that stopping the query cancels the jobs
+    inherit: Any = inheritable_thread_target(spark)  # so that stopping the query cancels the jobs
+    write = (
+        _write if inherit is spark else inherit(_write)
+    )  # Spark 4.0 and 4.1 return it where threads share one of Java
     running: list[Future[tuple[StreamOffset, ...]]] = [
         _threads.submit(write, part, df) for part, df in zip(parts, rows, strict=True)
     ]

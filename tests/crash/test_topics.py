@@ -15,7 +15,7 @@ from rebalance.accounts import Flow
 from streams import planned
 
 from crash.job import BETWEEN_TABLES
-from crash.killed import CALM, Application, ledger_of
+from crash.killed import ARGUMENTS, CALM, Application, Way, ledger_of
 from spark_group_source.local.broker import Broker
 
 RATE_PER_S = 50
@@ -25,12 +25,12 @@ TOPICS = 3
 class Lake:
     """The query, its topics and their tables."""
 
-    def __init__(self, broker: Broker, home: Path, group: str, topics: list[str]) -> None:
+    def __init__(self, broker: Broker, home: Path, group: str, topics: list[str], way: Way) -> None:
         self.folder, self.group, self.topics = home / "lake", group, topics
         self.servers = broker.bootstrap_servers
         self.admin = AdminClient({"bootstrap.servers": self.servers, "log_level": 0})
         given = {"servers": self.servers, "group": group, "topic": ",".join(topics)}
-        given |= {"table": f"{self.folder}/{{topic}}", "maxOffsetsPerTrigger": "200", **CALM}
+        given |= {"table": f"{self.folder}/{{topic}}", "maxOffsetsPerTrigger": "2000", **ARGUMENTS[way], **CALM}
         self.query = Application(home, given, read_table=lambda: self.folder / topics[0])
 
     def progress(self) -> object:
@@ -79,8 +79,10 @@ class Lake:
 
 
 @pytest.fixture
-def lake(broker: Broker, tmp_path: Path, group_id: str, topic: TopicFactory) -> Iterator[Lake]:
-    found = Lake(broker, tmp_path, group_id, sorted(topic(2) for _ in range(TOPICS)))
+def lake(
+    broker: Broker, tmp_path: Path, group_id: str, topic: TopicFactory, request: pytest.FixtureRequest
+) -> Iterator[Lake]:
+    found = Lake(broker, tmp_path, group_id, sorted(topic(2) for _ in range(TOPICS)), request.param)
     yield found
     found.query.end()
 
@@ -88,6 +90,11 @@ def lake(broker: Broker, tmp_path: Path, group_id: str, topic: TopicFactory) -> 
 @pytest.mark.crash
 @pytest.mark.slow
 @pytest.mark.timeout(1_800)  # four starts of Spark, some minutes each on one core
+@pytest.mark.parametrize(
+    "lake",
+    ["native", *(pytest.param(way, marks=pytest.mark.full) for way in ("options", "connect"))],
+    indirect=True,
+)
 def test_G4_records_are_in_the_table_of_their_topic_once_after_kills_between_tables(lake: Lake) -> None:
     with ExitStack() as running:
         flows = [running.enter_context(Flow(lake.servers, t, 2, per_s=RATE_PER_S)) for t in lake.topics]

@@ -136,6 +136,7 @@ OF_SPARKS: Final = (
         ),
     ),
     Scenario("two", "two applications", (f"{CELL_TESTS}test_two_applications_on_one_table",)),
+    Scenario("tables", "kills with a table for each topic", ("tests/crash/test_topics.py",)),
     Scenario("executors", "kills of executors, workers, agents", (f"{CELL_TESTS}test_kills_of_executors",), each=True),
     Scenario("connect", "Spark Connect", ("tests/crash/test_connect.py",)),
     Scenario(
