@@ -41,8 +41,13 @@ class TablePart(NamedTuple):
     """What one table gets of a batch."""
 
     sink: DeltaSink
-    topics: list[str]
+    topics: tuple[str, ...]
     planned: PlannedBatch
+
+    @property
+    def ranges(self) -> int:
+        """The number of partitions of which it has records."""
+        return sum(len(offset.batch()) for offset in self.planned.offsets)
 
 
 class DeltaSinks:
@@ -94,7 +99,7 @@ class DeltaSinks:
         planned = read_planned(spark, batch_id, self.checkpoint)
         parts = self._parts(df, planned)
         persist = any(part.sink.persist for part in parts)
-        with rows_by_topics(df, [part.topics for part in parts], persist=persist) as rows:
+        with rows_by_topics(df, {part.topics: part.ranges for part in parts}, persist=persist) as rows:
             written = write_side_by_side(spark, parts, rows)
         void = {
             offset.stream
@@ -122,7 +127,7 @@ class DeltaSinks:
         topics: dict[DeltaSink, list[str]] = {}
         for topic in sorted({r.tp.topic for offset in planned.offsets for r in offset.batch()}):
             topics.setdefault(self._sink_of(topic), []).append(topic)
-        return [TablePart(sink, some, planned.of_topics(some)) for sink, some in topics.items()]
+        return [TablePart(sink, tuple(some), planned.of_topics(some)) for sink, some in topics.items()]
 
     def _sink_of(self, topic: str) -> DeltaSink:
         if topic not in self._by_topic:
@@ -145,12 +150,13 @@ class DeltaSinks:
 
 @contextmanager
 def rows_by_topics(
-    df: "DataFrame", parts: Sequence[Sequence[str]], *, persist: bool = False
+    df: "DataFrame", parts: Mapping[tuple[str, ...], int], *, persist: bool = False
 ) -> "Iterator[list[DataFrame]]":
     """Return the rows of each part of a batch. Spark keeps those of several parts until the block ends.
 
     Args:
-        parts: the topics of each part.
+        parts: the topics of each part, and the most tasks in which its rows are written. Without such a bound there are
+            as many for each table as the whole batch has, most of them without rows.
         persist: whether Spark keeps also the rows of a single part.
 
     Raises:
@@ -172,7 +178,7 @@ def rows_by_topics(
                 f"{', '.join(sorted(others)[:NAMED_MAX])}, which belong to no table. Change the column topic in "
                 "DeltaSink(..., transform=...), not before writeStream"
             )
-        yield [rows.where(F.col("topic").isin(topics)) for topics in parts]
+        yield [rows.where(F.col("topic").isin(*topics)).coalesce(tasks) for topics, tasks in parts.items()]
 
 
 def write_side_by_side(

@@ -1,7 +1,7 @@
 """DeltaSinks on a real Spark: a batch is read once, its rows are released, and its jobs belong to the query.
 Deliberately absent: the decisions about a batch (``decisions/test_topic_sinks.py``, without a JVM)."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.spark, pytest.mark.usefixtures("few_tasks")]
 
 TOPICS = ("clicks", "orders", "payments")
-Split = Callable[[Any, Sequence[Sequence[str]]], AbstractContextManager[list[Any]]]
+Split = Callable[[Any, Mapping[tuple[str, ...], int]], AbstractContextManager[list[Any]]]
 
 
 def kept(spark: "SparkSession") -> int:
@@ -92,11 +92,12 @@ def test_rows_are_released_and_other_tables_written_when_one_fails(scripted: "Sp
 def test_rows_are_divided_by_topic_and_others_refused(spark: "SparkSession", split: Split) -> None:
     session: Any = Session() if split is frames.rows_by_topics else spark
     found = [r for t in TOPICS for r in records(0, 2, topic=t)]
-    with split(session.createDataFrame(found, SCHEMA), [["clicks", "payments"], ["orders"], ["none"]]) as parts:
+    topics = {("clicks", "payments"): 2, ("orders",): 1}
+    with split(session.createDataFrame(found, SCHEMA), {**topics, ("none",): 1}) as parts:
         counts = [part.rows.num_rows if isinstance(part, frames.Frame) else part.count() for part in parts]
     assert counts == [4, 2, 0]
     for other in ("Orders", None):
         df = session.createDataFrame([*found, (other, 0, 9, "v")], SCHEMA)
-        with pytest.raises(OptionError, match="rows with topic"), split(df, [["clicks", "payments"], ["orders"]]):
+        with pytest.raises(OptionError, match="rows with topic"), split(df, topics):
             pytest.fail("nothing may be written")
     assert kept(spark) == 0

@@ -7,7 +7,7 @@ and :func:`rows_by_topics` replace functions of these names in :mod:`spark_group
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -193,7 +193,7 @@ def without_ranges(df: Frame, drop: Sequence[OffsetRange], table: str) -> Frame:
 
 
 @contextmanager
-def rows_by_topics(df: Frame, parts: Sequence[Sequence[str]], *, persist: bool = False) -> Iterator[list[Frame]]:
+def rows_by_topics(df: Frame, parts: Mapping[tuple[str, ...], int], *, persist: bool = False) -> Iterator[list[Frame]]:
     """The rows of each part of a batch."""
     if len(parts) < 2:
         yield [df] * len(parts)
