@@ -35,6 +35,7 @@ class Reader:
     alive: bool = True
     closing: bool = False  # its members are being closed
     has_died: bool = False  # its stream reader, which counts
+    reset_number: int = 0  # that of its last batch
     fails_on_loss: bool = False  # failOnDataLoss
     known: Mapping[str, int] = field(default_factory=dict)  # partitions of each topic when its stream began
     replays: int = -1  # the number of the batch of a former run that it began with

@@ -117,8 +117,10 @@ class Invariants(Accounts):
             if holding is None:
                 continue
             if holding.loss is None and holding.reader.counted is not None:
-                behind = holding.until is not None and self._committed(tp) < holding.until
-                reads = holding.reader in book.flight and self._overlaps(tp, holding.reader)
+                committed = self._committed(tp)  # in a truncated log, the run goes back to where the log was truncated
+                behind = holding.until is not None and committed < holding.until and committed not in book.truncated
+                void = holding.reader.reset_number < self._reset  # its batch, by a reset that it knows by now
+                reads = holding.reader in book.flight and self._overlaps(tp, holding.reader) and not void
                 # The fenced member knows of it: its offsets are not committed, and the partition may have another
                 # owner.
                 if (behind and not client.entitled(tp)) or (reads and client.is_out):
@@ -227,6 +229,7 @@ class Invariants(Accounts):
 
     def planned(self, reader: Reader, offset: StreamOffset) -> None:
         """A batch is planned: its ranges start where the last ones ended, or at a foreign commit since."""
+        reader.reset_number = offset.reset_number
         for tp, (start, end) in self._of(offset.ranges):
             book = self.books[tp]
             last = book.chain.get(reader.party)
