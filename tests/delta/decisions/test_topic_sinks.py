@@ -1,18 +1,28 @@
 """DeltaSinks without a JVM, on real tables of ``deltalake``. The content of a table is read from its log files.
 Deliberately absent: Spark, Kafka (``tests/delta/test_topics.py``, ``tests/crash/test_topics.py``)."""
 
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import printed_commands
 import pytest
+from deltalake import DeltaTable
+from offset_model import SERVERS, OffsetModel
 from pyspark import cloudpickle
 from sink_helpers import Query, commits, next_offsets, one, records, rows
 from sink_source import offset
+from typer.testing import CliRunner
 
 from spark_group_source import DeltaSink, DeltaSinks
-from spark_group_source.errors import OptionError
+from spark_group_source.cli.app import app
+from spark_group_source.command_line import UNKNOWN_SERVERS
+from spark_group_source.errors import LedgerConflict, OptionError
 from spark_group_source.host import run_files
+from spark_group_source.kafka import CommittedOffset, Topic
+from spark_group_source.model import TopicPartition
+from spark_group_source.protocol.identifiers import note_text
 from spark_group_source.protocol.offsets import BatchKey
 
 TOPICS = ("clicks", "orders", "payments")
@@ -115,6 +125,30 @@ def test_batch_that_is_void_in_one_table_is_not_durable(query: Query, lake: Path
     assert rows(lake / "clicks") == records(0, 6, topic="clicks")
     assert run_files.void_by("s1", 2) == 2
     assert run_files.durable_mark("s1").seq == 1
+
+
+def test_G4_reset_to_the_ledger_of_one_table_moves_its_topic_only(
+    query: Query, lake: Path, sinks: DeltaSinks, admin: OffsetModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the error prints it after a RESTORE of that table."""
+    both = ("clicks", "orders")
+    for n in range(2):
+        query.run(sinks, n, offset(n, of(*both, start=5 * n, end=5 * n + 5)))
+    tps = {topic: TopicPartition(topic, 0) for topic in both}
+    admin.offsets = {tp: CommittedOffset(10, note_text("s1", 1)) for tp in tps.values()}
+    monkeypatch.setattr(admin, "existing_topics", lambda names: {name: Topic("id-1", 1) for name in names})
+    DeltaTable(lake / "orders").restore(1)
+    refused = offset(2, of(*both, start=10, end=12))
+    with pytest.raises(LedgerConflict) as error:
+        query.run(sinks, 2, refused)
+    command = printed_commands.commands(error.value)[0].replace(UNKNOWN_SERVERS, SERVERS)
+    assert CliRunner().invoke(app, shlex.split(command)[1:]).exit_code == 0
+    assert {tp.topic: at.offset for tp, at in admin.offsets.items()} == {"clicks": 10, "orders": 5}
+    query.run(sinks, 2, refused)
+    assert rows(lake / "orders") == records(0, 5, topic="orders"), "it was planned before the reset"
+    later = of("clicks", start=10, end=15) | of("orders", start=5, end=15)
+    query.run(sinks, 3, offset(3, later, followed=[("orders", 0)], reset_number=1))
+    assert {topic: rows(lake / topic) for topic in both} == {topic: records(0, 15, topic=topic) for topic in both}
 
 
 def test_table_of_a_new_topic_is_created_with_its_first_record(query: Query, lake: Path, sinks: DeltaSinks) -> None:
