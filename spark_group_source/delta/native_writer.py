@@ -18,6 +18,7 @@ import json
 import logging
 import math
 import re
+import threading
 import uuid
 from collections.abc import Iterator, Mapping
 from datetime import UTC, date, datetime, timedelta
@@ -259,26 +260,53 @@ class NativeWriter:
         folder = f"{FOLDER}/{uuid.uuid4()}"
         writer = rows.select(*map(table_names.quoted, columns)).write.mode("error")
         writer = writer.option("mapreduce.fileoutputcommitter.marksuccessfuljobs", "false")
-        with _timestamps_with_statistics(self._spark):
+        # Parquet keeps minimum and maximum of such timestamps; Spark's default, INT96, has none.
+        with session_setting(self._spark, "spark.sql.parquet.outputTimestampType", "TIMESTAMP_MICROS"):
             (writer.partitionBy(*partitions) if partitions else writer).parquet(f"{self._log.location}/{folder}")
         actions = list(add_actions(self._log.files, folder, columns, partitions))
         self._written = rows, schema, actions
         return actions
 
 
-@contextlib.contextmanager
-def _timestamps_with_statistics(spark: "SparkSession") -> Iterator[None]:
-    """Write timestamps as a type for which Parquet keeps minimum and maximum; Spark's default, INT96, has none.
+_lock = threading.Lock()
+_settings: dict[tuple[int, str], tuple[int, str | None]] = {}
+"""By session and setting: how many writes need it now, and the value before the first of them."""
 
-    ``foreachBatch`` has its own session, so the setting does not affect other queries.
+
+@contextlib.contextmanager
+def session_setting(spark: "SparkSession", key: str, value: str, *, only_if_unset: bool = False) -> Iterator[None]:
+    """Change a setting of the session until the last of the writes that need it has ended, as several tables may be
+    written at the same time. ``foreachBatch`` has its own session, so other queries keep their value.
+
+    Args:
+        only_if_unset: keep a value that the user has set.
+
+    Raises:
+        PySparkException: the platform forbids it.
     """
-    key = "spark.sql.parquet.outputTimestampType"
-    before = spark.conf.get(key)
-    spark.conf.set(key, "TIMESTAMP_MICROS")
+    name = (id(spark), key)
+    with _lock:
+        users, before = _settings.get(name, (0, None))
+        if not users:
+            before = spark.conf.get(key, None)
+        is_kept = not users and only_if_unset and before is not None
+        if not is_kept:
+            spark.conf.set(key, value)
+            _settings[name] = users + 1, before
+    if is_kept:
+        yield
+        return
     try:
         yield
     finally:
-        spark.conf.set(key, str(before))
+        with _lock:
+            users, before = _settings.pop(name)
+            if users > 1:
+                _settings[name] = users - 1, before
+            elif before is None:
+                spark.conf.unset(key)
+            else:
+                spark.conf.set(key, before)
 
 
 # --- the actions of the log ------------------------------------------------------------------------------------------

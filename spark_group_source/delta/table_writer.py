@@ -661,14 +661,7 @@ class OptionsWriter:
 @contextlib.contextmanager
 def _few_snapshot_tasks(spark: "SparkSession") -> Iterator[None]:
     """Set SNAPSHOT_PARTITIONS for one write, unless the user has set it or the platform forbids it."""
-    try:
-        is_unset = spark.conf.get(SNAPSHOT_PARTITIONS, None) is None
-        if is_unset:
-            spark.conf.set(SNAPSHOT_PARTITIONS, "2")
-    except PySparkException:
-        is_unset = False
-    try:
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(PySparkException):
+            stack.enter_context(native_writer.session_setting(spark, SNAPSHOT_PARTITIONS, "2", only_if_unset=True))
         yield
-    finally:
-        if is_unset:
-            spark.conf.unset(SNAPSHOT_PARTITIONS)

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from deltalake import DeltaTable, Field, Schema
 from deltalake.exceptions import DeltaError
-from kit.frames import DeltaSession, Frame
+from kit.frames import DeltaSession, Frame, Session
 from pyspark import cloudpickle
 from sink_helpers import (
     BeforeNextCommit,
@@ -36,7 +36,7 @@ from spark_group_source.delta import sink as sink_module
 from spark_group_source.delta import table_names, table_writer
 from spark_group_source.delta.checkpoint import parse_planned
 from spark_group_source.delta.ledger_store import set_ledger
-from spark_group_source.delta.native_writer import NativeWriter, new_columns, reason_not_native
+from spark_group_source.delta.native_writer import NativeWriter, new_columns, reason_not_native, session_setting
 from spark_group_source.delta.sink import DeltaSink, is_called_by_spark
 from spark_group_source.delta.table_history import CommitRace
 from spark_group_source.delta.table_writer import OptionsWriter
@@ -680,3 +680,27 @@ def test_a_path_and_a_name_are_distinguished(tmp_path: Path) -> None:
     assert DeltaSink("delta.`/lake/orders`").table == "/lake/orders"
     assert DeltaSink(Path("orders")).table == "./orders"
     assert [table_names.is_path(t) for t in ("/lake/o", "s3a://b/o", "./o", "o", "db.o")] == [True] * 3 + [False] * 2
+
+
+# Settings of the session
+
+
+@pytest.mark.parametrize("before", ["INT96", None])
+def test_setting_of_writes_at_the_same_time_ends_with_the_last_of_them(before: str | None) -> None:
+    session: Any = Session()
+    if before is not None:
+        session.conf.set("k", before)
+    first, second = (session_setting(session, "k", "MICROS") for _ in range(2))
+    with first:
+        second.__enter__()
+    assert session.conf.get("k", None) == "MICROS", "the second write goes on"
+    second.__exit__(None, None, None)
+    assert session.conf.get("k", None) == before
+
+
+def test_setting_of_the_user_is_kept() -> None:
+    session: Any = Session()
+    session.conf.set("k", "7")
+    with session_setting(session, "k", "2", only_if_unset=True):
+        assert session.conf.get("k", None) == "7"
+    assert session.conf.get("k", None) == "7"
