@@ -288,6 +288,9 @@ class Run:
             # placement of members on agents
             case ev.MemberEnded():
                 self.placement.member_ended(event)
+                # Without a report of the reason, which an agent that ends sends once, and which may be lost.
+                ended = ev.MemberFailed(slot=event.slot, client=event.client, reason="it ended with its agent")
+                self._fail(self.slots.apply(ended))
             case ev.AgentConnected() | ev.AgentHeartbeat() | ev.AgentDisconnected() | ev.AgentEnded():
                 self.placement.apply(event)
             case ev.TransactionsChecked():

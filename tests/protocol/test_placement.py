@@ -67,6 +67,17 @@ def lent(**rules: object) -> GroupHarness:
     return g
 
 
+def test_partitions_of_a_placed_member_that_has_ended_are_not_read_until_the_lease_of_its_agent_ends() -> None:
+    """The last report of the agent, with the reason, may be lost; other consumers get the partitions meanwhile."""
+    g = lent()
+    g.reads({A: (100, 150)})
+    g.durable()
+    g.member_ended()
+    assert g.run.plannable() == {}
+    assert (g.run.statistics().partitions_lost, g.run.statistics().possible_duplicates) == (1, 50)
+    assert [join.client for join in only(ev.Join, g.tick(ms=60_000))][:1] == [3], "its slot joins again"
+
+
 # --- transactions ----------------------------------------------------------------------------------------------------
 
 
