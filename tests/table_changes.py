@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import pyarrow.compute as pc
 from deltalake import DeltaTable, write_deltalake
 from deltalake.exceptions import DeltaError
+from py4j.protocol import Py4JJavaError
 from pyspark.errors import IllegalArgumentException
 from sink_helpers import clone_of, rewrite
 
@@ -145,7 +146,12 @@ class ByStatements:
 
     def overwrite(self, table: Path, version: int) -> None:
         old = self._spark.read.format("delta").option("versionAsOf", version).load(str(table))
-        old.write.format("delta").mode("overwrite").save(str(table))
+        try:
+            old.write.format("delta").mode("overwrite").save(str(table))
+        except Py4JJavaError as exc:
+            if "FILE_NOT_EXIST" not in str(exc):
+                raise
+            raise FileNotFoundError(f"files of version {version} do not exist") from exc
 
     def replace(self, table: Path, version: int) -> None:
         self._run(f"CREATE OR REPLACE TABLE $T USING delta AS SELECT * FROM $T VERSION AS OF {version}", table)
