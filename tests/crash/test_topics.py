@@ -43,7 +43,16 @@ class Lake:
         return ledger_of(self.folder / topic, self.group)
 
     def run_until_commits(self) -> None:
-        await_progress(self.query.has_written, self.progress, what="a commit")
+        """Until the run has written to each table."""
+        self.query.running()
+        before = self.ledgers()
+
+        def are_written() -> bool:
+            ledgers = self.ledgers()
+            self.query.running()
+            return all(any(ledgers[tp] > before.get(tp, 0) for tp in ledgers if tp.topic == t) for t in self.topics)
+
+        await_progress(are_written, self.progress, what="a commit to each table")
 
     def kill(self) -> None:
         self.query.kill()
