@@ -16,8 +16,8 @@ from delta_files import living_files
 from deltalake import DeltaTable, write_deltalake
 from sink_source import SCHEMA, Ranges, rows_of, write_script
 
+from spark_group_source.delta import Writer
 from spark_group_source.delta.sink import DeltaSink
-from spark_group_source.delta.table_writer import Writer
 from spark_group_source.delta.topic_sinks import DeltaSinks
 from spark_group_source.model import OffsetRange, TopicPartition
 from spark_group_source.protocol.offsets import StreamOffset

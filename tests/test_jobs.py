@@ -164,6 +164,7 @@ TIMING = "must be available-now, once, or an interval such as '5 seconds'"
             for name in ("kafka.sasl.password", "kafka.ssl.key.pem", "kafka.sasl.jaas.config")
         ],
         ([*TOPICS, "--option", "failOnDataLoss"], 2, "must be KEY=VALUE"),
+        ([*TOPICS, "--writer", "delta"], 2, "'delta' is not one of 'auto', 'native', 'options'"),
         *[([*TOPICS, "--table", t], 1, "one folder") for t in ("/tmp/none/c", "delta.`file:///tmp/none/c/`")],
     ],
 )

@@ -27,7 +27,6 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -35,7 +34,7 @@ import typer
 
 from spark_group_source import compatibility
 from spark_group_source.cli.common import settings_in
-from spark_group_source.delta import table_names
+from spark_group_source.delta import Writer, table_names
 from spark_group_source.errors import GroupError
 from spark_group_source.host import run_files
 from spark_group_source.local.conf import DELTA_SETTINGS, delta_settings, linked_spark_home
@@ -65,14 +64,6 @@ _MESSAGE: Final = re.compile(
     r"(?:spark_group_source\.errors|pyspark\.errors\.exceptions\.\w+)\.(\w+): (.+(?:\n(?: {2}| {4})\S.*)*)"
 )
 """The class and the message of an error in a stack trace, with the indented lines of its commands."""
-
-
-class Writer(StrEnum):
-    """Who commits to the table, as ``DeltaSink(writer=…)``."""
-
-    AUTO = "auto"
-    NATIVE = "native"
-    OPTIONS = "options"
 
 
 def run(
@@ -110,7 +101,7 @@ def run(
     ] = None,
     writer: Annotated[
         Writer, typer.Option(help="Who commits to the table; native: deltalake, options: Delta Lake.")
-    ] = Writer.AUTO,
+    ] = "auto",
     storage_options: Annotated[
         Path | None,
         typer.Option(
@@ -155,7 +146,7 @@ def run(
             transform=transform,
             partition_by=columns,
             merge_schema=merge_schema,
-            writer=writer.value,
+            writer=writer,
             storage_options=storage,
         )
         options = {name: value for name, value in source.items() if value is not None}

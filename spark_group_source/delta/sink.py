@@ -44,6 +44,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from spark_group_source import command_line, compatibility
 from spark_group_source.delta import (
+    Writer,
     checkpoint_status,
     ledger_decision,
     ledger_transfer,
@@ -55,7 +56,7 @@ from spark_group_source.delta.checkpoint import ONLY_RUN, PlannedBatch, is_finis
 from spark_group_source.delta.ledger_decision import SHOWN_MAX, AlreadyWritten, WriteBatch, format_ranges
 from spark_group_source.delta.ledger_format import APP_PREFIX, Ledger
 from spark_group_source.delta.table_history import LedgerExpired, LogFiles, TableHistory, note_of
-from spark_group_source.delta.table_writer import TableWriter, Writer
+from spark_group_source.delta.table_writer import TableWriter
 from spark_group_source.errors import LedgerConflict, OptionError
 from spark_group_source.host import run_files
 from spark_group_source.model import OffsetRange, TopicPartition

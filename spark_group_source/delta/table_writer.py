@@ -25,13 +25,13 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 from urllib.parse import urlsplit
 
 from pyspark.errors import PySparkException
 
 from spark_group_source import compatibility
-from spark_group_source.delta import checkpoint, native_writer, table_names
+from spark_group_source.delta import Writer, checkpoint, native_writer, table_names
 from spark_group_source.delta.ledger_format import APP_PREFIX, Ledger
 from spark_group_source.delta.native_writer import NativeWriter
 from spark_group_source.delta.table_history import (
@@ -50,8 +50,6 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 log = logging.getLogger(__name__)
-
-Writer = Literal["auto", "native", "options"]
 
 CATALOG_FEATURES = frozenset({"catalogManaged", "catalogOwned-preview", "coordinatedCommits-preview"})
 """Table features with which the newest commits are not in the log's files: only Spark reads and writes such a table."""

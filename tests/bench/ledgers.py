@@ -48,8 +48,7 @@ from typer.testing import CliRunner
 from bench.report import session
 from spark_group_source.cli import common
 from spark_group_source.cli.app import app
-from spark_group_source.delta import native_writer, table_writer
-from spark_group_source.delta.table_writer import Writer
+from spark_group_source.delta import Writer, native_writer, table_writer
 from spark_group_source.errors import LedgerConflict
 from spark_group_source.kafka import CommittedOffset
 from spark_group_source.local.broker import Broker

@@ -44,8 +44,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from confluent_kafka import Consumer, Producer
 from confluent_kafka.admin import AdminClient, NewTopic  # type: ignore[attr-defined]  # the stub hides it
 
+from spark_group_source.delta import Writer
 from spark_group_source.delta.sink import DeltaSink
-from spark_group_source.delta.table_writer import Writer
 from spark_group_source.local.broker import Broker
 from spark_group_source.local.conf import local_spark_settings
 from spark_group_source.local.jars import spark_kafka_jars

@@ -21,7 +21,7 @@ from pyspark.errors import StreamingQueryException
 from pyspark.sql import DataFrame, SparkSession
 
 from spark_group_source import DeltaSink, DeltaSinks
-from spark_group_source.delta.table_writer import Writer
+from spark_group_source.delta import Writer
 from spark_group_source.local.conf import local_spark_settings
 
 LOOK_S = 2

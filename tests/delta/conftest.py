@@ -12,8 +12,9 @@ from sink_helpers import BeforeNextCommit, NewQuery, Query
 from sink_source import SCHEMA, ScriptSource
 
 from spark_group_source import compatibility
+from spark_group_source.delta import Writer
 from spark_group_source.delta.native_writer import NativeWriter
-from spark_group_source.delta.table_writer import OptionsWriter, TableWriter, Writer
+from spark_group_source.delta.table_writer import OptionsWriter, TableWriter
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -30,11 +30,10 @@ from sink_helpers import (
 )
 from sink_source import SCHEMA, offset
 
-from spark_group_source.delta import table_names, table_writer
+from spark_group_source.delta import Writer, table_names, table_writer
 from spark_group_source.delta.checkpoint import ONLY_RUN, RUN_ID, read_planned
 from spark_group_source.delta.ledger_store import read_ledger, set_ledger
 from spark_group_source.delta.sink import DeltaSink
-from spark_group_source.delta.table_writer import Writer
 from spark_group_source.errors import LedgerConflict, OptionError
 from spark_group_source.model import TopicPartition
 

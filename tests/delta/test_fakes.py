@@ -17,12 +17,12 @@ from sink_helpers import Query, actions, commits, expire_log, one
 from sink_source import SCHEMA, offset
 from table_changes import RETENTION_CHECK, ByFiles, ByStatements, Changes
 
+from spark_group_source.delta import Writer, table_writer
 from spark_group_source.delta import sink as sink_module
-from spark_group_source.delta import table_writer
 from spark_group_source.delta.ledger_format import APP_PREFIX, Ledger
 from spark_group_source.delta.replaced_rows import find_replacement
 from spark_group_source.delta.table_history import CommitRace, CommitSource, LedgerExpired, TableHistory, note_of
-from spark_group_source.delta.table_writer import TableWriter, Writer, open_log
+from spark_group_source.delta.table_writer import TableWriter, open_log
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
