@@ -59,8 +59,8 @@ class DeltaSinks:
     written fails the batch, and the others may have it; the next attempt writes the missing ones.
 
     Args:
-        sinks: the sink of each topic, or a function that returns the sink of a topic; it is called once for each topic
-            in a run. Topics whose sinks name one table share the first of these sinks. A table is created when its
+        sinks: the sink of each topic, or a function that returns the sink of a topic; it is called once for each topic.
+            Topics whose sinks name one table share the first of these sinks. A table is created when its
             first record comes, and begins there.
         tables_max: how many tables there may be; a further one fails the batch before anything is written.
         checkpoint: the query's ``checkpointLocation``. Needed on Spark Connect only.
@@ -166,19 +166,31 @@ def rows_by_topics(
         with persisted(df) if persist else nullcontext(df) as rows:
             yield [rows] * len(parts)
         return
-    from pyspark.sql import functions as F
-
     planned = sorted(topic for topics in parts for topic in topics)
     with persisted(df) as rows:
-        is_planned = F.coalesce(F.col("topic").isin(planned), F.lit(False))
-        ((others,),) = rows.agg(F.collect_set(F.when(~is_planned, F.coalesce("topic", F.lit("null"))))).collect()
-        if others:
+        if others := other_topics(rows, planned):
             raise OptionError(
                 f"the batch has records of {', '.join(planned[:NAMED_MAX])}, and rows with topic "
                 f"{', '.join(sorted(others)[:NAMED_MAX])}, which belong to no table. Change the column topic in "
                 "DeltaSink(..., transform=...), not before writeStream"
             )
-        yield [rows.where(F.col("topic").isin(*topics)).coalesce(tasks) for topics, tasks in parts.items()]
+        yield [rows_of(rows, topics).coalesce(tasks) for topics, tasks in parts.items()]
+
+
+def other_topics(rows: "DataFrame", topics: Sequence[str]) -> list[str]:
+    """Return the topics of the rows that are none of these; "null" for rows without one."""
+    from pyspark.sql import functions as F
+
+    is_other = ~F.coalesce(F.col("topic").isin(*topics), F.lit(False))
+    ((found,),) = rows.agg(F.collect_set(F.when(is_other, F.coalesce("topic", F.lit("null"))))).collect()
+    return list(found)
+
+
+def rows_of(rows: "DataFrame", topics: Sequence[str]) -> "DataFrame":
+    """Return the rows that have these topics."""
+    from pyspark.sql import functions as F
+
+    return rows.where(F.col("topic").isin(*topics))
 
 
 def write_side_by_side(
@@ -193,10 +205,10 @@ def write_side_by_side(
         return [part.sink.write(df, part.planned) for part, df in zip(parts, rows, strict=True)]
     from pyspark.util import inheritable_thread_target
 
-    inherit: Any = inheritable_thread_target(spark)  # so that stopping the query cancels the jobs
-    write = (
-        _write if inherit is spark else inherit(_write)
-    )  # Spark 4.0 and 4.1 return it where threads share one of Java
+    # So that stopping the query cancels the jobs. Spark 4.0 and 4.1 return the session itself where Python's threads
+    # share one of Java.
+    inherit: Any = inheritable_thread_target(spark)
+    write = _write if inherit is spark else inherit(_write)
     running: list[Future[tuple[StreamOffset, ...]]] = [
         _threads.submit(write, part, df) for part, df in zip(parts, rows, strict=True)
     ]

@@ -1,8 +1,6 @@
 """DeltaSinks on a real Spark: a batch is read once, its rows are released, and its jobs belong to the query.
 Deliberately absent: the decisions about a batch (``decisions/test_topic_sinks.py``, without a JVM)."""
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +22,7 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.spark, pytest.mark.usefixtures("few_tasks")]
 
 TOPICS = ("clicks", "orders", "payments")
-Split = Callable[[Any, Mapping[tuple[str, ...], int]], AbstractContextManager[list[Any]]]
+RECORD = ["topic", "partition", "offset"]
 
 
 def keeps_rows(spark: "SparkSession") -> bool:
@@ -43,8 +41,9 @@ def test_G4_batch_for_several_tables_is_read_once_and_its_rows_are_released(
         groups.add(df.sparkSession.sparkContext.getLocalProperty(RUN_ID))
         if transform == "counts":
             assert df.count() in (0, 4)
-        return df if transform != "joins itself" else df.join(df.select("topic", "partition", "offset"), on=[
-            "topic", "partition", "offset"]).select("topic", "partition", "offset", "value")  # fmt: skip
+        if transform == "joins itself":
+            return df.join(df.select(*RECORD), RECORD).select(*RECORD, "value")
+        return df
 
     batches = [offset(n, {(t, 0): (4 * n, 4 * n + 4) for t in TOPICS}) for n in range(2)]
     sinks = DeltaSinks(lambda topic: DeltaSink(tmp_path / topic, transform=change))
@@ -88,16 +87,21 @@ def test_rows_are_released_and_other_tables_written_when_one_fails(scripted: "Sp
     assert {t: rows(tmp_path / t) for t in TOPICS} == {t: records(0, 4, topic=t) for t in TOPICS}
 
 
-@pytest.mark.parametrize("split", [frames.rows_by_topics, topic_sinks.rows_by_topics], ids=["fake", "Spark"])
-def test_rows_are_divided_by_topic_and_others_refused(spark: "SparkSession", split: Split) -> None:
-    session: Any = Session() if split is frames.rows_by_topics else spark
+@pytest.mark.parametrize("fake", [False, True], ids=["Spark", "fake"])
+def test_rows_are_divided_by_topic_and_others_refused(
+    spark: "SparkSession", fake: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session: Any = Session() if fake else spark
+    for name in ("other_topics", "rows_of") if fake else ():
+        monkeypatch.setattr(topic_sinks, name, getattr(frames, name))
     found = [r for t in TOPICS for r in records(0, 2, topic=t)]
     topics = {("clicks", "payments"): 2, ("orders",): 1}
-    with split(session.createDataFrame(found, SCHEMA), {**topics, ("none",): 1}) as parts:
-        counts = [part.rows.num_rows if isinstance(part, frames.Frame) else part.count() for part in parts]
+    with topic_sinks.rows_by_topics(session.createDataFrame(found, SCHEMA), {**topics, ("none",): 1}) as parts:
+        read: list[Any] = list(parts)
+        counts = [part.rows.num_rows if fake else part.count() for part in read]
     assert counts == [4, 2, 0]
     for other in ("Orders", None):
         df = session.createDataFrame([*found, (other, 0, 9, "v")], SCHEMA)
-        with pytest.raises(OptionError, match="rows with topic"), split(df, topics):
+        with pytest.raises(OptionError, match="rows with topic"), topic_sinks.rows_by_topics(df, topics):
             pytest.fail("nothing may be written")
     assert not keeps_rows(spark)

@@ -3,12 +3,11 @@
 Runs in: tests. Deliberately absent: SQL, queries, Delta's classes. Tables are real: ``deltalake`` writes the log, and a
 DataFrame writes real Parquet files like Spark's tasks. :class:`DeltaSession` also appends like Delta's own writer.
 ``tests/delta/test_fakes.py`` compares the commits and rows with those that Spark leaves. :func:`without_ranges`
-and :func:`rows_by_topics` replace functions of these names in :mod:`spark_group_source.delta`, which need a JVM.
+and those about topics replace functions of their names in :mod:`spark_group_source.delta`, which need a JVM.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +17,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from deltalake import CommitProperties, DeltaTable, Transaction, write_deltalake
 
-from spark_group_source.errors import OptionError
 from spark_group_source.model import OffsetRange
 
 TYPES = {"string": pa.string(), "int": pa.int32(), "long": pa.int64(), "bigint": pa.int64()}
@@ -47,6 +45,15 @@ class Frame:
 
     def select(self, *columns: str) -> "Frame":
         return Frame(self.sparkSession, self.rows.select([column.strip("`") for column in columns]))
+
+    def persist(self, level: object) -> "Frame":
+        return self
+
+    def unpersist(self) -> None:
+        pass
+
+    def coalesce(self, partitions: int) -> "Frame":
+        return self
 
     @property
     def write(self) -> "_Writer":
@@ -192,15 +199,12 @@ def without_ranges(df: Frame, drop: Sequence[OffsetRange], table: str) -> Frame:
     return Frame(df.sparkSession, df.rows.filter(pa.array(keep, pa.bool_())))
 
 
-@contextmanager
-def rows_by_topics(df: Frame, parts: Mapping[tuple[str, ...], int], *, persist: bool = False) -> Iterator[list[Frame]]:
-    """The rows of each part of a batch."""
-    if len(parts) < 2:
-        yield [df] * len(parts)
-        return
-    found = df.rows["topic"].to_pylist()
-    if others := {str(topic) for topic in found} - {topic for topics in parts for topic in topics}:
-        raise OptionError(f"rows with topic {', '.join(sorted(others))}, which belong to no table")
-    yield [
-        Frame(df.sparkSession, df.rows.filter(pa.array([t in topics for t in found], pa.bool_()))) for topics in parts
-    ]
+def other_topics(rows: Frame, topics: Sequence[str]) -> list[str]:
+    """The topics of the rows that are none of these."""
+    return sorted({"null" if found is None else found for found in rows.rows["topic"].to_pylist()} - {*topics})
+
+
+def rows_of(rows: Frame, topics: Sequence[str]) -> Frame:
+    """The rows that have these topics."""
+    keep = [found in topics for found in rows.rows["topic"].to_pylist()]
+    return Frame(rows.sparkSession, rows.rows.filter(pa.array(keep, pa.bool_())))

@@ -32,7 +32,8 @@ def without_rows(monkeypatch: pytest.MonkeyPatch) -> None:
         "without_ranges",
         lambda df, drop, table: frames.without_ranges(df, drop, table) if drop else real(df, drop, table),
     )
-    monkeypatch.setattr(topic_sinks, "rows_by_topics", frames.rows_by_topics)
+    monkeypatch.setattr(topic_sinks, "other_topics", frames.other_topics)
+    monkeypatch.setattr(topic_sinks, "rows_of", frames.rows_of)
     monkeypatch.setattr("pyspark.util.inheritable_thread_target", lambda session: lambda call: call)
 
 
