@@ -393,7 +393,7 @@ def _damage_refused(group: str, table: str, version: int, document: str | Mappin
         ) from None
     except (ValueError, KeyError, TypeError, AttributeError, zlib.error) as exc:
         text = document if isinstance(document, str) else _dumps(document)
-        there = run_files.connection(group)
+        there = run_files.connection(group)  # table_names.reset_command would add an import level
         command = command_line.spark_group("reset", there, group, "--to-current", "--table", table, "--execute")
         raise LedgerDamaged(
             f"the ledger of group {group!r} in version {version} of table {table} is damaged ({exc!r}): "

@@ -199,11 +199,6 @@ class DataLossDetector:
         found.update(self.known_epochs.of({tp: positions[tp] for tp in self._capped.keys() & positions.keys()}))
         return found
 
-    def read_to(self, positions: Offsets) -> dict[TopicPartition, int]:
-        """Partitions that were read further than these positions, because a foreign commit moved them back: how far. A
-        later run needs it to find that the log was truncated in between."""
-        return self.known_epochs.read_further(positions)
-
     # --- one check --------------------------------------------------------------------------------------------------
 
     def _check(self) -> Requests:
@@ -505,8 +500,9 @@ class LeaderEpochs:
         """The latest leader epoch that is known of the partition; 0 if none is."""
         return self._known[tp].epoch if tp in self._known else 0
 
-    def read_further(self, positions: Offsets) -> dict[TopicPartition, int]:
-        """How far the partitions are known to be read whose positions are before that."""
+    def read_to(self, positions: Offsets) -> dict[TopicPartition, int]:
+        """Partitions that were read further than these positions, because a foreign commit moved them back: how far. A
+        later run needs it to find that the log was truncated in between."""
         known = self._known
         return {tp: of.until for tp, at in positions.items() if (of := known.get(tp)) is not None and of.until > at}
 

@@ -288,7 +288,7 @@ class Run:
             # placement of members on agents
             case ev.MemberEnded():
                 self.placement.member_ended(event)
-                # Without a report of the reason, which an agent that ends sends once, and which may be lost.
+                # An agent reports once why it ends. If that is lost, only this event shows that the member is gone.
                 ended = ev.MemberFailed(slot=event.slot, client=event.client, reason="it ended with its agent")
                 self._fail(self.slots.apply(ended))
             case ev.AgentConnected() | ev.AgentHeartbeat() | ev.AgentDisconnected() | ev.AgentEnded():
@@ -835,7 +835,7 @@ class Run:
         )
         self._is_idle = planned is None
         if planned is not None:
-            planned = replace(planned, read_to=self.data_loss.read_to(planned.positions()))
+            planned = replace(planned, read_to=self.data_loss.known_epochs.read_to(planned.positions()))
             self._unsettled_since_ms = None
             self.data_loss.known_epochs.remember(planned)
             self._apply(ev.Planned(offset=planned))

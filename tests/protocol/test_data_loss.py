@@ -69,7 +69,7 @@ class Brokers:
         """Plan a batch after the check: the checkpoint stores its epochs."""
         positions = {tp: start for tp, (start, _) in ranges.items()}
         epochs = self.detector.leader_epochs(positions)
-        read_to = self.detector.read_to({tp: end for tp, (_, end) in ranges.items()})
+        read_to = self.detector.known_epochs.read_to({tp: end for tp, (_, end) in ranges.items()})
         offset = StreamOffset(group="etl", ranges=ranges, leader_epochs=epochs, read_to=read_to, topic_ids=self.ids)
         self.checkpoint = replace(offset, stream="s", seq=0).to_json()
         self.detector.known_epochs.remember(offset)
