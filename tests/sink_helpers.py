@@ -18,6 +18,7 @@ from sink_source import SCHEMA, Ranges, rows_of, write_script
 
 from spark_group_source.delta import Writer
 from spark_group_source.delta.sink import DeltaSink
+from spark_group_source.delta.table_writer import TableWriter
 from spark_group_source.delta.topic_sinks import DeltaSinks
 from spark_group_source.model import OffsetRange, TopicPartition
 from spark_group_source.protocol.offsets import StreamOffset
@@ -40,6 +41,13 @@ def one(start: int, end: int, *, topic: str = "orders", partition: int = 0) -> R
 
 def records(start: int, end: int, *, topic: str = "orders", partition: int = 0) -> list[Row]:
     return rows_of([OffsetRange(TopicPartition(topic, partition), start, end)])
+
+
+def created_table(spark: "SparkSession", folder: Path) -> Path:
+    """Create a table as the sink creates it."""
+    table = folder / "table"
+    TableWriter(spark, str(table)).create(spark.createDataFrame([], SCHEMA))
+    return table
 
 
 class Query:

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import sink_source
 from pyspark import cloudpickle
-from sink_helpers import BeforeNextCommit, NewQuery, Query
-from sink_source import SCHEMA, ScriptSource
+from sink_helpers import BeforeNextCommit, NewQuery, Query, created_table
+from sink_source import ScriptSource
 
 from spark_group_source import compatibility
 from spark_group_source.delta import Writer
 from spark_group_source.delta.native_writer import NativeWriter
-from spark_group_source.delta.table_writer import OptionsWriter, TableWriter
+from spark_group_source.delta.table_writer import OptionsWriter
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -44,9 +44,7 @@ def new_table(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def created(spark: "SparkSession", tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("sink") / "table"
-    TableWriter(spark, str(made)).create(spark.createDataFrame([], SCHEMA))
-    return made
+    return created_table(spark, tmp_path_factory.mktemp("sink"))
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from deltalake import DeltaTable
 from kit import frames
 from kit.frames import Session
 from offset_model import SERVERS, OffsetModel
-from sink_helpers import Query
+from sink_helpers import Query, created_table
 
 from spark_group_source.cli import common
 from spark_group_source.delta import sink, topic_sinks
@@ -22,6 +22,12 @@ from spark_group_source.delta.table_writer import TableWriter, open_log
 @pytest.fixture(scope="session")
 def spark() -> Session:
     return Session()
+
+
+@pytest.fixture(scope="session")
+def created(spark: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Not the one of tests/delta, which Delta Lake creates if tests on Spark run first in this process."""
+    return created_table(spark, tmp_path_factory.mktemp("decisions"))
 
 
 @pytest.fixture(autouse=True)
