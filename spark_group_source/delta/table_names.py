@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from pyspark.sql import DataFrame, SparkSession
+    from pyspark.sql.types import DataType, StructType
 
     from spark_group_source.model import TopicPartition
 
@@ -109,6 +110,35 @@ def sql_name(table: str) -> str:
 def quoted(column: str) -> str:
     """Return the name of a column as it is written in SQL."""
     return "`" + column.replace("`", "``") + "`"
+
+
+def sql_columns(schema: "StructType") -> str:
+    """Return the columns of a new table as they are written in SQL: with their comments, and each may be null."""
+    return ", ".join(
+        f"{quoted(field.name)} {_sql_type(field.dataType)}" + _sql_comment(field.metadata.get("comment", ""))
+        for field in schema.fields
+    )
+
+
+def _sql_comment(text: str) -> str:
+    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
+    return f" COMMENT '{escaped}'" if text else ""
+
+
+def _sql_type(kind: "DataType") -> str:
+    """Return a type in SQL. ``simpleString()`` does not quote the names of nested fields."""
+    from pyspark.sql.types import ArrayType, MapType, StructType
+
+    match kind:
+        case StructType():
+            fields = (f"{quoted(f.name)}: {_sql_type(f.dataType)}" for f in kind.fields)
+            return f"STRUCT<{', '.join(fields)}>"
+        case ArrayType():
+            return f"ARRAY<{_sql_type(kind.elementType)}>"
+        case MapType():
+            return f"MAP<{_sql_type(kind.keyType)}, {_sql_type(kind.valueType)}>"
+        case _:
+            return kind.simpleString()
 
 
 def read(spark: "SparkSession", table: str) -> "DataFrame":

@@ -554,14 +554,16 @@ class OptionsWriter:
         Raises:
             OptionError: the folder has other files.
         """
-        writer = self._spark.createDataFrame([], rows.schema).writeTo(table_names.sql_name(self._table)).using("delta")
+        # Not by writeTo().create(): it writes a file before the log, and Delta takes the folder that a kill in between
+        # leaves for one with other data.
+        statement = (
+            f"CREATE TABLE {table_names.sql_name(self._table)} ({table_names.sql_columns(rows.schema)}) USING delta"
+        )
         if self._partition_by:
-            from pyspark.sql import functions as F
-
-            writer = writer.partitionedBy(*map(F.col, self._partition_by))
+            statement += f" PARTITIONED BY ({', '.join(map(table_names.quoted, self._partition_by))})"
         for attempt in range(1, CREATE_ATTEMPTS_MAX + 1):
             try:
-                writer.create()
+                self._spark.sql(statement)
                 return
             except Exception as exc:  # raised by py4j where PySpark does not translate the class
                 condition = exc.getCondition() if isinstance(exc, PySparkException) else None

@@ -190,6 +190,27 @@ def test_a_table_whose_creation_was_killed_is_created(
     assert metadata["partitionColumns"] == ["topic"]
 
 
+def test_a_table_is_created_without_files_of_data(query: Query, new_table: Path) -> None:
+    """A kill between such a file and the first commit would leave a folder that Delta takes for another job's."""
+    written: Callable[[DataFrame], DataFrame] = lambda df: df.select(  # noqa: E731
+        "*",
+        F.struct(
+            F.col("offset").alias("a-b"), F.array(F.map_from_arrays(F.array("topic"), F.array("offset"))).alias("`")
+        ).alias("n"),
+        F.lit(True).alias("odd", metadata={"comment": r"it's \' odd"}),
+    )
+    table_writer.OptionsWriter(query.spark, str(new_table)).create(
+        written(query.rows(offset(0, one(0, 1)))), lambda: False
+    )
+    assert [f.name for f in new_table.rglob("*") if f.suffix == ".parquet"] == []
+    query.run(query.sink(new_table, transform=written), 0, offset(0, one(0, 2)))
+    created = query.spark.read.format("delta").load(str(new_table))
+    assert [row[:4] for row in rows(new_table)] == records(0, 2)
+    assert created.schema.simpleString() == written(query.rows(offset(0, one(0, 1)))).schema.simpleString()
+    assert created.schema["odd"].metadata == {"comment": r"it's \' odd"}
+    assert all(field.nullable for field in created.schema)
+
+
 @pytest.mark.parametrize("has_log", [False, True])
 def test_a_directory_with_other_files_is_not_made_a_table(
     has_log: bool, query: Query, new_table: Path, monkeypatch: pytest.MonkeyPatch
