@@ -26,7 +26,7 @@ from spark_group_source.errors import (
 from spark_group_source.model import TopicPartition
 from spark_group_source.protocol import events as ev
 from spark_group_source.protocol import identifiers
-from spark_group_source.protocol.data_loss import GRACE_MS, DataLossDetector
+from spark_group_source.protocol.data_loss import EARLIER_MS, GRACE_MS, DataLossDetector
 from spark_group_source.protocol.group_assignment import GroupAssignment
 from spark_group_source.protocol.lookups import POSITION_MS_MAX, PositionLookups
 from spark_group_source.protocol.offsets import BatchKey, StreamOffset
@@ -55,6 +55,9 @@ IDLE_PAUSES_MS = (100, 1_000)
 LEADER_MS_MAX = 30_000
 """How long a run that ends by itself waits for partitions without a leader, while others have one: electing the next
 one takes about ten seconds. Then the next run reads them."""
+UNSETTLED_MS_MIN = 2 * EARLIER_MS
+"""How long a run that ends by itself waits at least until it knows what is left to read: the group may be stable long
+since, while a former leader is waited for, which began to answer later."""
 START_MS_MAX = 20_000
 """How long brokers may not answer before the members of a run join: a wrong address is reported within 30 s."""
 
@@ -862,11 +865,12 @@ class Run:
         return self._assignment.is_settled and is_complete and not self.data_loss.has_suspicions
 
     def _read_again(self) -> None:
-        """Wait for a stable assignment and read the log ends again; the run fails after the joining budget."""
+        """Wait for a stable assignment and read the log ends again; the run fails after the joining budget, or after
+        UNSETTLED_MS_MIN if that is longer."""
         if self._unsettled_since_ms is None:
             self._unsettled_since_ms = self._now_ms
         waited_ms = self._now_ms - self._unsettled_since_ms
-        if waited_ms >= self.rules.joining_budget_ms:
+        if waited_ms >= max(self.rules.joining_budget_ms, UNSETTLED_MS_MIN):
             self._fail(self._assignment.timeout("reached a stable assignment", waited_ms))
             return
         if self.placement.has_agents:

@@ -50,6 +50,7 @@ class RunHarness:
         partitions = [tp for topic, count in self.topics.items() for tp in tps(topic, *range(count))]
         self.firsts = dict.fromkeys(partitions, 0)
         self.ends = dict.fromkeys(partitions, 0)
+        self.leader_epochs: dict[TopicPartition, int] = {}  # of the leaders that report the ends
         self.committed: dict[TopicPartition, ev.Committed] = {}
         self.assignments: dict[int, tuple[TopicPartition, ...]] = dict.fromkeys(range(slots), ()) | {
             0: tuple(partitions)
@@ -213,6 +214,8 @@ class RunHarness:
                 self.clock.advance(ms=self.ends_took_ms)
                 return ev.LogEndsRead(
                     ends=_some(self.ends, step.ends, self.leaderless),
+                    leader_epochs=_some(self.leader_epochs, step.ends),
+                    epoch_ends=dict.fromkeys(step.epoch_ends),  # the leaders know no earlier epoch
                     firsts=_some(self.firsts, step.firsts, self.leaderless),
                     log_ends=_some(self.ends, step.log_ends, self.leaderless),
                     topic_ids=_some(self.ids, step.topics),

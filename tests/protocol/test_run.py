@@ -18,6 +18,7 @@ from spark_group_source.errors import (
 from spark_group_source.model import LATEST
 from spark_group_source.options.starting import StartingPosition
 from spark_group_source.protocol import events as ev
+from spark_group_source.protocol.data_loss import EARLIER_MS
 from spark_group_source.protocol.group_assignment import ASSIGNMENT_WARNING_MS, DESCRIBE_PAUSE_MS
 from spark_group_source.protocol.offsets import BatchKey, StreamOffset
 from spark_group_source.protocol.run import (
@@ -339,6 +340,15 @@ def test_bounded_run_fails_if_the_group_does_not_become_stable_in_time() -> None
     assert JOINING_BUDGET_MS <= waited_ms(run) <= JOINING_BUDGET_MS + 1_000
     assert "has not reached a stable assignment" in str(failure.value)
     assert len(run.steps_of(ev.DescribeGroup)) <= JOINING_BUDGET_MS // DESCRIBE_PAUSE_MS + 2
+
+
+def test_bounded_run_waits_for_the_present_leader_longer_than_a_short_joining_budget() -> None:
+    run = RunHarness.resumed(replace(PAST, leader_epochs={A: 2}), joining_budget_ms=EARLIER_MS // 2)
+    run.set_target({A: 150, B: 45})
+    run.leader_epochs, run.ends = {A: 0, B: 0}, {A: 150, B: 45}
+    assert run.batch().ranges == {A: (150, 150), B: (40, 45)}
+    assert run.batch().seq == 8 and run.state() is RunState.CLOSED
+    assert run.clock() >= EARLIER_MS
 
 
 def test_error_names_partitions_that_another_driver_of_the_stream_holds() -> None:
