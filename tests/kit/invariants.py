@@ -477,7 +477,8 @@ class Invariants(Accounts):
         """Return the end of the stream's last durable batch if an older run committed an offset inside it after another
         member's commit: it did not know the batch, or this run replays it, or it repeated the commit of another stream
         and died. The sink has all records between the two. A run that was replaced, and does not know it yet, continues
-        there too."""
+        there too. So does one whose zombie followed another consumer beyond the batch: the note is of an older batch.
+        """
         book = self.books[tp]
         batch = book.durable.get(reader.party)
         if batch is not None and self._is_replaced(reader):
@@ -488,8 +489,10 @@ class Invariants(Accounts):
         older = last.stream == reader.party and self._readers[last.by] is not reader
         before = book.commits[-2][1] if len(book.commits) > 1 else last
         repeats = before.stream not in (None, reader.party) and before.offset == last.offset
-        late = older and (parse_note(last.note).seq < batch.seq + (reader.replays == batch.seq) or repeats)
-        return batch.end if late and batch.start <= last.offset <= batch.end else None
+        note = parse_note(last.note)
+        late = older and (note.seq < batch.seq + (reader.replays == batch.seq) or repeats)
+        inside = batch.start <= last.offset <= batch.end or (note.followed and last.offset > batch.end)
+        return batch.end if late and inside else None
 
     def _may_start(self, tp: TopicPartition, reader: Reader, start: int, last: int | None) -> bool:
         """The committed offset decides after a foreign commit, after another owner, or if this stream never owned

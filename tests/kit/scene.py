@@ -28,6 +28,7 @@ from spark_group_source.errors import (
     TopicMissing,
 )
 from spark_group_source.model import TopicPartition
+from spark_group_source.protocol.run import UNSETTLED_MS_MIN
 from spark_group_source.runtime.offset_commits import MEMBER_COMMIT_S_MAX
 
 PRODUCE_EVERY_MS = 400
@@ -316,7 +317,10 @@ class Scene:
                     continue
                 since_ms = run.calling_since_ms
                 trouble_ms = max(run.process.thawed_at_ms, self.world.down_until_ms, run.process.cut_off_until_ms)
-                longest_ms = max(CALL_MS_MAX, run.watched.rules.joining_budget_ms + CALL_SLACK_MS)
+                budget_ms = run.watched.rules.joining_budget_ms
+                longest_ms = max(CALL_MS_MAX, budget_ms + CALL_SLACK_MS)
+                if run.trigger != "default":  # then it must know what is left to read
+                    longest_ms += max(budget_ms, UNSETTLED_MS_MIN)
                 if run.trigger == "default" and not self._unanswered:  # a stable group, and brokers that answer
                     longest_ms, trouble_ms = PATIENCE_MS_MAX, max(trouble_ms, self._at_rest_since_ms)
                 if since_ms is not None and now - max(since_ms, trouble_ms) > longest_ms:
