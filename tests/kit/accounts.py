@@ -210,11 +210,14 @@ class Accounts(Books):
 
     def _is_second_start(self, tp: TopicPartition, start: int, party: str) -> bool:
         """Return whether starting offsets decided this start, and another stream planned a batch from where they had
-        decided before, but was killed before it had committed that to Kafka."""
+        decided before, but was killed, or stopped, before it had committed that to Kafka. Either of them is refused."""
         book = self.books[tp]
         first = book.commits[0][1] if book.commits else None
-        ours = first is not None and (first.stream, first.offset) == (party, start)
-        return ours and any(begin < start for other, begin in book.chain.items() if other != party)
+        if first is None or first.stream is None or first.offset != start:
+            return False
+        begun = [*book.chain.items(), *((other, batch.start) for other, batch in book.durable.items())]
+        lower = {other for other, begin in begun if begin < start and other != first.stream}
+        return bool(lower) and party in {first.stream, *lower}
 
     def _was_changed(self, tp: TopicPartition) -> bool:
         book = self.books[tp]

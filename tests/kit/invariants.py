@@ -183,6 +183,9 @@ class Invariants(Accounts):
         behind |= holding.until is not None and holding.until > committed
         # A run that fails closes its members while its batch is being written.
         behind |= book.flight.get(holding.reader, (0, 0))[1] > committed
+        # A run that stops after its only batch leaves the commit to the next start.
+        batch = book.durable.get(holding.reader.party)
+        behind |= batch is not None and batch.start <= committed < batch.end
         if loss is None and (cause is Cause.REPORTED or behind):  # out of the group, no new owner yet
             loss = Loss(holding.reader, committed, cause)
             book.losses.append(loss)
@@ -475,9 +478,10 @@ class Invariants(Accounts):
 
     def _after_durable_batch(self, tp: TopicPartition, reader: Reader) -> int | None:
         """Return the end of the stream's last durable batch if an older run committed an offset inside it after another
-        member's commit: it did not know the batch, or this run replays it, or it repeated the commit of another stream
-        and died. The sink has all records between the two. A run that was replaced, and does not know it yet, continues
-        there too. So does one whose zombie followed another consumer beyond the batch: the note is of an older batch.
+        member's commit: it did not know the batch, or this run replays it, or it repeated the commit of another member
+        and died before Kafka had the batch. The sink has all records between the two. A run that was replaced, and does
+        not know it yet, continues there too. So does one whose zombie followed another consumer beyond the batch: the
+        note is of an older batch.
         """
         book = self.books[tp]
         batch = book.durable.get(reader.party)
@@ -488,7 +492,8 @@ class Invariants(Accounts):
         last = book.commits[-1][1]
         older = last.stream == reader.party and self._readers[last.by] is not reader
         before = book.commits[-2][1] if len(book.commits) > 1 else last
-        repeats = before.stream not in (None, reader.party) and before.offset == last.offset
+        had = [entry.offset for _, entry in book.commits if entry.stream == reader.party]
+        repeats = before.stream != reader.party and before.offset == last.offset >= max(had, default=0)
         note = parse_note(last.note)
         late = older and (note.seq < batch.seq + (reader.replays == batch.seq) or repeats)
         inside = batch.start <= last.offset <= batch.end or (note.followed and last.offset > batch.end)
@@ -500,7 +505,8 @@ class Invariants(Accounts):
         book = self.books[tp]
         if start in book.undone:
             return True  # the group has no offset to compare
-        if start in book.firsts and (start >= (last or 0) or reader.party in book.away):
+        voided = min(book.undone, default=start)  # it went back to where a void batch began, or behind it
+        if start in book.firsts and (start >= (last or 0) or reader.party in book.away or voided < start):
             return True  # the records before it are deleted
         mine = [held for held in book.holders.values() if held.reader is reader]
         since_ms = min((held.since_ms for held in mine), default=0)

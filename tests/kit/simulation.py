@@ -37,7 +37,7 @@ HOST_SHARE = 0.4
 """Share of the histories in which the host of a query is lost."""
 HOST_MS = (2_000, 30_000)
 """When that happens."""
-CALM_MS_MAX = 120_000
+CALM_MS_MAX = 300_000
 """Time after which the group must be at rest: sessions have ended, members have rejoined, the backlog is read."""
 PROTOCOLS: dict[str, type[Group]] = {"eager": ClassicGroup, "cooperative": CooperativeGroup, "consumer": ConsumerGroup}
 

@@ -448,7 +448,9 @@ class SparkRun:
             self._lasting_since_ms.clear()
             return None
         lasting = {
-            "the durable batch in flight": run.plan is not None and run.plan is self.marked,
+            "the durable batch in flight": run.plan is not None
+            and run.plan is self.marked
+            and run.stream in self.query.durable,  # the end of another run of the stream removes the mark
             "the drain request": self.publisher.drain
             and run.plan is None
             and run.all_committed
