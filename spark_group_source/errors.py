@@ -18,7 +18,8 @@ Runs in: every process. Deliberately absent: exceptions of other libraries (each
     │   ├── CommitFailed          Kafka refused the offset commit; the rows are safe (retriable)
     │   ├── Fenced                a newer driver runs this stream
     │   ├── CheckpointMismatch    the checkpoint is another group's, or its offsets cannot be read
-    │   └── LedgerConflict        the table's offsets and the batch contradict each other
+    │   ├── LedgerConflict        the table's offsets and the batch contradict each other
+    │   └── BadRecords            too many records of a query cannot be written to its table
     ├── SetupError           Spark, Java, Python or a library is missing or has an unsupported version
     └── InvariantBroken      a bug in this package; nothing was written, the message has the last events
 
@@ -187,6 +188,16 @@ class LedgerConflict(GroupError):
         "`spark-group ledger verify TABLE`. Then move the group and the table to one position: `spark-group reset "
         "--bootstrap-servers HOST:PORT --group GROUP --table TABLE --to-ledger --execute` moves the group to the "
         "table's offsets; other targets are listed in `docs/cli.md`."
+    )
+
+
+class BadRecords(GroupError):
+    """More records than ``DeadLetters`` allows violate a rule or a constraint of the table, or have wrong types."""
+
+    remedy = (
+        "Nothing of the batch was written. The message has the first bad records and what they violate. Correct the "
+        "sink's `transform`, the rules or the table, or raise `max_fraction`, and start the query with the same "
+        "checkpoint."
     )
 
 

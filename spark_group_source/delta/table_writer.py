@@ -48,6 +48,7 @@ from spark_group_source.model import TopicPartition
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
+    from pyspark.sql.types import StructType
 
 log = logging.getLogger(__name__)
 
@@ -193,6 +194,15 @@ class TableWriter:
         if isinstance(source, LogFiles):
             return dict(source.opened.metadata().configuration)
         return dict(self._described["properties"])
+
+    def schema(self) -> "StructType":
+        """Return the table's columns."""
+        from pyspark.sql.types import StructType
+
+        source = self._require_source()
+        if isinstance(source, LogFiles):
+            return StructType.fromJson(json.loads(source.opened.schema().to_json()))
+        return table_names.read(self.spark, self.table).schema
 
     def history(self) -> TableHistory:
         """Return the newest version of the table and its commits; version -1 if the table no longer exists."""
