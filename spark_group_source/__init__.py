@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from spark_group_source.errors import (
     AccessDenied,
+    BadRecords,
     BrokerUnavailable,
     CheckpointMismatch,
     CommitFailed,
@@ -27,6 +28,7 @@ from spark_group_source.protocol.statistics import Statistics
 
 if TYPE_CHECKING:
     from spark_group_source.cli.functions import describe, reset
+    from spark_group_source.delta.dead_letters import DeadLetters
     from spark_group_source.delta.sink import DeltaSink
     from spark_group_source.delta.topic_sinks import DeltaSinks
     from spark_group_source.host.listener import GroupListener
@@ -34,10 +36,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AccessDenied",
+    "BadRecords",
     "BrokerUnavailable",
     "CheckpointMismatch",
     "CommitFailed",
     "DataLoss",
+    "DeadLetters",
     "DeltaSink",
     "DeltaSinks",
     "Fenced",
@@ -62,10 +66,14 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("DeltaSink", "DeltaSinks", "GroupListener", "KafkaGroupDataSource"):
+    if name in ("DeadLetters", "DeltaSink", "DeltaSinks", "GroupListener", "KafkaGroupDataSource"):
         from spark_group_source import compatibility
 
         compatibility.check()  # a missing or unsupported Spark lacks what the next lines import
+    if name == "DeadLetters":
+        from spark_group_source.delta.dead_letters import DeadLetters
+
+        return DeadLetters
     if name == "DeltaSink":
         from spark_group_source.delta.sink import DeltaSink
 

@@ -53,6 +53,7 @@ from spark_group_source.delta import (
     table_writer,
 )
 from spark_group_source.delta.checkpoint import ONLY_RUN, PlannedBatch, is_finished, read_planned
+from spark_group_source.delta.dead_letters import DeadLetters, LetterBox
 from spark_group_source.delta.ledger_decision import SHOWN_MAX, AlreadyWritten, WriteBatch, format_ranges
 from spark_group_source.delta.ledger_format import APP_PREFIX, Ledger
 from spark_group_source.delta.table_history import LedgerExpired, LogFiles, TableHistory, note_of
@@ -119,6 +120,8 @@ class DeltaSink:
             not on a local file system is written natively.
         checkpoint: the query's ``checkpointLocation``. Needed on Spark Connect only.
         persist: whether Spark keeps the rows of a batch, in memory and on disk, until it is written.
+        dead_letters: which records are bad, and the table that they are written to. None: a row that the table refuses
+            ends the query.
 
     Errors are raised when a batch is written.
 
@@ -126,6 +129,7 @@ class DeltaSink:
         LedgerConflict: the table and the batch contradict each other. Nothing was written; the message has the commands
             that settle it. Do not retry before that.
         CheckpointMismatch: the query has no kafka-group source, or its offset cannot be read.
+        BadRecords: more records are bad than ``dead_letters`` allows. Nothing was written.
         OptionError: an argument cannot work in this session.
         SetupError: the session's Java or Delta Lake version is not supported.
         Exception: Delta's own errors (schema, constraints, storage), unchanged. Nothing was written.
@@ -142,6 +146,7 @@ class DeltaSink:
         storage_options: Mapping[str, str] | None = None,
         checkpoint: str | None = None,
         persist: bool = False,
+        dead_letters: DeadLetters | None = None,
     ) -> None:
         table_writer.check_writer(writer)
         self.table = table_names.canonical(table)
@@ -152,6 +157,9 @@ class DeltaSink:
         self.storage_options = None if storage_options is None else dict(storage_options)
         self.checkpoint = checkpoint.rstrip("/") if checkpoint else None
         self.persist = persist
+        if not isinstance(dead_letters, DeadLetters | None):
+            raise OptionError(f"dead_letters is {dead_letters!r}; it must be DeadLetters({dead_letters!r})")
+        self.dead_letters = dead_letters
         self._runs: dict[str, tuple[str | None, str]] = {}
         """By query id: the id of the newest run, and the id of the table that its first batch found."""
         self._table_id = ""
@@ -183,8 +191,11 @@ class DeltaSink:
             The offsets whose rows the table has now: all but void ones.
         """
         table = self._open_table(df, planned)
-        with guarded_write(self._runs[planned.query_id][1], table.table, planned) as write:
-            batch = BatchCommit(self, table, df, planned, write)
+        with (
+            guarded_write(self._runs[planned.query_id][1], table.table, planned) as write,
+            self._open_letters(table, planned) as letters,
+        ):
+            batch = BatchCommit(self, table, df, planned, write, letters)
             durable = table_writer.retry_races(batch.attempt, what=f"batch {planned.batch_id} to table {self.table}")
         if table.log is not None:
             self._idle_logs.append(table.log)
@@ -220,6 +231,18 @@ class DeltaSink:
         elif table.log is not None:  # the properties are read already
             self._read_properties(table)
         return table
+
+    @contextmanager
+    def _open_letters(self, table: TableWriter, planned: PlannedBatch) -> "Iterator[LetterBox | None]":
+        """Open the dead-letter table for one batch; None: the sink has none."""
+        if self.dead_letters is None:
+            yield None
+            return
+        letters = self.dead_letters.open(table, planned, self.storage_options)
+        try:
+            yield letters
+        finally:
+            self.dead_letters.close(letters)
 
     def _take_idle_log(self) -> LogFiles | None:
         """Remove and return an opened log; None if there is none. Another thread may take the last one meanwhile."""
@@ -288,8 +311,10 @@ class BatchCommit:
         df: "DataFrame",
         planned: PlannedBatch,
         write: "TableWrite",
+        letters: LetterBox | None = None,
     ) -> None:
         self.sink, self.table, self.df, self.planned, self.write = sink, table, df, planned, write
+        self.letters = letters
         self._rows: dict[tuple[OffsetRange, ...], DataFrame] = {}
         """The rows to write by the ranges that are left out: the same DataFrame again after a lost race."""
         self._ledgers = sink._ledgers
@@ -548,9 +573,11 @@ class BatchCommit:
         )
 
     def rows_without(self, drop: tuple[OffsetRange, ...]) -> "DataFrame":
-        """Return the rows to write."""
+        """Return the rows to write, after the commit of the bad records among them."""
         if drop not in self._rows:
-            self._rows[drop] = self.sink._transformed(without_ranges(self.df, drop, self.sink.table))
+            source = without_ranges(self.df, drop, self.sink.table)
+            rows = self.sink._transformed(source)
+            self._rows[drop] = rows if self.letters is None else self.letters.good_rows(source, rows)
         return self._rows[drop]
 
     def _log_decision(self, decision: WriteBatch) -> None:
