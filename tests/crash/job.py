@@ -4,7 +4,7 @@ Arguments, as one JSON object: servers, group, topic, table, checkpoint, scratch
 Spark Connect server that the job starts. ``writer``, ``storage_options``: of the sink. ``again``: whether a failed
 query is started again. ``spark``: more settings of the session, and jars besides Delta's. ``pause``: where the first
 batch of the run stays until the job is killed; then there is a file ``paused`` in ``scratch``. A ``table`` with
-``{topic}`` in it is one for each topic.
+``{topic}`` in it is one for each topic. ``bad``: the table of those that are not GOOD.
 """
 
 import json
@@ -20,7 +20,7 @@ from typing import Literal
 from pyspark.errors import StreamingQueryException
 from pyspark.sql import DataFrame, SparkSession
 
-from spark_group_source import DeltaSink, DeltaSinks
+from spark_group_source import DeadLetters, DeltaSink, DeltaSinks
 from spark_group_source.delta import Writer
 from spark_group_source.local.conf import local_spark_settings
 
@@ -28,6 +28,8 @@ LOOK_S = 2
 PAUSE_S_MAX = 600
 Point = Literal["offset", "rows", "commit"]
 """Points of a batch: after Spark wrote ``offsets/N``, after the sink wrote rows, after Spark wrote ``commits/N``."""
+GOOD = "offset % 5 <> 2"
+"""Which records are good, where there is a table for the others."""
 BETWEEN_TABLES = "tables"
 """The point at which all tables but that of the last topic may have the batch."""
 
@@ -45,6 +47,7 @@ def main(
     pause: Point | Literal["tables"] | None = None,
     spark: Mapping[str, str] | None = None,
     storage_options: Mapping[str, str] | None = None,
+    bad: str = "",
     **options: str,
 ) -> None:
     if connect:
@@ -74,6 +77,7 @@ def main(
             writer=writer,
             checkpoint=where,
             storage_options=storage_options,
+            dead_letters=DeadLetters(bad, valid=GOOD, max_fraction=1.0) if bad else None,
         )
 
     sink = DeltaSinks(sink_of, checkpoint=where) if "{topic}" in table else sink_of(topic)

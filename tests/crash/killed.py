@@ -206,6 +206,7 @@ class Hammer:
         way: how the sink writes the table.
         pythons: percentage of kills that hit one of Spark's Python processes only.
         store: has the table and the checkpoints; None: they are in ``home``.
+        has_bad_records: whether some records go to a table of their own.
         report: takes each line of the report.
     """
 
@@ -221,6 +222,7 @@ class Hammer:
         applications: int = 1,
         pythons: int = 0,
         store: ObjectStore | None = None,
+        has_bad_records: bool = False,
         report: Callable[[str], None] = print,
     ) -> None:
         self._table, self._store, self.group, self.topic = home / "table", store, group, topic
@@ -229,6 +231,9 @@ class Hammer:
         place = str(home) if store is None else store.uri(group)
         given: dict[str, Any] = {"servers": self.servers, "group": group, "topic": topic, "table": f"{place}/table"}
         given |= {**ARGUMENTS[way], **CALM, "maxOffsetsPerTrigger": str(BATCH_MAX), "again": "1" if pythons else ""}
+        self._bad = home / "bad" if has_bad_records else None
+        if self._bad is not None:
+            given["bad"] = str(self._bad)
         if store is not None:
             given |= {"spark": store.spark_settings, "storage_options": store.storage_options}
         names = [f"application-{n}" for n in range(applications)]
@@ -369,6 +374,10 @@ class Hammer:
         account, log = self.account, sorted((table / "_delta_log").glob("*.json"))
         account.commits = len(log)
         counts = Counter(row["id"] for row in living_rows(table, ["id"]))
+        if self._bad is not None:
+            bad = [row["value"].decode() for row in living_rows(self._bad, ["value"])]
+            account.wrong += ["no record is bad"] * (not bad)
+            counts.update(bad)
         doubled = [text for text, count in counts.items() if count > 1]
         account.wrong += [f"{account.produced - len(counts)} records are lost"] * (len(counts) != account.produced)
         account.wrong += [f"{len(doubled)} records are duplicated: {doubled[:5]}"] * bool(doubled)

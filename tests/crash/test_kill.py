@@ -18,9 +18,10 @@ S3_KILLS = 4
 
 
 def kill_and_prove(
-    kills: int, seed: int, *, broker: Broker, topic: str, group: str, home: Path, way: Way = "native"
+    kills: int, seed: int, *, broker: Broker, topic: str, group: str, home: Path, way: Way = "native", bad: bool = False
 ) -> None:
-    account = Hammer(broker, home, way=way, group=group, topic=topic, seed=seed).run(kills=kills)
+    hammer = Hammer(broker, home, way=way, group=group, topic=topic, seed=seed, has_bad_records=bad)
+    account = hammer.run(kills=kills)
     assert not account.wrong, account
     assert account.joined >= kills * JOINED_MIN, account
 
@@ -34,6 +35,17 @@ def test_G4_rows_are_in_the_table_once_after_kills_of_the_driver(
     broker: Broker, topic: TopicFactory, group_id: str, tmp_path: Path, kills: int, seed: int
 ) -> None:
     kill_and_prove(kills, seed, broker=broker, topic=topic(4), group=group_id, home=tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.crash
+@pytest.mark.slow
+@pytest.mark.timeout(1_800)
+@pytest.mark.parametrize("way", ["native", "options"])
+def test_G4_rows_are_in_the_table_or_that_of_bad_records_once_after_kills(
+    broker: Broker, topic: TopicFactory, group_id: str, tmp_path: Path, way: Way
+) -> None:
+    kill_and_prove(5, 3, broker=broker, topic=topic(4), group=group_id, home=tmp_path, way=way, bad=True)
 
 
 @pytest.mark.soak

@@ -1,0 +1,246 @@
+"""DeadLetters on a real Spark with Delta, with either writer: bad records go to their table, each once. Both tables are
+read from their log files."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from pyspark.sql import functions as F
+from sink_helpers import BeforeNextCommit, NewQuery, Query, actions, commits, next_offsets, one, records, rows
+from sink_source import offset
+
+from spark_group_source import BadRecords, DeadLetters
+from spark_group_source.delta import dead_letters
+from spark_group_source.delta.dead_letters import LetterBox
+from spark_group_source.delta.sink import BatchCommit, DeltaSink
+from spark_group_source.errors import OptionError
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+
+pytestmark = [pytest.mark.spark, pytest.mark.usefixtures("few_tasks")]
+
+EVEN = "offset % 2 = 0"
+LOOSE = 1.0
+
+
+@pytest.fixture
+def bad(tmp_path: Path) -> Path:
+    """The path of the dead-letter table."""
+    return tmp_path / "bad"
+
+
+NewSink = Callable[..., DeltaSink]
+
+
+@pytest.fixture
+def new_sink(query: Query, table: Path, bad: Path) -> NewSink:
+    """``new_sink(valid, ...)``: a sink whose rows are good if this is true."""
+
+    def build(
+        valid: str | dict[str, str] = EVEN, *, of: Query = query, to: Path = table, fraction: float = LOOSE, **more: Any
+    ) -> DeltaSink:
+        letters = DeadLetters(bad, valid=valid, max_fraction=fraction, min_rows=more.pop("min_rows", 100))
+        return of.sink(to, dead_letters=letters, **more)
+
+    return build
+
+
+def offsets(table: Path) -> list[int]:
+    return [row[2] for row in rows(table)]
+
+
+def errors(table: Path) -> list[tuple[int, str, str]]:
+    """The offset, class and text of each bad record."""
+    at = list(dead_letters.COLUMNS).index
+    return sorted((row[2], row[at("error_class")], row[at("error")]) for row in rows(table))
+
+
+@pytest.mark.parametrize("writer", ["auto", "options"])
+def test_G4_bad_record_is_in_the_dead_letter_table_and_the_others_in_the_table(
+    query: Query, new_sink: NewSink, table: Path, bad: Path
+) -> None:
+    sink = new_sink({"even": EVEN, "small": "offset < 8"})
+    for n in range(3):
+        query.run(sink, n, offset(n, one(5 * n, 5 * n + 5)))
+    assert offsets(table) == [0, 2, 4, 6]
+    even, small = "even: offset % 2 = 0", "small: offset < 8"
+    assert errors(bad) == [
+        *((n, "RULE", even) for n in (1, 3, 5, 7)),
+        *((n, "RULE", small if n % 2 == 0 else even) for n in range(8, 15)),
+    ]
+    assert next_offsets(table) == {("orders", 0): 15}
+    (first,) = [row for row in rows(bad) if row[2] == 1]
+    found = dict(zip(dead_letters.COLUMNS, first, strict=True))
+    assert (found["topic"], found["partition"], found["topic_id"]) == ("orders", 0, "id-1")
+    assert (found["query_id"], found["batch_id"], found["table"]) == (query.id, 0, str(table))
+    assert found["value"] == records(1, 2)[0][3].encode()
+
+
+def test_batch_without_bad_records_does_not_commit_to_the_dead_letter_table(
+    query: Query, new_sink: NewSink, table: Path, bad: Path
+) -> None:
+    query.run(new_sink("offset >= 0"), 0, offset(0, one(0, 4)))
+    assert offsets(table) == [0, 1, 2, 3]
+    assert len(commits(bad)) == 1, "its creation"
+
+
+def test_G4_replay_keeps_to_the_records_that_are_in_the_dead_letter_table(
+    query: Query, new_sink: NewSink, table: Path, bad: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A crash between the two commits, and other rules afterwards."""
+    query.run(new_sink(), 0, offset(0, one(0, 4)))
+    with monkeypatch.context() as patch:
+        patch.setattr(BatchCommit, "_log_decision", None)
+        patch.setattr(BatchCommit, "_commit", crash_after(BatchCommit.rows_without))
+        with pytest.raises(KeyboardInterrupt):
+            query.run(new_sink(), 1, offset(1, one(4, 8)))
+    assert (offsets(table), offsets(bad)) == ([0, 2], [1, 3, 5, 7])
+    query.run(new_sink("offset <> 6 AND offset <> 7"), 1, offset(1, one(4, 8)))
+    assert (offsets(table), offsets(bad)) == ([0, 2, 4], [1, 3, 5, 6, 7])
+    assert next_offsets(table) == {("orders", 0): 8}
+
+
+def crash_after(step: Callable[..., Any]) -> Callable[..., None]:
+    """A commit that ends after this step."""
+
+    def commit(self: BatchCommit, history: object, before: object, decision: Any) -> None:
+        step(self, decision.drop)
+        raise KeyboardInterrupt
+
+    return commit
+
+
+def test_G4_records_of_a_recreated_topic_are_not_those_of_the_deleted_one(
+    query: Query, new_sink: NewSink, table: Path, bad: Path
+) -> None:
+    query.run(new_sink(), 0, offset(0, one(0, 4)))
+    query.run(new_sink("offset = 1"), 1, offset(1, one(0, 4), topic_id="id-2"))
+    assert (offsets(table), offsets(bad)) == ([0, 1, 2], [0, 1, 2, 3, 3])
+
+
+def test_G4_of_two_writers_of_one_batch_one_commits_its_bad_records(
+    query: Query, new_query: NewQuery, new_sink: NewSink, table: Path, bad: Path, before_next_commit: BeforeNextCommit
+) -> None:
+    other = new_query("other")
+    query.run(new_sink(), 0, offset(0, one(0, 2)))
+    before_next_commit(lambda: other.run(new_sink(of=other), 0, offset(0, one(2, 5), stream="s2")))
+    query.run(new_sink(), 1, offset(1, one(2, 9)))
+    assert (offsets(table), offsets(bad)) == ([0, 2, 4, 6, 8], [1, 3, 5, 7])
+
+
+def test_several_tables_share_a_dead_letter_table(query: Query, new_sink: NewSink, tmp_path: Path, bad: Path) -> None:
+    tables = [tmp_path / "one", tmp_path / "two"]
+    for n in range(2):
+        query.plan(n, batch := offset(n, one(2 * n, 2 * n + 2)))
+        for table in tables:
+            new_sink(to=table)(query.rows(batch), n)
+    assert [offsets(table) for table in tables] == [[0, 2], [0, 2]]
+    assert sorted((row[2], row[11]) for row in rows(bad)) == [(n, str(table)) for n in (1, 3) for table in tables]
+
+
+def test_rows_against_a_constraint_or_a_type_of_the_table_are_bad(
+    query: Query, new_sink: NewSink, tmp_path: Path, bad: Path
+) -> None:
+    """Also ones that are null. A constraint of a column that the rows lack is left to Delta."""
+    spark, strict = query.spark, tmp_path / "strict"
+    spark.sql(
+        f"CREATE TABLE delta.`{strict}` (topic string, partition int, offset long, value string NOT NULL, "
+        "size int, name string) USING delta"
+    )
+    spark.sql(f"ALTER TABLE delta.`{strict}` ADD CONSTRAINT few CHECK (size < 5)")
+    spark.sql(f"ALTER TABLE delta.`{strict}` ADD CONSTRAINT named CHECK (name IS NULL OR name <> '')")
+
+    def change(df: "DataFrame") -> "DataFrame":
+        value = F.when(F.col("offset") != 1, F.col("value"))
+        at = F.col("offset")
+        size = F.when(at == 2, "many").when(at != 3, at.cast("string"))
+        return df.select("topic", "partition", "offset", value.alias("value"), size.alias("size"))
+
+    query.run(new_sink("true", to=strict, transform=change), 0, offset(0, one(0, 7)))
+    assert offsets(strict) == [0, 4]
+    assert errors(bad) == [
+        (1, "NOT_NULL", "value: `value` IS NOT NULL"),
+        (2, "CAST", "size: `size` IS NULL OR try_cast(`size` AS int) IS NOT NULL"),
+        (3, "CHECK", "few: size < 5"),
+        (5, "CHECK", "few: size < 5"),
+        (6, "CHECK", "few: size < 5"),
+    ]
+
+
+def test_all_rows_of_a_bad_record_are_left_out(query: Query, new_sink: NewSink, table: Path, bad: Path) -> None:
+    def twice(df: "DataFrame") -> "DataFrame":
+        return df.unionByName(df.withColumn("value", F.lit("second")))
+
+    query.run(new_sink("value <> 'second' OR offset > 1", transform=twice), 0, offset(0, one(0, 4)))
+    assert (offsets(table), offsets(bad)) == ([2, 2, 3, 3], [0, 1])
+
+
+def test_too_many_bad_records_end_the_query_before_anything_is_written(
+    query: Query, new_sink: NewSink, table: Path, bad: Path
+) -> None:
+    sink = new_sink(fraction=0.4, min_rows=6)
+    query.run(sink, 0, offset(0, one(0, 4)))
+    with pytest.raises(BadRecords, match=r"4 of the last 8 rows .* orders-0 offset 5, valid: offset % 2 = 0; ") as why:
+        query.run(sink, 1, offset(1, one(4, 8)))
+    assert (why.value.fields["bad"], why.value.fields["rows"]) == (4, 8)
+    assert (offsets(table), offsets(bad)) == ([0, 2], [1, 3])
+    query.run(new_sink(fraction=0.6, min_rows=6), 1, offset(1, one(4, 8)))
+    assert (offsets(table), offsets(bad)) == ([0, 2, 4, 6], [1, 3, 5, 7])
+
+
+def test_nothing_is_written_if_the_dead_letter_table_cannot_be(
+    query: Query, new_sink: NewSink, table: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: LetterBox, *args: object) -> None:
+        raise OSError("No space left on device")
+
+    before = len(commits(table))
+    monkeypatch.setattr(LetterBox, "_commit", full)
+    with pytest.raises(OSError, match="No space left"):
+        query.run(new_sink(), 0, offset(0, one(0, 4)))
+    assert len(commits(table)) == before
+
+
+def narrow(df: "DataFrame") -> "DataFrame":
+    return df.select("topic", "value")
+
+
+def moved(df: "DataFrame") -> "DataFrame":
+    return df.withColumn("offset", F.col("offset") + 100)
+
+
+@pytest.mark.parametrize(("transform", "message"), [(narrow, "no column partition"), (moved, "that no record of the")])
+def test_transform_that_hides_the_record_of_a_row_is_refused(
+    query: Query, new_sink: NewSink, table: Path, transform: Any, message: str
+) -> None:
+    before = len(commits(table))
+    with pytest.raises(OptionError, match=message):
+        query.run(new_sink(transform=transform), 0, offset(0, one(0, 4)))
+    assert len(commits(table)) == before
+
+
+def test_table_cannot_have_its_own_bad_records(query: Query, new_sink: NewSink, bad: Path) -> None:
+    with pytest.raises(OptionError, match="needs another table"):
+        query.run(new_sink(to=bad), 0, offset(0, one(0, 4)))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [({"max_fraction": 1.5}, "between 0 and 1"), ({"min_rows": 0}, "min_rows is 0")],
+)
+def test_wrong_arguments_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        DeadLetters("/lake/bad", **arguments)
+    wrong: Any = "/lake/bad"
+    with pytest.raises(OptionError, match=r"must be DeadLetters\('/lake/bad'\)"):
+        DeltaSink("/lake/orders", dead_letters=wrong)
+
+
+def test_commits_of_bad_records_have_numbers_of_their_own(query: Query, new_sink: NewSink, bad: Path) -> None:
+    for n in range(2):
+        query.run(new_sink(), n, offset(n, one(2 * n, 2 * n + 2)))
+    numbers: Sequence[Any] = [action for commit in commits(bad) for action in actions(commit, "txn")]
+    assert [number["version"] for number in numbers] == [1, 2]
+    assert len({number["appId"] for number in numbers}) == 1
