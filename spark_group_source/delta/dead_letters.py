@@ -11,8 +11,10 @@ table's constraints have changed: each record is in one of the two tables. The c
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from spark_group_source.delta import table_names, table_writer
@@ -435,3 +437,115 @@ def _require_record_columns(rows: "DataFrame", letters: DeadLetters) -> None:
             f"the sink's transform returns no column {missing[0]} of the source's type, by which {letters!r} finds the "
             f"record of a bad row: it returns {dict(types)}. Keep topic, partition and offset"
         )
+
+
+# --- replay -----------------------------------------------------------------------------------------------------------
+
+
+class LetterReplay:
+    """Writes the records of a dead-letter table that are good now into their table, each once.
+
+    A replay has a number. It first gives this number to the records in the dead-letter table, and then commits their
+    rows under the same number. The next replay finishes one that was interrupted in between, so of a number's records
+    either all are in the table or none. Records of one topic id have a replay of their own: offsets of a recreated
+    topic start again.
+
+    Args:
+        letters: the dead-letter table and the rules.
+        table: the table of the good rows.
+        own: the dead-letter table.
+        transform: the sink's transform.
+    """
+
+    def __init__(
+        self,
+        letters: DeadLetters,
+        table: TableWriter,
+        own: TableWriter,
+        transform: "Callable[[DataFrame], DataFrame]",
+    ) -> None:
+        self.letters, self.table, self.own, self.transform = letters, table, own, transform
+        self._key = f"replay.{own.identity()}"
+        """In place of a group's name, in the numbers and notes of the commits."""
+
+    def run(self) -> int:
+        """Return how many records were written.
+
+        Raises:
+            OptionError: the rows lack a column, the session has no Delta Lake, or a replay was interrupted and its
+                records are not good any more.
+        """
+        from pyspark.sql import functions as F
+
+        spark = self.table.spark
+        if not table_writer.has_delta(spark):
+            raise OptionError("a replay of dead letters needs Delta Lake in the Spark session: it updates their table")
+        all_letters = table_names.read(spark, self.own.table).where(F.col("table_id") == self.table.identity())
+        last = all_letters.agg(F.max("replay")).collect()[0][0] or 0
+        done = _last_commit(self.table, self.table.history(), self._key).number
+        written = self._write(all_letters, last) if last > done else 0
+        left = all_letters.where(F.col("replay").isNull())
+        number = max(last, done) + 1
+        for (topic_id,) in left.select("topic_id").distinct().orderBy("topic_id").collect():
+            if self._claim(left.where(F.col("topic_id") == topic_id), topic_id, number):
+                written += self._write(all_letters, number)
+                number += 1
+        return written
+
+    def _claim(self, letters: "DataFrame", topic_id: str, number: int) -> bool:
+        """Give the records that are good now a number. Returns whether there are any."""
+        from pyspark.sql import functions as F
+
+        spark = self.table.spark
+        with self._flagged(letters) as flagged:
+            bad = flagged.where(F.col(_ERROR).isNotNull()).select(*_RECORD).distinct()
+            good = flagged.select(*_RECORD).distinct().join(F.broadcast(bad), _RECORD, "left_anti")
+            records = [tuple(row) for row in good.collect()]
+        if records:
+            view = f"replay_{uuid.uuid4().hex}"
+            _records(spark, records).createOrReplaceTempView(view)
+            same = " AND ".join(f"t.{name} = r.{name}" for name in _RECORD)
+            spark.sql(
+                f"MERGE INTO {table_names.sql_name(self.own.table)} t USING {view} r ON {same} AND t.replay IS NULL "
+                f"AND t.table_id = '{self.table.identity()}' AND t.topic_id = '{topic_id}' "
+                f"WHEN MATCHED THEN UPDATE SET replay = {number}L"
+            ).collect()
+            spark.catalog.dropTempView(view)
+        return bool(records)
+
+    def _write(self, all_letters: "DataFrame", number: int) -> int:
+        """Commit the rows of the records that have this number, unless another process has. They are read and
+        transformed again, because the update of the dead-letter table has changed them."""
+        from pyspark.sql import functions as F
+
+        letters = all_letters.where(F.col("replay") == number)
+        with self._flagged(letters) as flagged:
+            if bad := flagged.where(F.col(_ERROR).isNotNull()).select(*_RECORD, _ERROR).take(EXAMPLES_MAX):
+                examples = [f"{topic}-{partition} offset {at}, {error}" for topic, partition, at, error in bad]
+                raise OptionError(
+                    f"replay {number} of table {self.letters.table} was interrupted before its records were written, "
+                    f"and they are not good any more: {'; '.join(examples)}. Run it with the transform and the rules "
+                    "that it began with"
+                )
+            rows = flagged.drop(_ERROR, _CLASS)
+
+            def attempt() -> None:
+                history = self.table.history()
+                before = _last_commit(self.table, history, self._key)
+                if before.number < number:
+                    _commit(self.table, history, rows, self._key, replace(before, number=number - 1))
+
+            table_writer.retry_races(attempt, what=f"replay {number} to table {self.table.table}")
+        return letters.count()
+
+    @contextmanager
+    def _flagged(self, letters: "DataFrame") -> "Iterator[DataFrame]":
+        from pyspark import StorageLevel
+
+        rows = self.transform(letters.select(*_OF_RECORD))
+        _require_record_columns(rows, self.letters)
+        flagged = flag(self.letters.rules, self.table, rows).persist(StorageLevel.MEMORY_AND_DISK)
+        try:
+            yield flagged
+        finally:
+            flagged.unpersist()

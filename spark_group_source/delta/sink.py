@@ -53,7 +53,7 @@ from spark_group_source.delta import (
     table_writer,
 )
 from spark_group_source.delta.checkpoint import ONLY_RUN, PlannedBatch, is_finished, read_planned
-from spark_group_source.delta.dead_letters import DeadLetters, LetterBox
+from spark_group_source.delta.dead_letters import DeadLetters, LetterBox, LetterReplay
 from spark_group_source.delta.ledger_decision import SHOWN_MAX, AlreadyWritten, WriteBatch, format_ranges
 from spark_group_source.delta.ledger_format import APP_PREFIX, Ledger
 from spark_group_source.delta.table_history import LedgerExpired, LogFiles, TableHistory, note_of
@@ -203,6 +203,31 @@ class DeltaSink:
             if offset not in durable and (ledger := self._ledgers.get(offset.group)) is not None:
                 run_files.mark_void(offset.stream, offset.seq, ledger.reset_number)
         return durable
+
+    def replay(self, spark: "SparkSession") -> int:
+        """Write the records of the dead-letter table that are good by today's ``transform`` and rules into the table,
+        each once, also if it is interrupted and called again. The query may run meanwhile; call it in one process.
+
+        Returns:
+            How many records were written.
+
+        Raises:
+            OptionError: the sink has no ``dead_letters``, the table does not exist, or the session has no Delta Lake.
+        """
+        table = TableWriter(
+            spark,
+            self.table,
+            writer=self.writer,
+            partition_by=self.partition_by,
+            merge_schema=self.merge_schema,
+            storage_options=self.storage_options,
+        )
+        if self.dead_letters is None:
+            raise OptionError(f"the sink of table {self.table} has no dead_letters, so there is nothing to replay")
+        if not table.exists():
+            raise OptionError(table_names.no_table(spark, self.table), table=self.table)
+        own = self.dead_letters.open_table(table, self.storage_options)
+        return LetterReplay(self.dead_letters, table, own, self._transformed).run()
 
     def _open_table(self, df: "DataFrame", planned: PlannedBatch) -> TableWriter:
         """Open the table; the first batch of a run creates it if it does not exist."""

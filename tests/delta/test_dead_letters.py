@@ -14,6 +14,7 @@ from spark_group_source import BadRecords, DeadLetters
 from spark_group_source.delta import dead_letters
 from spark_group_source.delta.dead_letters import LetterBox
 from spark_group_source.delta.sink import BatchCommit, DeltaSink
+from spark_group_source.delta.verification import verify
 from spark_group_source.errors import OptionError
 
 if TYPE_CHECKING:
@@ -244,3 +245,56 @@ def test_commits_of_bad_records_have_numbers_of_their_own(query: Query, new_sink
     numbers: Sequence[Any] = [action for commit in commits(bad) for action in actions(commit, "txn")]
     assert [number["version"] for number in numbers] == [1, 2]
     assert len({number["appId"] for number in numbers}) == 1
+
+
+def replays(bad: Path) -> dict[int, int | None]:
+    """The number of the replay of each bad record."""
+    return {row[2]: row[-1] for row in rows(bad)}
+
+
+def as_text(df: "DataFrame") -> "DataFrame":
+    """A transform for records whose value is binary, as Kafka's are, or text, as the tests' are."""
+    return df.select("topic", "partition", "offset", F.col("value").cast("string").alias("value"))
+
+
+def test_G4_replay_writes_each_record_that_is_good_now_once(
+    query: Query, new_sink: NewSink, table: Path, bad: Path
+) -> None:
+    query.run(new_sink(), 0, offset(0, one(0, 8)))
+    for written in (3, 0):
+        assert new_sink("offset < 6", transform=as_text).replay(query.spark) == written
+        assert rows(table) == records(0, 7)[:7]
+        assert replays(bad) == {1: 1, 3: 1, 5: 1, 7: None}
+    query.run(new_sink(), 1, offset(1, one(8, 10)))
+    assert new_sink("true", transform=as_text).replay(query.spark) == 2
+    assert rows(table) == records(0, 10)
+    assert replays(bad) == {1: 1, 3: 1, 5: 1, 7: 2, 9: 2}
+    assert next_offsets(table) == {("orders", 0): 10}
+    for each in (table, bad):
+        assert verify(query.spark, str(each)).findings == []
+
+
+def test_G4_interrupted_replay_is_finished_by_the_next_one(
+    query: Query, new_sink: NewSink, table: Path, bad: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    query.run(new_sink(), 0, offset(0, one(0, 6)))
+    with monkeypatch.context() as patch:
+        patch.setattr(dead_letters.LetterReplay, "_write", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            new_sink("offset < 4", transform=as_text).replay(query.spark)
+    assert (offsets(table), replays(bad)) == ([0, 2, 4], {1: 1, 3: 1, 5: None})
+    with pytest.raises(OptionError, match=r"replay 1 of .* not good any more: orders-0 offset 3, valid: offset < 2"):
+        new_sink("offset < 2", transform=as_text).replay(query.spark)
+    assert new_sink("true", transform=as_text).replay(query.spark) == 3
+    assert (offsets(table), replays(bad)) == ([0, 1, 2, 3, 4, 5], {1: 1, 3: 1, 5: 2})
+
+
+def interrupted(self: object, *args: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_replay_needs_dead_letters_and_a_table(query: Query, new_sink: NewSink, table: Path, tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="has no dead_letters"):
+        query.sink(table).replay(query.spark)
+    with pytest.raises(OptionError, match="there is no Delta table"):
+        new_sink(to=tmp_path / "none").replay(query.spark)
