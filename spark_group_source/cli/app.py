@@ -34,6 +34,7 @@ from spark_group_source.cli.common import (
 )
 from spark_group_source.cli.group import describe, list_groups, watch
 from spark_group_source.cli.ledger import LedgerReader, ledger_app
+from spark_group_source.cli.letters import letters_app
 from spark_group_source.cli.migrate import migrate
 from spark_group_source.cli.offsets import delete_group, delete_offsets
 from spark_group_source.cli.reset import reset_command
@@ -102,6 +103,7 @@ app = typer.Typer(
 broker_app = typer.Typer(no_args_is_help=True, help="A real local Kafka, for development.")
 app.add_typer(broker_app, name="broker")
 app.add_typer(ledger_app, name="ledger")
+app.add_typer(letters_app, name="letters")
 app.command()(run)
 app.command("list")(list_groups)
 app.command()(describe)

@@ -1,7 +1,9 @@
 """DeadLetters on a real Spark with Delta, with either writer: bad records go to their table, each once. Both tables are
 read from their log files."""
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,8 +11,11 @@ import pytest
 from pyspark.sql import functions as F
 from sink_helpers import BeforeNextCommit, NewQuery, Query, actions, commits, next_offsets, one, records, rows
 from sink_source import offset
+from typer.testing import CliRunner
 
 from spark_group_source import BadRecords, DeadLetters
+from spark_group_source.cli import common
+from spark_group_source.cli.app import app
 from spark_group_source.delta import dead_letters
 from spark_group_source.delta.dead_letters import LetterBox
 from spark_group_source.delta.sink import BatchCommit, DeltaSink
@@ -298,3 +303,45 @@ def test_replay_needs_dead_letters_and_a_table(query: Query, new_sink: NewSink, 
         query.sink(table).replay(query.spark)
     with pytest.raises(OptionError, match="there is no Delta table"):
         new_sink(to=tmp_path / "none").replay(query.spark)
+
+
+@pytest.fixture
+def on_session(query: Query, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands use the session of the tests."""
+
+    @contextmanager
+    def session(wanted: bool) -> Iterator[Any]:
+        yield query.spark
+
+    monkeypatch.setattr(common, "session", session)
+
+
+@pytest.mark.usefixtures("on_session")
+def test_commands_show_and_replay_bad_records(
+    query: Query, new_sink: NewSink, table: Path, bad: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = CliRunner()
+    query.run(new_sink({"even": EVEN, "few": "offset < 7"}), 0, offset(0, one(0, 9)))
+    monkeypatch.chdir(tmp_path)
+    Path("orders_sink.py").write_text(
+        "from spark_group_source import DeadLetters, DeltaSink\n"
+        "def text(df):\n"
+        "    return df.selectExpr('topic', 'partition', 'offset', 'CAST(value AS STRING) AS value')\n"
+        f"sink = DeltaSink('{table}', transform=text, dead_letters=DeadLetters('{bad}', valid='offset < 5'))\n"
+    )
+    written = command.invoke(app, ["letters", "replay", "orders_sink:sink"])
+    assert (written.exit_code, written.output) == (0, f"2 records were written to table {table}\n")
+    assert offsets(table) == [0, 1, 2, 3, 4, 6]
+    shown = command.invoke(app, ["letters", "show", str(bad), "--json"])
+    first = {"table": str(table), "class": "RULE"}
+    assert json.loads(shown.output) == [
+        first | {"error": "even: offset % 2 = 0", "records": 4, "left": 2, "first": "orders-0 offset 1"},
+        first | {"error": "few: offset < 7", "records": 1, "left": 1, "first": "orders-0 offset 8"},
+    ]
+    assert "few: offset < 7" in command.invoke(app, ["letters", "show", str(bad)], env={"COLUMNS": "200"}).output
+
+
+@pytest.mark.parametrize(("name", "reason"), [("no_such_module:sink", "imported"), ("json:dumps", "function")])
+def test_replay_of_what_is_no_sink_is_refused(name: str, reason: str) -> None:
+    refused = CliRunner().invoke(app, ["letters", "replay", name])
+    assert refused.exit_code == 2 and reason in refused.output
