@@ -9,13 +9,14 @@ table's constraints have changed: each record is in one of the two tables. The c
 ``SetTransaction`` numbers of their own, so of two writers one commits first and the other decides again.
 """
 
+import json
 import logging
 import os
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from spark_group_source.delta import table_names, table_writer
 from spark_group_source.delta.checkpoint import PlannedBatch
@@ -23,6 +24,7 @@ from spark_group_source.delta.ledger_format import APP_PREFIX, Ledger
 from spark_group_source.delta.table_history import LedgerExpired, LogFiles, TableHistory, note_of
 from spark_group_source.delta.table_writer import TableWriter
 from spark_group_source.errors import BadRecords, OptionError
+from spark_group_source.model import OffsetRange
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame, SparkSession
@@ -57,7 +59,14 @@ COLUMNS = {
 _OF_RECORD = ("topic", "partition", "offset", "timestamp", "timestampType", "key", "value", "headers")
 """Those of the record, which a transform gets in a replay."""
 
-_ERROR, _CLASS = "_bad_record_error", "_bad_record_class"
+BAD_MAX = 100_000
+"""How many bad rows of one batch a sink takes: it has their topics, partitions and offsets in memory. A replay of more
+records takes several commits."""
+
+Record = tuple[str, int, int]
+"""Topic, partition and offset."""
+
+_RULE = "_violated_rule"
 _RECORD = list(table_names.RECORD_COLUMNS)
 _CHECK = "delta.constraints."
 
@@ -70,6 +79,11 @@ class Rule(NamedTuple):
     name: str
     expression: str
     """In SQL. A row is good if it is true, so not if it is null."""
+
+    @property
+    def text(self) -> str:
+        """What a bad row violates, for people."""
+        return f"{self.name}: {self.expression}"
 
 
 @dataclass
@@ -163,7 +177,7 @@ class DeadLetters:
         """Return what is known of the bad records of one table."""
         return self._of_tables.setdefault(table_id, TableLetters())
 
-    def count(self, table: TableWriter, rows: int, bad: int, examples: Iterable[str]) -> None:
+    def count(self, table: TableWriter, rows: int, bad: int, examples: str) -> None:
         """Count the rows of a batch.
 
         Raises:
@@ -176,7 +190,7 @@ class DeadLetters:
             raise BadRecords(
                 f"{all_bad} of the last {counted} rows for table {table.table} are bad, more than max_fraction="
                 f"{self.max_fraction:g} of them. Nothing of this batch was written. The first ones: "
-                f"{'; '.join(examples)}. Correct the transform, the rules or the table, or raise max_fraction, and "
+                f"{examples}. Correct the transform, the rules or the table, or raise max_fraction, and "
                 "start the query with the same checkpoint",
                 table=table.table,
                 rows=counted,
@@ -199,12 +213,14 @@ class LetterBox:
         self._known = letters.of_table(table.identity())
         self._key = f"letters.{table.identity()}"
         """In place of a group's name, in the numbers and notes of the commits."""
-        self._kept: list[DataFrame] = []
+        self._kept: DataFrame | None = None
+        """The rows that Spark keeps."""
 
     def release(self) -> None:
         """Let Spark forget the rows that it keeps."""
-        while self._kept:
-            self._kept.pop().unpersist()
+        if self._kept is not None:
+            self._kept.unpersist()
+        self._kept = None
 
     def good_rows(self, source: "DataFrame", rows: "DataFrame") -> "DataFrame":
         """Commit the bad records of a batch, and return the other rows.
@@ -221,32 +237,24 @@ class LetterBox:
         return table_writer.retry_races(lambda: self._attempt(source, rows), what=what)
 
     def _attempt(self, source: "DataFrame", rows: "DataFrame") -> "DataFrame":
+        from pyspark import StorageLevel
         from pyspark.sql import functions as F
 
         self.release()
         history = self.own.history()
         if known := self._known_records(history):  # an earlier attempt has decided
-            rows = rows.join(F.broadcast(_records(rows.sparkSession, known)), _RECORD, "left_anti")
-        flagged = self._keep(flag(self.letters.rules, self.table, rows))
-        is_bad, record = F.col(_ERROR).isNotNull(), F.struct(*_RECORD)
-        totals = flagged.agg(F.count(F.lit(1)), F.count(_ERROR), F.count_distinct(F.when(is_bad, record)))
-        ((counted, bad, bad_records),) = totals.collect()
-        good = flagged.drop(_ERROR, _CLASS)
+            rows = _without_records(rows, known)
+        frame, rules = flag(self.letters.rules, self.table, rows)
+        flagged = self._kept = frame.persist(StorageLevel.MEMORY_AND_DISK)
+        ((counted, bad),) = flagged.agg(F.count(F.lit(1)), F.count(_RULE)).collect()
         if not bad:
-            self.letters.count(self.table, counted, 0, ())
-            return good
-        found = flagged.where(is_bad).select(*_RECORD, _CLASS, _ERROR).dropDuplicates(_RECORD)
-        first = found.orderBy(*_RECORD).take(EXAMPLES_MAX)
-        examples = [f"{topic}-{partition} offset {at}, {error}" for topic, partition, at, _, error in first]
+            self.letters.count(self.table, counted, 0, "")
+            return flagged.drop(_RULE)
+        found = bad_records(flagged, rules, bad, self.table.table)
+        examples = examples_of(found)
         self.letters.count(self.table, counted, bad, examples)
-        letters = self._keep(self._letters(source, found))
-        if missing := bad_records - letters.count():
-            raise OptionError(
-                f"{missing} bad rows for table {self.table.table} have a topic, partition and offset that no record of "
-                "the batch has. Keep these columns as they are in the sink's transform",
-                table=self.table.table,
-            )
-        self._commit(history, letters)
+        self._require_planned(found)
+        self._commit(history, source, found)
         log.warning(
             "table %s: %d of %d rows of batch %d are bad, and their records are in table %s: %s",
             self.table.table,
@@ -254,15 +262,29 @@ class LetterBox:
             counted,
             self.planned.batch_id,
             self.letters.table,
-            "; ".join(examples),
+            examples,
         )
-        return good.join(F.broadcast(found.select(*_RECORD)), _RECORD, "left_anti")
+        return _without_records(flagged.where(F.col(_RULE).isNull()).drop(_RULE), found)
 
-    def _keep(self, rows: "DataFrame") -> "DataFrame":
-        from pyspark import StorageLevel
+    def _require_planned(self, found: "Iterable[Record]") -> None:
+        """Raise OptionError for a bad row of a record that the batch does not have."""
+        ranges = {(topic, partition): r for (topic, _, partition), r in self._ranges().items()}
+        for topic, partition, at in found:
+            r = ranges.get((topic, partition))
+            if r is None or not r.start <= at < r.end:
+                raise OptionError(
+                    f"a bad row for table {self.table.table} has topic {topic}, partition {partition} and offset {at}, "
+                    "a record that the batch does not have. Keep these columns as they are in the sink's transform",
+                    table=self.table.table,
+                )
 
-        self._kept.append(rows.persist(StorageLevel.MEMORY_AND_DISK))
-        return self._kept[-1]
+    def _ranges(self) -> dict[tuple[str, str, int], OffsetRange]:
+        """Return what the batch reads, by topic, its id and partition."""
+        return {
+            (r.tp.topic, offset.topic_ids.get(r.tp.topic, ""), r.tp.partition): r
+            for offset in self.planned.offsets
+            for r in offset.batch()
+        }
 
     # --- the dead-letter table --------------------------------------------------------------------------------------
 
@@ -276,11 +298,7 @@ class LetterBox:
                 place = (topic, topic_id, partition)
                 known.ends[place] = max(at + 1, known.ends.get(place, 0))
         known.version = history.version
-        ranges = {
-            (r.tp.topic, offset.topic_ids.get(r.tp.topic, ""), r.tp.partition): r
-            for offset in self.planned.offsets
-            for r in offset.batch()
-        }
+        ranges = self._ranges()
         begun = [r.start for place, r in ranges.items() if r.start < known.ends.get(place, 0)]
         found = set()
         for topic, partition, at, topic_id in self._read_records(min(begun)) if begun else ():
@@ -310,37 +328,46 @@ class LetterBox:
             if r["table_id"] == table_id
         ]
 
-    def _letters(self, source: "DataFrame", found: "DataFrame") -> "DataFrame":
+    def _letters(self, source: "DataFrame", found: "Mapping[Record, Rule]") -> "DataFrame":
         """Return the rows of the dead-letter table for the bad records."""
         from pyspark.sql import functions as F
 
         ids = {topic: id_ for offset in self.planned.offsets for topic, id_ in offset.topic_ids.items()}
+        rows = [(*record, rule.error_class, rule.text) for record, rule in found.items()]
+        names = [*_RECORD, "error_class", "error"]
         ours = {
             "topic_id": F.coalesce(*(F.when(F.col("topic") == t, F.lit(i)) for t, i in ids.items()), F.lit("")),
-            "error_class": F.col(_CLASS),
-            "error": F.col(_ERROR),
+            "error_class": F.col("error_class"),
+            "error": F.col("error"),
             "table": F.lit(self.table.table),
             "table_id": F.lit(self.table.identity()),
             "query_id": F.lit(self.planned.query_id),
             "batch_id": F.lit(self.planned.batch_id),
             "written_at": F.current_timestamp(),
         }
-        of_record = {name: F.col(name) for name in COLUMNS if name in source.columns and name not in ours}
-        joined = source.join(F.broadcast(found), _RECORD)
-        return joined.select(
-            *((ours | of_record).get(name, F.lit(None)).cast(kind).alias(name) for name, kind in COLUMNS.items())
-        )
+        columns = ours | {name: F.col(name) for name in _OF_RECORD if name in source.columns}
+        of_record = source.select(*(name for name in _OF_RECORD if name in source.columns))
+        joined = of_record.join(F.broadcast(_frame(source.sparkSession, rows, names)), _RECORD)
+        return joined.select(*(columns.get(name, F.lit(None)).cast(kind).alias(name) for name, kind in COLUMNS.items()))
 
-    def _commit(self, history: TableHistory, letters: "DataFrame") -> None:
+    def _commit(self, history: TableHistory, source: "DataFrame", found: "Mapping[Record, Rule]") -> None:
         """Commit bad records with the next number of this table. Raises CommitRace."""
-        _commit(self.own, history, letters, self._key, _last_commit(self.own, history, self._key))
+        before = _last_commit(self.own, history, self._key)
+        version = _commit(self.own, history, self._letters(source, found), self._key, before)
+        if version != history.version + 1 or self._known.ends is None:
+            return  # another commit came in between: the next batch reads it
+        self._known.version = version
+        places = {(topic, partition): (topic, id_, partition) for topic, id_, partition in self._ranges()}
+        for topic, partition, at in found:
+            place = places[topic, partition]
+            self._known.ends[place] = max(at + 1, self._known.ends.get(place, 0))
 
 
-def _commit(table: TableWriter, history: TableHistory, rows: "DataFrame", key: str, before: Ledger) -> None:
-    """Commit rows with the next number of a key. Raises CommitRace."""
+def _commit(table: TableWriter, history: TableHistory, rows: "DataFrame", key: str, before: Ledger) -> int | None:
+    """Commit rows with the next number of a key, and return the version. Raises CommitRace."""
     ledger, text = before.with_next_number().to_commit(before, now_ms=table_writer.now_ms())
     note = note_of({key: text}, read=history.version)
-    table.commit(history, rows, {APP_PREFIX + key: ledger.number}, note, needed=False)
+    return table.commit(history, rows, {APP_PREFIX + key: ledger.number}, note, needed=False)
 
 
 def _last_commit(table: TableWriter, history: TableHistory, key: str) -> Ledger:
@@ -356,36 +383,57 @@ def _last_commit(table: TableWriter, history: TableHistory, key: str) -> Ledger:
 # --- what is bad ------------------------------------------------------------------------------------------------------
 
 
-def flag(named: Mapping[str, str], table: TableWriter, rows: "DataFrame") -> "DataFrame":
-    """Return the rows with the types of the table, and with the first rule that a row violates; null in a good row."""
+def flag(named: Mapping[str, str], table: TableWriter, rows: "DataFrame") -> "tuple[DataFrame, list[Rule]]":
+    """Return the rows with the types of the table, and with the number of the first rule that each violates, which is
+    null in a good row; and the rules."""
     from pyspark.sql import functions as F
 
     casts = {} if table.merge_schema else _casts(table, rows)
-    cast_rules = [
+    rules = [
         Rule("CAST", name, f"{table_names.quoted(name)} IS NULL OR {cast} IS NOT NULL") for name, cast in casts.items()
     ]
-    cast_rows = rows.withColumns(_violated(cast_rules))
-    if casts:
-        cast_rows = cast_rows.withColumns({name: F.expr(cast) for name, cast in casts.items()})
-    rules = [Rule("RULE", name, text) for name, text in named.items()]
-    return cast_rows.withColumns(_violated([*rules, *_constraints(table, cast_rows)], F.col))
+    first = F.coalesce(*_violated(rules, 0), F.lit(None).cast("int"))
+    typed = rows.withColumns({_RULE: first, **{name: F.expr(cast) for name, cast in casts.items()}})
+    others = [Rule("RULE", name, text) for name, text in named.items()] + _constraints(table, typed)
+    return typed.withColumn(_RULE, F.coalesce(F.col(_RULE), *_violated(others, len(rules)))), rules + others
 
 
-def _violated(rules: Sequence[Rule], former: "Callable[[str], Column] | None" = None) -> "dict[str, Column]":
-    """Return the columns with the text and the class of the first rule that a row violates.
+def _violated(rules: Sequence[Rule], first: int) -> "list[Column]":
+    """Return the number of each rule where a row violates it, counted from ``first``."""
+    from pyspark.sql import functions as F
+
+    return [F.when(~F.coalesce(F.expr(r.expression), F.lit(False)), n) for n, r in enumerate(rules, first)]
+
+
+def bad_records(flagged: "DataFrame", rules: Sequence[Rule], bad: int, table: str) -> "dict[Record, Rule]":
+    """Return the records of the bad rows, with the first rule that one of their rows violates.
 
     Args:
-        former: returns a column of an earlier call, for other rules, which come first; None: there was none.
+        bad: the number of bad rows.
+
+    Raises:
+        BadRecords: there are more than BAD_MAX.
     """
     from pyspark.sql import functions as F
 
-    is_bad = [~F.coalesce(F.expr(rule.expression), F.lit(False)) for rule in rules]
-    found = {
-        _ERROR: [F.when(bad, f"{rule.name}: {rule.expression}") for bad, rule in zip(is_bad, rules, strict=True)],
-        _CLASS: [F.when(bad, rule.error_class) for bad, rule in zip(is_bad, rules, strict=True)],
-    }
-    none = F.lit(None).cast("string")
-    return {name: F.coalesce(*([former(name)] if former else []), *each, none) for name, each in found.items()}
+    if bad > BAD_MAX:
+        raise BadRecords(
+            f"{bad} rows of one batch for table {table} are bad, and a sink takes at most {BAD_MAX}. Nothing of this "
+            "batch was written. Correct the transform, the rules or the table, or set maxOffsetsPerTrigger, and start "
+            "the query with the same checkpoint",
+            table=table,
+            bad=bad,
+        )
+    rows = flagged.where(F.col(_RULE).isNotNull()).select(_RULE, *_RECORD).collect()
+    found = sorted((row[1], row[2], row[3], row[0]) for row in rows if None not in row)
+    if len(found) < len(rows):
+        raise OptionError(f"a bad row for table {table} has no topic, partition or offset: keep them in the transform")
+    return {(topic, partition, at): rules[number] for topic, partition, at, number in reversed(found)}
+
+
+def examples_of(found: "Mapping[Record, Rule]") -> str:
+    """Return the first bad records in words."""
+    return "; ".join(f"{t}-{p} offset {at}, {found[t, p, at].text}" for t, p, at in sorted(found)[:EXAMPLES_MAX])
 
 
 def _casts(table: TableWriter, rows: "DataFrame") -> dict[str, str]:
@@ -426,8 +474,19 @@ def _is_known(rows: "DataFrame", expression: str) -> bool:
         return False
 
 
-def _records(spark: "SparkSession", records: Sequence[tuple[Any, ...]]) -> "DataFrame":
-    return spark.createDataFrame(records, "topic string, partition int, offset bigint")
+def _frame(spark: "SparkSession", rows: Iterable[Sequence[object]], names: Sequence[str]) -> "DataFrame":
+    """Return rows of a dead-letter table's columns; as a constant, so that no Python worker has to create them."""
+    from pyspark.sql import functions as F
+
+    text = json.dumps([dict(zip(names, row, strict=True)) for row in rows])
+    kind = f"array<struct<{', '.join(f'{name}: {COLUMNS[name]}' for name in names)}>>"
+    return spark.range(1).select(F.explode(F.from_json(F.lit(text), kind)).alias("r")).select("r.*")
+
+
+def _without_records(rows: "DataFrame", records: "Iterable[Record]") -> "DataFrame":
+    from pyspark.sql import functions as F
+
+    return rows.join(F.broadcast(_frame(rows.sparkSession, records, _RECORD)), _RECORD, "left_anti")
 
 
 def _require_record_columns(rows: "DataFrame", letters: DeadLetters) -> None:
@@ -487,23 +546,23 @@ class LetterReplay:
         left = all_letters.where(F.col("replay").isNull())
         number = max(last, done) + 1
         for (topic_id,) in left.select("topic_id").distinct().orderBy("topic_id").collect():
-            if self._claim(left.where(F.col("topic_id") == topic_id), topic_id, number):
+            while self._claim(left.where(F.col("topic_id") == topic_id), topic_id, number):
                 written += self._write(all_letters, number)
                 number += 1
         return written
 
     def _claim(self, letters: "DataFrame", topic_id: str, number: int) -> bool:
-        """Give the records that are good now a number. Returns whether there are any."""
+        """Give records that are good now a number. Returns whether there are any."""
         from pyspark.sql import functions as F
 
         spark = self.table.spark
-        with self._flagged(letters) as flagged:
-            bad = flagged.where(F.col(_ERROR).isNotNull()).select(*_RECORD).distinct()
-            good = flagged.select(*_RECORD).distinct().join(F.broadcast(bad), _RECORD, "left_anti")
-            records = [tuple(row) for row in good.collect()]
+        with self._flagged(letters) as (flagged, _):
+            bad = flagged.where(F.col(_RULE).isNotNull()).select(*_RECORD).distinct()
+            good = flagged.select(*_RECORD).distinct().join(bad, _RECORD, "left_anti").limit(BAD_MAX)
+            records = good.collect()
         if records:
             view = f"replay_{uuid.uuid4().hex}"
-            _records(spark, records).createOrReplaceTempView(view)
+            _frame(spark, records, _RECORD).createOrReplaceTempView(view)
             same = " AND ".join(f"t.{name} = r.{name}" for name in _RECORD)
             spark.sql(
                 f"MERGE INTO {table_names.sql_name(self.own.table)} t USING {view} r ON {same} AND t.replay IS NULL "
@@ -519,15 +578,15 @@ class LetterReplay:
         from pyspark.sql import functions as F
 
         letters = all_letters.where(F.col("replay") == number)
-        with self._flagged(letters) as flagged:
-            if bad := flagged.where(F.col(_ERROR).isNotNull()).select(*_RECORD, _ERROR).take(EXAMPLES_MAX):
-                examples = [f"{topic}-{partition} offset {at}, {error}" for topic, partition, at, error in bad]
+        with self._flagged(letters) as (flagged, rules):
+            if bad := flagged.where(F.col(_RULE).isNotNull()).count():
+                examples = examples_of(bad_records(flagged, rules, bad, self.table.table))
                 raise OptionError(
                     f"replay {number} of table {self.letters.table} was interrupted before its records were written, "
-                    f"and they are not good any more: {'; '.join(examples)}. Run it with the transform and the rules "
-                    "that it began with"
+                    f"and they are not good any more: {examples}. Run it with the transform and the rules that it "
+                    "began with"
                 )
-            rows = flagged.drop(_ERROR, _CLASS)
+            rows = flagged.drop(_RULE)
 
             def attempt() -> None:
                 history = self.table.history()
@@ -539,13 +598,14 @@ class LetterReplay:
         return letters.count()
 
     @contextmanager
-    def _flagged(self, letters: "DataFrame") -> "Iterator[DataFrame]":
+    def _flagged(self, letters: "DataFrame") -> "Iterator[tuple[DataFrame, list[Rule]]]":
         from pyspark import StorageLevel
 
         rows = self.transform(letters.select(*_OF_RECORD))
         _require_record_columns(rows, self.letters)
-        flagged = flag(self.letters.rules, self.table, rows).persist(StorageLevel.MEMORY_AND_DISK)
+        frame, rules = flag(self.letters.rules, self.table, rows)
+        flagged = frame.persist(StorageLevel.MEMORY_AND_DISK)
         try:
-            yield flagged
+            yield flagged, rules
         finally:
             flagged.unpersist()

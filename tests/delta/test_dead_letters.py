@@ -217,7 +217,9 @@ def moved(df: "DataFrame") -> "DataFrame":
     return df.withColumn("offset", F.col("offset") + 100)
 
 
-@pytest.mark.parametrize(("transform", "message"), [(narrow, "no column partition"), (moved, "that no record of the")])
+@pytest.mark.parametrize(
+    ("transform", "message"), [(narrow, "no column partition"), (moved, "that the batch does not have")]
+)
 def test_transform_that_hides_the_record_of_a_row_is_refused(
     query: Query, new_sink: NewSink, table: Path, transform: Any, message: str
 ) -> None:
