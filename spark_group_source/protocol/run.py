@@ -315,7 +315,10 @@ class Run:
                 self._broker_answered(Requester.LOOKUP)
                 self.lookups.committed_read(event, self.stream)
                 self.data_loss.known_epochs.learn(event.offsets, self.partitions.position, self.stream)
-                self.data_loss.learn_ids(event.offsets, self.partitions.reset_number, self.lookups.started)
+                without = {
+                    tp for tp, at in event.offsets.items() if at is None
+                }  # also of those that are revoked by now
+                self.data_loss.learn_ids(event.offsets, self.partitions.reset_number, self.lookups.started | without)
             case ev.StartsResolved():
                 self._broker_answered(Requester.LOOKUP)
                 self._fail(self.lookups.starts_resolved(event))

@@ -1,9 +1,10 @@
 """What a run finds after a crash, an operator's rewind or a reset: the checkpoint as text, and Kafka as it was left."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from kit.harness import GROUP, STREAM, only, tps
+from kit.harness import GROUP, STREAM, GroupHarness, only, tps
 from kit.run_harness import ANSWER_MS, RunHarness
 
 from spark_group_source.model import LATEST, TopicPartition
@@ -185,6 +186,20 @@ def test_G4_G5_reset_without_an_offset_does_not_apply_to_the_recreated_topic() -
     planned = run.batch()
     assert planned.ranges == {A: (0, 25), B: (0, 30)}
     assert (planned.topic_ids, planned.started) == ({"orders": "id-new"}, frozenset())
+
+
+def test_G4_reset_does_not_apply_to_a_recreated_topic_whose_partition_is_revoked_meanwhile() -> None:
+    """Kafka has no offset of it, which a reset could have set. The next run starts it by ``startingOffsets``, and must
+    know the id by which it finds that the topic was recreated."""
+    (other,) = tps("payments", 0)
+    group = GroupHarness()
+    past = replace(PAST, ranges={**PAST.ranges, other: (0, 14)}, topic_ids={"orders": "id", "payments": "id-old"})
+    group.resume(past, ("orders", "payments"))
+    group.assigned(A, other)
+    group.lost(other)
+    read = {A: ev.Committed(offset=12, reset_number=1), other: None}
+    group.feed(ev.CommittedOffsetsRead(offsets=read, requested=tuple(read), reset_number=1))
+    assert group.run.data_loss.topic_ids == {"payments": "id-old"}
 
 
 @pytest.mark.parametrize("durable", [True, False])
