@@ -496,7 +496,8 @@ class Invariants(Accounts):
         repeats = before.stream != reader.party and before.offset == last.offset >= max(had, default=0)
         note = parse_note(last.note)
         late = older and (note.seq < batch.seq + (reader.replays == batch.seq) or repeats)
-        inside = batch.start <= last.offset <= batch.end or (note.followed and last.offset > batch.end)
+        begin = max(had, default=0) if repeats else batch.start  # no batch since then was committed
+        inside = begin <= last.offset <= batch.end or (note.followed and last.offset > batch.end)
         return batch.end if late and inside else None
 
     def _may_start(self, tp: TopicPartition, reader: Reader, start: int, last: int | None) -> bool:
