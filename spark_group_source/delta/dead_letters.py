@@ -16,7 +16,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from spark_group_source.delta import table_names, table_writer
 from spark_group_source.delta.checkpoint import PlannedBatch
@@ -293,10 +293,7 @@ class LetterBox:
         known = self._known
         after = known.version if known.ends is not None else -1
         if known.ends is None or any(commit.ledger_entry(self._key) for commit in history.commits(after=after)):
-            known.ends = {}
-            for topic, partition, at, topic_id in self._read_records(0):
-                place = (topic, topic_id, partition)
-                known.ends[place] = max(at + 1, known.ends.get(place, 0))
+            known.ends = self._read_ends()
         known.version = history.version
         ranges = self._ranges()
         begun = [r.start for place, r in ranges.items() if r.start < known.ends.get(place, 0)]
@@ -307,26 +304,43 @@ class LetterBox:
                 found.add((topic, partition, at))
         return sorted(found)
 
-    def _read_records(self, lowest: int) -> list[tuple[str, int, int, str]]:
-        """Read the bad records of the sink's table from this offset on, with the ids of their topics."""
-        columns, table_id = [*_RECORD, "topic_id"], self.table.identity()
+    def _read_ends(self) -> dict[tuple[str, str, int], int]:
+        """Return where the bad records of the sink's table end, by topic, its id and partition."""
+        keys = ["topic", "topic_id", "partition"]
         if table_writer.has_delta(self.own.spark):
             from pyspark.sql import functions as F
 
-            rows = table_names.read(self.own.spark, self.own.table)
-            rows = rows.where((F.col("table_id") == table_id) & (F.col("offset") >= lowest))
-            return [(row[0], row[1], row[2], row[3]) for row in rows.select(*columns).collect()]
+            rows = self._rows(0).groupBy(*keys).agg(F.max("offset")).collect()
+            return {(row[0], row[1], row[2]): row[3] + 1 for row in rows}
+        found = self._file_rows(0).group_by(keys).aggregate([("offset", "max")]).to_pylist()
+        return {(r["topic"], r["topic_id"], r["partition"]): r["offset_max"] + 1 for r in found}
+
+    def _read_records(self, lowest: int) -> list[tuple[str, int, int, str]]:
+        """Return the bad records of the sink's table from this offset on, with the ids of their topics."""
+        columns = [*_RECORD, "topic_id"]
+        if table_writer.has_delta(self.own.spark):
+            return [(row[0], row[1], row[2], row[3]) for row in self._rows(lowest).select(*columns).collect()]
+        found = self._file_rows(lowest).to_pylist()
+        return [(r["topic"], r["partition"], r["offset"], r["topic_id"]) for r in found]
+
+    def _rows(self, lowest: int) -> "DataFrame":
+        from pyspark.sql import functions as F
+
+        rows = table_names.read(self.own.spark, self.own.table)
+        return rows.where((F.col("table_id") == self.table.identity()) & (F.col("offset") >= lowest))
+
+    def _file_rows(self, lowest: int) -> Any:
+        """Return what :meth:`_rows` returns, in a session without Delta Lake."""
+        import pyarrow.compute as pc
         import pyarrow.dataset as ds
 
         assert self.own.log is not None
+        # No filter by text: pyarrow cannot compare it with the statistics of string views, which deltalake writes.
         found = self.own.log.opened.to_pyarrow_dataset().to_table(
-            columns=[*columns, "table_id"], filter=ds.field("offset") >= lowest
+            columns=[*_RECORD, "topic_id", "table_id"], filter=ds.field("offset") >= lowest
         )
-        return [
-            (r["topic"], r["partition"], r["offset"], r["topic_id"])
-            for r in found.to_pylist()
-            if r["table_id"] == table_id
-        ]
+        is_ours = pc.equal(found["table_id"].cast("string"), self.table.identity())
+        return found.filter(is_ours)
 
     def _letters(self, source: "DataFrame", found: "Mapping[Record, Rule]") -> "DataFrame":
         """Return the rows of the dead-letter table for the bad records."""

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from spark_group_source import BadRecords, DeadLetters
 from spark_group_source.cli import common
 from spark_group_source.cli.app import app
-from spark_group_source.delta import dead_letters
+from spark_group_source.delta import dead_letters, table_writer
 from spark_group_source.delta.dead_letters import LetterBox
 from spark_group_source.delta.sink import BatchCommit, DeltaSink
 from spark_group_source.delta.verification import verify
@@ -92,10 +92,12 @@ def test_batch_without_bad_records_does_not_commit_to_the_dead_letter_table(
     assert len(commits(bad)) == 1, "its creation"
 
 
+@pytest.mark.parametrize("has_delta", [True, False])
 def test_G4_replay_keeps_to_the_records_that_are_in_the_dead_letter_table(
-    query: Query, new_sink: NewSink, table: Path, bad: Path, monkeypatch: pytest.MonkeyPatch
+    query: Query, new_sink: NewSink, table: Path, bad: Path, monkeypatch: pytest.MonkeyPatch, has_delta: bool
 ) -> None:
-    """A crash between the two commits, and other rules afterwards."""
+    """A crash between the two commits, and other rules afterwards; also in a session without Delta Lake."""
+    monkeypatch.setattr(table_writer, "has_delta", lambda spark: has_delta)
     query.run(new_sink(), 0, offset(0, one(0, 4)))
     with monkeypatch.context() as patch:
         patch.setattr(BatchCommit, "_log_decision", None)
