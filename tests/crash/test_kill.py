@@ -9,7 +9,7 @@ import pytest
 from kafka_helpers import TopicFactory
 from kit.object_store import object_store
 
-from crash.killed import Hammer, Way
+from crash.killed import WAYS, Hammer, Way
 from spark_group_source.local.broker import Broker
 
 JOINED_MIN = 0.3
@@ -41,7 +41,7 @@ def test_G4_rows_are_in_the_table_once_after_kills_of_the_driver(
 @pytest.mark.crash
 @pytest.mark.slow
 @pytest.mark.timeout(1_800)
-@pytest.mark.parametrize("way", ["native", "options"])
+@pytest.mark.parametrize("way", WAYS)
 def test_G4_rows_are_in_the_table_or_that_of_bad_records_once_after_kills(
     broker: Broker, topic: TopicFactory, group_id: str, tmp_path: Path, way: Way
 ) -> None:
