@@ -402,6 +402,16 @@ class Partitions:
         partition = self.ours.get(tp)
         return partition.position.offset if isinstance(partition, Known) else None
 
+    def are_at(self, positions: Mapping[TopicPartition, int]) -> bool:
+        """Whether none of these partitions is known to have another position: this run may have followed a foreign
+        commit since."""
+        return all(self._reached(tp) in (None, at) for tp, at in positions.items())
+
+    def _reached(self, tp: TopicPartition) -> int | None:
+        """The position of a partition that is, or was, assigned; None if it is not known."""
+        memory = self._memory(tp)
+        return memory.reached if isinstance(memory, Memory) else self.position(tp)
+
     def plannable(self) -> dict[TopicPartition, int]:
         """The position of every partition that is ready."""
         return {

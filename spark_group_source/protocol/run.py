@@ -79,7 +79,7 @@ class Run:
         self.closed = False
         """Whether the members were ordered to close: from then on their events and Kafka's responses are ignored."""
         self.committed_offset: StreamOffset | None = None
-        """The last durable batch, if the run was stopped when Kafka had all positions; None otherwise."""
+        """The last durable batch, if the run was stopped when Kafka had all positions after it; None otherwise."""
         self.is_draining = False
         """Whether a drain was requested: no further batch is planned."""
         self.static = True
@@ -380,8 +380,10 @@ class Run:
             # the end of the run
             case ev.MembersClosing():
                 if not self.closed:
-                    if not (self.partitions.uncommitted() or self._commits.is_committing):
-                        self.committed_offset = self._last_durable
+                    is_committed = not (self.partitions.uncommitted() or self._commits.is_committing)
+                    last = self._last_durable
+                    if is_committed and last is not None and self.partitions.are_at(last.positions()):
+                        self.committed_offset = last
                     self.slots.close(leave=event.leave)
                     self.closed = True
                 self._move(ev.MembersClosing)

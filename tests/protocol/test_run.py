@@ -608,6 +608,16 @@ def test_stopped_run_reports_its_last_batch_as_committed_only_if_kafka_has_all_p
     assert run.run.committed_offset == (plan if committed else None)
 
 
+def test_stopped_run_that_followed_a_commit_inside_its_last_batch_does_not_report_that_batch_as_committed() -> None:
+    """The next run would take the next commit of that consumer, further in the batch, for a move back."""
+    run = RunHarness.resumed(PAST)
+    run.committed[A] = ev.Committed(offset=120)
+    run.latest()
+    run.stop(durable=PAST.seq)
+    assert run.committed[A] == replace(run.committed[A], offset=120, stream=STREAM), "it is committed by this stream"
+    assert run.run.committed_offset is None
+
+
 # --- failures --------------------------------------------------------------------------------------------------------
 
 
