@@ -161,7 +161,10 @@ class DeadLetters:
 
     def open_table(self, table: TableWriter, storage_options: Mapping[str, str] | None) -> TableWriter:
         """Open the dead-letter table of a sink's table, and create it if it does not exist."""
-        idle_log = self._idle_logs.pop() if self._idle_logs else None
+        try:
+            idle_log = self._idle_logs.pop()
+        except IndexError:  # also if another table's thread took the last one
+            idle_log = None
         own = TableWriter(table.spark, self.table, storage_options=storage_options, log=idle_log)
         if not own.exists():
             own.create(table.spark.createDataFrame([], ", ".join(f"{name} {kind}" for name, kind in COLUMNS.items())))

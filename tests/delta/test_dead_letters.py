@@ -13,7 +13,7 @@ from sink_helpers import BeforeNextCommit, NewQuery, Query, actions, commits, ne
 from sink_source import offset
 from typer.testing import CliRunner
 
-from spark_group_source import BadRecords, DeadLetters
+from spark_group_source import BadRecords, DeadLetters, DeltaSinks
 from spark_group_source.cli import common
 from spark_group_source.cli.app import app
 from spark_group_source.delta import dead_letters, table_writer
@@ -146,6 +146,18 @@ def test_several_tables_share_a_dead_letter_table(query: Query, new_sink: NewSin
             new_sink(to=table)(query.rows(batch), n)
     assert [offsets(table) for table in tables] == [[0, 2], [0, 2]]
     assert sorted((row[2], row[11]) for row in rows(bad)) == [(n, str(table)) for n in (1, 3) for table in tables]
+
+
+def test_G4_tables_of_one_batch_write_their_bad_records_side_by_side(query: Query, tmp_path: Path, bad: Path) -> None:
+    letters = DeadLetters(bad, valid=EVEN, max_fraction=LOOSE)
+    topics = ("clicks", "orders", "payments")
+    sinks = DeltaSinks(
+        {topic: query.sink(tmp_path / topic, dead_letters=letters) for topic in topics}, checkpoint=str(query.root)
+    )
+    for n in range(2):
+        query.run(sinks, n, offset(n, {(topic, 0): (4 * n, 4 * n + 4) for topic in topics}))
+    assert [offsets(tmp_path / topic) for topic in topics] == [[0, 2, 4, 6]] * 3
+    assert sorted(row[:3] for row in rows(bad)) == [(topic, 0, n) for topic in topics for n in (1, 3, 5, 7)]
 
 
 def test_rows_against_a_constraint_or_a_type_of_the_table_are_bad(
