@@ -140,10 +140,9 @@ def test_G4_of_two_writers_of_one_batch_one_commits_its_bad_records(
 
 def test_several_tables_share_a_dead_letter_table(query: Query, new_sink: NewSink, tmp_path: Path, bad: Path) -> None:
     tables = [tmp_path / "one", tmp_path / "two"]
-    for n in range(2):
-        query.plan(n, batch := offset(n, one(2 * n, 2 * n + 2)))
-        for table in tables:
-            new_sink(to=table)(query.rows(batch), n)
+    query.plan(0, batch := offset(0, one(0, 4)))
+    for table in tables:
+        new_sink(to=table)(query.rows(batch), 0)
     assert [offsets(table) for table in tables] == [[0, 2], [0, 2]]
     assert sorted((row[2], row[11]) for row in rows(bad)) == [(n, str(table)) for n in (1, 3) for table in tables]
 
@@ -286,13 +285,8 @@ def test_G4_replay_writes_each_record_that_is_good_now_once(
         assert new_sink("offset < 6", transform=as_text).replay(query.spark) == written
         assert rows(table) == records(0, 7)[:7]
         assert replays(bad) == {1: 1, 3: 1, 5: 1, 7: None}
-    query.run(new_sink(), 1, offset(1, one(8, 10)))
-    assert new_sink("true", transform=as_text).replay(query.spark) == 2
-    assert rows(table) == records(0, 10)
-    assert replays(bad) == {1: 1, 3: 1, 5: 1, 7: 2, 9: 2}
-    assert next_offsets(table) == {("orders", 0): 10}
-    for each in (table, bad):
-        assert verify(query.spark, str(each)).findings == []
+    assert next_offsets(table) == {("orders", 0): 8}
+    assert verify(query.spark, str(table)).findings == []
 
 
 def test_G4_interrupted_replay_is_finished_by_the_next_one(
