@@ -381,10 +381,10 @@ class LetterBox:
 
 
 def _commit(table: TableWriter, history: TableHistory, rows: "DataFrame", key: str, before: Ledger) -> int | None:
-    """Commit rows with the next number of a key, and return the version. Raises CommitRace."""
+    """Commit rows with the next number of a key, also if there are none, and return the version. Raises CommitRace."""
     ledger, text = before.with_next_number().to_commit(before, now_ms=table_writer.now_ms())
     note = note_of({key: text}, read=history.version)
-    return table.commit(history, rows, {APP_PREFIX + key: ledger.number}, note, needed=False)
+    return table.commit(history, rows, {APP_PREFIX + key: ledger.number}, note, needed=True)
 
 
 def _last_commit(table: TableWriter, history: TableHistory, key: str) -> Ledger:
@@ -575,8 +575,8 @@ class LetterReplay:
         spark = self.table.spark
         with self._flagged(letters) as (flagged, _):
             bad = flagged.where(F.col(_RULE).isNotNull()).select(*_RECORD).distinct()
-            good = flagged.select(*_RECORD).distinct().join(bad, _RECORD, "left_anti").limit(BAD_MAX)
-            records = good.collect()
+            good = flagged.select(*_RECORD).distinct().join(bad, _RECORD, "left_anti")
+            records = good.join(letters.select(*_RECORD), _RECORD, "left_semi").limit(BAD_MAX).collect()
         if records:
             view = f"replay_{uuid.uuid4().hex}"
             _frame(spark, records, _RECORD).createOrReplaceTempView(view)

@@ -308,6 +308,15 @@ def interrupted(self: object, *args: object) -> None:
     raise KeyboardInterrupt
 
 
+def test_replay_ends_although_the_transform_hides_or_drops_records(
+    query: Query, new_sink: NewSink, table: Path, bad: Path
+) -> None:
+    query.run(new_sink(), 0, offset(0, one(0, 4)))
+    assert new_sink("true", transform=lambda df: moved(as_text(df))).replay(query.spark) == 0
+    assert new_sink("true", transform=lambda df: as_text(df).where("offset < 2")).replay(query.spark) == 1
+    assert (offsets(table), replays(bad)) == ([0, 1, 2], {1: 1, 3: None})
+
+
 def test_replay_needs_dead_letters_and_a_table(query: Query, new_sink: NewSink, table: Path, tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="has no dead_letters"):
         query.sink(table).replay(query.spark)
