@@ -72,13 +72,17 @@ class ObjectStore:
         return {one["Key"]: one["Size"] for page in pages for one in page.get("Contents", ())}
 
     def download(self, name: str, folder: Path) -> None:
-        """Copy what is below a folder of the bucket, unless it is there: files of a table never change."""
+        """Copy what is below a folder of the bucket, unless it is there: files of a table never change. Spark deletes
+        its temporary ones, also between the listing and the copy."""
         for key in self.objects(name):
             place = folder / key.removeprefix(f"{name}/")
             if not place.exists() and not key.endswith("/"):
                 place.parent.mkdir(parents=True, exist_ok=True)
                 part = place.with_name(f".{place.name}.{threading.get_ident()}")
-                part.write_bytes(self._client.get_object(Bucket=BUCKET, Key=key)["Body"].read())
+                try:
+                    part.write_bytes(self._client.get_object(Bucket=BUCKET, Key=key)["Body"].read())
+                except self._client.exceptions.NoSuchKey:
+                    continue
                 part.replace(place)
 
 
