@@ -214,14 +214,7 @@ class DeltaSink:
         Raises:
             OptionError: the sink has no ``dead_letters``, the table does not exist, or the session has no Delta Lake.
         """
-        table = TableWriter(
-            spark,
-            self.table,
-            writer=self.writer,
-            partition_by=self.partition_by,
-            merge_schema=self.merge_schema,
-            storage_options=self.storage_options,
-        )
+        table = self._new_writer(spark)
         if self.dead_letters is None:
             raise OptionError(f"the sink of table {self.table} has no dead_letters, so there is nothing to replay")
         if not table.exists():
@@ -234,15 +227,7 @@ class DeltaSink:
         run = self._runs.get(planned.query_id)
         is_first = run is None or planned.run_id not in (None, run[0])
         idle_log = self._take_idle_log()
-        table = TableWriter(
-            df.sparkSession,
-            self.table,
-            writer=self.writer,
-            partition_by=self.partition_by,
-            merge_schema=self.merge_schema,
-            storage_options=self.storage_options,
-            log=None if is_first else idle_log,
-        )
+        table = self._new_writer(df.sparkSession, None if is_first else idle_log)
         if is_first:
             table_names.require_separate_folders(self.table, planned.root)
             compatibility.check_session(df.sparkSession)
@@ -268,6 +253,17 @@ class DeltaSink:
             yield letters
         finally:
             self.dead_letters.close(letters)
+
+    def _new_writer(self, spark: "SparkSession", opened: LogFiles | None = None) -> TableWriter:
+        return TableWriter(
+            spark,
+            self.table,
+            writer=self.writer,
+            partition_by=self.partition_by,
+            merge_schema=self.merge_schema,
+            storage_options=self.storage_options,
+            log=opened,
+        )
 
     def _take_idle_log(self) -> LogFiles | None:
         """Remove and return an opened log; None if there is none. Another thread may take the last one meanwhile."""

@@ -315,10 +315,9 @@ class Run:
                 self._broker_answered(Requester.LOOKUP)
                 self.lookups.committed_read(event, self.stream)
                 self.data_loss.known_epochs.learn(event.offsets, self.partitions.position, self.stream)
-                without = {
-                    tp for tp, at in event.offsets.items() if at is None
-                }  # also of those that are revoked by now
-                self.data_loss.learn_ids(event.offsets, self.partitions.reset_number, self.lookups.started | without)
+                without_offset = {tp for tp, at in event.offsets.items() if at is None}  # some may be revoked by now
+                without_offset |= self.lookups.started
+                self.data_loss.learn_ids(event.offsets, self.partitions.reset_number, without_offset)
             case ev.StartsResolved():
                 self._broker_answered(Requester.LOOKUP)
                 self._fail(self.lookups.starts_resolved(event))
