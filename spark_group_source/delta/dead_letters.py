@@ -436,8 +436,8 @@ def bad_records(flagged: "DataFrame", rules: Sequence[Rule], bad: int, table: st
     if bad > BAD_MAX:
         raise BadRecords(
             f"{bad} rows of one batch for table {table} are bad, and a sink takes at most {BAD_MAX}. Nothing of this "
-            "batch was written. Correct the transform, the rules or the table, or set maxOffsetsPerTrigger, and start "
-            "the query with the same checkpoint",
+            "batch was written. Correct the transform, the rules or the table, and start the query with the same "
+            "checkpoint: it runs this batch again. maxOffsetsPerTrigger bounds later batches",
             table=table,
             bad=bad,
         )

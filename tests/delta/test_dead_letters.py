@@ -209,6 +209,20 @@ def test_too_many_bad_records_end_the_query_before_anything_is_written(
     assert (offsets(table), offsets(bad)) == ([0, 2, 4, 6], [1, 3, 5, 7])
 
 
+def test_batch_with_more_bad_rows_than_a_sink_takes_is_not_written_and_a_replay_takes_several_commits(
+    query: Query, new_sink: NewSink, table: Path, bad: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dead_letters, "BAD_MAX", 2)
+    query.run(new_sink(), 0, offset(0, one(0, 4)))
+    with pytest.raises(BadRecords, match=r"3 rows of one batch .* takes at most 2\. Nothing of this batch"):
+        query.run(new_sink(), 1, offset(1, one(4, 10)))
+    assert (offsets(table), offsets(bad)) == ([0, 2], [1, 3])
+    monkeypatch.setattr(dead_letters, "BAD_MAX", 1)
+    assert new_sink("true", transform=as_text).replay(query.spark) == 2
+    assert offsets(table) == [0, 1, 2, 3]
+    assert sorted(str(number) for number in replays(bad).values()) == ["1", "2"]
+
+
 def test_nothing_is_written_if_the_dead_letter_table_cannot_be(
     query: Query, new_sink: NewSink, table: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
