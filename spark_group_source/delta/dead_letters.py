@@ -63,19 +63,23 @@ BAD_MAX = 100_000
 """How many bad rows of one batch a sink takes: it has their topics, partitions and offsets in memory. A replay of more
 records takes several commits."""
 
+ERROR_CHARS_MAX = 300
+"""How much of a transform's error text is kept."""
+
 Record = tuple[str, int, int]
 """Topic, partition and offset."""
 
 _RULE = "_violated_rule"
 _RECORD = list(table_names.RECORD_COLUMNS)
 _CHECK = "delta.constraints."
+_TRANSFORM = "TRANSFORM"
 
 
 class Rule(NamedTuple):
     """What each row of a table must fulfil."""
 
     error_class: str
-    """``RULE``, ``CAST``, ``NOT_NULL`` or ``CHECK``."""
+    """``TRANSFORM``, ``RULE``, ``CAST``, ``NOT_NULL`` or ``CHECK``."""
     name: str
     expression: str
     """In SQL. A row is good if it is true, so not if it is null."""
@@ -104,15 +108,17 @@ class DeadLetters:
     """The table for records whose rows must not be in a sink's table:
     ``DeltaSink("/lake/orders", transform=parse, dead_letters=DeadLetters("/lake/bad", valid="id IS NOT NULL"))``.
 
-    A row is bad if one of its values cannot be cast to the type of its column in the table, if one of the rules is not
-    true for it, or if it violates a ``NOT NULL`` or ``CHECK`` constraint of the table. All rows of its record are
-    left out then. Errors that the transform itself raises end the query, so use functions that return null for a
-    broken value, such as ``try_cast``, ``try_to_timestamp`` or ``from_json``, and a rule.
+    A row is bad if the transform says so, if one of its values cannot be cast to the type of its column in the table,
+    if one of the rules is not true for it, or if it violates a ``NOT NULL`` or ``CHECK`` constraint of the table. All
+    rows of its record are left out then. Errors that the transform itself raises end the query, so use functions that
+    return null for a broken value, such as ``try_cast``, ``try_to_timestamp`` or ``from_json``, and a rule.
 
     Args:
         table: a path or a name, like that of a sink. The first batch creates it. Several sinks may share one.
         valid: the SQL expression that is true for good rows, or several by their names. Its columns are those that the
             sink's transform returns; among them must be ``topic``, ``partition`` and ``offset``.
+        error: a column of text that the transform returns, as ``decode.avro`` does: a row is bad if it is not null. The
+            table does not get this column.
         max_fraction: the largest share of bad records, from 0 to 1. With more, nothing is written and the query ends.
         min_rows: how many rows at least are counted before the share is compared; small batches are added up.
 
@@ -128,6 +134,7 @@ class DeadLetters:
         table: str | os.PathLike[str],
         *,
         valid: str | Mapping[str, str] = "true",
+        error: str | None = None,
         max_fraction: float = 0.1,
         min_rows: int = 100,
     ) -> None:
@@ -137,6 +144,7 @@ class DeadLetters:
             raise OptionError(f"min_rows is {min_rows}; it must be 1 or more")
         self.table = table_names.canonical(table)
         self.rules = {"valid": valid} if isinstance(valid, str) else dict(valid)
+        self.error = error
         self.max_fraction, self.min_rows = max_fraction, min_rows
         self._of_tables: dict[str, TableLetters] = {}
         self._idle_logs: list[LogFiles] = []
@@ -169,6 +177,18 @@ class DeadLetters:
         if not own.exists():
             own.create(table.spark.createDataFrame([], ", ".join(f"{name} {kind}" for name, kind in COLUMNS.items())))
         return own
+
+    def table_rows(self, rows: "DataFrame") -> "DataFrame":
+        """Return the rows without the column of errors.
+
+        Raises:
+            OptionError: they have none.
+        """
+        if self.error is not None and self.error not in rows.columns:
+            raise OptionError(
+                f"error is {self.error!r}, but the sink's transform returns the columns {', '.join(rows.columns)}"
+            )
+        return rows if self.error is None else rows.drop(self.error)
 
     def close(self, box: "LetterBox") -> None:
         """Release what a batch used."""
@@ -247,12 +267,12 @@ class LetterBox:
         history = self.own.history()
         if known := self._known_records(history):  # an earlier attempt has decided
             rows = _without_records(rows, known)
-        frame, rules = flag(self.letters.rules, self.table, rows)
+        frame, rules = flag(self.letters, self.table, rows)
         flagged = self._kept = frame.persist(StorageLevel.MEMORY_AND_DISK)
         ((counted, bad),) = flagged.agg(F.count(F.lit(1)), F.count(_RULE)).collect()
         if not bad:
             self.letters.count(self.table, counted, 0, "")
-            return flagged.drop(_RULE)
+            return self.letters.table_rows(flagged.drop(_RULE))
         found = bad_records(flagged, rules, bad, self.table.table)
         examples = examples_of(found)
         self.letters.count(self.table, counted, bad, examples)
@@ -267,7 +287,8 @@ class LetterBox:
             self.letters.table,
             examples,
         )
-        return _without_records(flagged.where(F.col(_RULE).isNull()).drop(_RULE), found)
+        good = self.letters.table_rows(flagged.where(F.col(_RULE).isNull()).drop(_RULE))
+        return _without_records(good, found)
 
     def _require_planned(self, found: "Iterable[Record]") -> None:
         """Raise OptionError for a bad row of a record that the batch does not have."""
@@ -400,18 +421,20 @@ def _last_commit(table: TableWriter, history: TableHistory, key: str) -> Ledger:
 # --- what is bad ------------------------------------------------------------------------------------------------------
 
 
-def flag(named: Mapping[str, str], table: TableWriter, rows: "DataFrame") -> "tuple[DataFrame, list[Rule]]":
+def flag(letters: DeadLetters, table: TableWriter, rows: "DataFrame") -> "tuple[DataFrame, list[Rule]]":
     """Return the rows with the types of the table, and with the number of the first rule that each violates, which is
     null in a good row; and the rules."""
     from pyspark.sql import functions as F
 
-    casts = {} if table.merge_schema else _casts(table, rows)
-    rules = [
+    casts = {} if table.merge_schema else _casts(table, letters.table_rows(rows))
+    error = letters.error
+    rules = [] if error is None else [Rule(_TRANSFORM, error, f"{table_names.quoted(error)} IS NULL")]
+    rules += [
         Rule("CAST", name, f"{table_names.quoted(name)} IS NULL OR {cast} IS NOT NULL") for name, cast in casts.items()
     ]
     first = F.coalesce(*_violated(rules, 0), F.lit(None).cast("int"))
     typed = rows.withColumns({_RULE: first, **{name: F.expr(cast) for name, cast in casts.items()}})
-    others = [Rule("RULE", name, text) for name, text in named.items()] + _constraints(table, typed)
+    others = [Rule("RULE", name, text) for name, text in letters.rules.items()] + _constraints(table, typed)
     return typed.withColumn(_RULE, F.coalesce(F.col(_RULE), *_violated(others, len(rules)))), rules + others
 
 
@@ -441,11 +464,17 @@ def bad_records(flagged: "DataFrame", rules: Sequence[Rule], bad: int, table: st
             table=table,
             bad=bad,
         )
-    rows = flagged.where(F.col(_RULE).isNotNull()).select(_RULE, *_RECORD).collect()
-    found = sorted((row[1], row[2], row[3], row[0]) for row in rows if None not in row)
+    errors = [rule.name for rule in rules if rule.error_class == _TRANSFORM]
+    text = F.substring(F.col(errors[0]).cast("string"), 1, ERROR_CHARS_MAX) if errors else F.lit("")
+    bad_rows = flagged.where(F.col(_RULE).isNotNull())
+    rows = bad_rows.select(*_RECORD, _RULE, F.coalesce(text, F.lit("")).alias("text")).collect()
+    found = sorted(tuple(row) for row in rows if None not in row)
     if len(found) < len(rows):
         raise OptionError(f"a bad row for table {table} has no topic, partition or offset: keep them in the transform")
-    return {(topic, partition, at): rules[number] for topic, partition, at, number in reversed(found)}
+    return {
+        (topic, partition, at): rules[number]._replace(expression=text) if number < len(errors) else rules[number]
+        for topic, partition, at, number, text in reversed(found)
+    }
 
 
 def examples_of(found: "Mapping[Record, Rule]") -> str:
@@ -603,7 +632,7 @@ class LetterReplay:
                     f"and they are not good any more: {examples}. Run it with the transform and the rules that it "
                     "began with"
                 )
-            rows = flagged.drop(_RULE)
+            rows = self.letters.table_rows(flagged.drop(_RULE))
 
             def attempt() -> None:
                 history = self.table.history()
@@ -620,7 +649,7 @@ class LetterReplay:
 
         rows = self.transform(letters.select(*_OF_RECORD))
         _require_record_columns(rows, self.letters)
-        frame, rules = flag(self.letters.rules, self.table, rows)
+        frame, rules = flag(self.letters, self.table, rows)
         flagged = frame.persist(StorageLevel.MEMORY_AND_DISK)
         try:
             yield flagged, rules

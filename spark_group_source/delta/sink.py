@@ -232,7 +232,8 @@ class DeltaSink:
             table_names.require_separate_folders(self.table, planned.root)
             compatibility.check_session(df.sparkSession)
             if not table.exists():
-                table.create(self._transformed(df))
+                rows = self._transformed(df)
+                table.create(rows if self.dead_letters is None else self.dead_letters.table_rows(rows))
             self._read_properties(table)
             if (table_id := table.identity()) != self._table_id:  # the table of an earlier run was deleted or replaced
                 self._table_id, self._ledgers, self._idle_logs = table_id, {}, []
