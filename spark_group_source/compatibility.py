@@ -183,6 +183,11 @@ def delta_coordinate() -> str:
     return f"io.delta:delta-spark_{spark_minor() or SPARK}_2.13:{DELTA}.0"
 
 
+def avro_coordinate() -> str:
+    """The Maven coordinate of Spark's Avro functions for the installed Spark, as ``group:artifact:version``."""
+    return f"org.apache.spark:spark-avro_2.13:{_spark_version()}"
+
+
 # --- executors ------------------------------------------------------------------------------------------------------
 
 

@@ -19,7 +19,8 @@ Runs in: every process. Deliberately absent: exceptions of other libraries (each
     │   ├── Fenced                a newer driver runs this stream
     │   ├── CheckpointMismatch    the checkpoint is another group's, or its offsets cannot be read
     │   ├── LedgerConflict        the table's offsets and the batch contradict each other
-    │   └── BadRecords            too many records of a query cannot be written to its table
+    │   ├── BadRecords            too many records of a query cannot be written to its table
+    │   └── RegistryUnavailable   a schema registry did not answer in time (retriable)
     ├── SetupError           Spark, Java, Python or a library is missing or has an unsupported version
     └── InvariantBroken      a bug in this package; nothing was written, the message has the last events
 
@@ -198,6 +199,17 @@ class BadRecords(GroupError):
         "Nothing of the batch was written. The message has the first bad records and what they violate. Correct the "
         "sink's `transform`, the rules or the table, or raise `max_fraction`, and start the query with the same "
         "checkpoint."
+    )
+
+
+class RegistryUnavailable(GroupError):
+    """A schema registry did not answer in time. Nothing of the batch was written. ``fields``: url, waited_ms."""
+
+    retriable = True
+    remedy = (
+        "Check that the URL of `decode.Registry` is right and that the driver's host can connect to it; the message "
+        "has the client's error. Then start the query with the same checkpoint. To survive longer outages without a "
+        "restart, raise `wait_s`."
     )
 
 

@@ -42,7 +42,7 @@ from scenes import WIDTH, Scene
 from spark_group_source.cli import common
 from spark_group_source.local import jars
 from spark_group_source.local.conf import local_spark_settings
-from spark_group_source.local.jars import delta_jars, kafka_tools_jars, spark_kafka_jars
+from spark_group_source.local.jars import avro_jars, delta_jars, kafka_tools_jars, spark_kafka_jars
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -173,7 +173,7 @@ def pytest_configure_node(node: Any) -> None:
     if "not jvm" in node.config.option.markexpr:
         return
     if not _shared:
-        for resolve in (delta_jars, kafka_tools_jars, spark_kafka_jars):
+        for resolve in (avro_jars, delta_jars, kafka_tools_jars, spark_kafka_jars):
             resolve()
         _shared.append(BrokerCluster(sasl={SASL_USER: SASL_PASSWORD}, java_options=SHARED_JAVA_OPTIONS))
         _shared[0].start()

@@ -30,7 +30,7 @@ from sink_source import offset
 from streams import OtherMember
 from typer.testing import CliRunner
 
-from spark_group_source import command_line, compatibility, librdkafka, source
+from spark_group_source import command_line, compatibility, decode, librdkafka, source
 from spark_group_source.cli import offsets as deletion
 from spark_group_source.cli import run as job
 from spark_group_source.cli.app import app
@@ -270,6 +270,11 @@ def no_aws(patch: pytest.MonkeyPatch) -> str:
     return error(lambda: librdkafka.token_source({librdkafka._AWS_MARKER: "aws_iam"}))
 
 
+def no_registry_client(patch: pytest.MonkeyPatch) -> str:
+    patch.setitem(sys.modules, "confluent_kafka.schema_registry", None)
+    return error(lambda: decode.Registry("http://127.0.0.1:1"))
+
+
 def no_prometheus(patch: pytest.MonkeyPatch) -> str:
     patch.setitem(sys.modules, "spark_group_source.metrics.endpoint", None)
     patch.delattr("spark_group_source.metrics.endpoint", raising=False)
@@ -279,7 +284,18 @@ def no_prometheus(patch: pytest.MonkeyPatch) -> str:
 
 @pytest.mark.parametrize(
     "provoke",
-    [no_spark, old_spark, no_jars, no_client, other_client, old_client, old_pyarrow, no_aws, no_prometheus],
+    [
+        no_spark,
+        old_spark,
+        no_jars,
+        no_client,
+        other_client,
+        old_client,
+        old_pyarrow,
+        no_aws,
+        no_registry_client,
+        no_prometheus,
+    ],
     ids=lambda f: f.__name__,
 )
 def test_an_installation_is_satisfied_as_printed(

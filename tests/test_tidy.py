@@ -133,9 +133,10 @@ def test_only_the_coordinator_and_the_source_import_agents() -> None:
     assert importers <= {"runtime.coordinator", "source"}
 
 
-def test_only_kafka_reader_and_local_import_the_client_library() -> None:
+def test_only_kafka_reader_local_and_decode_import_the_client_library() -> None:
+    """``decode`` has that of a schema registry."""
     importers = {package(name) for name, path in MODULES.items() if "confluent_kafka" in foreign(path)}
-    assert importers <= {"kafka", "reader", "local"}, importers
+    assert importers <= {"kafka", "reader", "local", "decode"}, importers
 
 
 def test_only_source_imports_sparks_data_source_classes() -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from spark_group_source.local.jars import contains_delta, delta_jars
+from spark_group_source.local.jars import avro_jars, contains_delta, delta_jars
 
 log = logging.getLogger(__name__)
 
@@ -118,7 +118,8 @@ def linked_spark_home(parent: Path) -> Path:
 
 
 def local_spark_settings(scratch: str | Path) -> dict[str, str]:
-    """Settings for a Spark session on this machine with Delta Lake: ``conf/spark-defaults.conf``, jars and directories.
+    """Settings for a Spark session on this machine with Delta Lake and Avro: ``conf/spark-defaults.conf``, jars and
+    directories.
 
     They take effect only in the first session of a process, which starts the JVM. Where Delta Lake has no release for
     the installed Spark, the session has none.
@@ -127,11 +128,14 @@ def local_spark_settings(scratch: str | Path) -> dict[str, str]:
         scratch: an existing directory for the warehouse and temporary files.
 
     Raises:
-        SetupError: Delta's jars cannot be downloaded.
+        SetupError: jars cannot be downloaded.
     """
+    delta = delta_settings()
+    jars = ",".join([*filter(None, [delta.get("spark.jars")]), *map(str, avro_jars())])
     return (
         read_conf("spark-defaults.conf")
-        | delta_settings()
+        | delta
+        | ({"spark.jars": jars} if jars else {})
         | {
             # Also the temporary directory: a killed JVM would leave files in /tmp. Quoted, as paths may contain spaces.
             "spark.driver.extraJavaOptions": (

@@ -163,6 +163,13 @@ def delta_jars() -> list[Path]:
     return _without_sparks(resolve((compatibility.delta_coordinate(),), exclude=_sparks_modules(), mb=13))
 
 
+def avro_jars() -> list[Path]:
+    """The jar of Spark's Avro functions, for ``spark.jars``. There is none if Spark contains it."""
+    if any(_spark_jars().glob("spark-avro*.jar")):
+        return []
+    return _without_sparks(resolve((compatibility.avro_coordinate(),), exclude=_sparks_modules(), mb=1))
+
+
 def contains_delta() -> bool:
     """Whether Delta Lake is among Spark's own jars."""
     return any(_spark_jars().glob("delta-spark*.jar"))

@@ -1,0 +1,344 @@
+"""Decoders for the values of records: Avro with a schema registry.
+
+Runs in: the user's driver (on Spark Connect: in the server's worker for ``foreachBatch``). Deliberately absent: reading
+a row in Python. The registry is asked for schemas only, and Spark decodes the rows, by expressions that are built here.
+
+Each schema of a subject is a branch of one expression. The subject's versions are listed for each batch, after its
+records were produced, so an id that a producer registered for a record is known, without looking at the records first.
+"""
+
+import json
+import logging
+import struct
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
+from urllib.parse import urlsplit
+
+from spark_group_source import compatibility
+from spark_group_source.errors import OptionError, RegistryUnavailable, SetupError
+
+if TYPE_CHECKING:
+    from confluent_kafka.schema_registry import RegisteredSchema, SchemaRegistryClient
+    from pyspark.sql import Column, DataFrame
+
+log = logging.getLogger(__name__)
+
+WAIT_S = 120.0
+"""How long a batch waits by default for a registry that does not answer."""
+RETRY_S = 1.0
+"""The pause before a registry is asked again."""
+VERSIONS_MAX = 200
+"""How many versions a subject may have: Spark needs about 5 ms more for the plan of a batch with each."""
+REFERENCES_MAX = 100
+"""How many other schemas one schema may use, directly or not."""
+
+T = TypeVar("T")
+
+_MAGIC = b"\0"
+_ALL = 2**31 - 1
+_NAMED = frozenset({"record", "error", "enum", "fixed"})
+_PRIMITIVE = frozenset({"null", "boolean", "int", "long", "float", "double", "bytes", "string"})
+_PREFIX, _DECODED, _MARKER = "__prefix", "__decoded", "__is_decoded"
+_REFUSED = {401: "the credentials were refused", 403: "the user lacks the permission", 404: "it does not exist"}
+_AGAIN = frozenset({408, 425, 429})
+
+
+class WriterSchema(NamedTuple):
+    """A version of a subject."""
+
+    id: int
+    """The id that its records begin with."""
+    version: int
+    text: str
+    """In JSON, with the definitions of all types that it uses."""
+
+
+class Registry:
+    """A Confluent schema registry, or one with its REST interface.
+
+    Args:
+        conf: its URL, or the settings of ``confluent_kafka.schema_registry.SchemaRegistryClient``: ``url``,
+            ``basic.auth.user.info``, ``bearer.auth.credentials.source``, ``bearer.auth.token``, ``ssl.ca.location``,
+            ``ssl.certificate.location``, ``ssl.key.location``, ``timeout`` (seconds) and others.
+        wait_s: how long a batch waits for a registry that does not answer, from 0 s on.
+
+    Raises:
+        OptionError: a setting is wrong.
+        SetupError: the client's packages are missing.
+    """
+
+    def __init__(self, conf: str | Mapping[str, Any], *, wait_s: float = WAIT_S) -> None:
+        if wait_s < 0:
+            raise OptionError(f"wait_s is {wait_s}; it must be 0 or more")
+        given = {"url": conf} if isinstance(conf, str) else dict(conf)
+        self._conf = {"timeout": 10, **given, "max.retries": 0}  # this class retries
+        self._wait_s = wait_s
+        self._versions: dict[str, dict[int, WriterSchema]] = {}
+        """By subject and version. A version never changes."""
+        self._connect()
+
+    def _connect(self) -> None:
+        self._client, self._lock = _new_client(self._conf), threading.Lock()
+
+    def __getstate__(self) -> dict[str, object]:
+        return {name: value for name, value in self.__dict__.items() if name not in ("_client", "_lock")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._connect()
+
+    def __repr__(self) -> str:
+        return f"Registry({self.url!r})"
+
+    @property
+    def url(self) -> str:
+        """Its URLs without credentials."""
+        parts = [urlsplit(url.strip()) for url in str(self._conf.get("url")).split(",")]
+        return ",".join(part._replace(netloc=part.netloc.rpartition("@")[2]).geturl() for part in parts)
+
+    def writer_schemas(self, subject: str) -> list[WriterSchema]:
+        """Return the versions of a subject, also deleted ones, whose records may exist still, ordered by id.
+
+        Raises:
+            RegistryUnavailable: the registry did not answer in time.
+            OptionError: it refused the request, the subject does not exist, or a schema cannot be used.
+        """
+        with self._lock:
+            versions = self._ask(f"subject {subject}", lambda: self._client.get_versions(subject, deleted=True))
+            if len(versions) > VERSIONS_MAX:
+                raise OptionError(
+                    f"subject {subject} of {self!r} has {len(versions)} versions; at most {VERSIONS_MAX} can be used. "
+                    "Delete those permanently whose records do not exist any more"
+                )
+            known = self._versions.setdefault(subject, {})
+            for version in versions:
+                if version not in known:
+                    known[version] = self._version(subject, version)
+            return sorted((known[version] for version in versions), key=lambda schema: schema.id)
+
+    def reader_schema(self, subject: str, version: int | Literal["latest"]) -> str:
+        """Return a version's schema; raises what :meth:`writer_schemas` does."""
+        with self._lock:
+            return self._version(subject, version).text
+
+    def _version(self, subject: str, version: int | Literal["latest"]) -> WriterSchema:
+        found = self._registered(subject, version)
+        used: dict[str, Any] = {}
+        self._add_references(found, used)
+        text = json.dumps(_with_definitions(_parsed(found), "", used, set()))
+        return WriterSchema(_known(found.schema_id), _known(found.version), text)
+
+    def _registered(self, subject: str, version: int | Literal["latest"]) -> "RegisteredSchema":
+        found = self._ask(
+            f"version {version} of subject {subject}",
+            lambda: self._client.get_version(subject, version, deleted=version != "latest"),
+        )
+        if (kind := found.schema.schema_type or "AVRO") != "AVRO":
+            raise OptionError(f"version {version} of subject {subject} of {self!r} is not Avro, but {kind}")
+        return found
+
+    def _add_references(self, schema: "RegisteredSchema", used: dict[str, Any]) -> None:
+        """Add the definitions of the types that a schema takes from other subjects, by full name."""
+        for reference in schema.schema.references or ():
+            if (name := _known(reference.name)) in used:
+                continue
+            if len(used) == REFERENCES_MAX:
+                raise OptionError(f"a schema of {self!r} uses more than {REFERENCES_MAX} others, among them {name}")
+            found = self._registered(_known(reference.subject), _known(reference.version))
+            used[name] = _parsed(found)
+            self._add_references(found, used)
+
+    def _ask(self, what: str, send: Callable[[], T]) -> T:
+        """Return the answer to a request; an outage is reported once, when it begins."""
+        from confluent_kafka.schema_registry import SchemaRegistryError
+
+        deadline = time.monotonic() + self._wait_s
+        is_reported = False
+        while True:
+            try:
+                return send()
+            except SchemaRegistryError as error:
+                status = error.http_status_code
+                if status < 500 and status not in _AGAIN:
+                    reason = _REFUSED.get(status, "the request was refused")
+                    raise OptionError(f"{what} of {self!r}: {reason} ({error})") from error
+                failure = str(error)
+            except Exception as error:  # noqa: BLE001  # those of the HTTP library that the client has chosen
+                failure = f"{type(error).__name__}: {error}"
+            if time.monotonic() >= deadline:
+                raise RegistryUnavailable(
+                    f"{self!r} did not answer within {self._wait_s:g} s ({failure}). Nothing of the batch was written. "
+                    "Check the URL, and start the query with the same checkpoint when the registry answers",
+                    url=self.url,
+                    waited_ms=round(self._wait_s * 1000),
+                )
+            if not is_reported:
+                log.warning("%r does not answer; the batch waits up to %g s: %s", self, self._wait_s, failure)
+                is_reported = True
+            threading.Event().wait(RETRY_S)
+
+
+def avro(
+    df: "DataFrame",
+    column: str,
+    registry: Registry,
+    *,
+    subject: str,
+    reader: int | Literal["latest"] | Path = "latest",
+    error: str = "error",
+) -> "DataFrame":
+    """Decode a binary column in Confluent's format: a zero byte, the schema's id in four bytes, the value in Avro.
+
+    For a ``transform`` of a sink. The session needs the ``spark-avro`` jar of its Spark::
+
+        registry = decode.Registry("https://registry:8081")
+
+        def parse(df):
+            rows = decode.avro(df, "value", registry, subject="orders-value")
+            return rows.select("topic", "partition", "offset", "value.*", "error")
+
+        sink = DeltaSink("/lake/orders", transform=parse, dead_letters=DeadLetters("/lake/bad", error="error"))
+
+    Args:
+        column: replaced by the decoded value, which has the type of the reader schema. It is null where the column is,
+            and in a row that cannot be decoded.
+        subject: the subject in which the records' producers register their schemas.
+        reader: the schema that the values are converted to by Avro's rules for evolution: "latest" of the subject for
+            each batch, one of its versions, or a file with a schema.
+        error: the name of a column that is added: why a row cannot be decoded, otherwise null. A row cannot be decoded
+            if it is not in this format, its id is not one of the subject, or the reader schema cannot read it.
+
+    Raises:
+        RegistryUnavailable: the registry did not answer in time.
+        OptionError: the subject or version does not exist, access was refused, or a schema cannot be used.
+        SetupError: the session has no ``spark-avro`` jar.
+    """
+    from pyspark.sql import functions as F
+
+    writers = registry.writer_schemas(subject)
+    text = reader.read_text("utf-8") if isinstance(reader, Path) else registry.reader_schema(subject, reader)
+    target = json.loads(text)
+    is_record = isinstance(target, dict) and target.get("type") == "record"
+    record = target if is_record else _wrapped(target)
+    names = [field["name"] for field in record["fields"]]
+    # Spark decodes a broken value as a record of nulls. In a value that was read, this field has its default.
+    marker = {"name": _MARKER, "type": "boolean", "default": True}
+    marked = json.dumps({**record, "fields": [marker, *record["fields"]]})
+    branches = {
+        schema.id: _decoded(column, schema.text if is_record else json.dumps(_wrapped(json.loads(schema.text))), marked)
+        for schema in writers
+    }
+    rows = df.withColumn(_PREFIX, F.substring(column, 1, 5)).withColumn(_DECODED, _choice(branches))
+    is_decoded = F.col(f"{_DECODED}.{_MARKER}").isNotNull()
+    values = [F.col(_DECODED)[name].alias(name) for name in names]
+    value = F.when(is_decoded, F.struct(*values) if is_record else values[0])
+    schema_id = F.conv(F.hex(F.substring(column, 2, 4)), 16, 10)
+    reason = (
+        F.when(F.col(column).isNull() | is_decoded, F.lit(None).cast("string"))
+        .when((F.length(_PREFIX) < 5) | (F.substring(_PREFIX, 1, 1) != F.lit(_MAGIC)), "no schema id")
+        .when(
+            F.col(_PREFIX).isin(*(F.lit(_prefix(id_)) for id_ in branches)),
+            F.concat(F.lit("the reader schema cannot read the value with schema id "), schema_id),
+        )
+        .otherwise(F.concat(F.lit("schema id "), schema_id, F.lit(f" is not in subject {subject}")))
+    )
+    return rows.withColumns({column: value, error: reason}).drop(_PREFIX, _DECODED)
+
+
+def _new_client(conf: dict[str, Any]) -> "SchemaRegistryClient":
+    try:
+        from confluent_kafka.schema_registry import SchemaRegistryClient
+    except ImportError as error:
+        raise SetupError(
+            f"the client of a schema registry needs more packages on the driver's host ({error}): "
+            "`pip install 'confluent-kafka[schemaregistry]'`"
+        ) from error
+    try:
+        return SchemaRegistryClient(conf)
+    except (ValueError, TypeError, OSError) as error:
+        # The client's own text may have a URL with a password, and so may the traceback.
+        url = str(conf.get("url"))
+        reason = str(error).replace(url, "(url)")
+        raise OptionError(f"the settings of the schema registry are wrong: {reason}") from None
+
+
+def _known(value: T | None) -> T:
+    """Return a part of a registry's answer."""
+    if value is None:
+        raise OptionError("the answer of the schema registry has no id, version, name or schema; check its URL")
+    return value
+
+
+def _parsed(registered: "RegisteredSchema") -> Any:
+    """Return a schema as JSON; a primitive one may be a bare name."""
+    text = _known(registered.schema.schema_str)
+    return text if text in _PRIMITIVE else json.loads(text)
+
+
+def _with_definitions(node: Any, namespace: str, used: Mapping[str, Any], defined: set[str]) -> Any:
+    """Return a part of a schema, in which the first use of a type of another schema is its definition.
+
+    Args:
+        namespace: of the enclosing type.
+        used: the schemas of these types by their full names.
+        defined: the full names of the types that are defined before this part; changed.
+    """
+
+    def inside(part: Any, of: str = namespace) -> Any:
+        return _with_definitions(part, of, used, defined)
+
+    if isinstance(node, str):
+        names = [node] if "." in node or not namespace else [f"{namespace}.{node}", node]
+        found = next((name for name in names if name in used), None)
+        if node in _PRIMITIVE or found is None or defined.intersection(names):
+            return node
+        return inside(used[found], "")
+    if isinstance(node, list):
+        return [inside(part) for part in node]
+    kind = node["type"]
+    if kind not in _NAMED:  # an array, a map, a type with properties or a nested definition
+        changed = {key: inside(node[key]) for key in ("items", "values") if key in node}
+        return {**node, **changed} if changed else {**node, "type": inside(kind)}
+    before, _, name = node["name"].rpartition(".")
+    own = before or node.get("namespace", namespace)
+    defined.add(f"{own}.{name}" if own else name)
+    fields = {"fields": [{**f, "type": inside(f["type"], own)} for f in node["fields"]]} if "fields" in node else {}
+    return {**node, "name": name, "namespace": own, **fields}
+
+
+def _wrapped(schema: Any) -> dict[str, Any]:
+    """Return the record whose only field has this type. Its values have the same bytes."""
+    return {"type": "record", "name": "__Wrapped", "fields": [{"name": "value", "type": schema}]}
+
+
+def _decoded(column: str, writer: str, reader: str) -> "Column":
+    from pyspark.sql import functions as F
+    from pyspark.sql.avro.functions import from_avro
+
+    value = F.substring(column, len(_MAGIC) + 5, _ALL)
+    try:
+        return from_avro(value, writer, {"avroSchema": reader, "mode": "PERMISSIVE"})
+    except TypeError as error:  # Spark's class is not there
+        raise SetupError(
+            "the Spark session has no spark-avro. Add the jar of its Spark version, for example "
+            f"--packages {compatibility.avro_coordinate()}"
+        ) from error
+
+
+def _choice(branches: "Mapping[int, Column]") -> "Column":
+    """Return the branch of a row's schema id, found by bisection; null if it has none."""
+    from pyspark.sql import functions as F
+
+    ids = sorted(branches)
+    if len(ids) == 1:
+        return F.when(F.col(_PREFIX) == F.lit(_prefix(ids[0])), branches[ids[0]])
+    middle = len(ids) // 2
+    lower, upper = ({id_: branches[id_] for id_ in part} for part in (ids[:middle], ids[middle:]))
+    return F.when(F.col(_PREFIX) < F.lit(_prefix(ids[middle])), _choice(lower)).otherwise(_choice(upper))
+
+
+def _prefix(schema_id: int) -> bytes:
+    return _MAGIC + struct.pack(">I", schema_id)
