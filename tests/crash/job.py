@@ -4,7 +4,8 @@ Arguments, as one JSON object: servers, group, topic, table, checkpoint, scratch
 Spark Connect server that the job starts. ``writer``, ``storage_options``: of the sink. ``again``: whether a failed
 query is started again. ``spark``: more settings of the session, and jars besides Delta's. ``pause``: where the first
 batch of the run stays until the job is killed; then there is a file ``paused`` in ``scratch``. A ``table`` with
-``{topic}`` in it is one for each topic. ``bad``: the table of those that are not GOOD.
+``{topic}`` in it is one for each topic. ``registry``: the URL of the schema registry of the records' values. ``bad``:
+the table of records that cannot be decoded.
 """
 
 import json
@@ -20,7 +21,7 @@ from typing import Literal
 from pyspark.errors import StreamingQueryException
 from pyspark.sql import DataFrame, SparkSession
 
-from spark_group_source import DeadLetters, DeltaSink, DeltaSinks
+from spark_group_source import DeadLetters, DeltaSink, DeltaSinks, decode
 from spark_group_source.delta import Writer
 from spark_group_source.local.conf import local_spark_settings
 
@@ -28,8 +29,6 @@ LOOK_S = 2
 PAUSE_S_MAX = 600
 Point = Literal["offset", "rows", "commit"]
 """Points of a batch: after Spark wrote ``offsets/N``, after the sink wrote rows, after Spark wrote ``commits/N``."""
-GOOD = "offset % 5 <> 2"
-"""Which records are good, where there is a table for the others."""
 BETWEEN_TABLES = "tables"
 """The point at which all tables but that of the last topic may have the batch."""
 
@@ -47,6 +46,7 @@ def main(
     pause: Point | Literal["tables"] | None = None,
     spark: Mapping[str, str] | None = None,
     storage_options: Mapping[str, str] | None = None,
+    registry: str = "",
     bad: str = "",
     **options: str,
 ) -> None:
@@ -64,6 +64,7 @@ def main(
     stream = stream.option("kafka.group.id", group).option("subscribe", topic).options(**options)
     where = checkpoint if connect else None
     paused = Path(scratch) / "paused"
+    transform = _decoder(registry, topic) if registry else _rows
 
     def rows_of_last_topic(df: DataFrame) -> DataFrame:
         _wait_to_be_killed(paused)
@@ -73,11 +74,12 @@ def main(
         is_held = pause == BETWEEN_TABLES and topic.endswith(name)
         return DeltaSink(
             table.format(topic=name),
-            transform=rows_of_last_topic if is_held else _rows,
+            transform=rows_of_last_topic if is_held else transform,
+            merge_schema=bool(registry),
             writer=writer,
             checkpoint=where,
             storage_options=storage_options,
-            dead_letters=DeadLetters(bad, valid=GOOD, max_fraction=1.0) if bad else None,
+            dead_letters=DeadLetters(bad, error="error", max_fraction=1.0) if bad else None,
         )
 
     sink = DeltaSinks(sink_of, checkpoint=where) if "{topic}" in table else sink_of(topic)
@@ -115,6 +117,16 @@ def _wait_to_be_killed(file: Path) -> None:
 
 def _rows(df: DataFrame) -> DataFrame:
     return df.selectExpr("CAST(value AS STRING) AS id", "topic", "partition", "offset")
+
+
+def _decoder(url: str, topic: str) -> Callable[[DataFrame], DataFrame]:
+    registry = decode.Registry(url)
+
+    def rows(df: DataFrame) -> DataFrame:
+        found = decode.avro(df, "value", registry, subject=f"{topic}-value")
+        return found.select("value.*", "topic", "partition", "offset", "error")
+
+    return rows
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -24,9 +24,13 @@ from typing import Any, Literal, get_args
 import psutil
 from confluent_kafka import Producer
 from confluent_kafka.admin import AdminClient
+from confluent_kafka.schema_registry import SchemaRegistryClient
+from confluent_kafka.schema_registry.avro import AvroSerializer
+from confluent_kafka.serialization import MessageField, SerializationContext
 from delta_files import living_rows
 from kafka_helpers import Offsets, Record, await_progress, committed_of, end_offsets_of, produce_to, size_of
 from kit.object_store import ObjectStore
+from kit.schema_registry import SchemaRegistry
 from rebalance.accounts import Flow, stays
 from sink_helpers import next_offsets
 
@@ -54,6 +58,8 @@ POINT_ROWS = 300
 RATE_PER_S = 100
 BATCH_MAX, DRAIN_MAX = 400, 100_000
 """Records of a batch, during the kills and afterwards."""
+NEW_SCHEMA_AT = 500
+"""From this record on, the values have one more field."""
 PAUSE_S = 0.1
 END_S = 300
 OUTLIVES = "foreach_batch_worker"
@@ -206,7 +212,8 @@ class Hammer:
         way: how the sink writes the table.
         pythons: percentage of kills that hit one of Spark's Python processes only.
         store: has the table and the checkpoints; None: they are in ``home``.
-        has_bad_records: whether some records go to a table of their own.
+        has_bad_records: whether the values are in Avro with a schema registry, with a new schema on the way, and some
+            are not, which go to a table of their own.
         report: takes each line of the report.
     """
 
@@ -232,8 +239,9 @@ class Hammer:
         given: dict[str, Any] = {"servers": self.servers, "group": group, "topic": topic, "table": f"{place}/table"}
         given |= {**ARGUMENTS[way], **CALM, "maxOffsetsPerTrigger": str(BATCH_MAX), "again": "1" if pythons else ""}
         self._bad = home / "bad" if has_bad_records else None
-        if self._bad is not None:
-            given["bad"] = str(self._bad)
+        self._registry = SchemaRegistry() if has_bad_records else None
+        if self._registry is not None:
+            given |= {"bad": str(self._bad), "registry": self._registry.url}
         if store is not None:
             given |= {"spark": store.spark_settings, "storage_options": store.storage_options}
         names = [f"application-{n}" for n in range(applications)]
@@ -259,8 +267,9 @@ class Hammer:
         account, began_s = self.account, time.monotonic()
         lost = None if lost_checkpoints is None else set(self._random.sample(range(kills or 0), lost_checkpoints))
         partitions = len(end_offsets_of(self.admin, self.topic))
-        with self._judging():
-            with Flow(self.servers, self.topic, partitions, per_s=RATE_PER_S) as flow:
+        with self._registry or nullcontext(), self._judging():
+            value = {} if self._registry is None else {"value": avro_values(self._registry, self.topic)}
+            with Flow(self.servers, self.topic, partitions, per_s=RATE_PER_S, **value) as flow:
                 for number in itertools.count() if kills is None else range(kills):
                     if time.monotonic() - began_s > for_s:
                         break
@@ -399,6 +408,31 @@ class Hammer:
         left = [process for process in left if process.is_running() and OUTLIVES not in _command(process)]
         _, still = psutil.wait_procs(left, END_S)
         account.wrong += [f"{len(still)} processes did not end: {[_command(one) for one in still[:2]]}"] * bool(still)
+
+
+def avro_values(registry: SchemaRegistry, topic: str) -> Callable[[int], bytes]:
+    """Return the function that makes the values of records: Avro by the official serializer, but some are text."""
+    fields: list[dict[str, object]] = [{"name": "id", "type": "string"}]
+    client = SchemaRegistryClient({"url": registry.url})
+    context = SerializationContext(topic, MessageField.VALUE)
+
+    def serializer() -> AvroSerializer:
+        text = json.dumps({"type": "record", "name": "Order", "fields": fields})
+        made: AvroSerializer = AvroSerializer(client, text)
+        return made
+
+    first = serializer()
+    fields.append({"name": "note", "type": ["null", "string"], "default": None})
+    second = serializer()
+
+    def value(number: int) -> bytes:
+        if number % 5 == 2:
+            return b"%d" % number
+        old = {"id": f"{number}"}
+        is_old = number < NEW_SCHEMA_AT
+        return (first(old, context) if is_old else second({**old, "note": "new"}, context)) or b""
+
+    return value
 
 
 def _command(process: psutil.Process) -> str:

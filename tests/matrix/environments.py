@@ -26,7 +26,15 @@ GIT_S = 60
 LOCK_S = 3_600
 CONNECT = ("grpcio", "grpcio-status", "googleapis-common-protos", "zstandard")
 """What pyspark's extra ``connect`` requires, besides pandas, pyarrow and numpy."""
-TOOLS = ("pytest>=8.4", "pytest-timeout>=2.3", "hypothesis>=6.130", "psutil>=6", "chispa>=0.11", "greenlet>=3.1")
+TOOLS = (
+    "confluent-kafka[avro,schemaregistry]",
+    "pytest>=8.4",
+    "pytest-timeout>=2.3",
+    "hypothesis>=6.130",
+    "psutil>=6",
+    "chispa>=0.11",
+    "greenlet>=3.1",
+)
 DELTA_MODULES_WITHOUT_SPARK = (4, 1)
 """The first Delta Lake whose artifacts for Spark 4.0 name the version of Spark."""
 JAVA = """\

@@ -56,10 +56,22 @@ class Recorded(Protocol):
 
 
 class Flow:
-    """Produce records at an even pace to every partition of ``topic``, until the block ends."""
+    """Produce records at an even pace to every partition of ``topic``, until the block ends.
 
-    def __init__(self, servers: str, topic: str, partitions: int, *, per_s: int = 200) -> None:
-        self.topic, self.partitions, self.per_s = topic, partitions, per_s
+    Args:
+        value: of the record with this number.
+    """
+
+    def __init__(
+        self,
+        servers: str,
+        topic: str,
+        partitions: int,
+        *,
+        per_s: int = 200,
+        value: Callable[[int], bytes] = lambda number: b"%d" % number,
+    ) -> None:
+        self.topic, self.partitions, self.per_s, self._value = topic, partitions, per_s, value
         self.sent = 0
         self.failed: list[KafkaError] = []
         self._producer = Producer(
@@ -76,9 +88,8 @@ class Flow:
     def _run(self) -> None:
         while not self._stop.wait(FLOW_PAUSE_S):
             for _ in range(max(1, int(self.per_s * FLOW_PAUSE_S))):
-                self._producer.produce(
-                    self.topic, b"%d" % self.sent, partition=self.sent % self.partitions, on_delivery=self._delivered
-                )
+                value, partition = self._value(self.sent), self.sent % self.partitions
+                self._producer.produce(self.topic, value, partition=partition, on_delivery=self._delivered)
                 self.sent += 1
             self._producer.poll(0)
         self._producer.flush(60)
