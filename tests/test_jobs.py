@@ -1,8 +1,9 @@
-"""``spark-group run`` and ``jobs/group_to_delta.py``: real runs, and their arguments. The result is read
+"""``spark-group run`` and the jobs in ``jobs``: real runs, and their arguments. The result is read
 from the table's files."""
 
 import json
 import os
+import re
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -12,9 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import typer
+from crash.killed import NEW_SCHEMA_AT, avro_values
 from delta_files import living_rows
 from deltalake import DeltaTable
 from kit.object_store import object_store, s3a_jars
+from kit.schema_registry import SchemaRegistry
 from quick_spark import submit
 from scenes import Scene
 from typer.testing import CliRunner
@@ -23,12 +26,15 @@ from spark_group_source import KafkaGroupDataSource, command_line
 from spark_group_source.cli import run as job
 from spark_group_source.cli.app import app
 from spark_group_source.local import conf
+from spark_group_source.local.jars import avro_jars
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 ROOT = Path(__file__).resolve().parent.parent
-JOB = ROOT / "jobs" / "group_to_delta.py"
+JOB, AVRO_JOB, TABLES_JOB = (
+    ROOT / "jobs" / f"{name}.py" for name in ("group_to_delta", "avro_to_delta", "topics_to_tables")
+)
 COMMAND = [sys.executable, "-m", "spark_group_source", "run"]
 RUN_S = 600
 NEEDED = ["--bootstrap-servers", "localhost:1", "--group", "g", "--table", "/tmp/none/t", "--checkpoint", "/tmp/none/c"]
@@ -121,6 +127,56 @@ def test_submitted_job_writes_a_table_on_s3_natively(scene: Scene, tmp_path: Pat
     assert sorted(row["offset"] for row in living_rows(copy)) == list(range(30))
     assert DeltaTable(copy).history(1)[0]["clientVersion"].startswith("delta-rs")
     assert sorted(scene.committed().values()) == [30]
+
+
+@pytest.mark.spark
+@pytest.mark.full
+@pytest.mark.timeout(3 * RUN_S)
+def test_job_for_avro_writes_the_columns_of_a_new_schema_and_bad_records_to_their_table(
+    scene: Scene, tmp_path: Path
+) -> None:
+    name, table, bad = scene.topic(2), tmp_path / "orders", tmp_path / "bad"
+    with SchemaRegistry(user="etl:secret") as registry:
+        value = avro_values(registry, name, auth="etl:secret")
+        words = ["--bootstrap-servers", scene.servers, "--group", scene.group, "--topic", name, "--rule", "id <> '1'"]
+        words += ["--registry", registry.url, "--table", str(table), "--bad", str(bad), "--max-bad", "1"]
+        words += ["--checkpoint", str(tmp_path / "checkpoint")]
+        command = submit("--master", "local[2]", str(AVRO_JOB), *words, jars=avro_jars())
+        for numbers in (range(3), range(NEW_SCHEMA_AT, NEW_SCHEMA_AT + 3)):
+            for number in numbers:
+                scene.produce(name, [value(number)], partition=number % 2)
+            ended = run(command, tmp_path, REGISTRY_USER="etl:secret")
+            assert ended.returncode == 0, ended.stderr
+            assert "secret" not in ended.stdout + ended.stderr
+    found = {row["id"]: row.get("note") for row in living_rows(table)}
+    assert found == {"0": None, "500": "new", "501": "new"}
+    classes = {row["value"]: row["error_class"] for row in living_rows(bad)}
+    assert classes == {value(1): "RULE", b"2": "TRANSFORM", b"502": "TRANSFORM"}
+    assert sum(scene.committed().values()) == 6
+
+
+@pytest.mark.spark
+@pytest.mark.full
+@pytest.mark.timeout(2 * RUN_S)
+def test_job_for_many_topics_writes_a_table_for_each(scene: Scene, tmp_path: Path) -> None:
+    names = [scene.topic(1) for _ in range(3)]
+    for number, name in enumerate(names):
+        scene.produce(name, [f"v{n}" for n in range(number)])
+    words = ["--bootstrap-servers", scene.servers, "--group", scene.group, "--pattern", "|".join(names)]
+    words += ["--lake", str(tmp_path / "lake"), "--checkpoint", str(tmp_path / "checkpoint")]
+    ended = run(submit("--master", "local[2]", str(TABLES_JOB), *words), tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    assert [path.name for path in sorted((tmp_path / "lake").iterdir())] == sorted(names[1:])
+    assert [len(living_rows(tmp_path / "lake" / name)) for name in names[1:]] == [1, 2]
+
+
+@pytest.mark.parametrize("path", [AVRO_JOB, TABLES_JOB], ids=lambda path: path.stem)
+def test_a_job_to_copy_is_short_and_names_its_arguments(path: Path) -> None:
+    assert len(path.read_text().splitlines()) < 80
+    ended = subprocess.run([sys.executable, path, "--help"], capture_output=True, text=True, timeout=60, check=True)
+    printed = re.search(r"jobs/(?:.*\\\n)*.*", path.read_text())
+    assert printed is not None
+    assert set(re.findall(r" (--[a-z-]+) ", printed[0])) <= set(re.findall(r"--[a-z-]+", ended.stdout))
 
 
 def test_submitted_script_reports_errors_in_one_line_without_secrets(tmp_path: Path) -> None:

@@ -410,10 +410,10 @@ class Hammer:
         account.wrong += [f"{len(still)} processes did not end: {[_command(one) for one in still[:2]]}"] * bool(still)
 
 
-def avro_values(registry: SchemaRegistry, topic: str) -> Callable[[int], bytes]:
+def avro_values(registry: SchemaRegistry, topic: str, *, auth: str | None = None) -> Callable[[int], bytes]:
     """Return the function that makes the values of records: Avro by the official serializer, but some are text."""
     fields: list[dict[str, object]] = [{"name": "id", "type": "string"}]
-    client = SchemaRegistryClient({"url": registry.url})
+    client = SchemaRegistryClient({"url": registry.url} | ({"basic.auth.user.info": auth} if auth else {}))
     context = SerializationContext(topic, MessageField.VALUE)
 
     def serializer() -> AvroSerializer:
