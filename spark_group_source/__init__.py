@@ -3,6 +3,7 @@
 Runs in: every process. Deliberately absent: opening a connection, a file or a session on import. Names that need
 pyspark are imported on first access, if the installed Spark is supported."""
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from spark_group_source.errors import (
@@ -28,8 +29,10 @@ from spark_group_source.host.run_files import drain
 from spark_group_source.protocol.statistics import Statistics
 
 if TYPE_CHECKING:
+    from spark_group_source import decode
     from spark_group_source.cli.functions import describe, reset
     from spark_group_source.delta.dead_letters import DeadLetters
+    from spark_group_source.delta.merge import Merge
     from spark_group_source.delta.sink import DeltaSink
     from spark_group_source.delta.topic_sinks import DeltaSinks
     from spark_group_source.host.listener import GroupListener
@@ -51,6 +54,7 @@ __all__ = [
     "InvariantBroken",
     "KafkaGroupDataSource",
     "LedgerConflict",
+    "Merge",
     "OptionError",
     "ReadTimeout",
     "RebalanceTimeout",
@@ -59,6 +63,7 @@ __all__ = [
     "SourceError",
     "Statistics",
     "TopicMissing",
+    "decode",
     "describe",
     "drain",
     "reset",
@@ -68,7 +73,7 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("DeadLetters", "DeltaSink", "DeltaSinks", "GroupListener", "KafkaGroupDataSource"):
+    if name in ("DeadLetters", "DeltaSink", "DeltaSinks", "GroupListener", "KafkaGroupDataSource", "Merge"):
         from spark_group_source import compatibility
 
         compatibility.check()  # a missing or unsupported Spark lacks what the next lines import
@@ -76,6 +81,10 @@ def __getattr__(name: str) -> Any:
         from spark_group_source.delta.dead_letters import DeadLetters
 
         return DeadLetters
+    if name == "Merge":
+        from spark_group_source.delta.merge import Merge
+
+        return Merge
     if name == "DeltaSink":
         from spark_group_source.delta.sink import DeltaSink
 
@@ -92,6 +101,8 @@ def __getattr__(name: str) -> Any:
         from spark_group_source.source import KafkaGroupDataSource
 
         return KafkaGroupDataSource
+    if name == "decode":
+        return importlib.import_module("spark_group_source.decode")
     if name in ("describe", "reset"):
         from spark_group_source.cli import functions
 

@@ -56,6 +56,7 @@ from spark_group_source.delta.checkpoint import ONLY_RUN, PlannedBatch, is_finis
 from spark_group_source.delta.dead_letters import DeadLetters, LetterBox, LetterReplay
 from spark_group_source.delta.ledger_decision import SHOWN_MAX, AlreadyWritten, WriteBatch, format_ranges
 from spark_group_source.delta.ledger_format import APP_PREFIX, Ledger
+from spark_group_source.delta.merge import Merge
 from spark_group_source.delta.table_history import LedgerExpired, LogFiles, TableHistory, note_of
 from spark_group_source.delta.table_writer import TableWriter
 from spark_group_source.errors import LedgerConflict, OptionError
@@ -122,6 +123,7 @@ class DeltaSink:
         persist: whether Spark keeps the rows of a batch, in memory and on disk, until it is written.
         dead_letters: which records are bad, and the table that they are written to. None: a row that the table refuses
             ends the query.
+        merge: how changes become rows, by key. None: rows are appended.
 
     Errors are raised when a batch is written.
 
@@ -147,6 +149,7 @@ class DeltaSink:
         checkpoint: str | None = None,
         persist: bool = False,
         dead_letters: DeadLetters | None = None,
+        merge: Merge | None = None,
     ) -> None:
         table_writer.check_writer(writer)
         self.table = table_names.canonical(table)
@@ -160,6 +163,9 @@ class DeltaSink:
         if not isinstance(dead_letters, DeadLetters | None):
             raise OptionError(f"dead_letters is {dead_letters!r}; it must be DeadLetters({dead_letters!r})")
         self.dead_letters = dead_letters
+        if merge is not None and writer == "native":
+            raise OptionError("a merge is a commit of Delta Lake: leave out writer='native'")
+        self.merge = merge
         self._runs: dict[str, tuple[str | None, str]] = {}
         """By query id: the id of the newest run, and the id of the table that its first batch found."""
         self._table_id = ""
@@ -219,6 +225,10 @@ class DeltaSink:
             raise OptionError(f"the sink of table {self.table} has no dead_letters, so there is nothing to replay")
         if not table.exists():
             raise OptionError(table_names.no_table(spark, self.table), table=self.table)
+        if self.merge is not None and self.merge.sequence_by is None:
+            raise OptionError(
+                "a replay would write old changes over newer ones: the merge has no sequence_by, by which they lose"
+            )
         own = self.dead_letters.open_table(table, self.storage_options)
         return LetterReplay(self.dead_letters, table, own, self._transformed).run()
 
@@ -233,7 +243,8 @@ class DeltaSink:
             compatibility.check_session(df.sparkSession)
             if not table.exists():
                 rows = self._transformed(df)
-                table.create(rows if self.dead_letters is None else self.dead_letters.table_rows(rows))
+                rows = rows if self.dead_letters is None else self.dead_letters.table_rows(rows)
+                table.create(rows if self.merge is None else self.merge.table_rows(rows))
             self._read_properties(table)
             if (table_id := table.identity()) != self._table_id:  # the table of an earlier run was deleted or replaced
                 self._table_id, self._ledgers, self._idle_logs = table_id, {}, []
@@ -262,6 +273,7 @@ class DeltaSink:
             writer=self.writer,
             partition_by=self.partition_by,
             merge_schema=self.merge_schema,
+            merge=self.merge,
             storage_options=self.storage_options,
             log=opened,
         )

@@ -33,6 +33,7 @@ from pyspark.errors import PySparkException
 from spark_group_source import compatibility
 from spark_group_source.delta import Writer, checkpoint, native_writer, table_names
 from spark_group_source.delta.ledger_format import APP_PREFIX, Ledger
+from spark_group_source.delta.merge import Merge, MergeWriter, session_lock
 from spark_group_source.delta.native_writer import NativeWriter
 from spark_group_source.delta.table_history import (
     NOT_A_TABLE,
@@ -107,7 +108,7 @@ class TableWriter:
     Args:
         table: a path or a name in the session's catalog.
         writer: "native" and "options" name a writer; "auto" uses the native one where it works.
-        partition_by, merge_schema: as in :class:`spark_group_source.DeltaSink`.
+        partition_by, merge_schema, merge: as in :class:`spark_group_source.DeltaSink`.
         storage_options: for ``deltalake``; None opens the table's files natively on a local file system only.
         log: the log that an earlier writer opened and no longer uses; opening a log reads the names of all files.
     """
@@ -120,17 +121,18 @@ class TableWriter:
         writer: Writer = "auto",
         partition_by: tuple[str, ...] = (),
         merge_schema: bool = False,
+        merge: Merge | None = None,
         storage_options: Mapping[str, str] | None = None,
         log: LogFiles | None = None,
     ) -> None:
         self.spark, self.table, self.writer = spark, table_names.qualified(spark, table), writer
-        self.partition_by, self.merge_schema = partition_by, merge_schema
+        self.partition_by, self.merge_schema, self.merge = partition_by, merge_schema, merge
         self.storage_options = dict(storage_options) if storage_options is not None else None
         self._source: CommitSource | None = log if log is not None and log.newest() >= 0 else None
         self._described: Any = None
         """The row of ``DESCRIBE DETAIL``; None until it is read."""
         self._native: NativeWriter | None = None
-        self._options = OptionsWriter(spark, self.table, partition_by, merge_schema)
+        self._options = OptionsWriter(spark, self.table, partition_by, merge_schema, merge)
 
     @property
     def log(self) -> LogFiles | None:
@@ -255,6 +257,8 @@ class TableWriter:
         """Return why a commit of these rows cannot be written natively; None if it can."""
         if self.writer == "options":
             return "writer='options'"
+        if self.merge is not None:
+            return "batches are merged by key"
         source = self._require_source()
         if not isinstance(source, LogFiles):
             return (
@@ -547,12 +551,18 @@ def is_race(exc: Exception) -> bool:
 
 
 class OptionsWriter:
-    """Appends to one table through Delta's DataFrame writer."""
+    """Appends to one table through Delta's DataFrame writer, or merges by key."""
 
     def __init__(
-        self, spark: "SparkSession", table: str, partition_by: tuple[str, ...] = (), merge_schema: bool = False
+        self,
+        spark: "SparkSession",
+        table: str,
+        partition_by: tuple[str, ...] = (),
+        merge_schema: bool = False,
+        merge: Merge | None = None,
     ) -> None:
         self._spark, self._table = spark, table
+        self._merging = None if merge is None else MergeWriter(spark, table, merge, merge_schema=merge_schema)
         self._partition_by, self._merge_schema = partition_by, merge_schema
 
     def create(self, rows: "DataFrame", exists: Callable[[], bool]) -> None:
@@ -573,7 +583,8 @@ class OptionsWriter:
             statement += f" PARTITIONED BY ({', '.join(map(table_names.quoted, self._partition_by))})"
         for attempt in range(1, CREATE_ATTEMPTS_MAX + 1):
             try:
-                self._spark.sql(statement)
+                with session_lock:
+                    self._spark.sql(statement)
                 return
             except Exception as exc:  # raised by py4j where PySpark does not translate the class
                 condition = exc.getCondition() if isinstance(exc, PySparkException) else None
@@ -642,6 +653,10 @@ class OptionsWriter:
                 groups=groups,
             )
         ((app_id, number),) = numbers.items()
+        if self._merging is not None and rows is not None:
+            with _few_snapshot_tasks(self._spark), _races():
+                self._merging.commit(rows, app_id, number, note)
+            return True
         frame = self._empty(columns) if rows is None else rows
         writer = frame.write.format("delta").mode("append")
         writer = writer.option("txnAppId", app_id).option("txnVersion", number).option("userMetadata", note)
@@ -652,20 +667,27 @@ class OptionsWriter:
     def _save(self, writer: Any) -> None:
         if self._partition_by:
             writer = writer.partitionBy(*self._partition_by)
-        try:
+        with _races():
             if table_names.is_path(self._table):
                 writer.save(self._table)
             else:
                 writer.saveAsTable(self._table)
-        except Exception as exc:  # raised by py4j where PySpark does not translate the class
-            if is_race(exc):
-                raise CommitRace(str(exc)) from exc
-            raise
 
     def _empty(self, columns: Sequence[str] | None) -> "DataFrame":
         table = table_names.read(self._spark, self._table)
         schema = (table if columns is None else table.select(*map(table_names.quoted, columns))).schema
         return self._spark.createDataFrame([], schema)
+
+
+@contextlib.contextmanager
+def _races() -> Iterator[None]:
+    """Raise CommitRace where Delta reports a concurrent commit."""
+    try:
+        yield
+    except Exception as exc:  # raised by py4j where PySpark does not translate the class
+        if is_race(exc):
+            raise CommitRace(str(exc)) from exc
+        raise
 
 
 @contextlib.contextmanager

@@ -1,0 +1,282 @@
+"""Merge: writes the latest change of each key into a Delta table, in place of all rows.
+
+Runs in: the user's driver (on Spark Connect: in the server's worker for ``foreachBatch``). Deliberately absent: which
+records of a batch are new (:mod:`ledger_decision`), decoding.
+
+``MERGE`` runs a transaction of its own, so the number and the note with the ledger come from the session's settings
+(``txnAppId``, ``txnVersion``, ``userMetadata``), and rows and ledger are one commit, as with :class:`OptionsWriter`.
+The settings hold for every statement of the session that has no options of its own, so :data:`session_lock` covers
+them all: those of this module, and the creation of tables. In ``foreachBatch`` Spark gives each query a session of its
+own.
+"""
+
+import contextlib
+import datetime as dt
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from spark_group_source.delta import table_names
+from spark_group_source.errors import OptionError
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+log = logging.getLogger(__name__)
+
+RETENTION_DAYS = 7
+"""How long the sequence of a deleted key is kept by default."""
+CLEAN_EVERY_S = 3600.0
+"""The interval at which sequences of deleted keys are removed that are older than their retention."""
+BOUND_CHARS_MAX = 200
+"""Keys with longer text do not bound the files that a merge reads."""
+
+_IS_DELETED, _ORDER, _CHANGE = "__is_deleted", "__order", "__change"
+_PREFIX = "spark.databricks.delta."
+
+session_lock = threading.Lock()
+"""Held while a session has the settings of a merge, and by each other statement that would take them."""
+
+
+@dataclass(frozen=True)
+class Merge:
+    """How changes become rows: ``DeltaSink("/lake/customers", transform=parse, merge=Merge(keys=["id"]))``.
+
+    Of the changes of a key in a batch the latest one wins, and it replaces the key's row in the table. Without
+    ``sequence_by`` that is the one with the highest offset, so all changes of a key must be in one partition, and the
+    transform must return ``offset``.
+
+    Args:
+        keys: the columns that identify a row. They must not be null.
+        delete_when: the SQL expression that is true for a change that deletes the key's row.
+        sequence_by: the column of the table by which changes are ordered, such as the position in a database's log.
+            Changes that come late lose, also against a deletion.
+        deleted: the table that keeps keys of deleted rows with their sequence, needed with ``delete_when`` and
+            ``sequence_by``. The first batch creates it.
+        retention_days: how long it keeps them.
+        without: columns of the transform that the table does not get, such as those of ``delete_when``.
+
+    Raises:
+        OptionError: an argument cannot work.
+    """
+
+    keys: Sequence[str]
+    delete_when: str | None = None
+    sequence_by: str | None = None
+    deleted: str | None = None
+    retention_days: float = RETENTION_DAYS
+    without: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        if isinstance(self.keys, str) or not self.keys:
+            raise OptionError(f"keys is {self.keys!r}; it must be a list of one or more columns")
+        if self.delete_when and self.sequence_by and not self.deleted:
+            raise OptionError(
+                "delete_when with sequence_by needs deleted='/lake/…', a table that keeps the keys of deleted rows: a "
+                "change that comes after a deletion, but is older, would bring the row back"
+            )
+        if self.deleted and not (self.delete_when and self.sequence_by):
+            raise OptionError("deleted is used with both delete_when and sequence_by only")
+        if lost := {*self.keys, self.sequence_by} & {*self.without}:
+            raise OptionError(f"without names {', '.join(sorted(map(str, lost)))}, which the table needs")
+
+    def table_rows(self, rows: "DataFrame") -> "DataFrame":
+        """Return the columns of the transform that the table gets.
+
+        Raises:
+            OptionError: a column is missing.
+        """
+        order = [self.sequence_by or "offset"]
+        if missing := [name for name in (*self.keys, *order, *self.without) if name not in rows.columns]:
+            raise OptionError(
+                f"the merge needs the column {missing[0]}, and the sink's transform returns {', '.join(rows.columns)}"
+            )
+        return rows.drop(*self.without)
+
+    def latest(self, rows: "DataFrame") -> "DataFrame":
+        """Return the latest change of each key, with the columns of the transform and ``_IS_DELETED``."""
+        from pyspark.sql import functions as F
+
+        last = F.col("offset") if "offset" in rows.columns else F.lit(0)
+        order = F.struct(F.col(self.sequence_by) if self.sequence_by else F.lit(0), last)
+        is_deleted = F.coalesce(F.expr(self.delete_when or "false"), F.lit(False))
+        columns = map(table_names.quoted, self.table_rows(rows).columns)
+        changes = rows.select(
+            *map(table_names.quoted, self.keys),
+            order.alias(_ORDER),
+            F.struct(*columns, is_deleted.alias(_IS_DELETED)).alias(_CHANGE),
+        )
+        newest = changes.groupBy(*map(table_names.quoted, self.keys)).agg(F.max_by(_CHANGE, _ORDER).alias(_CHANGE))
+        return newest.select(f"{_CHANGE}.*")
+
+
+class MergeWriter:
+    """Merges batches into one table."""
+
+    def __init__(self, spark: "SparkSession", table: str, merge: Merge, *, merge_schema: bool) -> None:
+        self._spark, self._table, self._merge, self._merge_schema = spark, table, merge, merge_schema
+
+    def commit(self, rows: "DataFrame", app_id: str, number: int, note: str) -> None:
+        """Merge rows, and commit the ``SetTransaction`` number and the note with them. Delta skips a number that is
+        used, without an error.
+
+        Raises:
+            OptionError: a column is missing, or a key is null.
+            Exception: Delta's own, also for a concurrent commit.
+        """
+        from pyspark import StorageLevel
+
+        changes = self._merge.latest(rows).persist(StorageLevel.MEMORY_AND_DISK)
+        try:
+            bounds, deletions = self._inspect(changes)
+            with session_lock:
+                self._add_columns(changes)
+                known = changes if self._merge.deleted is None else self._without_late(changes, deletions)
+                settings = {"write.txnAppId": app_id, "write.txnVersion": number, "commitInfo.userMetadata": note}
+                with _settings(self._spark, {_PREFIX + name: str(value) for name, value in settings.items()}):
+                    self._run(known, table_names.sql_name(self._table), self._clauses(changes), bounds)
+        finally:
+            changes.unpersist()
+
+    def _inspect(self, changes: "DataFrame") -> tuple[str, int]:
+        """Return the condition that bounds the keys of a batch, so that Delta skips files, and how many changes delete.
+
+        Raises:
+            OptionError: a key is null.
+        """
+        from pyspark.sql import functions as F
+
+        keys = [F.col(table_names.quoted(key)) for key in self._merge.keys]
+        found = changes.agg(
+            F.count_if(F.col(_IS_DELETED)),
+            *(each for key in keys for each in (F.count_if(key.isNull()), F.min(key), F.max(key))),
+        ).collect()[0]
+        conditions = []
+        for n, key in enumerate(self._merge.keys):
+            nulls, least, most = found[1 + 3 * n : 4 + 3 * n]
+            if nulls:
+                raise OptionError(
+                    f"{nulls} changes for table {self._table} have no {key}, which is a key. Nothing was written. "
+                    f"Leave them out in the transform, or make them bad records: DeadLetters(valid='{key} IS NOT NULL')"
+                )
+            if (low := _literal(least)) and (high := _literal(most)):
+                conditions.append(f"t.{table_names.quoted(key)} BETWEEN {low} AND {high}")
+        return " AND ".join(conditions), int(found[0])
+
+    def _add_columns(self, changes: "DataFrame") -> None:
+        """Add new columns to the table, in a commit of its own.
+
+        Raises:
+            OptionError: there are some, and ``merge_schema`` is False.
+        """
+        known = {name.lower() for name in table_names.read(self._spark, self._table).columns}
+        new = [field for field in changes.drop(_IS_DELETED).schema.fields if field.name.lower() not in known]
+        if new and not self._merge_schema:
+            raise OptionError(
+                f"table {self._table} lacks the column {new[0].name} of the batch, and merge_schema is False. Nothing "
+                "was written. Set merge_schema=True, or name the column in Merge(without=...)"
+            )
+        if new:
+            columns = ", ".join(f"{table_names.quoted(f.name)} {f.dataType.simpleString()}" for f in new)
+            self._spark.sql(f"ALTER TABLE {table_names.sql_name(self._table)} ADD COLUMNS ({columns})")
+
+    def _clauses(self, changes: "DataFrame") -> list[str]:
+        names = [table_names.quoted(name) for name in changes.columns if name != _IS_DELETED]
+        update = ", ".join(f"t.{name} = s.{name}" for name in names)
+        insert = f"({', '.join(names)}) VALUES ({', '.join(f's.{name}' for name in names)})"
+        is_late = ""
+        if self._merge.sequence_by:
+            sequence = table_names.quoted(self._merge.sequence_by)
+            is_late = f" AND (t.{sequence} IS NULL OR s.{sequence} >= t.{sequence})"
+        return [
+            f"WHEN MATCHED AND s.{_IS_DELETED}{is_late} THEN DELETE",
+            f"WHEN MATCHED AND NOT s.{_IS_DELETED}{is_late} THEN UPDATE SET {update}",
+            f"WHEN NOT MATCHED AND NOT s.{_IS_DELETED} THEN INSERT {insert}",
+        ]
+
+    def _run(self, source: "DataFrame", table: str, clauses: Sequence[str], bounds: str = "") -> None:
+        view = f"changes_{uuid.uuid4().hex}"
+        source.createOrReplaceTempView(view)
+        keys = map(table_names.quoted, self._merge.keys)
+        same = " AND ".join([*(f"t.{key} = s.{key}" for key in keys), *([bounds] if bounds else [])])
+        try:
+            self._spark.sql(f"MERGE INTO {table} t USING {view} s ON {same} {' '.join(clauses)}").collect()
+        finally:
+            self._spark.catalog.dropTempView(view)
+
+    # --- deleted keys ----------------------------------------------------------------------------------------------
+
+    def _without_late(self, changes: "DataFrame", deletions: int) -> "DataFrame":
+        """Keep the sequences of deletions, and return the changes that are not older than the deletion of their key.
+
+        The sequences are kept before the rows are deleted. If the batch runs again, they are the same ones.
+        """
+        from pyspark.sql import functions as F
+
+        merge = self._merge
+        assert merge.deleted is not None and merge.sequence_by is not None
+        name = table_names.qualified(self._spark, table_names.canonical(merge.deleted))
+        table = table_names.sql_name(name)
+        sequence = table_names.quoted(merge.sequence_by)
+        kept = changes.select(*map(table_names.quoted, merge.keys), sequence)
+        columns = table_names.sql_columns(kept.schema)
+        self._spark.sql(f"CREATE TABLE IF NOT EXISTS {table} ({columns}, deleted_at TIMESTAMP) USING delta")
+        if deletions:
+            names = [*map(table_names.quoted, merge.keys), sequence, "deleted_at"]
+            now = changes.where(_IS_DELETED).select(*names[:-1], F.current_timestamp().alias("deleted_at"))
+            update = f"UPDATE SET {sequence} = s.{sequence}, deleted_at = s.deleted_at"
+            insert = f"INSERT ({', '.join(names)}) VALUES ({', '.join(f's.{name}' for name in names)})"
+            clauses = [
+                f"WHEN MATCHED AND s.{sequence} > t.{sequence} THEN {update}",
+                f"WHEN NOT MATCHED THEN {insert}",
+            ]
+            self._run(now, table, clauses)
+            self._clean(table)
+        same = [f"c.{key} = d.{key}" for key in map(table_names.quoted, merge.keys)]
+        is_late = F.expr(" AND ".join([*same, f"c.{sequence} < d.{sequence}"]))
+        return changes.alias("c").join(table_names.read(self._spark, name).alias("d"), is_late, "left_anti")
+
+    def _clean(self, table: str) -> None:
+        """Remove sequences of deleted keys after their retention, at most once in CLEAN_EVERY_S."""
+        if time.monotonic() - _cleaned.get(table, -CLEAN_EVERY_S) < CLEAN_EVERY_S:
+            return
+        _cleaned[table] = time.monotonic()
+        hours = round(self._merge.retention_days * 24 * 3600)
+        self._spark.sql(f"DELETE FROM {table} WHERE deleted_at < current_timestamp() - INTERVAL {hours} SECONDS")
+
+
+_cleaned: dict[str, float] = {}
+"""When the sequences of each table were cleaned last, on the monotonic clock."""
+
+
+@contextlib.contextmanager
+def _settings(spark: "SparkSession", settings: Mapping[str, str]) -> Iterator[None]:
+    """Set these settings of the session until the block ends."""
+    before = {key: spark.conf.get(key, None) for key in settings}
+    try:
+        for key, value in settings.items():
+            spark.conf.set(key, value)
+        yield
+    finally:
+        for key, former in before.items():
+            if former is None:
+                spark.conf.unset(key)
+            else:
+                spark.conf.set(key, former)
+
+
+def _literal(value: Any) -> str:
+    """Return a value as it is written in SQL; empty for one that does not bound files."""
+    if isinstance(value, bool):
+        return ""
+    if isinstance(value, int):
+        return str(value)
+    if isinstance(value, dt.date) and not isinstance(value, dt.datetime):
+        return f"DATE'{value.isoformat()}'"
+    if isinstance(value, str) and len(value) <= BOUND_CHARS_MAX and value.isprintable() and not {*value} & {*"'\\"}:
+        return f"'{value}'"
+    return ""
