@@ -357,7 +357,7 @@ def parsed(
     return parse
 
 
-@pytest.mark.parametrize("writer", ["auto", "options"])
+@pytest.mark.parametrize("writer", ["auto", pytest.param("options", marks=pytest.mark.full)])
 def test_G4_records_of_a_new_schema_get_its_columns_and_broken_ones_are_dead_letters(
     query: Query, tmp_path: Path, serialize: Serialize, registry: decode.Registry
 ) -> None:
@@ -377,7 +377,7 @@ def test_G4_records_of_a_new_schema_get_its_columns_and_broken_ones_are_dead_let
     ]
 
 
-@pytest.mark.parametrize("is_wider", [True, False])
+@pytest.mark.parametrize("is_wider", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_a_wider_type_changes_the_table_or_its_values_that_do_not_fit_are_dead_letters(
     query: Query, spark: "SparkSession", tmp_path: Path, serialize: Serialize, registry: decode.Registry, is_wider: bool
 ) -> None:

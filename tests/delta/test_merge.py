@@ -1,0 +1,271 @@
+"""``DeltaSink(merge=Merge(...))`` on a real Spark with Delta: after each batch the table equals a reference that is
+computed from all changes so far. Deliberately absent: Kafka, kills (``tests/crash/test_kill.py``)."""
+
+import json
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import pytest
+from delta_files import living_files
+from pyspark.sql import functions as F
+from sink_helpers import BeforeNextCommit, NewQuery, Query, actions, commits, next_offsets, notes, rows
+from sink_source import offset
+
+from spark_group_source import DeadLetters, DeltaSink, DeltaSinks, Merge, OptionError
+from spark_group_source.delta.merge import MergeWriter
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+pytestmark = [pytest.mark.spark, pytest.mark.usefixtures("few_tasks")]
+
+DDL = "id long, op string, name string, lsn long"
+PLAIN = Merge(["id"], delete_when="op = 'd'", without=["op", "topic", "partition", "offset"])
+
+
+class Change(NamedTuple):
+    id: int | None
+    op: str
+    name: str
+    lsn: int
+
+
+Transform = Callable[["DataFrame"], "DataFrame"]
+
+
+def changes_of(changes: Sequence[Change], *, extra: str = "") -> Transform:
+    """A transform that returns the change with the number of each record's offset."""
+
+    def transform(df: "DataFrame") -> "DataFrame":
+        texts = F.array(*(F.lit(json.dumps(change._asdict())) for change in changes))
+        change = F.from_json(F.get(texts, F.col("offset").cast("int")), DDL + extra)
+        return df.select("topic", "partition", "offset", change.alias("c")).select(
+            "topic", "partition", "offset", "c.*"
+        )
+
+    return transform
+
+
+def batch(number: int, start: int, end: int, *, topic: str = "orders") -> Any:
+    return offset(number, {(topic, 0): (start, end)})
+
+
+def by_offset(changes: Sequence[Change]) -> list[tuple[Any, ...]]:
+    """The rows of a table after all of these changes, in their order."""
+    last = {change.id: change for change in changes}
+    return sorted((c.id, c.name, c.lsn) for c in last.values() if c.op != "d")
+
+
+def by_lsn(changes: Sequence[Change]) -> list[tuple[Any, ...]]:
+    """The same by their sequence, in whatever order they came."""
+    return by_offset(sorted(changes, key=lambda change: change.lsn))
+
+
+A, B, C = 1, 2, 3
+HISTORY = [
+    Change(A, "i", "a1", 1),
+    Change(B, "i", "b1", 2),
+    Change(A, "u", "a2", 3),
+    Change(C, "i", "c1", 4),
+    Change(B, "d", "", 5),
+    Change(C, "u", "c2", 6),
+    Change(B, "i", "b2", 7),
+    Change(C, "d", "", 8),
+]
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> Path:
+    return tmp_path / "customers"
+
+
+def test_G4_the_latest_change_of_each_key_is_its_row_and_rows_and_ledger_are_one_commit(
+    query: Query, table: Path
+) -> None:
+    sink = query.sink(table, transform=changes_of(HISTORY), merge=PLAIN)
+    for number, (start, end) in enumerate([(0, 3), (3, 6), (6, 8)]):
+        query.run(sink, number, batch(number, start, end))
+        assert rows(table) == by_offset(HISTORY[:end])
+        assert next_offsets(table) == {("orders", 0): end}
+    merges = [commit for commit in commits(table) if notes(commit)]
+    assert [info["operation"] for commit in merges for info in actions(commit, "commitInfo")] == ["MERGE"] * 3
+    assert [txn["version"] for commit in merges for txn in actions(commit, "txn")] == [1, 2, 3]
+
+
+def test_G4_changes_that_the_table_has_are_left_out_after_a_lost_checkpoint(new_query: NewQuery, table: Path) -> None:
+    """The later change of a key is not undone by an earlier one that is read again."""
+    first, again = new_query("first"), new_query("again")
+    sink = first.sink(table, transform=changes_of(HISTORY), merge=PLAIN)
+    first.run(sink, 0, batch(0, 0, 6))
+    sink = again.sink(table, transform=changes_of(HISTORY), merge=PLAIN)
+    again.run(sink, 0, offset(0, {("orders", 0): (1, 5)}, stream="again"))
+    assert rows(table) == by_offset(HISTORY[:6])
+    again.run(sink, 1, offset(1, {("orders", 0): (5, 8)}, stream="again"))
+    assert rows(table) == by_offset(HISTORY)
+
+
+FEATURES = {
+    "plain": "USING delta",
+    "deletion vectors": "USING delta TBLPROPERTIES ('delta.enableDeletionVectors' = 'true')",
+    "change data feed": "USING delta TBLPROPERTIES ('delta.enableChangeDataFeed' = 'true')",
+    "clustering": "USING delta CLUSTER BY (id)",
+    "partitions": "USING delta PARTITIONED BY (id)",
+    "column mapping": "USING delta TBLPROPERTIES ('delta.columnMapping.mode' = 'name')",
+    "generated": "USING delta",
+}
+
+
+@pytest.mark.parametrize(
+    "feature", [name if name == "plain" else pytest.param(name, marks=pytest.mark.full) for name in FEATURES]
+)
+def test_G4_late_changes_lose_also_against_a_deletion_in_whatever_order_they_come(
+    query: Query, spark: "SparkSession", table: Path, tmp_path: Path, feature: str
+) -> None:
+    rng = random.Random(7)
+    changes = [Change(rng.randrange(5), rng.choice("iud"), f"n{lsn}", lsn) for lsn in range(24)]
+    rng.shuffle(changes)
+    more = ", twice long GENERATED ALWAYS AS (id * 2)" if feature == "generated" else ""
+    spark.sql(f"CREATE TABLE delta.`{table}` (id long, name string, lsn long{more}) {FEATURES[feature]}")
+    by = Merge(
+        ["id"], delete_when="op = 'd'", sequence_by="lsn", deleted=str(tmp_path / "deleted"), without=PLAIN.without
+    )
+    sink = query.sink(table, transform=changes_of(changes), merge=by)
+    for number, start in enumerate(range(0, 24, 8)):
+        query.run(sink, number, batch(number, start, start + 8))
+        found = spark.read.format("delta").load(str(table)).orderBy("id").collect()
+        assert [tuple(row)[:3] for row in found] == by_lsn(changes[: start + 8])
+        assert feature != "generated" or all(row["twice"] == 2 * row["id"] for row in found)
+
+
+def test_G4_a_batch_that_ended_between_the_deleted_keys_and_the_rows_runs_again(
+    query: Query, table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes = [Change(A, "i", "a", 5), Change(A, "d", "", 9), Change(A, "u", "late", 7)]
+    by = Merge(
+        ["id"], delete_when="op = 'd'", sequence_by="lsn", deleted=str(tmp_path / "deleted"), without=PLAIN.without
+    )
+    sink = query.sink(table, transform=changes_of(changes), merge=by)
+    query.run(sink, 0, batch(0, 0, 1))
+    run, ended = MergeWriter._run, RuntimeError("killed")
+
+    def until_the_rows(self: MergeWriter, source: Any, name: str, *more: Any) -> None:
+        if "customers" in name:
+            raise ended
+        run(self, source, name, *more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MergeWriter, "_run", until_the_rows)
+        with pytest.raises(RuntimeError, match="killed"):
+            query.run(sink, 1, batch(1, 1, 2))
+    assert (rows(table), len(rows(tmp_path / "deleted"))) == ([(A, "a", 5)], 1)
+    for number, start in ((1, 1), (2, 2)):
+        query.run(sink, number, batch(number, start, start + 1))
+        assert rows(table) == []
+
+
+def test_G4_of_two_writers_of_one_batch_one_commits(
+    query: Query, table: Path, before_next_commit: BeforeNextCommit
+) -> None:
+    one, two = (query.sink(table, transform=changes_of(HISTORY), merge=PLAIN) for _ in range(2))
+    query.run(one, 0, batch(0, 0, 2))
+    before_next_commit(lambda: query.run(two, 1, batch(1, 2, 8)))
+    query.run(one, 1, batch(1, 2, 8))
+    assert rows(table) == by_offset(HISTORY)
+    assert [txn["version"] for commit in commits(table) for txn in actions(commit, "txn")] == [1, 2]
+
+
+@pytest.mark.full
+def test_deleted_keys_are_forgotten_after_their_retention(query: Query, table: Path, tmp_path: Path) -> None:
+    changes = [Change(A, "d", "", 9), Change(B, "d", "", 9), Change(A, "i", "late", 7)]
+    by = Merge(
+        ["id"], delete_when="op = 'd'", sequence_by="lsn", deleted=str(tmp_path / "deleted"), retention_days=0,
+        without=PLAIN.without,
+    )  # fmt: skip
+    sink = query.sink(table, transform=changes_of(changes), merge=by)
+    for number in range(3):
+        query.run(sink, number, batch(number, number, number + 1))
+    assert rows(table) == [(A, "late", 7)]
+
+
+def test_G4_tables_of_one_batch_are_merged_side_by_side(query: Query, tmp_path: Path) -> None:
+    """Each statement has the settings of its own commit, and they are gone afterwards."""
+    topics = ("customers", "orders", "payments")
+    sinks = DeltaSinks(
+        lambda topic: query.sink(tmp_path / topic, transform=changes_of(HISTORY), merge=PLAIN),
+        checkpoint=str(query.root),
+    )
+    for number, (start, end) in enumerate([(0, 4), (4, 8)]):
+        query.run(sinks, number, offset(number, {(topic, 0): (start, end) for topic in topics}))
+    for topic in topics:
+        assert rows(tmp_path / topic) == by_offset(HISTORY)
+        assert next_offsets(tmp_path / topic) == {(topic, 0): 8}
+        numbers = [txn["version"] for commit in commits(tmp_path / topic) for txn in actions(commit, "txn")]
+        assert numbers == [1, 2], "no other statement took the settings"
+    assert query.spark.conf.get("spark.databricks.delta.write.txnAppId", None) is None
+
+
+@pytest.mark.full
+def test_new_columns_need_merge_schema(query: Query, new_query: NewQuery, table: Path) -> None:
+    sink = query.sink(table, transform=changes_of(HISTORY), merge=PLAIN)
+    query.run(sink, 0, batch(0, 0, 2))
+    wide = {"transform": changes_of(HISTORY, extra=", note string"), "merge": PLAIN}
+    with pytest.raises(OptionError, match="lacks the column note of the batch, and merge_schema is False"):
+        query.run(query.sink(table, **wide), 1, batch(1, 2, 4))
+    query.run(query.sink(table, merge_schema=True, **wide), 1, batch(1, 2, 4))
+    assert rows(table) == [(*row, None) for row in by_offset(HISTORY[:4])]
+
+
+def test_a_null_key_is_refused_or_a_bad_record(query: Query, table: Path, tmp_path: Path) -> None:
+    changes = [Change(None, "i", "x", 1), *HISTORY]
+    sink = query.sink(table, transform=changes_of(changes), merge=PLAIN)
+    with pytest.raises(OptionError, match=r"1 changes for table .* have no id, which is a key"):
+        query.run(sink, 0, batch(0, 0, 9))
+    letters = DeadLetters(tmp_path / "bad", valid="id IS NOT NULL", max_fraction=1)
+    sink = query.sink(table, transform=changes_of(changes), merge=PLAIN, dead_letters=letters)
+    query.run(sink, 0, batch(0, 0, 9))
+    assert rows(table) == by_offset(HISTORY)
+    assert [row[2] for row in rows(tmp_path / "bad")] == [0]
+    with pytest.raises(OptionError, match="a replay would write old changes over newer ones"):
+        sink.replay(query.spark)
+
+
+@pytest.mark.full
+def test_only_files_that_may_have_the_keys_are_read(query: Query, spark: "SparkSession", table: Path) -> None:
+    """Delta skips them by the statistics of the key, which the statement's condition bounds: a lost file that has none
+    of the keys does not disturb a merge."""
+    changes = [Change(n, "i", "x", n) for n in range(20)] + [Change(19, "u", "y", 20)]
+    sink = query.sink(table, transform=changes_of(changes), merge=PLAIN)
+    query.run(sink, 0, batch(0, 0, 10))
+    (lost,) = table.glob("*.parquet")
+    query.run(sink, 1, batch(1, 10, 20))
+    lost.unlink()
+    query.run(sink, 2, batch(2, 20, 21))
+    (found,) = (
+        spark.read.parquet(*(str(path) for path in living_files(table) if path != lost)).where("id = 19").collect()
+    )
+    assert found["name"] == "y"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({"keys": "id"}, "keys is 'id'; it must be a list"),
+        ({"keys": []}, "it must be a list of one or more columns"),
+        ({"keys": ["id"], "without": ["id"]}, "without names id, which the table needs"),
+        ({"keys": ["id"], "delete_when": "x", "sequence_by": "lsn"}, "needs deleted="),
+        ({"keys": ["id"], "deleted": "/x/y"}, "deleted is used with both"),
+    ],
+)
+def test_arguments_that_cannot_work_are_refused(arguments: dict[str, Any], reason: str) -> None:
+    with pytest.raises(OptionError, match=reason):
+        Merge(**arguments)
+
+
+def test_a_merge_needs_delta_lake_and_its_columns(query: Query, table: Path) -> None:
+    with pytest.raises(OptionError, match="leave out writer='native'"):
+        DeltaSink(table, writer="native", merge=PLAIN)
+    sink = query.sink(table, transform=lambda df: changes_of(HISTORY)(df).drop("offset"), merge=Merge(["id"]))
+    with pytest.raises(OptionError, match="the merge needs the column offset, and the sink's transform returns topic"):
+        query.run(sink, 0, batch(0, 0, 2))
