@@ -5,7 +5,7 @@ Spark Connect server that the job starts. ``writer``, ``storage_options``: of th
 query is started again. ``spark``: more settings of the session, and jars besides Delta's. ``pause``: where the first
 batch of the run stays until the job is killed; then there is a file ``paused`` in ``scratch``. A ``table`` with
 ``{topic}`` in it is one for each topic. ``registry``: the URL of the schema registry of the records' values. ``bad``:
-the table of records that cannot be decoded.
+the table of records that cannot be decoded. ``merged``: whether records are changes of KEYS keys.
 """
 
 import json
@@ -21,12 +21,16 @@ from typing import Literal
 from pyspark.errors import StreamingQueryException
 from pyspark.sql import DataFrame, SparkSession
 
-from spark_group_source import DeadLetters, DeltaSink, DeltaSinks, decode
+from spark_group_source import DeadLetters, DeltaSink, DeltaSinks, Merge, decode
 from spark_group_source.delta import Writer
 from spark_group_source.local.conf import local_spark_settings
 
 LOOK_S = 2
 PAUSE_S_MAX = 600
+KEYS = 40
+"""Record ``n`` changes the key ``n % KEYS``, a multiple of the number of partitions."""
+DELETES = "n % 7 = 3"
+"""Which changes delete."""
 Point = Literal["offset", "rows", "commit"]
 """Points of a batch: after Spark wrote ``offsets/N``, after the sink wrote rows, after Spark wrote ``commits/N``."""
 BETWEEN_TABLES = "tables"
@@ -48,6 +52,7 @@ def main(
     storage_options: Mapping[str, str] | None = None,
     registry: str = "",
     bad: str = "",
+    merged: str = "",
     **options: str,
 ) -> None:
     if connect:
@@ -64,7 +69,7 @@ def main(
     stream = stream.option("kafka.group.id", group).option("subscribe", topic).options(**options)
     where = checkpoint if connect else None
     paused = Path(scratch) / "paused"
-    transform = _decoder(registry, topic) if registry else _rows
+    transform = _decoder(registry, topic) if registry else _changes if merged else _rows
 
     def rows_of_last_topic(df: DataFrame) -> DataFrame:
         _wait_to_be_killed(paused)
@@ -79,6 +84,7 @@ def main(
             writer=writer,
             checkpoint=where,
             storage_options=storage_options,
+            merge=Merge(["id"], delete_when=DELETES, without=["topic", "partition", "offset"]) if merged else None,
             dead_letters=DeadLetters(bad, error="error", max_fraction=1.0) if bad else None,
         )
 
@@ -117,6 +123,11 @@ def _wait_to_be_killed(file: Path) -> None:
 
 def _rows(df: DataFrame) -> DataFrame:
     return df.selectExpr("CAST(value AS STRING) AS id", "topic", "partition", "offset")
+
+
+def _changes(df: DataFrame) -> DataFrame:
+    numbers = df.selectExpr("CAST(CAST(value AS STRING) AS LONG) AS n", "topic", "partition", "offset")
+    return numbers.selectExpr(f"n % {KEYS} AS id", "*")
 
 
 def _decoder(url: str, topic: str) -> Callable[[DataFrame], DataFrame]:

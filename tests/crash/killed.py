@@ -34,7 +34,7 @@ from kit.schema_registry import SchemaRegistry
 from rebalance.accounts import Flow, stays
 from sink_helpers import next_offsets
 
-from crash.job import Point
+from crash.job import KEYS, Point
 from spark_group_source.local.broker import Broker
 from spark_group_source.model import TopicPartition
 
@@ -214,6 +214,7 @@ class Hammer:
         store: has the table and the checkpoints; None: they are in ``home``.
         has_bad_records: whether the values are in Avro with a schema registry, with a new schema on the way, and some
             are not, which go to a table of their own.
+        is_merged: whether records are changes of a few keys, of which the table has the latest ones.
         report: takes each line of the report.
     """
 
@@ -230,6 +231,7 @@ class Hammer:
         pythons: int = 0,
         store: ObjectStore | None = None,
         has_bad_records: bool = False,
+        is_merged: bool = False,
         report: Callable[[str], None] = print,
     ) -> None:
         self._table, self._store, self.group, self.topic = home / "table", store, group, topic
@@ -239,6 +241,9 @@ class Hammer:
         given: dict[str, Any] = {"servers": self.servers, "group": group, "topic": topic, "table": f"{place}/table"}
         given |= {**ARGUMENTS[way], **CALM, "maxOffsetsPerTrigger": str(BATCH_MAX), "again": "1" if pythons else ""}
         self._bad = home / "bad" if has_bad_records else None
+        self._is_merged = is_merged
+        if is_merged:
+            given["merged"] = "1"
         self._registry = SchemaRegistry() if has_bad_records else None
         if self._registry is not None:
             given |= {"bad": str(self._bad), "registry": self._registry.url}
@@ -382,7 +387,11 @@ class Hammer:
         table = self.read_table()
         account, log = self.account, sorted((table / "_delta_log").glob("*.json"))
         account.commits = len(log)
-        counts = Counter(row["id"] for row in living_rows(table, ["id"]))
+        if self._is_merged:
+            account.wrong += merge_faults(table, account.produced)
+            counts = Counter(f"{number}" for number in range(account.produced))
+        else:
+            counts = Counter(row["id"] for row in living_rows(table, ["id"]))
         if self._bad is not None:
             bad = [row["value"].decode() for row in living_rows(self._bad, ["value"])]
             account.wrong += ["no record is bad"] * (not bad)
@@ -408,6 +417,15 @@ class Hammer:
         left = [process for process in left if process.is_running() and OUTLIVES not in _command(process)]
         _, still = psutil.wait_procs(left, END_S)
         account.wrong += [f"{len(still)} processes did not end: {[_command(one) for one in still[:2]]}"] * bool(still)
+
+
+def merge_faults(table: Path, produced: int) -> list[str]:
+    """Compare a merged table with the last change of each key."""
+    last = {number % KEYS: number for number in range(produced)}
+    expected = Counter((key, number) for key, number in last.items() if number % 7 != 3)
+    found = Counter((row["id"], row["n"]) for row in living_rows(table, ["id", "n"]))
+    wrong = sorted(((expected - found) + (found - expected)).elements())
+    return [f"keys with another last change: {wrong[:5]}"] * bool(wrong)
 
 
 def avro_values(registry: SchemaRegistry, topic: str, *, auth: str | None = None) -> Callable[[int], bytes]:

@@ -18,9 +18,9 @@ S3_KILLS = 4
 
 
 def kill_and_prove(
-    kills: int, seed: int, *, broker: Broker, topic: str, group: str, home: Path, way: Way = "native", bad: bool = False
+    kills: int, seed: int, *, broker: Broker, topic: str, group: str, home: Path, way: Way = "native", **more: Any
 ) -> None:
-    hammer = Hammer(broker, home, way=way, group=group, topic=topic, seed=seed, has_bad_records=bad)
+    hammer = Hammer(broker, home, way=way, group=group, topic=topic, seed=seed, **more)
     account = hammer.run(kills=kills)
     assert not account.wrong, account
     assert account.joined >= kills * JOINED_MIN, account
@@ -45,7 +45,18 @@ def test_G4_rows_are_in_the_table_once_after_kills_of_the_driver(
 def test_G4_rows_are_in_the_table_or_that_of_bad_records_once_after_kills(
     broker: Broker, topic: TopicFactory, group_id: str, tmp_path: Path, way: Way
 ) -> None:
-    kill_and_prove(5, 3, broker=broker, topic=topic(4), group=group_id, home=tmp_path, way=way, bad=True)
+    kill_and_prove(5, 3, broker=broker, topic=topic(4), group=group_id, home=tmp_path, way=way, has_bad_records=True)
+
+
+@pytest.mark.full
+@pytest.mark.crash
+@pytest.mark.slow
+@pytest.mark.timeout(1_800)
+@pytest.mark.parametrize("way", ["options", "connect"])
+def test_G4_merged_table_has_the_latest_change_of_each_key_after_kills(
+    broker: Broker, topic: TopicFactory, group_id: str, tmp_path: Path, way: Way
+) -> None:
+    kill_and_prove(5, 4, broker=broker, topic=topic(4), group=group_id, home=tmp_path, way=way, is_merged=True)
 
 
 @pytest.mark.soak
