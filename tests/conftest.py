@@ -40,9 +40,10 @@ from rich.console import ConsoleDimensions
 from scenes import WIDTH, Scene
 
 from spark_group_source.cli import common
+from spark_group_source.errors import SetupError
 from spark_group_source.local import jars
 from spark_group_source.local.conf import local_spark_settings
-from spark_group_source.local.jars import avro_jars, delta_jars, kafka_tools_jars, spark_kafka_jars
+from spark_group_source.local.jars import delta_jars, kafka_tools_jars, spark_kafka_jars
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -173,7 +174,7 @@ def pytest_configure_node(node: Any) -> None:
     if "not jvm" in node.config.option.markexpr:
         return
     if not _shared:
-        for resolve in (avro_jars, delta_jars, kafka_tools_jars, spark_kafka_jars):
+        for resolve in (delta_jars, kafka_tools_jars, spark_kafka_jars):
             resolve()
         _shared.append(BrokerCluster(sasl={SASL_USER: SASL_PASSWORD}, java_options=SHARED_JAVA_OPTIONS))
         _shared[0].start()
@@ -332,7 +333,11 @@ def spark(jvm: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator["Spar
 
     scratch: Path = tmp_path_factory.mktemp("spark")
     builder = SparkSession.builder.master("local[2]").appName("tests")
-    session = builder.config(map={**local_spark_settings(scratch)}).getOrCreate()
+    try:
+        settings = local_spark_settings(scratch, avro=True)
+    except SetupError:  # no release for this Spark: what needs it says so
+        settings = local_spark_settings(scratch)
+    session = builder.config(map={**settings}).getOrCreate()
     session.sparkContext.setLogLevel("WARN")
     yield session
     for query in session.streams.active:

@@ -38,6 +38,7 @@ PAGES = {
         "two-applications",
         "migrate",
         "offsets",
+        "decode",
     ],
     "Guarantees and limits": ["guarantees", "limits", "compatibility", "support", "performance", "faults"],
     "Reference": [

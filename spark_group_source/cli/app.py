@@ -218,9 +218,9 @@ def broker_run(
 def jars() -> None:
     """Download the jars of the demo and most tests, print their location, and speed up later broker starts."""
     from spark_group_source.local.broker import prepare
-    from spark_group_source.local.jars import avro_jars, delta_jars, kafka_jars
+    from spark_group_source.local.jars import delta_jars, kafka_jars
 
-    for name, found in (("Kafka", kafka_jars()), ("Delta Lake", delta_jars()), ("Avro", avro_jars())):
+    for name, found in (("Kafka", kafka_jars()), ("Delta Lake", delta_jars())):
         typer.echo(f"{name}: {len(found)} jars" + (f" in {found[0].parent}" if found else ""))
     prepare()
 

@@ -117,21 +117,21 @@ def linked_spark_home(parent: Path) -> Path:
     return home
 
 
-def local_spark_settings(scratch: str | Path) -> dict[str, str]:
-    """Settings for a Spark session on this machine with Delta Lake and Avro: ``conf/spark-defaults.conf``, jars and
-    directories.
+def local_spark_settings(scratch: str | Path, *, avro: bool = False) -> dict[str, str]:
+    """Settings for a Spark session on this machine with Delta Lake: ``conf/spark-defaults.conf``, jars and directories.
 
     They take effect only in the first session of a process, which starts the JVM. Where Delta Lake has no release for
     the installed Spark, the session has none.
 
     Args:
         scratch: an existing directory for the warehouse and temporary files.
+        avro: whether the session has Spark's functions for Avro, too, which ``decode.avro`` needs.
 
     Raises:
         SetupError: jars cannot be downloaded.
     """
     delta = delta_settings()
-    jars = ",".join([*filter(None, [delta.get("spark.jars")]), *map(str, avro_jars())])
+    jars = ",".join([*filter(None, [delta.get("spark.jars")]), *map(str, avro_jars() if avro else ())])
     return (
         read_conf("spark-defaults.conf")
         | delta

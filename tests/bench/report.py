@@ -154,7 +154,7 @@ def session(scratch: Path) -> "SparkSession":
     from pyspark.sql import SparkSession
 
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)  # the workers' Python; the setting alone has no effect
-    settings = local_spark_settings(scratch)
+    settings = local_spark_settings(scratch, avro=True)
     jars = ",".join([settings["spark.jars"], *map(str, spark_kafka_jars())])
     builder = SparkSession.builder.master("local[2]").appName("bench")
     made = builder.config(map={**settings, "spark.jars": jars}).getOrCreate()

@@ -61,7 +61,7 @@ def main(
     else:
         builder = SparkSession.builder.master("local[2]").appName("crash")
     patient = {"spark.python.authenticate.socketTimeout": "120s"}  # Spark's limit for the start of its processes
-    settings, given = local_spark_settings(scratch) | patient, dict(spark or {})
+    settings, given = local_spark_settings(scratch, avro=bool(registry)) | patient, dict(spark or {})
     if "spark.jars" in given:
         given["spark.jars"] = ",".join(filter(None, (settings.get("spark.jars"), given["spark.jars"])))
     session = builder.config(map={**settings, **given}).getOrCreate()
