@@ -12,7 +12,8 @@ import logging
 import struct
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 from urllib.parse import urlsplit
@@ -82,6 +83,8 @@ class Registry:
 
     def _connect(self) -> None:
         self._client, self._lock = _new_client(self._conf), threading.Lock()
+        self._deadline = 0.0
+        """When the present call gives up, on the monotonic clock."""
 
     def __getstate__(self) -> dict[str, object]:
         return {name: value for name, value in self.__dict__.items() if name not in ("_client", "_lock")}
@@ -106,7 +109,7 @@ class Registry:
             RegistryUnavailable: the registry did not answer in time.
             OptionError: it refused the request, the subject does not exist, or a schema cannot be used.
         """
-        with self._lock:
+        with self._requests():
             versions = self._ask(f"subject {subject}", lambda: self._client.get_versions(subject, deleted=True))
             if len(versions) > VERSIONS_MAX:
                 raise OptionError(
@@ -121,8 +124,16 @@ class Registry:
 
     def reader_schema(self, subject: str, version: int | Literal["latest"]) -> str:
         """Return a version's schema; raises what :meth:`writer_schemas` does."""
-        with self._lock:
+        with self._requests():
             return self._version(subject, version).text
+
+    @contextmanager
+    def _requests(self) -> Iterator[None]:
+        """Let one thread at a time use the registry. Those that wait for it wait for the registry meanwhile."""
+        deadline = time.monotonic() + self._wait_s
+        with self._lock:
+            self._deadline = deadline
+            yield
 
     def _version(self, subject: str, version: int | Literal["latest"]) -> WriterSchema:
         found = self._registered(subject, version)
@@ -155,7 +166,6 @@ class Registry:
         """Return the answer to a request; an outage is reported once, when it begins."""
         from confluent_kafka.schema_registry import SchemaRegistryError
 
-        deadline = time.monotonic() + self._wait_s
         is_reported = False
         while True:
             try:
@@ -168,7 +178,7 @@ class Registry:
                 failure = str(error)
             except Exception as error:  # noqa: BLE001  # those of the HTTP library that the client has chosen
                 failure = f"{type(error).__name__}: {error}"
-            if time.monotonic() >= deadline:
+            if time.monotonic() >= self._deadline:
                 raise RegistryUnavailable(
                     f"{self!r} did not answer within {self._wait_s:g} s ({failure}). Nothing of the batch was written. "
                     "Check the URL, and start the query with the same checkpoint when the registry answers",
