@@ -12,7 +12,6 @@ own.
 
 import contextlib
 import datetime as dt
-import logging
 import threading
 import time
 import uuid
@@ -25,8 +24,6 @@ from spark_group_source.errors import OptionError
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
-
-log = logging.getLogger(__name__)
 
 RETENTION_DAYS = 7
 """How long the sequence of a deleted key is kept by default."""
@@ -188,13 +185,13 @@ class MergeWriter:
         names = [table_names.quoted(name) for name in changes.columns if name != _IS_DELETED]
         update = ", ".join(f"t.{name} = s.{name}" for name in names)
         insert = f"({', '.join(names)}) VALUES ({', '.join(f's.{name}' for name in names)})"
-        is_late = ""
+        if_newer = ""
         if self._merge.sequence_by:
             sequence = table_names.quoted(self._merge.sequence_by)
-            is_late = f" AND (t.{sequence} IS NULL OR s.{sequence} >= t.{sequence})"
+            if_newer = f" AND (t.{sequence} IS NULL OR s.{sequence} >= t.{sequence})"
         return [
-            f"WHEN MATCHED AND s.{_IS_DELETED}{is_late} THEN DELETE",
-            f"WHEN MATCHED AND NOT s.{_IS_DELETED}{is_late} THEN UPDATE SET {update}",
+            f"WHEN MATCHED AND s.{_IS_DELETED}{if_newer} THEN DELETE",
+            f"WHEN MATCHED AND NOT s.{_IS_DELETED}{if_newer} THEN UPDATE SET {update}",
             f"WHEN NOT MATCHED AND NOT s.{_IS_DELETED} THEN INSERT {insert}",
         ]
 
@@ -245,8 +242,8 @@ class MergeWriter:
         if time.monotonic() - _cleaned.get(table, -CLEAN_EVERY_S) < CLEAN_EVERY_S:
             return
         _cleaned[table] = time.monotonic()
-        hours = round(self._merge.retention_days * 24 * 3600)
-        self._spark.sql(f"DELETE FROM {table} WHERE deleted_at < current_timestamp() - INTERVAL {hours} SECONDS")
+        seconds = round(self._merge.retention_days * 24 * 3600)
+        self._spark.sql(f"DELETE FROM {table} WHERE deleted_at < current_timestamp() - INTERVAL {seconds} SECONDS")
 
 
 _cleaned: dict[str, float] = {}
