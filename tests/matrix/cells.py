@@ -99,6 +99,7 @@ class Scenario:
 
 CELL_TESTS: Final = "tests/matrix/test_cell.py::"
 BAD_RECORDS = "tests/crash/test_kill.py::test_G4_rows_are_in_the_table_or_that_of_bad_records_once_after_kills"
+MERGED = "tests/crash/test_kill.py::test_G4_merged_table_has_the_latest_change_of_each_key_after_kills"
 QUERIES: Final = "tests/source/test_queries.py"
 OF_SPARKS: Final = (
     Scenario(
@@ -138,7 +139,8 @@ OF_SPARKS: Final = (
     ),
     Scenario("two", "two applications", (f"{CELL_TESTS}test_two_applications_on_one_table",)),
     Scenario("tables", "kills with a table for each topic", ("tests/crash/test_topics.py",)),
-    Scenario("letters", "kills with a dead-letter table", (BAD_RECORDS,)),
+    Scenario("letters", "kills with a dead-letter table, Avro with a registry", (BAD_RECORDS,)),
+    Scenario("merge", "merge by key, with kills", ("tests/delta/test_merge.py", MERGED), needs_delta=True),
     Scenario("executors", "kills of executors, workers, agents", (f"{CELL_TESTS}test_kills_of_executors",), each=True),
     Scenario("connect", "Spark Connect", ("tests/crash/test_connect.py",)),
     Scenario(
