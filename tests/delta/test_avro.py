@@ -434,3 +434,10 @@ def test_the_recipe_for_json_schema_decodes_what_the_official_serializer_writes(
         *(("orders", 0, n, None, None, "no JSON of an order") for n in (1, 2)),
         ("orders", 0, 3, None, None, None),
     ]
+
+
+def test_a_column_of_errors_that_the_transform_lacks_is_refused(query: Query, tmp_path: Path) -> None:
+    sink = query.sink(tmp_path / "orders", dead_letters=DeadLetters(tmp_path / "bad", error="why"))
+    with pytest.raises(OptionError, match="error is 'why', but the sink's transform returns the columns topic"):
+        query.run(sink, 0, offset(0, {("orders", 0): (0, 1)}))
+    assert not (tmp_path / "orders").exists()
