@@ -309,7 +309,9 @@ def _with_definitions(node: Any, namespace: str, used: Mapping[str, Any], define
     if isinstance(node, list):
         return [inside(part) for part in node]
     kind = node["type"]
-    if kind not in _NAMED:  # an array, a map, a type with properties or a nested definition
+    if (
+        not isinstance(kind, str) or kind not in _NAMED
+    ):  # an array, a map, a type with properties or a nested definition
         changed = {key: inside(node[key]) for key in ("items", "values") if key in node}
         return {**node, **changed} if changed else {**node, "type": inside(kind)}
     before, _, name = node["name"].rpartition(".")

@@ -212,6 +212,14 @@ def test_a_short_name_may_be_that_of_a_type_without_a_namespace(
     assert decoded(frame(spark, [value]), registry) == [({"kind": "B", "other": "A"}, None)]
 
 
+def test_a_type_may_be_nested_in_another_one_without_a_name(registry: decode.Registry, serialize: Serialize) -> None:
+    nested = record({"name": "ids", "type": {"type": {"type": "array", "items": "long"}}})
+    client = SchemaRegistryClient({"url": registry.url})
+    client.register_schema(SUBJECT, Schema(json.dumps(nested), "AVRO"))
+    (schema,) = registry.writer_schemas(SUBJECT)
+    assert json.loads(schema.text)["fields"] == nested["fields"]
+
+
 def test_a_version_is_read_from_the_registry_once_and_their_list_for_each_batch(
     spark: "SparkSession", server: SchemaRegistry, serialize: Serialize, registry: decode.Registry
 ) -> None:
