@@ -26,7 +26,7 @@ from kit.schema_registry import SchemaRegistry
 from pyspark.sql import functions as F
 from pyspark.sql.avro.functions import from_avro
 
-from bench.report import OURS, QUERY_S, done, machine, session
+from bench.report import OURS, QUERY_S, done, machine, run_to_end, session
 from spark_group_source import DeadLetters, DeltaSink, decode
 from spark_group_source.local.background import create_topics
 from spark_group_source.local.broker import Broker
@@ -93,10 +93,7 @@ def batch_rate(
 
         letters = DeadLetters(home / "bad", error="error") if way == LETTERS else None
         write = stream.load().writeStream.foreachBatch(DeltaSink(home / "table", transform=parse, dead_letters=letters))
-    query = write.option("checkpointLocation", str(home / "checkpoint")).trigger(availableNow=True).start()
-    if not query.awaitTermination(QUERY_S):
-        query.stop()
-        raise TimeoutError(f"the query took more than {QUERY_S} s")
+    query = run_to_end(write.option("checkpointLocation", str(home / "checkpoint")))
     found = DeltaTable(home / "table").to_pyarrow_table(columns=["id"])["id"].to_numpy()
     if len(found) != records or int(found.sum()) != records * (records - 1) // 2:
         raise AssertionError(f"{way}: the table has {len(found)} rows, not {records}, or other ones")

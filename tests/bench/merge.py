@@ -19,7 +19,7 @@ from confluent_kafka import Producer
 from deltalake import DeltaTable
 from pyspark.sql import functions as F
 
-from bench.report import OURS, QUERY_S, done, machine, session
+from bench.report import OURS, QUERY_S, done, machine, run_to_end, session
 from spark_group_source import DeltaSink, Merge
 from spark_group_source.local.background import create_topics
 from spark_group_source.local.broker import Broker
@@ -82,10 +82,7 @@ def batch_s(spark: "SparkSession", servers: str, way: str, records: int, keys: i
         write = stream.load().writeStream.foreachBatch(
             DeltaSink(table, transform=lambda df: changes(df, keys), merge=merge)
         )
-    query = write.option("checkpointLocation", str(home / "checkpoint")).trigger(availableNow=True).start()
-    if not query.awaitTermination(QUERY_S):
-        query.stop()
-        raise TimeoutError(f"the query took more than {QUERY_S} s")
+    query = run_to_end(write.option("checkpointLocation", str(home / "checkpoint")))
     rows = DeltaTable(table).to_pyarrow_table(columns=["id", "n"])
     found = dict(zip(rows["id"].to_pylist(), rows["n"].to_pylist(), strict=True))
     last = {number % keys: number for number in range(records)}

@@ -208,6 +208,15 @@ def running(writer: "DataStreamWriter") -> Iterator["StreamingQuery"]:
         query.stop()
 
 
+def run_to_end(writer: "DataStreamWriter") -> "StreamingQuery":
+    """Run a query with AvailableNow."""
+    query = writer.trigger(availableNow=True).start()
+    if not query.awaitTermination(QUERY_S):
+        query.stop()
+        raise TimeoutError(f"the query did not end within {QUERY_S} s")
+    return query
+
+
 def done(query: "StreamingQuery") -> list[Any]:
     """The progress of each batch with rows."""
     return [progress for progress in query.recentProgress if progress["numInputRows"]]
@@ -307,13 +316,10 @@ def backlog(
         if kind == BY_HAND:
             per_s = by_hand(lab, topic, records) / (time.monotonic() - began_s)
             return {"records/s of the tasks": per_s, "records/s of the query": per_s}
-        writer = writer_of(lab, kind, topic, write, select=select, options=options).trigger(availableNow=True)
+        writer = writer_of(lab, kind, topic, write, select=select, options=options)
         began_s = time.monotonic()
         with Usage() as usage:
-            query = writer.start()
-            if not query.awaitTermination(QUERY_S):
-                query.stop()
-                raise TimeoutError(f"the query did not end within {QUERY_S} s")
+            query = run_to_end(writer)
         query_s = time.monotonic() - began_s
         rows = sum(progress["numInputRows"] for progress in done(query))
         if rows != records:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from deltalake import DeltaTable
 from pyspark.sql import functions as F
 
-from bench.report import QUERY_S, fill, machine, session
+from bench.report import fill, machine, run_to_end, session
 from spark_group_source import DeltaSink, DeltaSinks
 from spark_group_source.local.broker import Broker
 
@@ -60,10 +60,7 @@ def batch_s(spark: "SparkSession", servers: str, topics: Sequence[str], records:
     stream = stream.option("startingOffsets", "earliest")
     stream = stream.option("maxOffsetsPerTrigger", str(len(topics) * records // BATCHES))
     write = stream.load().writeStream.foreachBatch(WAYS[way](topics, folder))
-    query = write.option("checkpointLocation", str(folder / "checkpoint")).trigger(availableNow=True).start()
-    if not query.awaitTermination(QUERY_S):
-        query.stop()
-        raise TimeoutError(f"the query took more than {QUERY_S} s")
+    query = run_to_end(write.option("checkpointLocation", str(folder / "checkpoint")))
     for topic in topics:
         found = DeltaTable(folder / topic).to_pyarrow_dataset().count_rows()
         if found != records:
