@@ -506,7 +506,10 @@ def _constraints(table: TableWriter, rows: "DataFrame") -> list[Rule]:
     for key, text in sorted(table.properties().items()):
         if key.startswith(_CHECK) and _is_known(rows, text):
             rules.append(Rule("CHECK", key.removeprefix(_CHECK), text))
-    return rules
+    if table.merge is None or table.merge.delete_when is None:
+        return rules
+    # The table does not get the row of a deletion.
+    return [rule._replace(expression=f"({table.merge.delete_when}) OR ({rule.expression})") for rule in rules]
 
 
 def _is_known(rows: "DataFrame", expression: str) -> bool:
