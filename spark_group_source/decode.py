@@ -1,4 +1,4 @@
-"""Decoders for the values of records: Avro with a schema registry.
+"""Decoders for the values of records: Avro with a schema registry, and Debezium's changes.
 
 Runs in: the user's driver (on Spark Connect: in the server's worker for ``foreachBatch``). Deliberately absent: reading
 a row in Python. The registry is asked for schemas only, and Spark decodes the rows, by expressions that are built here.
@@ -7,6 +7,7 @@ Each schema of a subject is a branch of one expression. The subject's versions a
 records were produced, so an id that a producer registered for a record is known, without looking at the records first.
 """
 
+import base64
 import json
 import logging
 import struct
@@ -43,6 +44,13 @@ _ALL = 2**31 - 1
 _NAMED = frozenset({"record", "error", "enum", "fixed"})
 _PRIMITIVE = frozenset({"null", "boolean", "int", "long", "float", "double", "bytes", "string"})
 _PREFIX, _DECODED, _MARKER = "__prefix", "__decoded", "__is_decoded"
+UNAVAILABLE = "__debezium_unavailable_value"
+"""What Debezium sends in place of a large value that a change did not touch and the database did not log."""
+
+_UNAVAILABLE_64 = base64.b64encode(UNAVAILABLE.encode()).decode()
+_ENVELOPE, _ROW = "__envelope", "__row"
+_CHANGES = ("c", "u", "r")
+"""Debezium's operations after which there is a row: created, updated, read by a snapshot."""
 _REFUSED = {401: "the credentials were refused", 403: "the user lacks the permission", 404: "it does not exist"}
 _AGAIN = frozenset({408, 425, 429})
 
@@ -256,6 +264,90 @@ def avro(
         .otherwise(F.concat(F.lit("schema id "), schema_id, F.lit(f" is not in subject {subject}")))
     )
     return rows.withColumns({column: value, error: reason}).drop(_PREFIX, _DECODED)
+
+
+def debezium(
+    df: "DataFrame",
+    column: str,
+    schema: str | None = None,
+    *,
+    sequence: str | None = None,
+    error: str = "error",
+) -> "DataFrame":
+    """Decode changes in Debezium's format, for a sink that merges them by key. Tombstones are left out.
+
+    For a ``transform`` of a sink::
+
+        def parse(df):
+            changes = decode.debezium(df, "value", "id BIGINT, name STRING", sequence="CAST(source.lsn AS BIGINT)")
+            return changes.select("value.*", "op", "sequence", "topic", "partition", "offset", "error")
+
+        merge = Merge(
+            ["id"], delete_when="op = 'd'", sequence_by="sequence", deleted="/lake/deleted_customers", without=["op"]
+        )
+        letters = DeadLetters("/lake/bad", error="error")
+        sink = DeltaSink("/lake/customers", transform=parse, merge=merge, dead_letters=letters)
+
+    Args:
+        column: the change, in JSON with or without its schema, or as :func:`avro` decodes it. It is replaced by the row
+            after the change, or before it if it is a deletion; null in a row that cannot be decoded.
+        schema: the columns of a row and their types, as in ``CREATE TABLE``. For JSON only.
+        sequence: the SQL expression that orders the changes of a key, with the column ``source`` of the change: a map
+            of text in JSON, a record in Avro. Its value is added as column ``sequence``.
+        error: the name of the column that says why a change cannot be decoded, otherwise null. It is added, unless
+            :func:`avro` has added it. A change cannot be decoded if it is not in this format, its operation is not one
+            of a row (``c``, ``u``, ``r``, ``d``), a value does not have its type, the database did not log a value
+            (:data:`UNAVAILABLE`), or its ``sequence`` is null.
+
+    The column ``op`` is added too: Debezium's operation.
+
+    Raises:
+        OptionError: the column's type and ``schema`` do not fit, or the rows have one of these columns already.
+    """
+    from pyspark.sql import functions as F
+    from pyspark.sql import types as T
+
+    is_json = not isinstance(df.schema[column].dataType, T.StructType)
+    if is_json != (schema is not None):
+        raise OptionError(
+            f"column {column} is {df.schema[column].dataType.simpleString()}: changes in JSON need a schema of their "
+            "rows, and those that decode.avro decoded have one already"
+        )
+    if taken := {"op", "source", "sequence"} & set(df.columns):
+        raise OptionError(f"the rows have a column {min(taken)} already; rename it before decode.debezium")
+    rows = df if error in df.columns else df.withColumn(error, F.lit(None).cast("string"))
+    rows = rows.where(F.col(column).isNotNull() | F.col(error).isNotNull())
+    if is_json:
+        part = f"before STRUCT<{schema}>, after STRUCT<{schema}>, op STRING, source MAP<STRING, STRING>"
+        whole = f"{part}, payload STRUCT<{part}>, {_MARKER} STRING"
+        text = F.col(column).cast("string")
+        rows = rows.withColumn(_DECODED, F.from_json(text, whole, {"columnNameOfCorruptRecord": _MARKER}))
+        bare = F.struct(*(F.col(f"{_DECODED}.{name}") for name in ("before", "after", "op", "source")))
+        rows = rows.withColumn(_ENVELOPE, F.coalesce(f"{_DECODED}.payload", bare))
+        is_broken = F.col(f"{_DECODED}.{_MARKER}").isNotNull()
+    else:
+        rows, is_broken = rows.withColumn(_ENVELOPE, F.col(column)), F.lit(False)
+    op = F.col("op")
+    row = F.when(op == "d", F.col(f"{_ENVELOPE}.before")).when(op.isin(*_CHANGES), F.col(f"{_ENVELOPE}.after"))
+    rows = rows.select("*", f"{_ENVELOPE}.op", f"{_ENVELOPE}.source").withColumn(_ROW, row)
+    reason = (
+        F.when(F.col(error).isNotNull(), F.col(error))
+        .when(is_broken, "not a change in Debezium's format, or a value of another type than in the schema")
+        .when(op.isNull(), "the change has no operation")
+        .when(~op.isin("d", *_CHANGES), F.concat(F.lit("operation "), op, F.lit(" is not a change of a row")))
+        .when(F.col(_ROW).isNull(), F.concat(F.lit("the row is missing in operation "), op))
+    )
+    for field in rows.schema[_ROW].dataType.fields:  # type: ignore[attr-defined]
+        if isinstance(field.dataType, T.StringType | T.BinaryType):
+            is_unavailable = F.col(_ROW)[field.name].cast("string").isin(UNAVAILABLE, _UNAVAILABLE_64) & (op != "d")
+            remedy = "was not logged by the database; set REPLICA IDENTITY FULL for its table"
+            reason = reason.when(is_unavailable, f"column {field.name} {remedy}")
+    if sequence is not None:
+        rows = rows.withColumn("sequence", F.expr(sequence))
+        reason = reason.when(F.col("sequence").isNull(), "the sequence is null")
+    rows = rows.withColumn(error, reason)
+    rows = rows.withColumn(column, F.when(F.col(error).isNull(), F.col(_ROW)))
+    return rows.drop(_ENVELOPE, _ROW, _DECODED, "source")
 
 
 def _new_client(conf: dict[str, Any]) -> "SchemaRegistryClient":

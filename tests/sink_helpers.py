@@ -14,6 +14,7 @@ import pyarrow.parquet
 import pytest
 from delta_files import living_files
 from deltalake import DeltaTable, write_deltalake
+from pyspark.sql import functions as F
 from sink_source import SCHEMA, Ranges, rows_of, write_script
 
 from spark_group_source.delta import Writer
@@ -48,6 +49,16 @@ def created_table(spark: "SparkSession", folder: Path) -> Path:
     table = folder / "table"
     TableWriter(spark, str(table)).create(spark.createDataFrame([], SCHEMA))
     return table
+
+
+def values_from(values: Sequence[bytes | None]) -> "Callable[[DataFrame], DataFrame]":
+    """Replace the values of a batch's records, by offset."""
+
+    def replaced(df: "DataFrame") -> "DataFrame":
+        texts = F.array(*[F.lit(value) if value is not None else F.lit(None).cast("binary") for value in values])
+        return df.withColumn("value", F.get(texts, F.col("offset").cast("int")))
+
+    return replaced
 
 
 class Query:

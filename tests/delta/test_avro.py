@@ -19,8 +19,7 @@ from confluent_kafka.schema_registry.avro import AvroSerializer
 from confluent_kafka.schema_registry.json_schema import JSONSerializer
 from confluent_kafka.serialization import MessageField, SerializationContext
 from kit.schema_registry import SchemaRegistry
-from pyspark.sql import functions as F
-from sink_helpers import Query, rows
+from sink_helpers import Query, rows, values_from
 from sink_source import offset
 
 from spark_group_source import DeadLetters, OptionError, RegistryUnavailable, decode
@@ -343,16 +342,6 @@ def test_a_registry_is_pickled_without_its_connection(serialize: Serialize, regi
 
 
 # --- with a sink ----------------------------------------------------------------------------------------------------
-
-
-def values_from(values: Sequence[bytes | None]) -> "Callable[[DataFrame], DataFrame]":
-    """Replace the values of the batch's records, by offset."""
-
-    def replaced(df: "DataFrame") -> "DataFrame":
-        texts = F.array(*[F.lit(value) if value is not None else F.lit(None).cast("binary") for value in values])
-        return df.withColumn("value", F.get(texts, F.col("offset").cast("int")))
-
-    return replaced
 
 
 def parsed(
