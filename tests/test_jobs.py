@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import typer
+from confluent_kafka.schema_registry import SchemaRegistryClient
+from confluent_kafka.schema_registry.avro import AvroSerializer
+from confluent_kafka.serialization import MessageField, SerializationContext
 from crash.killed import NEW_SCHEMA_AT, avro_values
 from delta_files import living_rows
 from deltalake import DeltaTable
@@ -32,8 +35,8 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 ROOT = Path(__file__).resolve().parent.parent
-JOB, AVRO_JOB, TABLES_JOB = (
-    ROOT / "jobs" / f"{name}.py" for name in ("group_to_delta", "avro_to_delta", "topics_to_tables")
+JOB, AVRO_JOB, CDC_JOB, TABLES_JOB = (
+    ROOT / "jobs" / f"{name}.py" for name in ("group_to_delta", "avro_to_delta", "cdc_to_delta", "topics_to_tables")
 )
 COMMAND = [sys.executable, "-m", "spark_group_source", "run"]
 RUN_S = 600
@@ -157,6 +160,60 @@ def test_job_for_avro_writes_the_columns_of_a_new_schema_and_bad_records_to_thei
 
 @pytest.mark.spark
 @pytest.mark.full
+@pytest.mark.timeout(3 * RUN_S)
+@pytest.mark.parametrize("form", ["json", "avro"])
+def test_job_for_changes_of_a_database_keeps_the_latest_row_of_each_key(
+    scene: Scene, tmp_path: Path, form: str
+) -> None:
+    name, table = scene.topic(2), tmp_path / "customers"
+    words = ["--bootstrap-servers", scene.servers, "--group", scene.group, "--topic", name, "--key", "id"]
+    words += ["--table", str(table), "--checkpoint", str(tmp_path / "checkpoint"), "--max-bad", "1"]
+    words += ["--sequence", "CAST(source.lsn AS BIGINT)"]
+    batches: list[list[tuple[str, int | None, str | None, int]]] = [
+        [("c", 1, "one", 10), ("c", 2, "two", 11), ("t", None, None, 12), ("c", 3, "three", 13)],
+        [("d", 1, None, 20), ("u", 2, "late", 5), ("c", 1, "late", 19), ("u", 3, "new", 21)],
+    ]
+    with SchemaRegistry() as registry:
+        words += ["--registry", registry.url] if form == "avro" else ["--schema", "id BIGINT, name STRING"]
+        encode = debezium_avro(registry, name) if form == "avro" else json.dumps
+        command = submit("--master", "local[2]", str(CDC_JOB), *words, jars=avro_jars() if form == "avro" else ())
+        for changes in batches:
+            for op, number, text, lsn in changes:
+                row = None if number is None else {"id": number, "name": text}
+                value = {"before": row if op == "d" else None, "after": None if op == "d" else row, "op": op}
+                scene.produce(name, [encode({**value, "source": {"lsn": lsn}})], partition=lsn % 2)
+            ended = run(command, tmp_path)
+            assert ended.returncode == 0, ended.stderr
+    assert [(found["id"], found["name"]) for found in living_rows(table)] == [(2, "two"), (3, "new")]
+    assert [found["id"] for found in living_rows(Path(f"{table}_deleted"))] == [1]
+    assert [found["error"] for found in living_rows(Path(f"{table}_bad"))] == [
+        "error: operation t is not a change of a row"
+    ]
+    assert sum(scene.committed().values()) == 8
+
+
+def debezium_avro(registry: SchemaRegistry, topic: str) -> Any:
+    """Encode changes with the schema that Debezium registers, which names the type of a row once."""
+    row = {
+        "type": "record",
+        "name": "Value",
+        "fields": [{"name": "id", "type": "long"}, {"name": "name", "type": ["null", "string"], "default": None}],
+    }
+    source = {"type": "record", "name": "Source", "fields": [{"name": "lsn", "type": ["null", "long"]}]}
+    fields = [
+        {"name": "before", "type": ["null", row], "default": None},
+        {"name": "after", "type": ["null", "Value"], "default": None},
+        {"name": "source", "type": source},
+        {"name": "op", "type": "string"},
+    ]
+    schema = {"type": "record", "name": "Envelope", "namespace": "shop.public.customers", "fields": fields}
+    client = SchemaRegistryClient({"url": registry.url})
+    serializer = AvroSerializer(client, json.dumps(schema), conf={"auto.register.schemas": True})
+    return lambda value: serializer(value, SerializationContext(topic, MessageField.VALUE))
+
+
+@pytest.mark.spark
+@pytest.mark.full
 @pytest.mark.timeout(2 * RUN_S)
 def test_job_for_many_topics_writes_a_table_for_each(scene: Scene, tmp_path: Path) -> None:
     names = [scene.topic(1) for _ in range(3)]
@@ -170,7 +227,7 @@ def test_job_for_many_topics_writes_a_table_for_each(scene: Scene, tmp_path: Pat
     assert [len(living_rows(tmp_path / "lake" / name)) for name in names[1:]] == [1, 2]
 
 
-@pytest.mark.parametrize("path", [AVRO_JOB, TABLES_JOB], ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [AVRO_JOB, CDC_JOB, TABLES_JOB], ids=lambda path: path.stem)
 def test_a_job_to_copy_is_short_and_names_its_arguments(path: Path) -> None:
     assert len(path.read_text().splitlines()) < 80
     ended = subprocess.run([sys.executable, path, "--help"], capture_output=True, text=True, timeout=60, check=True)
