@@ -28,6 +28,7 @@ from typer.testing import CliRunner
 from spark_group_source import KafkaGroupDataSource, command_line
 from spark_group_source.cli import run as job
 from spark_group_source.cli.app import app
+from spark_group_source.cli.preview import ROWS_MAX
 from spark_group_source.local import conf
 from spark_group_source.local.jars import avro_jars
 
@@ -277,6 +278,7 @@ TIMING = "must be available-now, once, or an interval such as '5 seconds'"
             for name in ("kafka.sasl.password", "kafka.ssl.key.pem", "kafka.sasl.jaas.config")
         ],
         ([*TOPICS, "--option", "failOnDataLoss"], 2, "must be KEY=VALUE"),
+        ([*TOPICS, "--dry-run", f"{ROWS_MAX + 1}"], 2, "Invalid value for '--dry-run'"),
         ([*TOPICS, "--writer", "delta"], 2, "'delta' is not one of 'auto', 'native', 'options'"),
         *[([*TOPICS, "--table", t], 1, "one folder") for t in ("/tmp/none/c", "delta.`file:///tmp/none/c/`")],
     ],

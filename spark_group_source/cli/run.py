@@ -33,18 +33,23 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from spark_group_source import compatibility
-from spark_group_source.cli.common import settings_in
+from spark_group_source.cli import preview
+from spark_group_source.cli.common import console, settings_in
+from spark_group_source.cli.preview import ROWS_MAX
 from spark_group_source.delta import Writer, table_names
 from spark_group_source.errors import GroupError
 from spark_group_source.host import run_files
 from spark_group_source.local.conf import DELTA_SETTINGS, delta_settings, linked_spark_home
 from spark_group_source.local.jars import cache_dir
+from spark_group_source.options.table import Options
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
     from pyspark.sql.streaming.query import StreamingQuery
     from pyspark.sql.streaming.readwriter import DataStreamWriter
     from pyspark.sql.types import StructType
+
+    from spark_group_source.delta.sink import DeltaSink
 
 log = logging.getLogger(__name__)
 
@@ -110,6 +115,15 @@ def run(
             "${NAME} is read from the environment. With it commits on S3 are native.",
         ),
     ] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Print what a run would read and write, or why it would fail.")
+    ] = False,
+    dry_run: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", min=1, max=ROWS_MAX, help="Print the first N rows, without joining the group or writing."
+        ),
+    ] = None,
     log_level: Annotated[
         str, typer.Option(envvar="SPARK_GROUP_LOG_LEVEL", help="Log level of this job and of the source.")
     ] = "INFO",
@@ -134,6 +148,7 @@ def run(
     compatibility.check()
     from spark_group_source.delta.sink import DeltaSink
 
+    problems: list[str] = []
     spark = _session(f"{group} -> {table}")
     try:
         _check_delta(spark)
@@ -150,9 +165,13 @@ def run(
             storage_options=storage,
         )
         options = {name: value for name, value in source.items() if value is not None}
-        query = _load(spark, options).writeStream.foreachBatch(sink).option("checkpointLocation", checkpoint)
-        _stop_on_signals()
-        _follow(query.queryName(group).trigger(**timing))
+        rows = _load(spark, options)
+        if check or dry_run:
+            problems = _preview(rows, sink, options, checkpoint, check=check, rows_max=dry_run or 0)
+        else:
+            query = rows.writeStream.foreachBatch(sink).option("checkpointLocation", checkpoint)
+            _stop_on_signals()
+            _follow(query.queryName(group).trigger(**timing))
     except Exception as exc:
         if ASKED_TO_STOP.is_set():  # the JVM received the signal, too, and ends at once
             _log_signal(group)
@@ -162,6 +181,8 @@ def run(
         raise typer.Exit(1) from None
     finally:
         _end(spark)
+    if problems:
+        raise typer.Exit(1)
 
 
 # --- the arguments ---------------------------------------------------------------------------------------------------
@@ -252,6 +273,27 @@ def _ddl(spark: "SparkSession", schema: str) -> "StructType":
     if not fields:
         raise typer.BadParameter("--schema has no field; leave it out to keep the value unparsed")
     return fields
+
+
+def _preview(
+    source: "DataFrame", sink: "DeltaSink", given: Mapping[str, str], checkpoint: str, *, check: bool, rows_max: int
+) -> list[str]:
+    """Print what a run would do, and return why it would fail."""
+    from spark_group_source.delta.checkpoint import spark_files
+
+    spark = source.sparkSession
+    plan = preview.plan(Options.parse(given), spark_files(spark), checkpoint.rstrip("/"))
+    problems = plan.problems
+    transform = sink.transform or (lambda df: df)
+    if check:
+        rows = transform(spark.createDataFrame([], source.schema))
+        text, problems = preview.check(plan, sink.new_writer(spark), rows)
+        console.print(text)
+    if rows_max:
+        preview.show_rows(spark, plan, transform, rows_max)
+    for problem in problems[: preview.SHOWN_MAX]:
+        log.error("%s", problem)
+    return problems
 
 
 # --- running ---------------------------------------------------------------------------------------------------------

@@ -220,7 +220,7 @@ class DeltaSink:
         Raises:
             OptionError: the sink has no ``dead_letters``, the table does not exist, or the session has no Delta Lake.
         """
-        table = self._new_writer(spark)
+        table = self.new_writer(spark)
         if self.dead_letters is None:
             raise OptionError(f"the sink of table {self.table} has no dead_letters, so there is nothing to replay")
         if not table.exists():
@@ -237,7 +237,7 @@ class DeltaSink:
         run = self._runs.get(planned.query_id)
         is_first = run is None or planned.run_id not in (None, run[0])
         idle_log = self._take_idle_log()
-        table = self._new_writer(df.sparkSession, None if is_first else idle_log)
+        table = self.new_writer(df.sparkSession, None if is_first else idle_log)
         if is_first:
             table_names.require_separate_folders(self.table, planned.root)
             compatibility.check_session(df.sparkSession)
@@ -266,7 +266,12 @@ class DeltaSink:
         finally:
             self.dead_letters.close(letters)
 
-    def _new_writer(self, spark: "SparkSession", opened: LogFiles | None = None) -> TableWriter:
+    def new_writer(self, spark: "SparkSession", opened: LogFiles | None = None) -> TableWriter:
+        """Return what reads and writes the table; nothing is opened before it is used.
+
+        Args:
+            opened: the table's log, if it is open already.
+        """
         return TableWriter(
             spark,
             self.table,

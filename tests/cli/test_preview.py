@@ -1,0 +1,138 @@
+"""``spark-group run --check`` and ``--dry-run`` against a real broker and Delta tables: what they print is what a run
+does, and they change nothing."""
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+from delta_files import living_rows
+from scenes import Scene, Shown
+from typer.testing import CliRunner
+
+from spark_group_source import DeltaSink
+from spark_group_source.cli import run as job
+from spark_group_source.cli.app import app
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+pytestmark = pytest.mark.spark
+
+
+@pytest.fixture
+def same_session(spark: "SparkSession", monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command uses the session of the tests, and leaves it running."""
+    monkeypatch.setattr(job, "_session", lambda _: spark)
+    monkeypatch.setattr(job, "_end", lambda _: None)
+
+
+@pytest.mark.usefixtures("same_session")
+class TestRun:
+    @pytest.fixture(autouse=True)
+    def use_log(self, caplog: pytest.LogCaptureFixture) -> None:
+        """Errors are log lines of the job."""
+        self.caplog = caplog
+
+    def typed(self, scene: Scene, topic: str, *more: str) -> Shown:
+        words = ["run", "--bootstrap-servers", scene.servers, "--group", scene.group, "--topics", topic]
+        words += ["--table", str(scene.folder / "table"), "--checkpoint", str(scene.folder / "checkpoint")]
+        result = CliRunner().invoke(app, [*words, *more], env={"COLUMNS": "2000"})
+        return Shown(result.exit_code, result.output + self.caplog.text, result.stdout)
+
+    def facts(self, shown: Shown) -> dict[str, str]:
+        """The lines of a check, by their names."""
+        names = ("group", "topics", "checkpoint", "starts", "to read", "table", "columns", "written", "new columns")
+        lines = [line.strip() for line in shown.stdout.splitlines()]
+        return {n: line.removeprefix(n).strip() for n in names for line in lines if line.startswith(f"{n} ")}
+
+    def test_a_check_says_where_a_run_starts_and_what_it_writes_and_changes_nothing(self, scene: Scene) -> None:
+        topic = scene.topic(2)
+        scene.produce(topic, [f"v{n}" for n in range(5)], partition=0)
+        scene.produce(topic, ["w"], partition=1)
+        checkpoint, table = scene.folder / "checkpoint", scene.folder / "table"
+        first = self.typed(scene, topic, "--check", "--schema", "id BIGINT", "--partition-by", "topic")
+        assert first.code == 0, first.output
+        assert self.facts(first) == {
+            "group": f"{scene.group} at {scene.servers}: no members",
+            "topics": f"{topic} (2)",
+            "checkpoint": f"{checkpoint} is new",
+            "starts": "2 by starting options",
+            "to read": "6 offsets",
+            "table": f"{table} is created by the first batch, partitioned by topic",
+            "columns": "id bigint, malformed binary, key binary, topic string, partition int, offset bigint, "
+            "timestamp timestamp",
+        }
+        assert not checkpoint.exists() and not table.exists() and scene.committed() == {}
+
+        scene.job(subscribe=topic).run_into(DeltaSink(table), availableNow=True)
+        assert len(living_rows(table)) == 6
+        scene.produce(topic, ["x", "y"], partition=1)
+        again = self.typed(scene, topic, "--check")
+        assert again.code == 0, again.output
+        found = self.facts(again)
+        assert (found["starts"], found["to read"]) == ("2 by committed offset", "2 offsets")
+        assert found["table"].endswith(f"with a ledger of group {scene.group}") and found["written"] == "natively"
+        rows = [line.split() for line in again.stdout.splitlines() if line.strip().startswith(topic)]
+        assert rows == [[topic, "1", "1", "3", "committed", "offset"], [topic, "0", "5", "5", "committed", "offset"]]
+
+    def test_a_check_continues_where_the_checkpoint_does(self, scene: Scene) -> None:
+        topic = scene.topic(1)
+        scene.produce(topic, ["a", "b", "c"])
+        query = scene.job(checkpoint="checkpoint", subscribe=topic)
+        query.run_into(DeltaSink(scene.folder / "table"), availableNow=True)
+        finished = self.facts(self.typed(scene, topic, "--check"))
+        assert finished["checkpoint"].endswith("checkpoint: continues after batch 0")
+        assert (finished["starts"], finished["to read"]) == ("1 by checkpoint", "0 offsets")
+        (query.checkpoint / "commits" / "0").unlink()
+        unfinished = self.facts(self.typed(scene, topic, "--check"))
+        assert unfinished["checkpoint"].endswith("batch 0 was planned and is not finished, so it runs again")
+        assert (unfinished["starts"], unfinished["to read"]) == ("1 by checkpoint", "3 offsets")
+
+    def test_a_check_names_why_a_run_would_fail(self, scene: Scene) -> None:
+        topic = scene.topic(1)
+        scene.produce(topic, ["a", "b", "c"])
+        scene.job(subscribe=topic).run_into(DeltaSink(scene.folder / "table"), availableNow=True)
+        scene.produce(topic, ["d", "e"])
+        scene.delete_before(topic, 0, 4)
+        shown = self.typed(scene, topic, "--check", "--schema", "id BIGINT, name STRING")
+        assert shown.code == 1
+        assert f"{topic}-0 starts at offset 3 (by committed offset), and its log has 4 to 5" in shown.output
+        assert "lacks the columns id, name, malformed: give --merge-schema to add them" in shown.output
+        more = ["--option", "failOnDataLoss=false", "--schema", "id BIGINT", "--merge-schema", "--check"]
+        allowed = self.typed(scene, topic, *more)
+        assert allowed.code == 0, allowed.output
+        assert self.facts(allowed)["new columns"] == "id, malformed"
+
+    @pytest.mark.parametrize(
+        ("options", "reason"),
+        [
+            (["--topics", "missing"], "topic missing does not exist on"),
+            (["--option", "startingTimestamp=99999999999999"], "has no record as recent as the starting timestamp"),
+            (["--option", 'startingOffsets={"TOPIC":{"0":7}}'], "starts at offset 7 (by starting options)"),
+            (["--option", 'startingOffsets={"TOPIC":{"0":0,"1":0}}'], "do not name exactly the partitions"),
+        ],
+    )
+    def test_wrong_topics_and_starting_options_are_named(self, scene: Scene, options: list[str], reason: str) -> None:
+        topic = scene.topic(1)
+        shown = self.typed(scene, topic, "--check", *(word.replace("TOPIC", topic) for word in options))
+        assert shown.code == 1 and reason in " ".join(shown.output.split())
+
+    def test_a_dry_run_shows_the_first_rows_as_the_table_would_have_them(self, scene: Scene) -> None:
+        topic = scene.topic(2)
+        scene.produce(topic, [json.dumps({"id": n}) for n in range(50)], partition=0)
+        scene.produce(topic, ["no json"], partition=1)
+        shown = self.typed(scene, topic, "--schema", "id BIGINT", "--dry-run", "3")
+        assert shown.code == 0, shown.output
+        assert shown.stdout.count("-RECORD") == 3 and shown.stdout.count("malformed") == 3
+        assert not (scene.folder / "table").exists() and scene.committed() == {}
+        assert scene.admin.describe_consumer_groups([scene.group])[scene.group].result().state.name == "DEAD"
+
+    def test_a_dry_run_without_records_says_so(self, scene: Scene) -> None:
+        shown = self.typed(scene, scene.topic(1), "--dry-run", "3")
+        assert (shown.code, shown.stdout) == (0, "there are no records to read\n")
+
+    def test_a_pattern_that_matches_nothing_is_named(self, scene: Scene) -> None:
+        words = ["run", "--bootstrap-servers", scene.servers, "--group", scene.group, "--pattern", "nothing.*"]
+        words += ["--table", str(scene.folder / "t"), "--checkpoint", str(scene.folder / "c"), "--check"]
+        result = CliRunner().invoke(app, words, env={"COLUMNS": "2000"})
+        assert result.exit_code == 1 and "no topic matches the pattern nothing.*" in self.caplog.text
