@@ -238,6 +238,8 @@ class LetterBox:
         """In place of a group's name, in the numbers and notes of the commits."""
         self._kept: DataFrame | None = None
         """The rows that Spark keeps."""
+        self.written = 0
+        """How many bad records of the batch were written."""
 
     def release(self) -> None:
         """Let Spark forget the rows that it keeps."""
@@ -278,6 +280,7 @@ class LetterBox:
         self.letters.count(self.table, counted, bad, examples)
         self._require_planned(found)
         self._commit(history, source, found)
+        self.written += len(found)
         log.warning(
             "table %s: %d of %d rows of batch %d are bad, and their records are in table %s: %s",
             self.table.table,

@@ -184,6 +184,8 @@ class NativeWriter:
         self._spark, self._log = spark, log
         self._written: tuple[DataFrame, str, list[Any]] | None = None
         """The rows that were written, the table's schema then, and the actions that add their files."""
+        self.rows = 0
+        """How many rows the last commit has."""
 
     def commit(
         self,
@@ -229,6 +231,7 @@ class NativeWriter:
             )
         except CommitFailedError as exc:
             raise CommitRace(str(exc)) from exc
+        self.rows = sum(json.loads(action.stats)["numRecords"] for action in actions)
         return True
 
     def _add_columns(self, new: list[dict[str, Any]]) -> None:

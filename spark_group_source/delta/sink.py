@@ -205,6 +205,9 @@ class DeltaSink:
             durable = table_writer.retry_races(batch.attempt, what=f"batch {planned.batch_id} to table {self.table}")
         if table.log is not None:
             self._idle_logs.append(table.log)
+        if planned.offsets:
+            rows = {**table.changed._asdict(), "bad": 0 if letters is None else letters.written}
+            run_files.count_rows(planned.offsets[0].stream, self.table, rows)
         for offset in planned.offsets:
             if offset not in durable and (ledger := self._ledgers.get(offset.group)) is not None:
                 run_files.mark_void(offset.stream, offset.seq, ledger.reset_number)

@@ -86,6 +86,21 @@ def _note_entries(note: str | None) -> tuple[dict[str, Any], ...]:
     )
 
 
+class ChangedRows(NamedTuple):
+    """How many rows a commit inserted, updated and deleted."""
+
+    inserted: int = 0
+    updated: int = 0
+    deleted: int = 0
+
+    @classmethod
+    def of(cls, metrics: Mapping[str, Any]) -> "ChangedRows":
+        """Read them from the ``operationMetrics`` of an append or a ``MERGE``; 0 where they are missing."""
+        inserted = metrics.get("numTargetRowsInserted", metrics.get("numOutputRows"))
+        counts = (inserted, metrics.get("numTargetRowsUpdated"), metrics.get("numTargetRowsDeleted"))
+        return cls(*(int(count or 0) for count in counts))
+
+
 class Commit(NamedTuple):
     """One commit of a table."""
 
@@ -111,6 +126,8 @@ class Commit(NamedTuple):
     removed rows by an operation other than ROW_COMMANDS."""
     written_ms: int | None = None
     """When it was committed, in ms since 1970 by the writer's clock; None where that is not known."""
+    changed: ChangedRows = ChangedRows()
+    """The rows that it changed, if Delta Lake wrote it."""
 
     @classmethod
     def of(cls, version: int, info: Mapping[str, Any], removes_rows: bool | None = None) -> "Commit":
@@ -134,8 +151,19 @@ class Commit(NamedTuple):
         written: Any = info.get("timestamp")
         written_ms = int(written.timestamp() * 1000) if isinstance(written, datetime) else written
         clone = parameters if operation == "CLONE" else None
+        changed = ChangedRows.of(dict(info.get("operationMetrics") or {}))
         return cls(
-            version, min(known), note, entries, restore, operation, clone, sets_content, unsettles_ledger, written_ms
+            version,
+            min(known),
+            note,
+            entries,
+            restore,
+            operation,
+            clone,
+            sets_content,
+            unsettles_ledger,
+            written_ms,
+            changed,
         )
 
     def ledger_entry(self, group: str) -> dict[str, Any] | None:
@@ -367,7 +395,7 @@ class DescribedHistory:
     def _load(self, limit: int | None) -> list[Commit]:
         last = "" if limit is None else f" LIMIT {limit}"
         history: DataFrame = self._spark.sql(f"DESCRIBE HISTORY {table_names.sql_name(self.table)}{last}")
-        columns = ("version", "operation", "operationParameters", "readVersion", "timestamp")
+        columns = ("version", "operation", "operationParameters", "operationMetrics", "readVersion", "timestamp")
         note = "CASE WHEN contains(userMetadata, '\"group\"') THEN userMetadata END AS userMetadata"
         rows = [row.asDict() for row in history.selectExpr(*columns, note).collect()]
         return [Commit.of(row["version"], row) for row in sorted(rows, key=lambda row: -row["version"])]

@@ -37,6 +37,7 @@ from spark_group_source.delta.merge import Merge, MergeWriter, session_lock
 from spark_group_source.delta.native_writer import NativeWriter
 from spark_group_source.delta.table_history import (
     NOT_A_TABLE,
+    ChangedRows,
     CommitRace,
     CommitSource,
     DescribedHistory,
@@ -132,6 +133,8 @@ class TableWriter:
         self._described: Any = None
         """The row of ``DESCRIBE DETAIL``; None until it is read."""
         self._native: NativeWriter | None = None
+        self.changed = ChangedRows()
+        """The rows that the last commit changed."""
         self._options = OptionsWriter(spark, self.table, partition_by, merge_schema, merge)
 
     @property
@@ -322,6 +325,8 @@ class TableWriter:
             return None
         for commit in self.history().commits(after=history.version):
             if commit.note == note:
+                native = self._native if reason is None else None
+                self.changed = commit.changed if native is None else ChangedRows(native.rows)
                 return commit.version
         if reason is not None and not any(app_id.startswith(APP_PREFIX) for app_id in numbers):
             return None  # notes without a ledger are not read; if Delta skipped the number, the batch is there

@@ -10,6 +10,7 @@ creates:
 - ``<load>.load``: locked by the stream of that ``load()``;
 - ``<stream>.durable``: the durable mark: the number of the newest batch that the sink has, and a digest of its offset.
   Spark reports a batch as durable only when it requests the next one, a trigger later or never;
+- ``<stream>.tables``: how many rows sinks wrote to each table;
 - ``<stream>.committed``: the committed mark: the same of the last batch of a run that stopped when Kafka had all
   positions. A foreign commit below them is then a move back;
 - ``<stream>.void``: the void mark: the numbers of the newest batch of which the sink wrote nothing, and of the reset
@@ -30,7 +31,7 @@ import stat
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -46,6 +47,9 @@ DRAIN = ".drain"
 DURABLE = ".durable"
 COMMITTED = ".committed"
 VOID = ".void"
+TABLES = ".tables"
+TABLES_MAX = 1_000
+"""Of how many tables of a stream rows are counted."""
 NO_MARK = BatchKey(-1, "")
 READ_FILES_MAX = 1_000
 """How many runs of one host :func:`read` reads."""
@@ -97,6 +101,34 @@ def void_by(stream: str, seq: int) -> int:
             marked, reset_number = map(int, (directory() / f"{stream}{VOID}").read_text().split())
             return reset_number if marked == seq else 0
     return 0
+
+
+_table_rows: dict[str, dict[str, dict[str, int]]] = {}
+"""What the sinks of this process wrote, by stream and table."""
+_table_rows_lock = threading.Lock()
+
+
+def count_rows(stream: str, table: str, rows: Mapping[str, int]) -> None:
+    """Add to the rows that sinks of this process wrote to a table, for the statistics of the stream's run.
+
+    Does nothing where no run of this user publishes, and never raises.
+    """
+    with _table_rows_lock, contextlib.suppress(OSError):
+        tables = _table_rows.setdefault(stream, {})
+        if (table not in tables and len(tables) == TABLES_MAX) or not (stream.isalnum() and _is_usable()):
+            return
+        known = tables.setdefault(table, {})
+        known |= {name: known.get(name, 0) + count for name, count in rows.items()}
+        write_atomically(directory() / f"{stream}{TABLES}", json.dumps(tables))
+
+
+def table_rows(stream: str) -> dict[str, dict[str, int]]:
+    """Return the rows that sinks of this host wrote for a stream, by table."""
+    with contextlib.suppress(OSError, ValueError):
+        if stream.isalnum() and _is_usable():
+            found: dict[str, dict[str, int]] = json.loads((directory() / f"{stream}{TABLES}").read_text())
+            return found
+    return {}
 
 
 def durable_mark(stream: str) -> BatchKey:
@@ -218,7 +250,8 @@ class Publisher:
             last_batch: the number of the batch in flight, if it may be the run's last one; -1 otherwise.
             committed: whether Kafka has the positions of all partitions.
         """
-        statistics = replace(statistics, metrics_port=self.metrics_port)
+        tables = table_rows(statistics.stream)
+        statistics = replace(statistics, metrics_port=self.metrics_port, tables=tables)
         state = (statistics, drained, last_batch, committed)
         if self._is_closed or state == self._written:
             return
@@ -273,6 +306,9 @@ class Publisher:
         self._is_closed = True
         self._remove()
         stream = self.last.stream if self.last is not None else ""
+        if stream and _is_usable():
+            with contextlib.suppress(OSError):
+                (directory() / f"{stream}{TABLES}").unlink()
         if (mark := durable_mark(stream)) != NO_MARK and not is_later(mark, seq):
             with contextlib.suppress(OSError):
                 (directory() / f"{stream}{DURABLE}").unlink()

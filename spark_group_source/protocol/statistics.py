@@ -4,7 +4,7 @@ Runs in: the stream reader, tests. Deliberately absent: where a snapshot is publ
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from spark_group_source.model import OffsetRange, TopicPartition
@@ -100,6 +100,9 @@ class Statistics:
     offsets_restored: int = 0
     """Partitions that continued at the checkpoint's position because the group had no offset for them: expired,
     deleted, or never committed before a crash."""
+    tables: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    """What the sinks of the driver's Python process wrote since it started, by table: rows ``inserted``, ``updated``
+    and ``deleted``, and ``bad`` records. Only ``DeltaSink`` reports it."""
 
     def as_dict(self) -> dict[str, Any]:
         """All fields by name, ready for ``json.dumps``."""
@@ -108,7 +111,7 @@ class Statistics:
     @classmethod
     def from_dict(cls, doc: Mapping[str, Any]) -> "Statistics":
         """The inverse of :meth:`as_dict`, also through JSON. Ignores unknown names."""
-        values: dict[str, Any] = {field.name: doc[field.name] for field in fields(cls)}
+        values: dict[str, Any] = {each.name: doc[each.name] for each in fields(cls)}
         return cls(**values | {name: tuple(value) for name, value in values.items() if isinstance(value, list)})
 
     def count_rebalance(self, reason: str, *, now_ms: int) -> None:

@@ -112,6 +112,26 @@ def test_the_void_mark_names_one_batch_and_stays_for_the_next_run(directory: Pat
     ]
 
 
+def test_rows_of_sinks_are_added_up_and_published_until_the_run_stops(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_files, "_table_rows", {})
+    monkeypatch.setattr(run_files, "TABLES_MAX", 2)
+    run_files.count_rows(STREAM, "a", {"inserted": 1})
+    run = run_files.Publisher("etl")
+    run.publish(statistics())
+    assert run_files.table_rows(STREAM) == {}, "no run published before"
+    for table, rows in (("a", {"inserted": 5, "bad": 0}), ("b", {"inserted": 1}), ("a", {"inserted": 2, "bad": 3})):
+        run_files.count_rows(STREAM, table, rows)
+    run_files.count_rows(STREAM, "one more", {"inserted": 7})
+    expected = {"a": {"inserted": 7, "bad": 3}, "b": {"inserted": 1}}
+    run.publish(statistics())
+    assert [doc["tables"] for doc in run_files.read("etl")] == [expected] and run.last is not None
+    assert run.last.tables == run_files.table_rows(STREAM) == expected
+    run.close()
+    assert list(directory.iterdir()) == []
+
+
 def test_the_metrics_port_is_published_with_the_statistics(directory: Path) -> None:
     run = run_files.Publisher("etl")
     run.metrics_port = 9464
