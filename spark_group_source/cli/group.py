@@ -184,6 +184,8 @@ def _show_runs(described: GroupReport) -> None:
             f"{run['records_lost']} records lost"
         )
         console.print(_slots(Statistics.from_dict(run), now_s))
+        for line in report.written_lines(run):
+            console.print(line)
         if missing := run.get("missing_topics"):
             console.print(f"query in {at}: topic {shown(missing)} does not exist")
         if since_ms := run.get("unreachable_since_ms"):

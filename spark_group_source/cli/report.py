@@ -31,6 +31,8 @@ DEAD = "dead"
 UNASSIGNED = "unassigned"
 EXPIRING_SHARE = 0.75
 """An offset expires soon when this share of its retention is over."""
+TABLES_SHOWN_MAX = 20
+"""Tables of a run that are listed; more are counted."""
 NARROW = 100
 """Terminals with fewer columns get narrower tables."""
 SHORT_CHARS = 11
@@ -387,9 +389,21 @@ def group_view(
     if silent:
         parts.append(Text(f"no answer: {silent}", style="bold red"))
     parts += [members_table(report), partitions_table(report, rows_max=rows_max, bars=bars)]
+    parts += [Text(line) for run in report.runs for line in written_lines(run)]
     if events:
         parts.append(Panel(Text("\n".join(events)), title="events", title_align="left"))
     return Group(*parts)
+
+
+def written_lines(run: Mapping[str, Any]) -> list[str]:
+    """What the sinks of a run wrote, one line for each table."""
+    tables = run.get("tables", {})
+    lines = []
+    for table, rows in sorted(tables.items())[:TABLES_SHOWN_MAX]:
+        counts = [f"{count:,} {kind}" for kind, count in rows.items() if count]
+        lines.append(f"table {table}: {', '.join(counts) or 'nothing written'}")
+    left = len(tables) - len(lines)
+    return [*lines, f"and {left} more tables"] if left else lines
 
 
 def expiry_text(report: GroupReport) -> list[str]:

@@ -60,6 +60,14 @@ def _rows(of: Statistics, _now_ms: int) -> Iterator[Sample]:
             yield (of.group, of.stream, str(slot), source), rows
 
 
+def _by_table(name: str, kinds: Sequence[str], doc: str) -> _Row:
+    def samples(of: Statistics, _now_ms: int) -> Iterator[Sample]:
+        for table, rows in of.tables.items():
+            yield (of.group, of.stream, table), sum(rows.get(kind, 0) for kind in kinds)
+
+    return Metric(PREFIX + name, (*RUN, "table"), samples, doc)
+
+
 METRICS: tuple[_Row, ...] = (
     Metric(PREFIX + "state", (*RUN, "state"), _states,
            "1 for the run's current state, 0 for every other state ([states](states.md#run))."),
@@ -111,5 +119,10 @@ METRICS: tuple[_Row, ...] = (
            "Offsets of idle partitions that were committed again, unchanged, before they could expire."),
     _count("offsets_restored_total", "offsets_restored",
            "Partitions that continued at the checkpoint's position because their committed offset had expired."),
+    _by_table("table_rows_total", ("inserted", "updated", "deleted"),
+              "Rows of a `DeltaSink`'s table that batches inserted, updated or deleted."),
+    _by_table("table_updated_rows_total", ("updated",), "Those that merges updated."),
+    _by_table("table_deleted_rows_total", ("deleted",), "Those that merges deleted."),
+    _by_table("table_bad_records_total", ("bad",), "Bad records, which are in the table's dead letters instead."),
 )  # fmt: skip
 """All metrics of a run, in the order of ``docs/metrics.md``."""

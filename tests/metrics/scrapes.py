@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 SCRAPE_S = 120
 OPERATORS = {">": operator.gt, "<": operator.lt, "==": operator.eq}
-RULE = re.compile(r"(?:increase\()?(\w+)(?:\[\w+\]\))? ([<>]|==) ([\d.]+)(?: \* (\w+))?")
+RULE = re.compile(r"(?:increase\()?(\w+)(?:\[\w+\]\))? ([<>]|==) ([\d.]+)(?: \* (?:increase\()?(\w+)(?:\[\w+\]\))?)?")
 ALERTS: dict[str, str] = {
     rule["alert"]: rule["expr"]
     for group in yaml.safe_load((Path(__file__).parents[2] / "conf" / "alerts.yml").read_text())["groups"]
@@ -67,12 +67,13 @@ def fires(expression: str, now: Scrape, before: Scrape) -> bool:
     assert found, f"{expression!r} is not of the simple kinds that are evaluated here"
     name, compare, bound, other = found[1], OPERATORS[found[2]], float(found[3]), found[4]
     gained = expression.startswith("increase(")
+
+    def of(sample: Sample) -> float:
+        return now[sample] - (before.get(sample, now[sample]) if gained else 0)
+
     return any(
-        compare(
-            value - (before.get(sample, value) if gained else 0),
-            bound * (1 if other is None else now[Sample(other, sample.labels)]),
-        )
-        for sample, value in now.items()
+        compare(of(sample), bound * (1 if other is None else of(Sample(other, sample.labels))))
+        for sample in now
         if sample.name == name
     )
 

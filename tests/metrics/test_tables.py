@@ -8,7 +8,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.registry import Collector
 
-from metrics.scrapes import Scrape, firing, parsed, value, values
+from metrics.scrapes import ALERTS, Scrape, fires, firing, parsed, value, values
 from spark_group_source.kafka import GroupMember
 from spark_group_source.metrics import groups, run
 from spark_group_source.metrics.endpoint import Metric, MetricsCollector
@@ -52,6 +52,7 @@ RUN = Statistics(
     commit_delay_max_ms=130,
     offsets_renewed=5,
     offsets_restored=6,
+    tables={"/lake/a": {"inserted": 90, "updated": 8, "deleted": 2, "bad": 4}, "/lake/b": {"inserted": 10, "bad": 1}},
 )
 TP = TopicPartition("orders", 0)
 
@@ -121,6 +122,19 @@ def test_a_run_exports_its_statistics_in_base_units() -> None:
     states = {state.value: value(at, "kafka_group_source_state", state=state.value) for state in RunState}
     assert {state for state, is_it in states.items() if is_it} == {"reading"}
     assert value(at, "kafka_group_source_slots", state="revoking") == 1
+    kinds = ("table_rows", "table_updated_rows", "table_deleted_rows", "table_bad_records")
+    of_tables = [[value(at, f"kafka_group_source_{kind}_total", table=f"/lake/{t}") for kind in kinds] for t in "ab"]
+    assert of_tables == [[100, 8, 2, 4], [10, 0, 0, 1]]
+
+
+def test_the_alert_on_bad_records_compares_their_share_of_each_table() -> None:
+    before, alert = of_run(RUN), ALERTS["KafkaGroupSourceBadRecords"]
+
+    def after(inserted: int, bad: int) -> Scrape:
+        return of_run(replace(RUN, tables={**RUN.tables, "/lake/b": {"inserted": 10 + inserted, "bad": 1 + bad}}))
+
+    assert not fires(alert, after(1000, 50), before)
+    assert fires(alert, after(1000, 51), before)
 
 
 def test_a_reachable_run_exports_zero_unreachable_seconds_and_an_unpublished_run_nothing() -> None:

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from metrics.scrapes import Scrape, scrape, value, values
 from scenes import Scene
 from streams import numbered
 
-from spark_group_source import source
+from spark_group_source import DeltaSink, source
 from spark_group_source.errors import OptionError
 from spark_group_source.host import run_files
 from spark_group_source.metrics import groups, run
@@ -70,7 +71,9 @@ def test_a_query_and_an_exporter_serve_every_metric_of_the_dashboard_and_the_ale
     at = {TopicPartition(topic, 0): 10**6}
     ledger = LedgerSnapshot(group=scene.group, table="t", offsets=at, expires_ms=0, retention_ms=0, is_unsettled=False)
     exporter = Exporter(sweeps, interval_s=15, host="127.0.0.1", port=0, read_ledgers=lambda: (ledger,))
-    with one.running() as query:
+    with ExitStack() as stack:
+        query = one.start_into(DeltaSink(scene.folder / "table"))
+        stack.callback(query.stop)
         query.processAllAvailable()
         await_until(lambda: scene.committed() == scene.end_offsets(topic), what="the offset commit")
         (port,) = [doc["metrics_port"] for doc in run_files.read(scene.group)]
@@ -94,6 +97,7 @@ def test_a_query_and_an_exporter_serve_every_metric_of_the_dashboard_and_the_ale
 
     assert value(inside, "kafka_group_source_durable_batch", group=scene.group) >= 0
     assert value(inside, "kafka_group_source_commits_total") >= 1
+    assert value(inside, "kafka_group_source_table_rows_total", table=str(scene.folder / "table")) == 10
     assert value(inside, "kafka_group_source_ledger_gap_offsets") == 0
     assert value(outside, "kafka_group_members", group=scene.group) == 1
     assert values(outside, "kafka_group_lag_seconds", topic=topic) == [0, 0, 0]
