@@ -91,7 +91,8 @@ class Invariants(Accounts):
             book.away |= book.chain.keys() - {reader.party}
             begin = self._committed(tp)
             foreign = book.commits and book.commits[-1][1].stream != reader.party
-            if reader.party in book.chain and foreign and not self._is_replaced(reader):
+            decides = not reader.closing and not self._is_replaced(reader)
+            if reader.party in book.chain and foreign and decides:
                 book.chain[reader.party] = begin  # after a foreign commit: also inside its own batch
                 until = None
             if reader.party not in book.away:

@@ -302,6 +302,30 @@ def test_a_run_goes_on_where_it_ended_after_an_older_run_was_assigned_a_foreign_
     scene.truth.planned(second, offset(second, 1, 5, 10))
 
 
+@pytest.mark.parametrize("stops", [True, False])
+def test_a_run_goes_on_where_it_ended_although_one_that_stops_was_assigned_a_foreign_commit(
+    scene: Scene, stops: bool
+) -> None:
+    """A run that does not stop decides where the stream goes on."""
+    scene.truth.produce(TP, 20)
+    (first, client), (second, late) = scene.member("a.1", stream="a"), scene.member("a.2", stream="a")
+    second.number = 1
+    other, ordinary = scene.member("other")
+    scene.assign(client)
+    scene.truth.planned(first, offset(first, 0, 0, 5))
+    scene.truth.processed_by(first, {TP: (0, 5)})
+    scene.assign(ordinary)
+    scene.commit(other, 4)
+    second.closing = stops
+    scene.assign(late)
+    second.alive = False
+    if stops:
+        scene.truth.planned(first, offset(first, 1, 5, 10))
+    else:
+        with pytest.raises(Violation, match="its last range ended at 4"):
+            scene.truth.planned(first, offset(first, 1, 5, 10))
+
+
 def test_a_truncated_log_that_is_read_again_before_a_loss_is_reported_may_be_read_twice(scene: Scene) -> None:
     """An agent has closed its member, and its run plans from where the log was truncated below its position."""
     scene.truth.produce(TP, 5)
