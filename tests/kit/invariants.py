@@ -227,7 +227,8 @@ class Invariants(Accounts):
             book.reached[reader.party] = max(end, book.reached.get(reader.party, end))
             has = any(holding.reader is reader for holding in book.holders.values())
             for loss in book.losses if start < end else ():
-                follows = loss.end == start or (loss.end is not None and start < loss.end and start in book.truncated)
+                again = loss.report_pending and start in book.truncated
+                follows = loss.end == start or (again and loss.end is not None and start < loss.end)
                 if loss.reader is reader and loss.cause is Cause.REPORTED and follows:
                     loss.end = end if loss.report_pending or not has else start
 

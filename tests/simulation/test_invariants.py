@@ -349,6 +349,30 @@ def test_a_truncated_log_that_is_read_again_before_a_loss_is_reported_may_be_rea
     assert scene.truth.causes[Cause.REPORTED] == 5
 
 
+def test_a_range_that_follows_a_commit_at_an_earlier_truncation_is_part_of_a_reported_loss(scene: Scene) -> None:
+    scene.truth.produce(TP, 5)
+    query, client = scene.member("a.1", stream="a")
+    second, other = scene.member("b.1", stream="b")
+    scene.truth.shrunk(TP, 3)
+    scene.truth.produce(TP, 7)
+    scene.assign(client)
+    scene.truth.planned(query, offset(query, 0, 0, 3))
+    scene.truth.processed_by(query, {TP: (0, 3)})
+    scene.commit(query, 3)
+    scene.truth.planned(query, offset(query, 1, 3, 10))
+    scene.truth.processed_by(query, {TP: (3, 10)})
+    scene.truth.lost(TPS, client)
+    scene.assign(other)
+    scene.commit(second, 3)
+    scene.truth.released(TPS, other)
+    scene.assign(client)
+    scene.commit(query, 3, seq=1)
+    scene.truth.intends(query, {TP: (3, 10)})
+    scene.truth.planned(query, offset(query, 2, 3, 10))
+    scene.truth.processed_by(query, {TP: (3, 10)})
+    assert scene.truth.causes[Cause.REPORTED] == 7
+
+
 def test_a_start_that_a_killed_query_had_not_committed_may_be_decided_again(scene: Scene) -> None:
     scene.truth.starts_at_the_end = True
     scene.truth.produce(TP, 9)
