@@ -1,19 +1,23 @@
-"""DeltaSinks: writes each topic of a batch to a table of its own, each record once.
+"""DeltaSinks: writes each topic of a batch, or each value of an expression, to a table of its own, each record once.
 
 Runs in: the user's driver (on Spark Connect: in the server's worker for ``foreachBatch``). Deliberately absent: how one
 table is written and how its ledger decides (:mod:`sink`).
 
-A table gets the part of the batch that has its topics, and its ledger has the offsets of these topics only. So a table
-needs no commit in a batch without records for it, and no ledger says anything about another table. A crash between two
-tables leaves the batch in some of them: Spark runs it again, those that have it write nothing, and the others write
-theirs. The batch is durable, and Kafka gets its offsets, when all tables have it; so a query without its checkpoint
-continues at the lowest position of all tables, and each one leaves out what it has.
+By topic, a table gets the part of the batch that has its topics, and its ledger has the offsets of these topics only.
+So a table needs no commit in a batch without records for it, and no ledger says anything about another table. By an
+expression, a record of any partition may be for any table; so each table has a commit in each batch, also without rows,
+and its ledger has the offsets of all topics.
+
+A crash between two tables leaves the batch in some of them: Spark runs it again, those that have it write nothing, and
+the others write theirs. The batch is durable, and Kafka gets its offsets, when all tables have it; so a query without
+its checkpoint continues at the lowest position of all tables, and each one leaves out what it has.
 """
 
+import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from spark_group_source.delta.checkpoint import PlannedBatch, read_planned
@@ -22,7 +26,7 @@ from spark_group_source.errors import OptionError
 from spark_group_source.protocol.offsets import StreamOffset
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame, SparkSession
+    from pyspark.sql import Column, DataFrame, SparkSession
 
 TABLES_MAX = 100
 """The default bound on the tables of one :class:`DeltaSinks`."""
@@ -37,11 +41,20 @@ _threads = ThreadPoolExecutor(AT_ONCE_MAX, "spark-group tables")
 """They write tables of all queries of this process. A thread that used the JVM keeps its connection open."""
 
 
+_KEY = "__table_key"
+OTHERS = None
+"""In place of a key: all that have no table of their own."""
+
+Key = Callable[["DataFrame"], "Column"]
+"""Returns the column whose value names the table of a row."""
+
+
 class TablePart(NamedTuple):
     """What one table gets of a batch."""
 
     sink: DeltaSink
-    topics: tuple[str, ...]
+    keys: tuple[str | None, ...]
+    """Its topics, or the values of the expression."""
     planned: PlannedBatch
 
     @property
@@ -52,7 +65,8 @@ class TablePart(NamedTuple):
 
 class DeltaSinks:
     """Writes each topic to a Delta table of its own, exactly once:
-    ``stream.writeStream.foreachBatch(DeltaSinks(lambda topic: DeltaSink(f"/lake/{topic}")))``.
+    ``stream.writeStream.foreachBatch(DeltaSinks(lambda topic: DeltaSink(f"/lake/{topic}")))``; with ``by``, each value
+    of an expression: ``DeltaSinks({"click": clicks, "view": views}, by="value:type")``.
 
     A batch with records for several tables is read from Kafka once: Spark keeps its rows, in memory and on disk, until
     all tables have them, also if one fails. Up to AT_ONCE_MAX tables are written side by side. A table that cannot be
@@ -62,20 +76,26 @@ class DeltaSinks:
         sinks: the sink of each topic, or a function that returns the sink of a topic; it is called once for each topic.
             Topics whose sinks name one table share the first of these sinks. A table is created when its
             first record comes, and begins there.
+        by: the SQL expression, or a function of the rows that returns the column, whose value is the key of a row's
+            sink; None: the topic. It must be the same when a batch runs again. Each table then has a commit in each
+            batch; a table that is added later begins there.
+        others: the sink of rows for which a dict of sinks has none.
         tables_max: how many tables there may be; a further one fails the batch before anything is written.
         checkpoint: the query's ``checkpointLocation``. Needed on Spark Connect only.
 
     Errors are raised when a batch is written: those of :class:`DeltaSink`, and
 
     Raises:
-        OptionError: a topic has no sink, there are too many tables, the rows lack the column ``topic`` or have other
-            topics than the batch, or the query has other sources. Nothing was written.
+        OptionError: a topic or key has no sink, there are too many tables, the rows lack the column ``topic`` or have
+            other topics than the batch, or the query has other sources. Nothing was written.
     """
 
     def __init__(
         self,
         sinks: Mapping[str, DeltaSink] | Callable[[str], DeltaSink],
         *,
+        by: str | Key | None = None,
+        others: DeltaSink | None = None,
         tables_max: int = TABLES_MAX,
         checkpoint: str | None = None,
     ) -> None:
@@ -83,11 +103,16 @@ class DeltaSinks:
             sinks = dict(sinks)
             if not sinks or any(not isinstance(sink, DeltaSink) for sink in sinks.values()):
                 raise OptionError("DeltaSinks needs a DeltaSink for each topic, or a function that returns one")
-            if len({sink.table for sink in sinks.values()}) > tables_max:
+            if len({sink.table for sink in sinks.values()}) + (others is not None) > tables_max:
                 raise OptionError(f"DeltaSinks has more tables than tables_max={tables_max}")
         elif not callable(sinks):
             raise OptionError(f"DeltaSinks needs sinks by topic, or a function, not {type(sinks).__name__}")
+        elif by is not None or others is not None:
+            raise OptionError("by and others need a dict of sinks: each table has a commit in each batch")
+        if not isinstance(others, DeltaSink | None):
+            raise OptionError(f"others is {others!r}; it must be a DeltaSink")
         self._given = sinks
+        self.by, self.others = by, others
         self.tables_max = tables_max
         self.checkpoint = checkpoint.rstrip("/") if checkpoint else None
         self._by_topic: dict[str, DeltaSink] = {}
@@ -97,9 +122,14 @@ class DeltaSinks:
         """Write one batch; ``foreachBatch`` calls this."""
         spark = df.sparkSession
         planned = read_planned(spark, batch_id, self.checkpoint)
-        parts = self._parts(df, planned)
-        persist = any(part.sink.persist for part in parts)
-        with rows_by_topics(df, {part.topics: part.ranges for part in parts}, persist=persist) as rows:
+        if planned.other_sources:
+            raise OptionError(
+                f"query {planned.query_id} has sources of other kinds, and DeltaSinks chooses the table of each row. "
+                "Use a query for each kind of source",
+                query_id=planned.query_id,
+            )
+        parts = self._parts_by_topic(df, planned) if self.by is None else self._parts_by_key(planned)
+        with self._rows_of(df, parts) as rows:
             written = write_side_by_side(spark, parts, rows)
         void = {
             offset.stream
@@ -110,14 +140,25 @@ class DeltaSinks:
         durable = [offset for offset in planned.offsets if offset.stream not in void]
         report(spark, planned, durable, is_whole_sink=is_called_by_spark(sys._getframe(1)))
 
-    def _parts(self, df: "DataFrame", planned: PlannedBatch) -> list[TablePart]:
+    def _rows_of(self, df: "DataFrame", parts: Sequence[TablePart]) -> "AbstractContextManager[list[DataFrame]]":
+        """Return the rows of each part."""
+        if self.by is not None:
+            return rows_by_key(df, self.by, [part.keys for part in parts], tasks=max(part.ranges for part in parts))
+        persist = any(part.sink.persist for part in parts)
+        topics = {tuple(str(topic) for topic in part.keys): part.ranges for part in parts}
+        return rows_by_topics(df, topics, persist=persist)
+
+    def _parts_by_key(self, planned: PlannedBatch) -> list[TablePart]:
+        """Return all tables."""
+        assert isinstance(self._given, dict)
+        others = [] if self.others is None else [(OTHERS, self.others)]
+        keys: dict[DeltaSink, list[str | None]] = {}
+        for key, sink in [*self._given.items(), *others]:
+            keys.setdefault(self._by_table.setdefault(sink.table, sink), []).append(key)
+        return [TablePart(sink, tuple(some), planned) for sink, some in keys.items()]
+
+    def _parts_by_topic(self, df: "DataFrame", planned: PlannedBatch) -> list[TablePart]:
         """Return the tables for which the batch has records."""
-        if planned.other_sources:
-            raise OptionError(
-                f"query {planned.query_id} has sources of other kinds, and DeltaSinks chooses tables by the topic of "
-                "the rows. Use a query for each kind of source",
-                query_id=planned.query_id,
-            )
         types = [field.dataType.simpleString() for field in df.schema.fields if field.name == "topic"]
         if types != ["string"]:
             raise OptionError(
@@ -131,7 +172,7 @@ class DeltaSinks:
 
     def _sink_of(self, topic: str) -> DeltaSink:
         if topic not in self._by_topic:
-            sink = self._given(topic) if callable(self._given) else self._given.get(topic)
+            sink = self._given(topic) if callable(self._given) else self._given.get(topic, self.others)
             if not isinstance(sink, DeltaSink):
                 raise OptionError(
                     f"topic {topic} has no table: DeltaSinks has {type(sink).__name__} for it, not a DeltaSink. Add a "
@@ -175,6 +216,46 @@ def rows_by_topics(
                 "DeltaSink(..., transform=...), not before writeStream"
             )
         yield [rows_of(rows, topics).coalesce(tasks) for topics, tasks in parts.items()]
+
+
+@contextmanager
+def rows_by_key(
+    df: "DataFrame", by: str | Key, parts: Sequence[Collection[str | None]], *, tasks: int
+) -> "Iterator[list[DataFrame]]":
+    """Return the rows of each part of a batch. Spark keeps them until the block ends.
+
+    Args:
+        parts: the keys of each part.
+        tasks: the most tasks in which the rows of all parts are written.
+
+    Raises:
+        OptionError: a row has another key.
+    """
+    from pyspark.sql import functions as F
+
+    known = sorted(key for keys in parts for key in keys if key is not OTHERS)
+    is_known = F.coalesce(F.col(_KEY).isin(*known), F.lit(False))
+    of_row = F.expr(by) if isinstance(by, str) else by(df)
+    with persisted(df.withColumn(_KEY, of_row.cast("string"))) as rows:
+        counted = rows.groupBy(F.when(is_known, F.col(_KEY)).alias(_KEY)).count().collect()
+        counts: dict[str | None, int] = {row[0]: row[1] for row in counted}
+        if counts.get(OTHERS) and not any(OTHERS in keys for keys in parts):
+            found = rows.where(~is_known).select(_KEY).distinct().limit(NAMED_MAX).collect()
+            raise OptionError(
+                f"{counts[OTHERS]} rows of the batch have no table: the value of by is "
+                f"{', '.join(sorted(repr(key) for (key,) in found))}, and DeltaSinks has sinks for "
+                f"{', '.join(map(repr, known[:NAMED_MAX]))}. Nothing was written. Add a DeltaSink for it, or others="
+            )
+
+        def part(keys: Collection[str | None]) -> "DataFrame":
+            share = sum(counts.get(key, 0) for key in keys) / max(1, sum(counts.values()))
+            if not share:
+                return df.where(F.lit(False))  # Spark reads nothing
+            is_here = F.coalesce(F.col(_KEY).isin(*(key for key in keys if key is not OTHERS)), F.lit(False))
+            is_here = is_here | ~is_known if OTHERS in keys else is_here
+            return rows.where(is_here).drop(_KEY).coalesce(max(1, math.ceil(tasks * share)))
+
+        yield [part(keys) for keys in parts]
 
 
 def other_topics(rows: "DataFrame", topics: Sequence[str]) -> list[str]:

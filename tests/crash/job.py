@@ -4,8 +4,9 @@ Arguments, as one JSON object: servers, group, topic, table, checkpoint, scratch
 Spark Connect server that the job starts. ``writer``, ``storage_options``: of the sink. ``again``: whether a failed
 query is started again. ``spark``: more settings of the session, and jars besides Delta's. ``pause``: where the first
 batch of the run stays until the job is killed; then there is a file ``paused`` in ``scratch``. A ``table`` with
-``{topic}`` in it is one for each topic. ``registry``: the URL of the schema registry of the records' values. ``bad``:
-the table of records that cannot be decoded. ``merged``: whether records are changes of KEYS keys.
+``{topic}`` in it is one for each topic, or with ``by`` one for each of ROUTES. ``registry``: the URL of the schema
+registry of the records' values. ``bad``: the table of records that cannot be decoded. ``merged``: whether records are
+changes of KEYS keys.
 """
 
 import json
@@ -29,12 +30,15 @@ LOOK_S = 2
 PAUSE_S_MAX = 600
 KEYS = 40
 """Record ``n`` changes the key ``n % KEYS``, a multiple of the number of partitions."""
+ROUTES = ("0", "1", "2")
+BY = f"CAST(CAST(value AS STRING) AS LONG) % {len(ROUTES)}"
+"""The route of a record."""
 DELETES = "n % 7 = 3"
 """Which changes delete."""
 Point = Literal["offset", "rows", "commit"]
 """Points of a batch: after Spark wrote ``offsets/N``, after the sink wrote rows, after Spark wrote ``commits/N``."""
 BETWEEN_TABLES = "tables"
-"""The point at which all tables but that of the last topic may have the batch."""
+"""The point at which all tables but that of the last topic or route may have the batch."""
 
 
 def main(
@@ -53,6 +57,7 @@ def main(
     registry: str = "",
     bad: str = "",
     merged: str = "",
+    by: str = "",
     **options: str,
 ) -> None:
     if connect:
@@ -68,6 +73,7 @@ def main(
     stream = session.readStream.format("kafka-group").option("kafka.bootstrap.servers", servers)
     stream = stream.option("kafka.group.id", group).option("subscribe", topic).options(**options)
     where = checkpoint if connect else None
+    sink: DeltaSink | DeltaSinks
     paused = Path(scratch) / "paused"
     transform = _decoder(registry, topic) if registry else _changes if merged else _rows
 
@@ -76,7 +82,7 @@ def main(
         return df
 
     def sink_of(name: str) -> DeltaSink:
-        is_held = pause == BETWEEN_TABLES and topic.endswith(name)
+        is_held = pause == BETWEEN_TABLES and (ROUTES[-1] == name if by else topic.endswith(name))
         return DeltaSink(
             table.format(topic=name),
             transform=rows_of_last_topic if is_held else transform,
@@ -88,7 +94,10 @@ def main(
             dead_letters=DeadLetters(bad, error="error", max_fraction=1.0) if bad else None,
         )
 
-    sink = DeltaSinks(sink_of, checkpoint=where) if "{topic}" in table else sink_of(topic)
+    if by:
+        sink = DeltaSinks({route: sink_of(route) for route in ROUTES}, by=by, checkpoint=where)
+    else:
+        sink = DeltaSinks(sink_of, checkpoint=where) if "{topic}" in table else sink_of(topic)
     write = sink if pause in (None, BETWEEN_TABLES) else _paused(sink, pause, paused)
     started = stream.load().writeStream.foreachBatch(write).option("checkpointLocation", checkpoint)
     tests, running = os.getppid(), True

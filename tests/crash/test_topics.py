@@ -1,5 +1,5 @@
-"""G2, G4, G5: the driver of a query with a table for each topic is killed: each record is in its table once, and Kafka
-is never ahead of a table."""
+"""G2, G4, G5: the driver of a query with a table for each topic, or for each value of an expression, is killed: each
+record is in its table once, and Kafka is never ahead of a table."""
 
 import shutil
 from collections import Counter
@@ -14,7 +14,7 @@ from kafka_helpers import Offsets, TopicFactory, await_progress, committed_of, e
 from rebalance.accounts import Flow
 from streams import planned
 
-from crash.job import BETWEEN_TABLES
+from crash.job import BETWEEN_TABLES, BY, ROUTES
 from crash.killed import ARGUMENTS, CALM, Application, Way, ledger_of
 from spark_group_source.local.broker import Broker
 
@@ -23,58 +23,71 @@ TOPICS = 3
 
 
 class Lake:
-    """The query, its topics and their tables."""
+    """The query, its topics and their tables.
 
-    def __init__(self, broker: Broker, home: Path, group: str, topics: list[str], way: Way) -> None:
+    Args:
+        routed: whether the table of a record depends on its value, and not on its topic.
+    """
+
+    def __init__(self, broker: Broker, home: Path, group: str, topics: list[str], way: Way, *, routed: bool) -> None:
         self.folder, self.group, self.topics = home / "lake", group, topics
+        self.tables = dict.fromkeys(ROUTES, topics) if routed else {topic: [topic] for topic in topics}
+        """The topics of each table."""
         self.servers = broker.bootstrap_servers
         self.admin = AdminClient({"bootstrap.servers": self.servers, "log_level": 0})
-        given = {"servers": self.servers, "group": group, "topic": ",".join(topics)}
+        given = {"servers": self.servers, "group": group, "topic": ",".join(topics), "by": BY if routed else ""}
         given |= {"table": f"{self.folder}/{{topic}}", "maxOffsetsPerTrigger": "2000", **ARGUMENTS[way], **CALM}
-        self.query = Application(home, given, read_table=lambda: self.folder / topics[0])
+        self.query = Application(home, given, read_table=lambda: self.folder / next(iter(self.tables)))
 
     def progress(self) -> object:
         return size_of(self.query.log), [len(list(self.folder.glob("*/_delta_log/*.json")))]
 
-    def ledgers(self) -> Offsets:
-        return {tp: at for t in self.topics if (self.folder / t).exists() for tp, at in self.ledger(t).items()}
-
-    def ledger(self, topic: str) -> Offsets:
-        return ledger_of(self.folder / topic, self.group)
+    def ledger(self, table: str) -> Offsets:
+        return ledger_of(self.folder / table, self.group) if (self.folder / table).exists() else {}
 
     def run_until_commits(self) -> None:
         """Until the run has written to each table."""
         self.query.running()
-        before = self.ledgers()
+        before = {table: self.ledger(table) for table in self.tables}
 
         def are_written() -> bool:
-            ledgers = self.ledgers()
             self.query.running()
-            return all(any(ledgers[tp] > before.get(tp, 0) for tp in ledgers if tp.topic == t) for t in self.topics)
+            return all(
+                any(at > former.get(tp, 0) for tp, at in self.ledger(table).items()) for table, former in before.items()
+            )
 
         await_progress(are_written, self.progress, what="a commit to each table")
 
     def kill(self) -> None:
         self.query.kill()
-        ledgers = self.ledgers()
-        ahead = {tp: at for tp, at in committed_of(self.admin, self.group).items() if at > ledgers.get(tp, 0)}
-        assert not ahead, (ahead, ledgers)
+        committed = committed_of(self.admin, self.group)
+        for table, topics in self.tables.items():
+            ledger = self.ledger(table)
+            ahead = {tp: at for tp, at in committed.items() if tp.topic in topics and at > ledger.get(tp, 0)}
+            assert not ahead, (table, ahead, ledger)
 
     def kill_between_tables(self) -> None:
-        """The table of the last topic does not have the batch, the others do."""
+        """The last table does not have the batch, the others do."""
         self.query.arguments["pause"] = BETWEEN_TABLES
         self.query.start()
-        await_progress(lambda: self.has_batch(self.topics[:-1]), self.progress, what="the batch in the other tables")
+        *others, last = self.tables
+        await_progress(lambda: self.have_batch(others), self.progress, what="the batch in the other tables")
         self.kill()
-        assert not self.has_batch(self.topics[-1:])
+        assert not self.have_batch([last])
         self.query.arguments["pause"] = None
 
-    def has_batch(self, topics: list[str]) -> bool:
-        """Whether the run waits between tables, and those of these topics have the newest planned batch."""
+    def have_batch(self, tables: list[str]) -> bool:
+        """Whether the run waits between tables, and these have the newest planned batch."""
         if not (self.query.home / "scratch" / "paused").exists():
             return False
-        ledgers, batches = self.ledgers(), planned(Path(self.query.arguments["checkpoint"]))
-        return all(ledgers.get(r.tp, 0) >= r.end for r in batches[max(batches)].batch() if r.tp.topic in topics)
+        batches = planned(Path(self.query.arguments["checkpoint"]))
+        batch = batches[max(batches)].batch()
+        return all(
+            self.ledger(table).get(r.tp, 0) >= r.end
+            for table in tables
+            for r in batch
+            if r.tp.topic in self.tables[table]
+        )
 
     def drain(self) -> None:
         ends = {tp: at for t in self.topics for tp, at in end_offsets_of(self.admin, t).items()}
@@ -84,14 +97,16 @@ class Lake:
             return committed_of(self.admin, self.group) == ends
 
         await_progress(at_the_end, self.progress, what="the end of what was produced")
-        assert self.ledgers() == ends
+        for table, topics in self.tables.items():
+            assert self.ledger(table) == {tp: at for tp, at in ends.items() if tp.topic in topics}
 
 
 @pytest.fixture
 def lake(
     broker: Broker, tmp_path: Path, group_id: str, topic: TopicFactory, request: pytest.FixtureRequest
 ) -> Iterator[Lake]:
-    found = Lake(broker, tmp_path, group_id, sorted(topic(2) for _ in range(TOPICS)), request.param)
+    way, routed = request.param
+    found = Lake(broker, tmp_path, group_id, sorted(topic(2) for _ in range(TOPICS)), way, routed=routed)
     yield found
     found.query.end()
 
@@ -101,10 +116,15 @@ def lake(
 @pytest.mark.timeout(1_800)  # four starts of Spark, some minutes each on one core
 @pytest.mark.parametrize(
     "lake",
-    ["native", *(pytest.param(way, marks=pytest.mark.full) for way in ("options", "connect"))],
+    [
+        pytest.param((way, routed), marks=() if (way, routed) == ("native", False) else pytest.mark.full)
+        for way in ("native", "options", "connect")
+        for routed in (False, True)
+    ],
+    ids=lambda each: f"{each[0]} by {'value' if each[1] else 'topic'}",
     indirect=True,
 )
-def test_G4_records_are_in_the_table_of_their_topic_once_after_kills_between_tables(lake: Lake) -> None:
+def test_G4_records_are_in_the_table_of_their_topic_or_value_once_after_kills_between_tables(lake: Lake) -> None:
     with ExitStack() as running:
         flows = [running.enter_context(Flow(lake.servers, t, 2, per_s=RATE_PER_S)) for t in lake.topics]
         lake.run_until_commits()
@@ -114,6 +134,11 @@ def test_G4_records_are_in_the_table_of_their_topic_once_after_kills_between_tab
         shutil.rmtree(lake.query.arguments["checkpoint"])
         lake.run_until_commits()
     lake.drain()
-    for topic, flow in zip(lake.topics, flows, strict=True):
-        counts = Counter(row["id"] for row in living_rows(lake.folder / topic, ["id"]))
-        assert len(counts) == flow.sent and set(counts.values()) == {1}, (topic, flow.sent, counts.most_common(3))
+    sent = {topic: flow.sent for topic, flow in zip(lake.topics, flows, strict=True)}
+    found: Counter[tuple[str, str]] = Counter()
+    for table, topics in lake.tables.items():
+        rows = [(row["topic"], row["id"]) for row in living_rows(lake.folder / table, ["topic", "id"])]
+        assert all(topic in topics and (table not in ROUTES or table == str(int(id_) % 3)) for topic, id_ in rows)
+        found.update(rows)
+    assert set(found.values()) == {1}, found.most_common(3)
+    assert Counter(topic for topic, _ in found) == sent

@@ -8,11 +8,12 @@ import pytest
 from kit import frames
 from kit.frames import Session
 from pyspark.errors import StreamingQueryException
-from sink_helpers import next_offsets, records, rows, run, stream
+from pyspark.sql import functions as F
+from sink_helpers import Query, next_offsets, records, rows, run, stream
 from sink_source import SCHEMA, offset
 
 from spark_group_source import DeltaSink, DeltaSinks
-from spark_group_source.delta import topic_sinks
+from spark_group_source.delta import Writer, topic_sinks
 from spark_group_source.delta.checkpoint import RUN_ID
 from spark_group_source.errors import OptionError
 
@@ -105,3 +106,95 @@ def test_rows_are_divided_by_topic_and_others_refused(
         with pytest.raises(OptionError, match="rows with topic"), topic_sinks.rows_by_topics(df, topics):
             pytest.fail("nothing may be written")
     assert not keeps_rows(spark)
+
+
+# --- by an expression -------------------------------------------------------------------------------------------------
+
+BY = "CASE WHEN offset = 3 THEN 'three' WHEN offset % 2 = 0 THEN 'even' END"
+
+
+def offsets_of(table: Path) -> list[int]:
+    return [row[2] for row in rows(table)]
+
+
+@pytest.mark.parametrize("function", [False, True], ids=["expression", "function"])
+@pytest.mark.parametrize("writer", ["auto", pytest.param("options", marks=pytest.mark.full)])
+def test_G4_rows_go_to_the_table_of_their_key_and_each_table_has_the_ledger_of_each_batch(
+    scripted: "SparkSession", tmp_path: Path, function: bool, writer: Writer
+) -> None:
+    names = ("three", "even", "rest")
+    three, even, rest = (DeltaSink(tmp_path / name, writer=writer) for name in names)
+    by: Any = (lambda _: F.expr(BY)) if function else BY
+    sinks = DeltaSinks({"three": three, "even": even}, by=by, others=rest)
+    batches = [offset(n, {("orders", 0): (4 * n, 4 * n + 4)}) for n in range(2)]
+    read = run(stream(scripted, tmp_path, batches), sinks, tmp_path / "checkpoint")
+    assert [count for count in read if count] == [4, 4]
+    assert {name: offsets_of(tmp_path / name) for name in names} == {
+        "three": [3],
+        "even": [0, 2, 4, 6],
+        "rest": [1, 5, 7],
+    }
+    assert [next_offsets(tmp_path / name) for name in names] == [{("orders", 0): 8}] * 3
+    assert rows(tmp_path / "rest")[0] == records(1, 2)[0], "without the column of the key"
+    assert not keeps_rows(scripted)
+
+
+def test_G4_a_batch_that_one_table_lacks_is_written_there_only(query: Query, tmp_path: Path) -> None:
+    def full(df: "DataFrame") -> "DataFrame":
+        raise OSError("No space left on device")
+
+    def sinks(transform: Any = None) -> DeltaSinks:
+        odd = query.sink(tmp_path / "odd", transform=transform)
+        by = "CAST(offset % 2 AS STRING)"
+        return DeltaSinks({"0": query.sink(tmp_path / "even"), "1": odd}, by=by, checkpoint=str(query.root))
+
+    query.run(sinks(), 0, offset(0, {("orders", 0): (0, 4)}))
+    batch = offset(1, {("orders", 0): (4, 8)})
+    with pytest.raises(OSError, match="No space left"):
+        query.run(sinks(full), 1, batch)
+    assert (offsets_of(tmp_path / "even"), offsets_of(tmp_path / "odd")) == ([0, 2, 4, 6], [1, 3])
+    query.run(sinks(), 1, batch)
+    assert (offsets_of(tmp_path / "even"), offsets_of(tmp_path / "odd")) == ([0, 2, 4, 6], [1, 3, 5, 7])
+
+
+def test_a_row_without_a_table_is_named_before_anything_is_written(query: Query, tmp_path: Path) -> None:
+    sinks = DeltaSinks({"a": query.sink(tmp_path / "a")}, by="IF(offset = 1, NULL, 'a')", checkpoint=str(query.root))
+    with pytest.raises(OptionError, match="1 rows of the batch have no table: the value of by is None"):
+        query.run(sinks, 0, offset(0, {("orders", 0): (0, 4)}))
+    assert not (tmp_path / "a").exists() and not keeps_rows(query.spark)
+
+
+def test_a_table_that_is_added_later_begins_there(query: Query, tmp_path: Path) -> None:
+    """So does one that was left out for a batch; the records of that batch are not in it."""
+    a, b = (query.sink(tmp_path / name) for name in "ab")
+    by = "IF(offset % 2 = 0, 'a', 'b')"
+
+    def write(number: int, **sinks: DeltaSink) -> None:
+        routed = DeltaSinks(sinks, by=by, others=a, checkpoint=str(query.root))
+        query.run(routed, number, offset(number, {("orders", 0): (2 * number, 2 * number + 2)}))
+
+    write(0, a=a)
+    write(1, a=a, b=b)
+    write(2, a=a)
+    write(3, a=a, b=b)
+    assert (offsets_of(tmp_path / "a"), offsets_of(tmp_path / "b")) == ([0, 1, 2, 4, 5, 6], [3, 7])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({"by": "topic"}, "by and others need a dict of sinks"),
+        ({"others": DeltaSink("/x/t")}, "by and others need a dict of sinks"),
+    ],
+)
+def test_routing_needs_the_names_of_all_tables(arguments: dict[str, Any], reason: str) -> None:
+    with pytest.raises(OptionError, match=reason):
+        DeltaSinks(lambda topic: DeltaSink(f"/x/{topic}"), **arguments)
+
+
+def test_topics_that_a_dict_does_not_name_go_to_others(query: Query, tmp_path: Path) -> None:
+    rest = query.sink(tmp_path / "rest")
+    sinks = DeltaSinks({"orders": query.sink(tmp_path / "orders")}, others=rest, checkpoint=str(query.root))
+    query.run(sinks, 0, offset(0, {(topic, 0): (0, 2) for topic in TOPICS}))
+    assert rows(tmp_path / "orders") == records(0, 2)
+    assert {row[0] for row in rows(tmp_path / "rest")} == {"clicks", "payments"}
