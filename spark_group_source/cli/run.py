@@ -115,6 +115,9 @@ def run(
             "${NAME} is read from the environment. With it commits on S3 are native.",
         ),
     ] = None,
+    optimize_every: Annotated[
+        int, typer.Option(metavar="N", min=0, help="Combine the table's small files after every N commits; 0: never.")
+    ] = 0,
     check: Annotated[
         bool, typer.Option("--check", help="Print what a run would read and write, or why it would fail.")
     ] = False,
@@ -163,6 +166,7 @@ def run(
             merge_schema=merge_schema,
             writer=writer,
             storage_options=storage,
+            optimize_every=optimize_every,
         )
         options = {name: value for name, value in source.items() if value is not None}
         rows = _load(spark, options)

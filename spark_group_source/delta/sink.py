@@ -124,6 +124,8 @@ class DeltaSink:
         dead_letters: which records are bad, and the table that they are written to. None: a row that the table refuses
             ends the query.
         merge: how changes become rows, by key. None: rows are appended.
+        optimize_every: after how many commits of a group the table's small files are combined (``OPTIMIZE``), when the
+            batch is durable. A failure is logged. 0: never.
 
     Errors are raised when a batch is written.
 
@@ -150,8 +152,11 @@ class DeltaSink:
         persist: bool = False,
         dead_letters: DeadLetters | None = None,
         merge: Merge | None = None,
+        optimize_every: int = 0,
     ) -> None:
         table_writer.check_writer(writer)
+        if optimize_every < 0:
+            raise OptionError(f"optimize_every is {optimize_every}; it must be 0 or more")
         self.table = table_names.canonical(table)
         self.transform = transform
         self.partition_by = (partition_by,) if isinstance(partition_by, str) else tuple(partition_by)
@@ -166,6 +171,8 @@ class DeltaSink:
         if merge is not None and writer == "native":
             raise OptionError("a merge is a commit of Delta Lake: leave out writer='native'")
         self.merge = merge
+        self.optimize_every = optimize_every
+        self._is_optimize_due = False
         self._runs: dict[str, tuple[str | None, str]] = {}
         """By query id: the id of the newest run, and the id of the table that its first batch found."""
         self._table_id = ""
@@ -189,6 +196,21 @@ class DeltaSink:
         with persisted(df) if self.persist else nullcontext(df) as rows:
             durable = self.write(rows, planned)
         report(df.sparkSession, planned, durable, is_whole_sink=is_called_by_spark(sys._getframe(1)))
+        self.optimize_if_due(df.sparkSession)
+
+    def optimize_if_due(self, spark: "SparkSession") -> None:
+        """Combine the table's small files if the last batch made it due. A failure is logged, and tried again with the
+        next one that does."""
+        if not self._is_optimize_due:
+            return
+        self._is_optimize_due = False
+        table = self.new_writer(spark)
+        try:
+            table.exists()  # opens it
+            table.compact()
+            log.info("table %s: small files are combined", self.table)
+        except Exception as exc:  # noqa: BLE001 - the batch is written, whatever Delta or the storage raises
+            log.warning("table %s: small files are not combined: %s", self.table, str(exc).partition("\n")[0])
 
     def write(self, df: "DataFrame", planned: PlannedBatch) -> tuple[StreamOffset, ...]:
         """Write the rows of a planned batch, and mark it as void for the run on this host if the table leaves it out.
@@ -607,6 +629,8 @@ class BatchCommit:
             log.debug("table %s: no ledger to commit in batch %d of %s", sink.table, planned.batch_id, planned.query_id)
             return
         self.write.version = version
+        every = sink.optimize_every
+        sink._is_optimize_due |= every > 0 and any(ledger.number % every == 0 for ledger in ledgers.values())
         if version == history.version + 1:  # no other commit came in between
             self._ledgers |= {group: ledger.at_version(version) for group, ledger in ledgers.items()}
         self._log_decision(decision)

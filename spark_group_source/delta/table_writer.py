@@ -332,6 +332,22 @@ class TableWriter:
             return None  # notes without a ledger are not read; if Delta skipped the number, the batch is there
         raise CommitRace(f"another commit has the number {dict(numbers)}")
 
+    def compact(self) -> None:
+        """Combine small files: by Delta's ``OPTIMIZE``, or by ``deltalake`` in a session without Delta Lake.
+
+        Raises:
+            Exception: that of Delta or ``deltalake``, also where another writer changed the files meanwhile. The table
+                is as it was.
+        """
+        if has_delta(self.spark):
+            with session_lock:  # it would take the settings of a merge
+                self.spark.sql(f"OPTIMIZE {table_names.sql_name(self.table)}").collect()
+            return
+        from deltalake import DeltaTable
+
+        assert self.log is not None
+        DeltaTable(self.log.opened.table_uri, storage_options=self.storage_options).optimize.compact()
+
     def commit_ledger(
         self,
         history: TableHistory,

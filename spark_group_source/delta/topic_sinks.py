@@ -139,6 +139,8 @@ class DeltaSinks:
         }
         durable = [offset for offset in planned.offsets if offset.stream not in void]
         report(spark, planned, durable, is_whole_sink=is_called_by_spark(sys._getframe(1)))
+        for part in parts:
+            part.sink.optimize_if_due(spark)
 
     def _rows_of(self, df: "DataFrame", parts: Sequence[TablePart]) -> "AbstractContextManager[list[DataFrame]]":
         """Return the rows of each part."""
