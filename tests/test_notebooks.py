@@ -86,3 +86,17 @@ def test_rebalance_notebook_reads_every_record_once(kernel: str, tmp_path: Path)
     produced, by_spark, by_other = map(int, re.findall(r"\d+", output))
     assert produced == by_spark + by_other and by_other > 0 and "each once: True" in output, output
     assert "second" in printed(notebook, "second.subscribe") and "<svg" in (tmp_path / "rebalance.svg").read_text()
+
+
+@pytest.mark.spark
+@pytest.mark.full
+@pytest.mark.slow
+@pytest.mark.timeout(3 * CELL_S)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the notebook's client and its event loop
+def test_changes_notebook_ends_with_the_rows_of_the_database(kernel: str, tmp_path: Path) -> None:
+    notebook = executed("changes", kernel, tmp_path)
+    for what in ("after the snapshot", "after the changes", "after the second time"):
+        assert re.search(r": \d+ rows, equal to the database: True", printed(notebook, what)), what
+    assert "20 rows" in printed(notebook, "after the snapshot")
+    assert "operation t is not a change of a row" in printed(notebook, "after the second time")
+    assert "<svg" in (tmp_path / "changes.svg").read_text()
