@@ -2,6 +2,8 @@
 
 ``python -m tests.bench ledgers --kills N [--minutes M] [--way W] [--seed S]``: kills a query N times, or as often as
 there is time for, and deletes a tenth of its checkpoints
+``... --content bad|merged``: values in Avro of which some are not good, which go to the dead letters; or changes of a few
+keys, of which the table has the latest ones
 ``python -m tests.bench ledgers --both [--minutes M] ...``: the same for two applications of one group and one table
 ``python -m tests.bench ledgers --races N [--minutes M]``: two sinks race for the next number N times, with each writer
 and with both
@@ -91,6 +93,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.bench ledgers")
     parser.add_argument("--seed", type=int, default=secrets.randbelow(SEEDS))
     parser.add_argument("--way", choices=WAYS, nargs="+", default=WAYS)
+    parser.add_argument("--content", choices=("plain", "bad", "merged"), default="plain")
     parser.add_argument("--kills", type=int)
     parser.add_argument("--both", action="store_true", help="two applications of one group")
     parser.add_argument("--minutes", type=float, default=math.inf, help="the longest time")
@@ -98,6 +101,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--pairs", choices=PAIRS, nargs="+", default=list(PAIRS), help="the writers of a race")
     parser.add_argument("--race", choices=get_args(Operation), nargs="+", default=[], help="Delta's commands")
     given = parser.parse_args(arguments)
+    if given.content == "merged" and "native" in given.way:
+        parser.error("a merge is a commit of Delta Lake: give --way options connect")
     if given.kills is None and given.minutes == math.inf:
         given.kills = KILLS
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
@@ -126,6 +131,8 @@ def _killed(broker: Broker, folder: Path, way: Way, given: argparse.Namespace) -
         seed=given.seed,
         applications=2 if given.both else 1,
         pythons=PYTHONS,
+        has_bad_records=given.content == "bad",
+        is_merged=given.content == "merged",
         report=_report,
     )
     lost = None if given.kills is None else given.kills // 10
