@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from spark_group_source.delta import table_names, table_writer
+from spark_group_source.delta import kept, persisted, table_names, table_writer
 from spark_group_source.delta.checkpoint import PlannedBatch
 from spark_group_source.delta.ledger_format import APP_PREFIX, Ledger
 from spark_group_source.delta.table_history import LedgerExpired, LogFiles, TableHistory, note_of
@@ -262,7 +262,6 @@ class LetterBox:
         return table_writer.retry_races(lambda: self._attempt(source, rows), what=what)
 
     def _attempt(self, source: "DataFrame", rows: "DataFrame") -> "DataFrame":
-        from pyspark import StorageLevel
         from pyspark.sql import functions as F
 
         self.release()
@@ -270,7 +269,7 @@ class LetterBox:
         if known := self._known_records(history):  # an earlier attempt has decided
             rows = _without_records(rows, known)
         frame, rules = flag(self.letters, self.table, rows)
-        flagged = self._kept = frame.persist(StorageLevel.MEMORY_AND_DISK)
+        flagged = self._kept = kept(frame)
         ((counted, bad),) = flagged.agg(F.count(F.lit(1)), F.count(_RULE)).collect()
         if not bad:
             self.letters.count(self.table, counted, 0, "")
@@ -651,13 +650,8 @@ class LetterReplay:
 
     @contextmanager
     def _flagged(self, letters: "DataFrame") -> "Iterator[tuple[DataFrame, list[Rule]]]":
-        from pyspark import StorageLevel
-
         rows = self.transform(letters.select(*_OF_RECORD))
         _require_record_columns(rows, self.letters)
         frame, rules = flag(self.letters, self.table, rows)
-        flagged = frame.persist(StorageLevel.MEMORY_AND_DISK)
-        try:
+        with persisted(frame) as flagged:
             yield flagged, rules
-        finally:
-            flagged.unpersist()

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from spark_group_source.delta import table_names
+from spark_group_source.delta import persisted, table_names
 from spark_group_source.errors import OptionError
 
 if TYPE_CHECKING:
@@ -125,10 +125,7 @@ class MergeWriter:
             OptionError: a column is missing, or a key is null.
             Exception: Delta's own, also for a concurrent commit.
         """
-        from pyspark import StorageLevel
-
-        changes = self._merge.latest(rows).persist(StorageLevel.MEMORY_AND_DISK)
-        try:
+        with persisted(self._merge.latest(rows)) as changes:
             bounds, deletions = self._inspect(changes)
             with session_lock:
                 self._add_columns(changes)
@@ -136,8 +133,6 @@ class MergeWriter:
                 settings = {"write.txnAppId": app_id, "write.txnVersion": number, "commitInfo.userMetadata": note}
                 with _settings(self._spark, {_PREFIX + name: str(value) for name, value in settings.items()}):
                     self._run(known, table_names.sql_name(self._table), self._clauses(changes), bounds)
-        finally:
-            changes.unpersist()
 
     def _inspect(self, changes: "DataFrame") -> tuple[str, int]:
         """Return the condition that bounds the keys of a batch, so that Delta skips files, and how many changes delete.

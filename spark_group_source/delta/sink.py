@@ -48,6 +48,7 @@ from spark_group_source.delta import (
     checkpoint_status,
     ledger_decision,
     ledger_transfer,
+    persisted,
     replaced_rows,
     table_names,
     table_writer,
@@ -120,7 +121,7 @@ class DeltaSink:
         storage_options: credentials of the table's storage for ``deltalake``, by its names. With them a table that is
             not on a local file system is written natively.
         checkpoint: the query's ``checkpointLocation``. Needed on Spark Connect only.
-        persist: whether Spark keeps the rows of a batch, in memory and on disk, until it is written.
+        persist: whether Spark keeps the rows of a batch, on disk, until it is written.
         dead_letters: which records are bad, and the table that they are written to. None: a row that the table refuses
             ends the query.
         merge: how changes become rows, by key. None: rows are appended.
@@ -672,18 +673,6 @@ class BatchCommit:
                 log.warning("%s: topic %s was deleted and recreated; its offsets start again", where, topics)
             if comparison.skipped:
                 log.info("%s: another consumer of the group read %s", where, format_ranges(comparison.skipped))
-
-
-@contextmanager
-def persisted(df: "DataFrame") -> "Iterator[DataFrame]":
-    """Let Spark keep the rows, in memory and on disk, until the block ends."""
-    from pyspark import StorageLevel
-
-    rows = df.persist(StorageLevel.MEMORY_AND_DISK)
-    try:
-        yield rows
-    finally:
-        rows.unpersist()
 
 
 def without_ranges(df: "DataFrame", drop: Sequence[OffsetRange], table: str) -> "DataFrame":

@@ -20,8 +20,9 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from spark_group_source.delta import persisted
 from spark_group_source.delta.checkpoint import PlannedBatch, read_planned
-from spark_group_source.delta.sink import DeltaSink, is_called_by_spark, persisted, report
+from spark_group_source.delta.sink import DeltaSink, is_called_by_spark, report
 from spark_group_source.errors import OptionError
 from spark_group_source.protocol.offsets import StreamOffset
 
@@ -68,7 +69,7 @@ class DeltaSinks:
     ``stream.writeStream.foreachBatch(DeltaSinks(lambda topic: DeltaSink(f"/lake/{topic}")))``; with ``by``, each value
     of an expression: ``DeltaSinks({"click": clicks, "view": views}, by="value:type")``.
 
-    A batch with records for several tables is read from Kafka once: Spark keeps its rows, in memory and on disk, until
+    A batch with records for several tables is read from Kafka once: Spark keeps its rows, on disk, until
     all tables have them, also if one fails. Up to AT_ONCE_MAX tables are written side by side. A table that cannot be
     written fails the batch, and the others may have it; the next attempt writes the missing ones.
 

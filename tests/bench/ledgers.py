@@ -2,8 +2,8 @@
 
 ``python -m tests.bench ledgers --kills N [--minutes M] [--way W] [--seed S]``: kills a query N times, or as often as
 there is time for, and deletes a tenth of its checkpoints
-``... --content bad|merged``: values in Avro of which some are not good, which go to the dead letters; or changes of a few
-keys, of which the table has the latest ones
+``... --content bad|merged``: values in Avro of which some are not good, which go to the dead letters; or changes of a
+few keys, of which the table has the latest ones
 ``python -m tests.bench ledgers --both [--minutes M] ...``: the same for two applications of one group and one table
 ``python -m tests.bench ledgers --races N [--minutes M]``: two sinks race for the next number N times, with each writer
 and with both
