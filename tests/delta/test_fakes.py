@@ -21,7 +21,14 @@ from spark_group_source.delta import Writer, table_writer
 from spark_group_source.delta import sink as sink_module
 from spark_group_source.delta.ledger_format import APP_PREFIX, Ledger
 from spark_group_source.delta.replaced_rows import find_replacement
-from spark_group_source.delta.table_history import CommitRace, CommitSource, LedgerExpired, TableHistory, note_of
+from spark_group_source.delta.table_history import (
+    ChangedRows,
+    CommitRace,
+    CommitSource,
+    LedgerExpired,
+    TableHistory,
+    note_of,
+)
 from spark_group_source.delta.table_writer import TableWriter, open_log
 
 if TYPE_CHECKING:
@@ -66,8 +73,10 @@ def read(table: Path) -> dict[str, Any]:
         for commit in found
         if commit.clone is not None
     ]
+    # Without the counts of rows, which nothing decides by: they are of Delta Lake itself.
+    left_out: dict[str, Any] = {"restore": None, "clone": None, "written_ms": None, "changed": ChangedRows()}
     return {
-        "commits": [commit._replace(restore=None, clone=None, written_ms=None) for commit in found],
+        "commits": [commit._replace(**left_out) for commit in found],
         "clones": clones,
         "restored to": [log.restored_to(commit) for commit in found if commit.restore is not None],
         "number": log.number(APP_PREFIX + "etl"),
