@@ -30,6 +30,8 @@ SHOWN_MAX = 20
 """How many partitions, topics and problems are listed; more are counted."""
 ROWS_MAX = 1_000
 """How many rows ``--dry-run`` shows at most."""
+UNANSWERED = "unknown"
+"""In place of an origin."""
 VALUE_CHARS_MAX = 60
 """How much of a value is shown."""
 
@@ -43,7 +45,7 @@ class Start(NamedTuple):
     end: int | None
     """The end of the log; None: no leader answered."""
     origin: str
-    """Why there: ``checkpoint``, ``committed offset`` or ``starting options``."""
+    """Why there: ``checkpoint``, ``committed offset`` or ``starting options``; UNANSWERED if no broker told it."""
     log_start: int | None
 
     @property
@@ -55,6 +57,8 @@ class Start(NamedTuple):
 
     def problem(self, options: Options) -> str | None:
         """Return why a run would fail here."""
+        if self.origin == UNANSWERED:
+            return f"no broker has answered where {self.tp} starts; run the command again"
         if self.end is None:
             return f"{self.tp} has no leader that answers"
         if self.at is None:
@@ -98,6 +102,7 @@ class Plan:
     def text(self) -> RenderableType:
         """Return the plan for people."""
         per_origin = Counter(start.origin for start in self.starts)
+        starts = [f"{n} {origin if origin == UNANSWERED else f'by {origin}'}" for origin, n in per_origin.items()]
         left = sum(start.range.size for start in self.starts if start.range is not None)
         names = [f"{name} ({topic.partitions})" for name, topic in sorted(self.topics.items())]
         more = [f"and {len(names) - SHOWN_MAX} more"] if len(names) > SHOWN_MAX else []
@@ -106,7 +111,7 @@ class Plan:
             "group": f"{self.options.group_id} at {self.options.bootstrap_servers}: {members}",
             "topics": ", ".join(names[:SHOWN_MAX] + more) or "none",
             "checkpoint": self.checkpoint,
-            "starts": ", ".join(f"{count} by {origin}" for origin, count in per_origin.items()) or "nowhere",
+            "starts": ", ".join(starts) or "nowhere",
             "to read": f"{left:,} offsets",
         }
         longest = sorted(self.starts, key=lambda start: -(start.range.size if start.range else 0))[:SHOWN_MAX]
@@ -166,8 +171,9 @@ def _starts(
     if not tps:
         return []
     stable = options.isolation_level == "read_committed"
-    committed = {tp: at.offset for tp, at in admin.read_offsets(options.group_id, tps).items() if at is not None}
-    new = [tp for tp in tps if tp not in positions and tp not in committed]
+    read = admin.read_offsets(options.group_id, tps)
+    committed = {tp: at.offset for tp, at in read.items() if at is not None}
+    new = [tp for tp in tps if tp not in positions and tp in read and tp not in committed]
     starting = {tp: options.starting.of(tp) for tp in new} if positions else options.starting.resolve(tps)
     by_options, _ = admin.starting_offsets({tp: starting[tp] for tp in new}, committed=stable)
     ends = admin.latest(tps, committed=stable, require_all=False)
@@ -177,7 +183,9 @@ def _starts(
         for at, origin in ((positions.get(tp), "checkpoint"), (committed.get(tp), "committed offset")):
             if at is not None:
                 return Start(tp, at, ends.get(tp), origin, log_starts.get(tp))
-        by_option = by_options.get(tp)
+        if tp not in by_options:
+            return Start(tp, None, ends.get(tp), UNANSWERED, log_starts.get(tp))
+        by_option = by_options[tp]
         if by_option is None and options.starting.no_match == "latest":
             by_option = ends.get(tp)
         return Start(tp, by_option, ends.get(tp), "starting options", log_starts.get(tp))

@@ -67,7 +67,7 @@ class TablePart(NamedTuple):
 class DeltaSinks:
     """Writes each topic to a Delta table of its own, exactly once:
     ``stream.writeStream.foreachBatch(DeltaSinks(lambda topic: DeltaSink(f"/lake/{topic}")))``; with ``by``, each value
-    of an expression: ``DeltaSinks({"click": clicks, "view": views}, by="value:type")``.
+    of an expression: ``DeltaSinks({"click": clicks, "view": views}, by="IF(key IS NULL, 'view', 'click')")``.
 
     A batch with records for several tables is read from Kafka once: Spark keeps its rows, on disk, until
     all tables have them, also if one fails. Up to AT_ONCE_MAX tables are written side by side. A table that cannot be

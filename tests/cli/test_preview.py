@@ -2,7 +2,7 @@
 does, and they change nothing."""
 
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 from delta_files import living_rows
@@ -10,8 +10,12 @@ from scenes import Scene, Shown
 from typer.testing import CliRunner
 
 from spark_group_source import DeltaSink
+from spark_group_source.cli import preview
 from spark_group_source.cli import run as job
 from spark_group_source.cli.app import app
+from spark_group_source.kafka import CommittedOffset
+from spark_group_source.model import TopicPartition
+from spark_group_source.options.table import Options
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -136,3 +140,32 @@ class TestRun:
         words += ["--table", str(scene.folder / "t"), "--checkpoint", str(scene.folder / "c"), "--check"]
         result = CliRunner().invoke(app, words, env={"COLUMNS": "2000"})
         assert result.exit_code == 1 and "no topic matches the pattern nothing.*" in self.caplog.text
+
+
+class PartialAdmin:
+    """Answers for some partitions only, as when others have no leader or an open transaction."""
+
+    def read_offsets(self, group: str, tps: list[TopicPartition]) -> dict[TopicPartition, CommittedOffset | None]:
+        return {tps[0]: CommittedOffset(5, ""), tps[1]: None, tps[2]: None}
+
+    def starting_offsets(self, starts: dict[TopicPartition, Any], *, committed: bool) -> Any:
+        assert [tp.partition for tp in starts] == [1, 2]
+        return {tp: 0 for tp in starts if tp.partition == 1}, {}
+
+    def latest(self, tps: list[TopicPartition], **_: bool) -> dict[TopicPartition, int]:
+        return dict.fromkeys(tps, 9)
+
+    def earliest(self, tps: list[TopicPartition], **_: bool) -> dict[TopicPartition, int]:
+        return dict.fromkeys(tps, 0)
+
+
+def test_a_start_that_no_broker_told_is_not_taken_for_one_by_the_options() -> None:
+    given = {"kafka.bootstrap.servers": "b:1", "kafka.group.id": "g", "subscribe": "t"}
+    given["startingOffsetsByTimestampStrategy"] = "latest"
+    options, admin = Options.parse({**given, "startingTimestamp": "1"}), cast("Any", PartialAdmin())
+    starts = preview._starts(admin, options, [TopicPartition("t", n) for n in range(4)], {})
+    assert [start.at for start in starts] == [5, 0, None, None]
+    assert [start.problem(options) for start in starts] == [
+        *(None, None),
+        *(f"no broker has answered where t-{n} starts; run the command again" for n in (2, 3)),
+    ]
