@@ -238,8 +238,8 @@ class Invariants(Accounts):
         for tp, (start, end) in self._of(offset.ranges):
             book = self.books[tp]
             last = book.chain.get(reader.party)
-            if book.again and reader not in book.begun and start == end > 0:
-                continue  # it does not know yet that the topic was recreated, and reads nothing of it until it does
+            if book.again and reader not in book.begun and start == end:
+                continue  # it may not know yet that the topic was recreated, and reads nothing of it until it does
             if book.again and reader not in book.begun and start in (book.start, *book.firsts):
                 # A stream that read the former topic starts at the beginning, whatever was committed since.
                 book.begun.add(reader)
@@ -252,6 +252,7 @@ class Invariants(Accounts):
             if last is None and not book.commits and self._may_skip(tp, reader):
                 self._mark_skippable(tp, min(start, book.end))
             known = start in (last, self._after_durable_batch(tp, reader)) or start <= book.stale
+            known |= start in book.undone  # the group has no offset to compare
             if not known and last is not None and start < last and start in book.firsts.union(book.truncated):
                 reset_to_it = any(entry.by == self.operator and entry.offset == start for _, entry in book.commits)
                 foreign = [entry.offset for _, entry in book.commits if entry.stream != reader.party]
@@ -508,8 +509,6 @@ class Invariants(Accounts):
         """The committed offset decides after a foreign commit, after another owner, or if this stream never owned
         it."""
         book = self.books[tp]
-        if start in book.undone:
-            return True  # the group has no offset to compare
         voided = min(book.undone, default=start)  # it went back to where a void batch began, or behind it
         if start in book.firsts and (start >= (last or 0) or reader.party in book.away or voided < start):
             return True  # the records before it are deleted
@@ -517,6 +516,9 @@ class Invariants(Accounts):
         since_ms = min((held.since_ms for held in mine), default=0)
         before = [entry for at_ms, entry in book.commits if at_ms < since_ms]
         seen = before[-1:] + [entry for at_ms, entry in book.commits if at_ms >= since_ms]
+        started = next((entry.offset for entry in reversed(seen) if entry.stream == reader.party), start)
+        if last is None and start < started and start in book.truncated and not reader.fails_on_loss:
+            return True  # the log was truncated below the end at which it started
         anyone = last is None or reader.party in book.away
         if anyone and not before:
             known = {book.start, book.skippable, *book.firsts, *(entry.offset for entry in seen)}

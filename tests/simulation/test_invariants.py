@@ -5,6 +5,7 @@ continue after newer ones have ended.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from kit.books import Cause, Reader
@@ -371,6 +372,65 @@ def test_a_range_that_follows_a_commit_at_an_earlier_truncation_is_part_of_a_rep
     scene.truth.planned(query, offset(query, 2, 3, 10))
     scene.truth.processed_by(query, {TP: (3, 10)})
     assert scene.truth.causes[Cause.REPORTED] == 7
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_new_stream_goes_back_if_the_log_is_truncated_below_its_start(scene: Scene, fails: bool) -> None:
+    """It has committed the end of the log as its start, and has planned nothing."""
+    scene.truth.starts_at_the_end = True
+    scene.truth.produce(TP, 9)
+    query, client = scene.member("a.1", stream="a")
+    query.fails_on_loss, query.known = fails, {TP.topic: 1}
+    scene.assign(client)
+    scene.commit(query, 9, seq=-1)
+    scene.truth.shrunk(TP, 5)
+    scene.truth.produce(TP, 9)
+    if not fails:
+        scene.truth.planned(query, offset(query, 0, 5, 14))
+    else:
+        with pytest.raises(Violation, match="its last range ended at None"):
+            scene.truth.planned(query, offset(query, 0, 5, 14))
+
+
+@pytest.mark.parametrize("resets", [True, False])
+def test_a_stream_that_must_fail_on_data_loss_goes_back_after_a_reset(scene: Scene, resets: bool) -> None:
+    """The reset made its batch void. Nothing was committed, and the log was truncated where the batch starts."""
+    scene.truth.produce(TP, 4)
+    scene.truth.shrunk(TP, 0)
+    scene.truth.produce(TP, 8)
+    query, client = scene.member("a.1", stream="a")
+    query.fails_on_loss = True
+    scene.assign(client)
+    planned = offset(query, 0, 0, 4)
+    scene.truth.planned(query, planned)
+    if resets:
+        scene.truth.last = lambda: [planned]
+        scene.truth.resets(1)
+        scene.truth.planned(query, replace(offset(query, 1, 0, 8), reset_number=1))
+    else:
+        with pytest.raises(Violation, match="it must fail on data loss"):
+            scene.truth.planned(query, offset(query, 1, 0, 8))
+
+
+def test_a_stream_that_planned_nothing_of_a_recreated_topic_may_not_know_it_yet(scene: Scene) -> None:
+    """It followed another consumer in the new topic, whose partition the former topic did not have. When it knows, it
+    starts at the beginning."""
+    query, client = scene.member("a.1", stream="a")
+    other, _ = scene.member("other")
+    added = TopicPartition(TP.topic, 1)
+    scene.delete_topic()
+    scene.recreate_topic(8)
+    scene.truth.add_partition(added, 0)
+    scene.truth.produce(added, 8)
+    scene.truth.planned(query, replace(offset(query, 0, 0, 0), ranges={added: (0, 0)}))
+    scene.truth.processed_by(other, {added: (0, 6)})
+    scene.truth.committed(added, None, Entry(6, None, other.name, 1, ""))
+    scene.world.now_ms += 1
+    scene.truth.assigned(frozenset({added}), client)
+    scene.truth.planned(query, replace(offset(query, 1, 6, 6), ranges={added: (6, 6)}))
+    scene.truth.planned(query, replace(offset(query, 2, 0, 8), ranges={added: (0, 8)}))
+    with pytest.raises(Violation, match="its last range ended at 8"):
+        scene.truth.planned(query, replace(offset(query, 3, 2, 8), ranges={added: (2, 8)}))
 
 
 def test_a_start_that_a_killed_query_had_not_committed_may_be_decided_again(scene: Scene) -> None:
