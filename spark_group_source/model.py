@@ -57,6 +57,19 @@ class Piece(NamedTuple):
         )
 
 
+class TaskCounts(NamedTuple):
+    """What one attempt of a task read, as it reports it to the run: a further count needs a field here only."""
+
+    rows_from_memory: Mapping[TopicPartition, int] = {}
+    """Rows that came from the memory of the executor's agent."""
+    rows_from_brokers: Mapping[TopicPartition, int] = {}
+    """Rows that were fetched from brokers."""
+    skipped: tuple[OffsetRange, ...] = ()
+    """Planned offsets whose records were gone; empty if the attempt did not finish, because a retry may skip others."""
+    bytes: Mapping[str, int] = {}
+    """By topic: key, value and included header bytes of all these rows."""
+
+
 class StartAt(NamedTuple):
     """The starting position of one partition."""
 

@@ -175,16 +175,8 @@ class ControlServer:
         with self._lock:
             self._claims.ended(task.plan, task.task, task.executor)
             plan = self._claims.plan(task.plan)
-        if plan is not None and (task.rows_from_memory or task.rows_from_brokers or task.skipped):
-            self._on_task_report(
-                ev.TaskReported(
-                    seq=plan.offset.seq,
-                    rows_from_memory=task.rows_from_memory,
-                    rows_from_brokers=task.rows_from_brokers,
-                    skipped=task.skipped,
-                    bytes=task.bytes,
-                )
-            )
+        if plan is not None and any(task.counts):
+            self._on_task_report(ev.TaskReported(seq=plan.offset.seq, counts=task.counts))
 
     def _answer(self, claim: Claim) -> ClaimGranted | ClaimRefused:
         with self._lock:
@@ -192,7 +184,7 @@ class ControlServer:
             plan = self._claims.plan(claim.plan)
         if isinstance(piece, UnknownTask) or plan is None:
             return ClaimRefused(reason=piece.reason if isinstance(piece, UnknownTask) else "its plan was dropped")
-        return ClaimGranted(**Piece.of(piece.ranges, plan.offset.topic_ids, plan.offset.leader_epochs)._asdict())
+        return ClaimGranted(Piece.of(piece.ranges, plan.offset.topic_ids, plan.offset.leader_epochs))
 
 
 def _positions_after(offset: StreamOffset, tps: Iterable[TopicPartition]) -> PrefetchPositions:

@@ -17,7 +17,7 @@ from typing import Generic, TypeVar
 
 from spark_group_source.agents.channel.wire import Codec
 from spark_group_source.kafka import Environment
-from spark_group_source.model import OffsetRange, TopicPartition
+from spark_group_source.model import Piece, TaskCounts, TopicPartition
 from spark_group_source.protocol import events as ev
 
 # --- tasks ----------------------------------------------------------------------------------------------------------
@@ -32,13 +32,11 @@ class Claim:
     executor: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class ClaimGranted:
-    """The response: the ranges of the piece, with topic ids and leader epochs when they were planned."""
+    """The response, and a task's request for what its agent has of the piece."""
 
-    ranges: tuple[OffsetRange, ...]
-    topic_ids: Mapping[str, str] = field(default_factory=dict)
-    leader_epochs: Mapping[TopicPartition, int] = field(default_factory=dict)
+    piece: Piece
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,20 +48,12 @@ class ClaimRefused:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskEnded:
-    """An attempt of a task with a claim ended on ``executor``, successfully or not.
-
-    ``rows_from_memory``, ``rows_from_brokers``: rows by partition that it read from its agent's buffer, and from
-    brokers. ``skipped``: offsets of its ranges whose records were gone; empty if the attempt did not finish.
-    ``bytes``: by topic, the keys, values and included headers of those rows.
-    """
+    """An attempt of a task with a claim ended on ``executor``, successfully or not."""
 
     plan: str
     task: int
     executor: str
-    rows_from_memory: Mapping[TopicPartition, int] = field(default_factory=dict)
-    rows_from_brokers: Mapping[TopicPartition, int] = field(default_factory=dict)
-    skipped: tuple[OffsetRange, ...] = ()
-    bytes: Mapping[str, int] = field(default_factory=dict)
+    counts: TaskCounts = field(default_factory=TaskCounts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,7 +103,7 @@ def read_piece(options: Options, piece: Piece, task: PlannedTask, read: ReadOpti
     if not task.uses_agents or name == task.driver:
         yield from read_ranges(piece, read, counts)
         connection = _connection_of(task, None)
-        if counts.skipped or options.tasks_report_sizes:
+        if counts.reported.skipped or options.tasks_report_sizes:
             connection.report(_report(task, name, counts), connect=True)
         elif task.uses_agents and not connection.is_open:  # without counts, which later tasks do not report
             connection.report(TaskEnded(plan=task.plan, task=task.number, executor=name), connect=True)
@@ -163,15 +163,7 @@ def _claimed(
 
 
 def _report(task: PlannedTask, executor: str, counts: ReadCounts) -> TaskEnded:
-    return TaskEnded(
-        plan=task.plan,
-        task=task.number,
-        executor=executor,
-        rows_from_memory=counts.rows_from_memory,
-        rows_from_brokers=counts.rows_from_brokers,
-        skipped=counts.skipped,
-        bytes=counts.bytes,
-    )
+    return TaskEnded(plan=task.plan, task=task.number, executor=executor, counts=counts.reported)
 
 
 class _StreamReaderConnection:
@@ -231,7 +223,7 @@ class _StreamReaderConnection:
                         waited_ms=int(CLAIM_S * 1000),
                     ) from None
         if isinstance(response, ClaimGranted):
-            return Piece(tuple(response.ranges), response.topic_ids, response.leader_epochs)
+            return response.piece
         reason = response.reason if isinstance(response, ClaimRefused) else f"it sent {type(response).__name__}"
         raise ChannelBroken(f"the stream reader refused this task's claim: {reason}")
 

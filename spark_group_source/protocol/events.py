@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from spark_group_source.errors import BrokerUnavailable, SourceError
-from spark_group_source.model import OffsetRange, StartAt, TopicPartition
+from spark_group_source.model import StartAt, TaskCounts, TopicPartition
 from spark_group_source.protocol.offsets import BatchKey, StreamOffset
 
 # --- events: members --------------------------------------------------------------------------------------------------
@@ -144,17 +144,10 @@ class PrefetchReported:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskReported:
-    """What one attempt of a task of batch ``seq`` read: rows by partition, from its agent's buffer and from brokers.
-
-    ``skipped``: the offsets of its ranges whose records were gone. Reported only by an attempt that finished.
-    ``bytes``: by topic, the keys, values and included headers of those rows.
-    """
+    """What one attempt of a task of batch ``seq`` read."""
 
     seq: int
-    rows_from_memory: Mapping[TopicPartition, int]
-    rows_from_brokers: Mapping[TopicPartition, int]
-    skipped: tuple[OffsetRange, ...]
-    bytes: Mapping[str, int] = field(default_factory=dict)
+    counts: TaskCounts
 
 
 # --- events: Spark ----------------------------------------------------------------------------------------------------

@@ -50,10 +50,10 @@ class RecordSizes:
     def add(self, event: "TaskReported") -> None:
         """Add what a task read. Attempts that read the same records do not change a mean."""
         rows = Counter[str]()
-        for counts in (event.rows_from_memory, event.rows_from_brokers):
+        for counts in (event.counts.rows_from_memory, event.counts.rows_from_brokers):
             for tp, count in counts.items():
                 rows[tp.topic] += count
-        for topic, size in event.bytes.items():
+        for topic, size in event.counts.bytes.items():
             seq, known_size, known_rows = self._read.get(topic, (event.seq, 0, 0))
             if event.seq > seq:
                 known_size, known_rows = 0, 0

@@ -363,10 +363,10 @@ class Slots:
     def record_read(self, event: ev.TaskReported) -> None:
         """Count what a task read, for the slots that have the partitions now."""
         ours = self._partitions.ours
-        for tp, rows in event.rows_from_memory.items():
+        for tp, rows in event.counts.rows_from_memory.items():
             if tp in ours:
                 self.all[ours[tp].slot].rows_from_memory += rows
-        for tp, rows in event.rows_from_brokers.items():
+        for tp, rows in event.counts.rows_from_brokers.items():
             if tp in ours:
                 self.all[ours[tp].slot].rows_from_brokers += rows
 

@@ -146,10 +146,10 @@ class Skips:
 
     def add(self, event: ev.TaskReported) -> None:
         """Count what a task reports as skipped."""
-        if not event.skipped or event.seq <= max(self._reported, default=-1) - BATCHES_KEPT:
+        if not event.counts.skipped or event.seq <= max(self._reported, default=-1) - BATCHES_KEPT:
             return
         reported = self._reported.setdefault(event.seq, {})
-        for r in event.skipped:
+        for r in event.counts.skipped:
             self.records_lost += _added(reported.setdefault(r.tp, []), r)
         while len(self._reported) > BATCHES_KEPT:
             del self._reported[min(self._reported)]

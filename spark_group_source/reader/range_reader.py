@@ -34,7 +34,7 @@ import pyarrow as pa
 from spark_group_source import command_line
 from spark_group_source.error_codes import CODES, Meaning, Request, Suspicions, meaning
 from spark_group_source.errors import GroupError
-from spark_group_source.model import OffsetRange, Piece, TopicPartition
+from spark_group_source.model import OffsetRange, Piece, TaskCounts, TopicPartition
 from spark_group_source.options.client import principal
 from spark_group_source.options.table import COLUMNS
 from spark_group_source.reader import broker_checks
@@ -145,15 +145,12 @@ class SkippedRange(NamedTuple):
 
 
 class ReadCounts:
-    """What one task attempt read and skipped."""
+    """Counts what one task attempt reads and skips, for :class:`TaskCounts`."""
 
     def __init__(self) -> None:
         self.rows_from_memory: Counter[TopicPartition] = Counter()
-        """Rows that came from the memory of the executor's agent."""
         self.rows_from_brokers: Counter[TopicPartition] = Counter()
-        """Rows that were fetched from brokers."""
         self.bytes: Counter[str] = Counter()
-        """By topic: key, value and included header bytes of all these rows."""
         self._skipped: list[SkippedRange] = []
         self._is_complete = False
 
@@ -179,9 +176,10 @@ class ReadCounts:
         )
 
     @property
-    def skipped(self) -> tuple[OffsetRange, ...]:
-        """The skipped ranges of a complete attempt; empty before, because a retry may skip other offsets."""
-        return tuple(one.range for one in self.merged()) if self._is_complete else ()
+    def reported(self) -> TaskCounts:
+        """What the task reports."""
+        skipped = tuple(one.range for one in self.merged()) if self._is_complete else ()
+        return TaskCounts(self.rows_from_memory, self.rows_from_brokers, skipped, self.bytes)
 
     def merged(self) -> list[SkippedRange]:
         """The skipped ranges in order; adjacent ones with the same reason are merged."""

@@ -39,7 +39,7 @@ from spark_group_source.agents.messages import (
 from spark_group_source.agents.task import PlannedTask
 from spark_group_source.kafka import Environment
 from spark_group_source.kafka.translation import from_kafka
-from spark_group_source.model import OffsetRange, Piece, TopicPartition
+from spark_group_source.model import OffsetRange, Piece, TaskCounts, TopicPartition
 from spark_group_source.options.table import Options
 from spark_group_source.protocol import events as ev
 from spark_group_source.protocol.claims import TaskPlan
@@ -106,13 +106,7 @@ def test_a_task_reports_the_rows_by_source_their_bytes_and_the_skipped_ranges(on
     one_task.task(counts_of(skipped=(7, 9), finished=True))
     await_until(lambda: one_task.reports, SOON_S, what="the report of the task")
     assert one_task.reports == [
-        ev.TaskReported(
-            seq=4,
-            rows_from_memory={A: 3},
-            rows_from_brokers={A: 4, B: 2},
-            skipped=(OffsetRange(A, 7, 9),),
-            bytes={"orders": 900},
-        )
+        ev.TaskReported(seq=4, counts=TaskCounts({A: 3}, {A: 4, B: 2}, (OffsetRange(A, 7, 9),), {"orders": 900}))
     ]
 
 
@@ -121,7 +115,7 @@ def test_a_failed_task_reports_its_rows_and_no_skipped_ranges(one_task: OneTask)
     with pytest.raises(ValueError, match="the sink"):
         one_task.task(counts_of(skipped=(7, 9), finished=False), ValueError("the sink"))
     await_until(lambda: one_task.reports, SOON_S, what="the report of the task")
-    assert [(report.rows_from_brokers, report.skipped) for report in one_task.reports] == [({A: 4, B: 2}, ())]
+    assert [report.counts for report in one_task.reports] == [TaskCounts({A: 3}, {A: 4, B: 2}, (), {"orders": 900})]
 
 
 @pytest.mark.parametrize(
@@ -185,12 +179,12 @@ def test_a_response_that_cannot_be_sent_fails_the_task_and_not_the_run(
 def test_the_largest_piece_of_a_task_and_the_positions_of_an_agent_fit_into_one_message() -> None:
     names = [f"{n:0>{KAFKA_TOPIC_CHARS_MAX}}" for n in range(10_000)]
     first, last = names[:TASK_RANGES_MAX], 2**63 - 1
-    piece = ClaimGranted(
+    piece = Piece(
         ranges=tuple(OffsetRange(TopicPartition(name, 99_999), last - 1, last) for name in first),
         topic_ids=dict.fromkeys(first, "i" * 22),
         leader_epochs={TopicPartition(name, 99_999): 2**31 - 1 for name in first},
     )
-    assert len(CODEC.encode(piece)) < 1 << 20
+    assert len(CODEC.encode(ClaimGranted(piece))) < 1 << 20
     everywhere = {TopicPartition(name, 0): last for name in names}
     CODEC.encode(
         PrefetchPositions(

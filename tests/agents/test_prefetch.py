@@ -272,7 +272,7 @@ def test_memory_is_freed_when_a_task_dies_while_it_is_served(
     topic: TopicFactory, produce: Produce, settings: dict[str, str], reader: StartAgent
 ) -> None:
     folder, ranges = many(topic, produce, reader)
-    answer = agent_helpers.exchange(folder, ClaimGranted(ranges=tuple(ranges)))
+    answer = agent_helpers.exchange(folder, ClaimGranted(Piece(tuple(ranges))))
     assert (
         isinstance(answer, ServedRanges) and answer.rows == 8_000
     )  # and its connection is closed, with the rows in it

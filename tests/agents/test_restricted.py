@@ -23,6 +23,7 @@ from restricted import NO_EXEC, NO_PROC, OTHER_USER, READ_ONLY
 from spark_group_source.agents.channel.handshake import Secret
 from spark_group_source.agents.channel.server import ChannelPeer
 from spark_group_source.agents.messages import CODEC, Claim, ClaimGranted
+from spark_group_source.model import Piece
 
 HANG_S = 300
 WORKERS, TASKS = 3, 3
@@ -111,7 +112,7 @@ def reader() -> Iterator[tuple[Address, Secret]]:
 
     def answers(peer: ChannelPeer, message: Any, request_number: int) -> None:
         if isinstance(message, Claim):
-            peer.send(ClaimGranted(ranges=(), topic_ids={}), responds_to=request_number)
+            peer.send(ClaimGranted(Piece()), responds_to=request_number)
 
     with RecordingServer(codec=CODEC) as there:
         there.server._on_message = answers

@@ -214,7 +214,7 @@ def test_the_server_serves_tasks_again_after_the_process_had_no_room_for_one(
         wanted = [OffsetRange(TopicPartition("t", 0), 0, 5)]
         with connect_to(folder) as connection:
             until_s = time.monotonic() + ENDED_S
-            client.send(connection, ClaimGranted(ranges=tuple(wanted), topic_ids={}), until_s)
+            client.send(connection, ClaimGranted(Piece(tuple(wanted))), until_s)
             assert client.receive(connection, ServedRanges, until_s) == ServedRanges(ranges=(), rows=0)
     finally:
         serving.stop()

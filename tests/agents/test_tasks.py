@@ -27,7 +27,7 @@ from spark_group_source.reader.range_reader import ReadCounts, ReadOptions
 from spark_group_source.source import PlainReader, RangesPartition
 
 CLAIM = Claim(plan="r.1", task=0, executor="here")
-GRANTED = ClaimGranted(ranges=(OffsetRange(TopicPartition("orders", 0), 5, 9),), topic_ids={"orders": "id"})
+GRANTED = ClaimGranted(Piece((OffsetRange(TopicPartition("orders", 0), 5, 9),), {"orders": "id"}))
 LAST = TaskEnded(plan="r.1", task=1, executor="here")
 
 Answers = Callable[[ChannelPeer, Any, int], None]
@@ -56,7 +56,7 @@ def test_a_claim_without_a_response_is_repeated_on_another_connection(monkeypatc
         connection = task._StreamReaderConnection(planned)
         found = connection.claim(CLAIM)
         connection.close()
-    assert found == Piece(tuple(GRANTED.ranges), GRANTED.topic_ids, GRANTED.leader_epochs)
+    assert found == GRANTED.piece
     assert len(peers) == 2
 
 
@@ -112,7 +112,7 @@ def test_a_task_of_the_driver_reads_its_piece_without_claim_and_agent(monkeypatc
 
     monkeypatch.setattr(task, "start_agent", lambda *_: pytest.fail("an agent was started"))
     monkeypatch.setattr(task, "read_ranges", read_ranges)
-    piece = Piece(tuple(GRANTED.ranges), GRANTED.topic_ids)
+    piece = GRANTED.piece
     options = Options.parse({"kafka.bootstrap.servers": "b:1", "kafka.group.id": "g", "subscribe": "orders"})
     with listening(lambda _, message, __: reported.append(message)) as planned:
         here = task.executor_name(agent_folder.find_executor())

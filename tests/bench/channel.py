@@ -32,7 +32,7 @@ from spark_group_source.agents.channel.handshake import Secret
 from spark_group_source.agents.channel.server import ChannelLimits, ChannelPeer, ChannelServer
 from spark_group_source.agents.control_server import freeze_objects
 from spark_group_source.agents.messages import CODEC, Claim, ClaimGranted, ClaimRefused, TaskEnded
-from spark_group_source.model import TopicPartition
+from spark_group_source.model import Piece, TopicPartition
 from spark_group_source.protocol.claims import Claims, PlannedPiece, TaskPlan
 from spark_group_source.protocol.offsets import StreamOffset
 
@@ -176,7 +176,7 @@ class StreamReader:
                 piece = self._claims.claim(message.plan, message.task, message.executor)
                 if isinstance(piece, PlannedPiece):
                     peer.send(
-                        ClaimGranted(ranges=piece.ranges, topic_ids={"orders": "a-topic-id-of-kafka-22"}),
+                        ClaimGranted(Piece(piece.ranges, {"orders": "a-topic-id-of-kafka-22"})),
                         responds_to=request_number,
                     )
                 else:

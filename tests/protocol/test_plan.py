@@ -10,7 +10,7 @@ from kit.harness import GROUP, STREAM, GroupHarness, rules_with, tps
 from kit.run_harness import RunHarness
 
 from spark_group_source.errors import InvariantBroken, OptionError
-from spark_group_source.model import OffsetRange, TopicPartition
+from spark_group_source.model import OffsetRange, TaskCounts, TopicPartition
 from spark_group_source.protocol.events import TaskReported
 from spark_group_source.protocol.offsets import StreamOffset, parse
 from spark_group_source.protocol.planner import (
@@ -101,7 +101,7 @@ def test_limit_is_shared_fairly_and_rotates_with_the_batch_number(group: GroupHa
 
 
 def report(seq: int, rows: dict[TopicPartition, int], **size: int) -> TaskReported:
-    return TaskReported(seq=seq, rows_from_memory={}, rows_from_brokers=rows, skipped=(), bytes=size)
+    return TaskReported(seq=seq, counts=TaskCounts(rows_from_brokers=rows, bytes=size))
 
 
 def read_sizes(group: GroupHarness, ends: Ends, planner: Planner) -> dict[TopicPartition, int]:
@@ -315,7 +315,7 @@ def test_byte_limit_starves_no_partition_although_the_sizes_of_records_differ() 
         batch = run.batch()
         rows = {tp: end - start for tp, (start, end) in batch.ranges.items() if end > start}
         bytes_ = {"orders": sum(size[tp] * count for tp, count in rows.items())}
-        run.feed(TaskReported(seq=batch.seq, rows_from_memory={}, rows_from_brokers=rows, skipped=(), bytes=bytes_))
+        run.feed(TaskReported(seq=batch.seq, counts=TaskCounts(rows_from_brokers=rows, bytes=bytes_)))
         served.update(rows)
         limits.add(sum(rows.values()))
     assert limits == {1, 2}

@@ -4,7 +4,7 @@ import pytest
 from kit.harness import tps
 from kit.run_harness import RunHarness
 
-from spark_group_source.model import OffsetRange
+from spark_group_source.model import OffsetRange, TaskCounts
 from spark_group_source.protocol import events as ev
 from spark_group_source.protocol.run import Run
 from spark_group_source.protocol.statistics import Statistics
@@ -26,16 +26,16 @@ def run() -> Run:
 def skipped(run: Run, seq: int, *ranges: tuple[int, int]) -> int:
     """A task reports these offsets of partition A as skipped; returns how many records count as lost then."""
     lost = tuple(OffsetRange(A, start, end) for start, end in ranges)
-    run.handle(ev.TaskReported(seq=seq, rows_from_memory={}, rows_from_brokers={}, skipped=lost), now_ms=1)
+    run.handle(ev.TaskReported(seq=seq, counts=TaskCounts(skipped=lost)), now_ms=1)
     return run.statistics().records_lost
 
 
 def test_rows_count_for_the_slot_that_holds_the_partition(run: Run) -> None:
     run.handle(
-        ev.TaskReported(seq=0, rows_from_memory={A: 3, B: 4}, rows_from_brokers={A: 1, ELSEWHERE: 9}, skipped=()),
+        ev.TaskReported(seq=0, counts=TaskCounts({A: 3, B: 4}, {A: 1, ELSEWHERE: 9})),
         now_ms=1,
     )
-    run.handle(ev.TaskReported(seq=0, rows_from_memory={}, rows_from_brokers={B: 2}, skipped=()), now_ms=1)
+    run.handle(ev.TaskReported(seq=0, counts=TaskCounts(rows_from_brokers={B: 2})), now_ms=1)
     found = run.statistics()
     assert (found.rows_from_memory, found.rows_from_brokers) == ((3, 4), (1, 2))
 

@@ -513,7 +513,7 @@ def test_all_skipped_ranges_of_a_task_are_one_warning(
     assert read(0, COUNT + 2, fail_on_data_loss=False, counts=counts) == list(range(4, COUNT))
     assert caplog.text.count("data loss") == 1
     assert "6 planned offsets" in caplog.text
-    assert counts.skipped == (OffsetRange(TP, 0, 4), OffsetRange(TP, COUNT, COUNT + 2))
+    assert counts.reported.skipped == (OffsetRange(TP, 0, 4), OffsetRange(TP, COUNT, COUNT + 2))
     assert counts.rows_from_brokers == {TP: COUNT - 4}
     assert read(0, 4, fail_on_data_loss=False) == []
 

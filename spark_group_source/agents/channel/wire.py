@@ -46,8 +46,8 @@ class Codec:
 
     Args:
         messages: the dataclasses that may be sent, with different names. Fields may be str, int, bool, None, tuples
-            and mappings of these, tuples of partitions or ranges, mappings by partition, dataclasses, and unions of
-            dataclasses and None.
+            and mappings of these, tuples of partitions or ranges, mappings by partition, dataclasses, named
+            tuples, and unions of these and None.
         bytes_max: size limit of one message.
 
     Raises:
@@ -130,14 +130,14 @@ def _field_codec(hint: Any) -> _FieldCodec:
         return _mapping(*arguments)
     if origin in (Union, types.UnionType):
         return _union(arguments)
-    if isinstance(hint, type) and is_dataclass(hint):
-        return _dataclass(hint)
+    if isinstance(hint, type) and (is_dataclass(hint) or hasattr(hint, "_fields")):
+        return _record(hint)
     raise TypeError(f"{hint} cannot be sent over the channel")
 
 
-def _dataclass(cls: type[Any]) -> _FieldCodec:
+def _record(cls: type[Any]) -> _FieldCodec:
     hints = get_type_hints(cls)
-    names = [field.name for field in fields(cls)]
+    names = [field.name for field in fields(cls)] if is_dataclass(cls) else cls._fields
     codecs = [_field_codec(hints[name]) for name in names]
 
     def write(value: Any) -> list[Any]:

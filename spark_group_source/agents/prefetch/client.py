@@ -75,7 +75,7 @@ def request_buffered(
     nothing = BufferedRows([], list(ranges), is_cut=False)
     if not ranges:
         return nothing
-    request = ClaimGranted(**piece._asdict())
+    request = ClaimGranted(piece)
     until_s = time.monotonic() + RESPONSE_S
     try:
         with connect(folder, until_s) as connection:

@@ -150,12 +150,10 @@ class PrefetchServer:
 
     def _take(self, request: ClaimGranted) -> tuple[list[TakenRanges], bool]:
         with self._buffers.locked() as buffers:
-            needed = buffers.last_arrivals(request.ranges)
-        checked = self._checker.checked(needed, request.topic_ids) if needed else {}
+            needed = buffers.last_arrivals(request.piece.ranges)
+        checked = self._checker.checked(needed, request.piece.topic_ids) if needed else {}
         with self._buffers.locked() as buffers:
-            return buffers.take(
-                request.ranges, request.topic_ids, request.leader_epochs, checked, bytes_max=RESPONSE_BYTES_MAX
-            )
+            return buffers.take(*request.piece, checked, bytes_max=RESPONSE_BYTES_MAX)
 
 
 def joined(ranges: Sequence[BufferedRange]) -> Iterator[list[BufferedRange]]:
