@@ -48,7 +48,7 @@ VALUES = {"model", "error_codes", "errors", "command_line", "compatibility", "__
 STREAM_READER = {"runtime", "members", "kafka", "reader", "agents"}
 WALLS: dict[str, set[str]] = {
     "protocol": VALUES,
-    "options": VALUES,
+    "options": VALUES | {"protocol"},
     "kafka": VALUES | {"options", "librdkafka"},
     "reader": VALUES | {"options", "protocol", "kafka", "librdkafka"},
     "members": VALUES | {"options", "protocol", "kafka"},

@@ -27,7 +27,7 @@ from spark_group_source.kafka.translation import (
     translate,
 )
 from spark_group_source.model import TopicPartition
-from spark_group_source.options.client import SESSION_TIMEOUT_MS
+from spark_group_source.options.client import SESSION_TIMEOUT_MS, is_incremental
 
 log = logging.getLogger(__name__)
 
@@ -344,14 +344,6 @@ def take_over_membership(
         "group %s: took over the membership %s of a vanished member",
         settings.get("group.id"),
         settings.get("group.instance.id"),
-    )
-
-
-def is_incremental(settings: Mapping[str, str]) -> bool:
-    """Whether rebalances are incremental (cooperative-sticky, KIP-848); else a member gives up all partitions in
-    each."""
-    return settings.get("group.protocol") == "consumer" or "cooperative" in settings.get(
-        "partition.assignment.strategy", ""
     )
 
 

@@ -143,6 +143,14 @@ def setting_ms(settings: Mapping[str, str], name: str, default: int) -> int:
     return int(text)
 
 
+def is_incremental(settings: Mapping[str, str]) -> bool:
+    """Whether rebalances are incremental (cooperative-sticky, KIP-848); else a member gives up all partitions in
+    each."""
+    return settings.get("group.protocol") == "consumer" or "cooperative" in settings.get(
+        "partition.assignment.strategy", ""
+    )
+
+
 def _check_allowed(name: str) -> None:
     if not name:
         raise OptionError("option 'kafka.' has no name after the dot; use for example kafka.bootstrap.servers")

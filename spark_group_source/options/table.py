@@ -28,6 +28,7 @@ from spark_group_source.options.starting import (
     start_at,
     topics_of,
 )
+from spark_group_source.protocol.rules import Rules
 
 GROUP_MEMBERS_MAX: Final = 1_000
 MIN_PARTITIONS_MAX: Final = 100_000
@@ -36,6 +37,20 @@ DAY_MS: Final = 86_400_000
 TOPIC_REFRESH_S: Final = 30.0
 """How often topics and partitions are refreshed, unless ``kafka.topic.metadata.refresh.interval.ms`` is set."""
 VALUE_SHOWN_CHARS_MAX: Final = 200
+HOLD_SHARE: Final = 0.8
+"""The longest hold of a revocation, as a fraction of max.poll.interval.ms (the group's rebalance timeout). The
+remainder covers the commit, the member's response, and the time between the rebalance at the broker and the
+callback."""
+LEASE_SHARE: Final = 0.6
+"""The lease of an agent, as a fraction of the session timeout: without a heartbeat for longer it counts as lost. The
+next member of its slots must join with the same instance id before the broker's session timeout reassigns the
+partitions."""
+SINGLE_BATCH: Final[Mapping[str, Literal["no", "maybe", "yes"]]] = {
+    "auto": "maybe",
+    "availableNow": "yes",
+    "processingTime": "no",
+}
+"""By the option ``trigger``: :attr:`Rules.single_batch` where Spark does not pass the trigger to the source."""
 COLUMNS: Final = ("key", "value", "topic", "partition", "offset", "timestamp", "timestampType", "headers")
 """The columns of Spark's Kafka source, in its order."""
 INTERNAL_TOPICS: Final = frozenset({"__consumer_offsets", "__transaction_state", "__share_group_state"})
@@ -438,6 +453,36 @@ class Options:
         if isinstance(offsets, StartAt):
             return StartingPosition(everywhere=offsets)
         return StartingPosition(each=tuple((tp, start_at(offset)) for tp, offset in offsets))
+
+    def rules(self, *, announces_end: bool = True) -> Rules:
+        """What the protocol gets from the options.
+
+        Args:
+            announces_end: whether Spark asks once more after the last batch of an AvailableNow run (4.2 and newer).
+        """
+        return Rules(
+            group=self.group_id,
+            connection=self.connection,
+            named_topics=self.topics,
+            matches=None if self.topic_pattern is None else self.is_subscribed,
+            slots=1 if self.group_members == "auto" else self.group_members,
+            auto_slots=self.group_members == "auto" and self.member_host != "driver",
+            hold_budget_ms=int(self.max_poll_interval_ms * HOLD_SHARE),
+            joining_budget_ms=self.max_poll_interval_ms + self.session_timeout_ms,
+            broker_timeout_ms=self.broker_timeout_ms,
+            classic=self.group_protocol == "classic",
+            cooperative=client_settings.is_incremental(self.consumer_settings()),
+            lease_ms=int(self.session_timeout_ms * LEASE_SHARE),
+            member_host=self.member_host,
+            leave_on_stop=self.leave_on_stop,
+            starting=self.starting,
+            fail_on_data_loss=self.fail_on_data_loss,
+            max_offsets=self.max_offsets_per_trigger,
+            max_bytes=self.max_bytes_per_trigger,
+            min_offsets=self.min_offsets_per_trigger,
+            max_delay_ms=self.max_trigger_delay_ms,
+            single_batch="no" if announces_end else SINGLE_BATCH[self.trigger],
+        )
 
     @property
     def tasks_report_sizes(self) -> bool:

@@ -15,34 +15,24 @@ publishes statistics). The life of a batch::
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
-from typing import Final, Literal, assert_never
+from typing import assert_never
 
 from spark_group_source.agents.connected_agents import ConnectedAgents, PlacedMembers
 from spark_group_source.errors import BrokerUnavailable, InvariantBroken, SourceError
 from spark_group_source.host import run_files
-from spark_group_source.kafka import Admin, Environment, EpochEnds, is_incremental
+from spark_group_source.kafka import Admin, Environment, EpochEnds
 from spark_group_source.members import Member, SlotMember
 from spark_group_source.model import TopicPartition
 from spark_group_source.options.table import Options
 from spark_group_source.protocol import events as ev
 from spark_group_source.protocol.offsets import StreamOffset
-from spark_group_source.protocol.rules import Rules
 from spark_group_source.protocol.run import Run
 from spark_group_source.runtime.offset_commits import commit_order
 from spark_group_source.runtime.request_thread import RequestThread
 
 log = logging.getLogger(__name__)
 
-HOLD_SHARE = 0.8
-"""The longest hold of a revocation, as a fraction of max.poll.interval.ms (the group's rebalance timeout). The
-remainder covers the commit, the member's response, and the time between the rebalance at the broker and the
-callback."""
-LEASE_SHARE = 0.6
-"""The lease of an agent, as a fraction of the session timeout: without a heartbeat for longer it counts as lost. The
-next member of its slots must join with the same instance id before the broker's session timeout reassigns the
-partitions."""
 CLOSE_S_MAX = 8.0
 """The longest wait for a run's members to close."""
 TICK_S = 0.25
@@ -81,8 +71,7 @@ class Coordinator:
         )
         epoch_ends = EpochEnds(options.admin_settings(), environment=self._environment)
         self._queries = BrokerQueries(options, self._admin, epoch_ends, self._environment.now_ms)
-        rules = rules_of(options)
-        self._run = Run(rules if announces_end else replace(rules, single_batch=SINGLE_BATCH[options.trigger]))
+        self._run = Run(options.rules(announces_end=announces_end))
         self._changed = self._environment.condition()  # guards the run and the members; notified at every event
         self._publishing = self._environment.condition()  # keeps published statistics in order
         self._members: dict[int, SlotMember] = {}  # by slot: the current member
@@ -100,7 +89,7 @@ class Coordinator:
         self.agents = ConnectedAgents(
             environment=self._environment,
             lease_ms=self._run.rules.lease_ms,
-            incremental=is_incremental(options.consumer_settings()),
+            incremental=self._run.rules.cooperative,
             own_member_ids=self._requests.own_member_ids,
             handle=self._handle,
         )
@@ -352,40 +341,6 @@ class Coordinator:
                 statistics, drained, last_batch = self._run.statistics(), self._run.is_drained, self._run.last_batch
                 committed = self._run.is_gathered and self._run.all_committed
             self._publisher.publish(statistics, drained=drained, last_batch=last_batch, committed=committed)
-
-
-SINGLE_BATCH: Final[Mapping[str, Literal["no", "maybe", "yes"]]] = {
-    "auto": "maybe",
-    "availableNow": "yes",
-    "processingTime": "no",
-}
-"""By the option ``trigger``: :attr:`Rules.single_batch` where Spark does not pass the trigger to the source."""
-
-
-def rules_of(options: Options) -> Rules:
-    """Derive the protocol's rules from the options."""
-    return Rules(
-        group=options.group_id,
-        connection=options.connection,
-        named_topics=options.topics,
-        matches=None if options.topic_pattern is None else options.is_subscribed,
-        slots=1 if options.group_members == "auto" else options.group_members,
-        auto_slots=options.group_members == "auto" and options.member_host != "driver",
-        hold_budget_ms=int(options.max_poll_interval_ms * HOLD_SHARE),
-        joining_budget_ms=options.max_poll_interval_ms + options.session_timeout_ms,
-        broker_timeout_ms=options.broker_timeout_ms,
-        classic=options.group_protocol == "classic",
-        cooperative=is_incremental(options.consumer_settings()),
-        lease_ms=int(options.session_timeout_ms * LEASE_SHARE),
-        member_host=options.member_host,
-        leave_on_stop=options.leave_on_stop,
-        starting=options.starting,
-        fail_on_data_loss=options.fail_on_data_loss,
-        max_offsets=options.max_offsets_per_trigger,
-        max_bytes=options.max_bytes_per_trigger,
-        min_offsets=options.min_offsets_per_trigger,
-        max_delay_ms=options.max_trigger_delay_ms,
-    )
 
 
 class BrokerQueries:

@@ -32,7 +32,7 @@ from spark_group_source.protocol.rules import Rules
 from spark_group_source.protocol.run import Run
 from spark_group_source.protocol.states import RunState
 from spark_group_source.protocol.statistics import Statistics
-from spark_group_source.runtime.coordinator import Coordinator, rules_of
+from spark_group_source.runtime.coordinator import Coordinator
 
 GROUP = "etl"
 POLLING_DELAY_MS = 10
@@ -384,7 +384,7 @@ class SparkRun:
             self.options, environment=self._environment, publisher=self.publisher
         )
         habits = self.query.habits
-        rules = replace(rules_of(self.options), member_host=habits.member_host)
+        rules = replace(self.options.rules(), member_host=habits.member_host)
         if habits.auto_slots:
             rules = replace(rules, slots=1, auto_slots=True, shrink_ms=SHRINK_MS)
         self.watched = WatchedRun(rules, self.process, self.reader, self._truth)

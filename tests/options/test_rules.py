@@ -3,7 +3,6 @@
 import pytest
 
 from spark_group_source.options.table import Options
-from spark_group_source.runtime.coordinator import rules_of
 
 QUERY = {"kafka.bootstrap.servers": "b", "kafka.group.id": "g", "subscribe": "a"}
 PATTERN = {name: value for name, value in QUERY.items() if name != "subscribe"}
@@ -21,14 +20,14 @@ def test_the_groups_protocol_decides_how_it_rebalances_and_is_stored(
     given: dict[str, str], classic: bool, cooperative: bool
 ) -> None:
     """With cooperative-sticky Kafka's record of a group has each topic name a third time."""
-    rules = rules_of(Options.parse(QUERY | given))
+    rules = Options.parse(QUERY | given).rules()
     assert (rules.classic, rules.cooperative) == (classic, cooperative)
 
 
 def test_a_pattern_is_a_rule_and_named_topics_are_not() -> None:
-    named = rules_of(Options.parse(QUERY))
+    named = Options.parse(QUERY).rules()
     assert (named.named_topics, named.matches) == (("a",), None)
-    rules = rules_of(Options.parse({**PATTERN, "subscribePattern": "orders|new.*|__.*"}))
+    rules = Options.parse({**PATTERN, "subscribePattern": "orders|new.*|__.*"}).rules()
     matches = rules.matches
     assert matches is not None and not rules.named_topics
     topics = ("orders", "orders-2", "newest", "a-new", "__consumer_offsets")

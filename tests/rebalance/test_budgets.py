@@ -7,7 +7,7 @@ from rebalance.accounts import Flow, measured, stays
 from rebalance.conftest import GroupScene
 from rebalance.ordinary import KINDS
 from rebalance.runs import Run
-from spark_group_source.runtime.coordinator import HOLD_SHARE
+from spark_group_source.options.table import HOLD_SHARE
 
 PARTITIONS = 4
 POLL_MS = 4000

@@ -14,7 +14,6 @@ from spark_group_source.errors import GroupError, RebalanceTimeout
 from spark_group_source.model import OffsetRange, TopicPartition
 from spark_group_source.options.table import Options
 from spark_group_source.protocol import events as ev
-from spark_group_source.runtime.coordinator import rules_of
 
 pytestmark = pytest.mark.broker
 
@@ -30,7 +29,7 @@ def test_commands_run_as_printed_with_a_file_of_the_querys_kafka_options(
     set_committed(secured.admin, scene.group, topic, {0: 0})
     tp = TopicPartition(topic, 0)
 
-    run = RunHarness(group=scene.group, connection=rules_of(options).connection)
+    run = RunHarness(group=scene.group, connection=options.connection)
     run.silent = {ev.Join}
     with pytest.raises(RebalanceTimeout) as timeout:
         run.latest()

@@ -20,9 +20,8 @@ from streams import PROTOCOLS, Engine, OtherMember, numbered, texts, values_of
 
 from spark_group_source.errors import InvariantBroken, RebalanceTimeout
 from spark_group_source.model import TopicPartition
+from spark_group_source.options.table import Options
 from spark_group_source.protocol.offsets import parse
-from spark_group_source.runtime import coordinator
-from spark_group_source.runtime.coordinator import rules_of
 
 BUDGET_MS = 4000
 REFUSAL = "can't start new thread"
@@ -175,7 +174,8 @@ def test_G8_an_available_now_run_fails_within_its_budget_if_the_group_does_not_s
     """Another member does not release a revoked partition (KIP-848): the assignment is not complete."""
     name = scene.topic(4)
     scene.produce(name, numbered(0, 3, 4))
-    monkeypatch.setattr(coordinator, "rules_of", lambda given: replace(rules_of(given), joining_budget_ms=BUDGET_MS))
+    rules = Options.rules
+    monkeypatch.setattr(Options, "rules", lambda *of, **also: replace(rules(*of, **also), joining_budget_ms=BUDGET_MS))
     monkeypatch.setattr("spark_group_source.protocol.run.SETTLE_MS_MAX", 500)  # the first batch does not wait for all
     given = scene.options("consumer", subscribe=name)
     with OrdinaryConsumer(scene.servers, scene.group, [name], scene.folder / "other", strategy="consumer") as other:
