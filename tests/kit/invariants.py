@@ -104,6 +104,11 @@ class Invariants(Accounts):
         runs = self._readers.values()
         return any(run.party == reader.party and run.number > reader.number and run.alive for run in runs)
 
+    def _was_replaced(self, reader: Reader, at_ms: int) -> bool:
+        """Whether a later run of its stream had begun then."""
+        runs = self._readers.values()
+        return any(r.party == reader.party and r.number > reader.number and r.began_ms < at_ms for r in runs)
+
     def released(self, tps: Tps, client: Client) -> None:
         """Partitions are released in order: their processed offsets must be committed and visible to a plain read."""
         self._forget(tps, client)
@@ -486,7 +491,8 @@ class Invariants(Accounts):
         member's commit: it did not know the batch, or this run replays it, or it repeated the commit of another member
         and died before Kafka had the batch. The sink has all records between the two. A run that was replaced, and does
         not know it yet, continues there too. So does one whose zombie followed another consumer beyond the batch: the
-        note is of an older batch.
+        note is of an older batch. So does one whose zombie replaced the commit of another member, where brokers refuse
+        transactions: the note is of a batch before the newest.
         """
         book = self.books[tp]
         batch = book.durable.get(reader.party)
@@ -494,13 +500,15 @@ class Invariants(Accounts):
             return batch.end
         if batch is None or not book.commits:
             return None
-        last = book.commits[-1][1]
+        at_ms, last = book.commits[-1]
         older = last.stream == reader.party and self._readers[last.by] is not reader
         before = book.commits[-2][1] if len(book.commits) > 1 else last
         had = [entry.offset for _, entry in book.commits if entry.stream == reader.party]
         repeats = before.stream != reader.party and before.offset == last.offset >= max(had, default=0)
         note = parse_note(last.note)
         late = older and (note.seq < batch.seq + (reader.replays == batch.seq) or repeats)
+        if older and self._was_replaced(self._readers[last.by], at_ms):
+            return batch.end
         begin = max(had, default=0) if repeats else batch.start  # no batch since then was committed
         inside = begin <= last.offset <= batch.end or (note.followed and last.offset > batch.end)
         return batch.end if late and inside else None

@@ -281,11 +281,10 @@ class Scene:
     def _judge_timeout(self, run: SparkRun, error: SourceError) -> None:
         """A run waits for the group only while that is not stable or the brokers do not respond. An older run of its
         stream that nothing fences may continue in the group: the members of both have the same names, and the new run
-        waits for the older run's partitions. An older run is also not fenced if it has nothing to commit and no static
-        members, such as a bounded run under KIP-848."""
+        waits for the older run's partitions. Under KIP-848 a static member keeps its instance id from others, so an
+        older run is not fenced until it has something to commit, perhaps after a long batch."""
         older = [other for other in run.query.runs if other is not run and other.lately_alive]
-        nameless = self.protocol == "consumer" and run.trigger != "default"
-        outlived = nameless or not self.cluster.transactions_allowed
+        outlived = self.protocol == "consumer" or not self.cluster.transactions_allowed
         if outlived and any(other.reader.party == run.reader.party for other in older):
             return
         rest_ms = max(self._at_rest_since_ms, run.process.thawed_at_ms, run.process.cut_off_until_ms)

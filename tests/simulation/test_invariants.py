@@ -303,6 +303,39 @@ def test_a_run_goes_on_where_it_ended_after_an_older_run_was_assigned_a_foreign_
     scene.truth.planned(second, offset(second, 1, 5, 10))
 
 
+@pytest.mark.parametrize("is_zombie", [True, False])
+def test_a_stream_goes_on_where_it_ended_if_a_zombie_replaced_the_commit_of_an_operator(
+    scene: Scene, is_zombie: bool
+) -> None:
+    """The zombie followed the operator, under the number of an earlier batch. Brokers that refuse transactions accept
+    its commit, and the newest run takes it for an earlier one."""
+    scene.truth.produce(TP, 20)
+    runs = [scene.member(f"a.{number}", stream="a") for number in range(3)]
+    for number, (run, _) in enumerate(runs):
+        run.number, run.began_ms, run.alive = number, 4 * number, number == 0
+    (zombie, former), (second, client), (third, last) = runs
+    operator, _ = scene.member("operator")
+    scene.truth.operator = operator.name
+    scene.assign(former)
+    planned = offset(zombie, 3, 0, 10)
+    scene.truth.planned(zombie, planned)
+    scene.truth.processed_by(zombie, {TP: (0, 10)})
+    scene.truth.durable(zombie, planned)
+    scene.commit(zombie, 10, seq=3)
+    scene.commit(operator, 4)
+    second.alive, scene.world.now_ms = True, 5
+    scene.assign(client)
+    scene.commit(zombie if is_zombie else second, 4, seq=4)
+    zombie.alive = second.alive = False
+    third.alive, scene.world.now_ms = True, 9
+    scene.assign(last)
+    if is_zombie:
+        scene.truth.planned(third, offset(third, 6, 10, 12))
+    else:
+        with pytest.raises(Violation, match="its last range ended at 4"):
+            scene.truth.planned(third, offset(third, 6, 10, 12))
+
+
 @pytest.mark.parametrize("stops", [True, False])
 def test_a_run_goes_on_where_it_ended_although_one_that_stops_was_assigned_a_foreign_commit(
     scene: Scene, stops: bool
