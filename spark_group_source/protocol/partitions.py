@@ -616,7 +616,9 @@ def _jump(at: Position, offset: int, *, recreated: bool, truncated_after: int | 
     elif at.lost_from is None:
         at.lost_from = at.offset
     at.offset = at.first = offset
-    at.committed = None
+    # What is between an earlier committed offset and a truncation is in the log, and may be read again.
+    if truncated_after in (None, RECREATED) or at.committed is None or at.committed >= offset:
+        at.committed = None
 
 
 def _voided(memory: AnyMemory) -> AnyMemory:

@@ -149,6 +149,24 @@ def read_by_a_former_run(g: GroupHarness) -> None:
     g.assigned(A, B)
 
 
+def truncated_before_its_commit(g: GroupHarness) -> None:
+    g.start_stream()
+    g.reads({A: (100, 150)})
+    g.durable()
+    g.feed(ev.OffsetCommitFailed(reason="coordinator moved"))
+    g.feed(ev.RecordsMissing(offsets={A: 130}, reason="the log was truncated", truncated={A: 3}))
+    g.plan({A: (130, 160)})
+
+
+def expired_before_its_commit(g: GroupHarness) -> None:
+    g.start_stream()
+    g.reads({A: (100, 150)})
+    g.durable()
+    g.feed(ev.OffsetCommitFailed(reason="coordinator moved"))
+    g.feed(ev.RecordsMissing(offsets={A: 170}, reason="retention"))
+    g.plan({A: (170, 180)})
+
+
 @pytest.mark.parametrize(
     ("way", "twice"),
     [
@@ -158,6 +176,8 @@ def read_by_a_former_run(g: GroupHarness) -> None:
         (replayed, 50),
         (replayed_and_durable, 50),
         (read_by_a_former_run, 50),
+        (truncated_before_its_commit, 60),
+        (expired_before_its_commit, 10),  # the others do not exist any more
     ],
 )
 def test_possible_duplicates_of_a_lost_partition(fresh: GroupHarness, way: Way, twice: int) -> None:
