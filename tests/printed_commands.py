@@ -75,6 +75,7 @@ def commands_of_the_product() -> Counter[str]:
 
 
 SINK = "tests/delta/decisions/test_commands.py::"
+REPLACED = "tests/delta/decisions/test_replaced_rows.py::"
 STATEMENTS = "tests/delta/test_foreign_changes.py::test_the_statements_of_messages_run_on_spark"
 HERE = "tests/test_commands.py::"
 BROKER, INSTALL = f"{HERE}test_a_command_runs_as_printed", f"{HERE}test_an_installation_is_satisfied_as_printed"
@@ -87,7 +88,7 @@ NO_COMMAND = ""
 TESTED: dict[str, tuple[int, str]] = {
     # commands that these functions build for others
     "command_line.py: spark_group": (1, BROKER),
-    "delta/table_names.py: reset_command": (1, f"{SINK}test_commands_after_a_restore"),
+    "delta/table_names.py: reset_command": (1, f"{REPLACED}test_commands_after_a_restore"),
     "delta/table_names.py: restore_command": (1, f"{SINK}test_commands_for_a_second_write_of_a_batch"),
     # the sink and its ledger
     "delta/ledger_decision.py: _refused_partitions": (
@@ -97,9 +98,9 @@ TESTED: dict[str, tuple[int, str]] = {
     "delta/ledger_decision.py: _unknown_reset": (1, f"{SINK}test_command_for_a_stream_that_does_not_know_a_reset"),
     "delta/ledger_format.py: _damage_refused": (1, f"{SINK}test_command_for_a_ledger_that_cannot_be_read"),
     "delta/ledger_store.py: _new_ledger": (1, f"{SINK}test_command_for_a_ledger_that_cannot_be_read"),
-    "delta/replaced_rows.py: _batch_behind_restore": (2, f"{SINK}test_commands_for_a_batch_behind_a_restore"),
-    "delta/replaced_rows.py: _rows_replaced": (3, f"{SINK}test_commands_after_rows_were_replaced"),
-    "delta/replaced_rows.py: refuse_replaced_rows": (2, f"{SINK}test_commands_after_a_restore"),
+    "delta/replaced_rows.py: _batch_behind_restore": (2, f"{REPLACED}test_commands_for_a_batch_behind_a_restore"),
+    "delta/replaced_rows.py: _rows_replaced": (3, f"{REPLACED}test_commands_after_rows_were_replaced"),
+    "delta/replaced_rows.py: refuse_replaced_rows": (2, f"{REPLACED}test_commands_after_a_restore"),
     "delta/ledger_transfer.py: check_new_group": (2, f"{SINK}test_commands_for_a_clone_of_a_table_with_a_ledger"),
     "delta/ledger_transfer.py: _renamed": (3, f"{SINK}test_commands_for_a_renamed_group_in_a_clone"),
     "delta/table_names.py: ledger_command": (1, f"{SINK}test_commands_for_a_renamed_group"),

@@ -6,7 +6,7 @@ Runs in: tests. Deliberately absent: Delta's own readers. The content of a table
 import base64
 import json
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from sink_source import SCHEMA, Ranges, rows_of, write_script
 
 from spark_group_source.delta import Writer
 from spark_group_source.delta.sink import DeltaSink
+from spark_group_source.delta.table_history import Commit
 from spark_group_source.delta.table_writer import TableWriter
 from spark_group_source.delta.topic_sinks import DeltaSinks
 from spark_group_source.model import OffsetRange, TopicPartition
@@ -220,3 +221,24 @@ def run(df: "DataFrame", sink: Callable[["DataFrame", int], None], checkpoint: P
         running.stop()
         pytest.fail(f"the query did not end within {QUERY_S} s")
     return [p["numInputRows"] for p in running.recentProgress]
+
+
+class ListedCommits:
+    """Commits from a list."""
+
+    table = "t"
+
+    def __init__(self, *commits: Commit) -> None:
+        self._commits = commits
+
+    def newest(self) -> int:
+        return self._commits[-1].version
+
+    def commits(self, newest: int, after: int) -> Iterator[Commit]:
+        return (commit for commit in reversed(self._commits) if after < commit.version <= newest)
+
+    def number(self, app_id: str) -> int | None:
+        return None
+
+    def restored_to(self, restore: Commit) -> int:
+        return int((restore.restore or {})["version"])

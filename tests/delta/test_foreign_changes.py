@@ -100,7 +100,7 @@ def test_a_restore_during_a_batch_by_options_refuses_the_next_batch(
 
 @pytest.mark.slow
 def test_the_statements_of_messages_run_on_spark(query: Query, table: Path) -> None:
-    """Except the ``RESTORE`` of a known version, which ``deltalake`` runs in ``decisions/test_commands.py``."""
+    """Except the ``RESTORE`` of a known version, which ``deltalake`` runs in ``decisions/test_replaced_rows.py``."""
     spark, retention = query.spark, "'delta.setTransactionRetentionDuration' = 'interval 1 days'"
     for n in range(2):
         query.run(query.sink(table), n, offset(n, one(n * 10, n * 10 + 10)))
@@ -139,7 +139,7 @@ def overwrite_dynamic_partitions(spark: "SparkSession", table: Path) -> None:
 def test_a_replaced_or_overwritten_table_refuses_the_query_until_it_is_taken_back(
     query: Query, new_table: Path, replace: Callable[["SparkSession", Path], None]
 ) -> None:
-    """``decisions/test_commands.py`` runs both commands. Without the log's files the operation decides."""
+    """``decisions/test_replaced_rows.py`` runs the commands. Without the log's files the operation decides."""
     sink, spark = query.sink(new_table, partition_by="topic"), query.spark
     for n in range(2):
         query.run(sink, n, offset(n, one(n * 10, n * 10 + 10)))

@@ -17,6 +17,9 @@ from spark_group_source.cli import common
 from spark_group_source.delta import sink, topic_sinks
 from spark_group_source.delta.table_history import Commit
 from spark_group_source.delta.table_writer import TableWriter, open_log
+from spark_group_source.host import run_files
+from spark_group_source.options.table import Options
+from spark_group_source.protocol.statistics import Statistics
 
 
 @pytest.fixture(scope="session")
@@ -108,3 +111,17 @@ def admin(query: Query, monkeypatch: pytest.MonkeyPatch) -> OffsetModel:
     monkeypatch.setattr(common, "session", session)
     monkeypatch.setattr(common, "admin_of", admin_of)
     return kafka
+
+
+@pytest.fixture
+def published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[None]:
+    """The run of the group publishes how to connect to its brokers on this host."""
+    monkeypatch.setattr(run_files, "directory", lambda: tmp_path / "runs")
+    settings = {"kafka.bootstrap.servers": SERVERS, "kafka.group.id": "etl", "subscribe": "orders"}
+    run = run_files.Publisher("etl", Options.parse(settings | getattr(request, "param", {})).connection)
+    statistics = Statistics(
+        group="etl", stream="s1", seq=0, state="reading", generation=1, assigned=(1,), slots=("assigned",)
+    )
+    run.publish(statistics)
+    yield
+    run.close()

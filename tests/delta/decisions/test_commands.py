@@ -1,14 +1,12 @@
 """Every command in an error of the sink is complete: it is taken from the real message and run as printed.
 
-``spark-group`` runs in this process, with the test's tables and a model of Kafka's committed offsets.
-``deltalake`` runs the SQL statements. After the commands the query continues with the same checkpoint.
+Those after a ``RESTORE`` or an overwrite are in ``test_replaced_rows``.
 """
 
 import json
 import re
 import shlex
 import shutil
-from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +14,7 @@ import pytest
 from deltalake import DeltaTable, write_deltalake
 from offset_model import P0, SERVERS, OffsetModel
 from printed_commands import commands
+from run_printed import FOLLOWED, continue_query, refused, run_command
 from sink_helpers import NewQuery, Query, clone_of, expire_log, offsets_in, one, records, rows
 from sink_helpers import commits as commits_of
 from sink_source import Ranges, offset
@@ -24,131 +23,12 @@ from typer.testing import CliRunner
 from spark_group_source.cli.app import app
 from spark_group_source.delta import checkpoint
 from spark_group_source.delta.checkpoint import QUERY_ID, RUN_ID
-from spark_group_source.delta.ledger_format import Ledger
 from spark_group_source.delta.ledger_store import read_ledger, set_ledger
-from spark_group_source.delta.table_history import note_of
 from spark_group_source.delta.table_writer import open_existing
-from spark_group_source.errors import LedgerConflict, OptionError, SourceError
-from spark_group_source.host import run_files
 from spark_group_source.model import TopicPartition
-from spark_group_source.options.table import Options
-from spark_group_source.protocol.offsets import RECREATED, StreamOffset
-from spark_group_source.protocol.statistics import Statistics
+from spark_group_source.protocol.offsets import RECREATED
 
-FOLLOWED = [("orders", 0)]
-
-
-@pytest.fixture(autouse=True)
-def published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[None]:
-    """The run of the group publishes how to connect to its brokers on this host."""
-    monkeypatch.setattr(run_files, "directory", lambda: tmp_path / "runs")
-    settings = {"kafka.bootstrap.servers": SERVERS, "kafka.group.id": "etl", "subscribe": "orders"}
-    run = run_files.Publisher("etl", Options.parse(settings | getattr(request, "param", {})).connection)
-    statistics = Statistics(
-        group="etl", stream="s1", seq=0, state="reading", generation=1, assigned=(1,), slots=("assigned",)
-    )
-    run.publish(statistics)
-    yield
-    run.close()
-
-
-def run_command(command: str) -> None:
-    """Run a command exactly as it is printed."""
-    if found := re.fullmatch(r"RESTORE TABLE delta\.`(.+)` TO VERSION AS OF (\d+)", command):
-        DeltaTable(found[1]).restore(int(found[2]))
-        return
-    words = shlex.split(command)
-    assert words[0] == "spark-group" and words[-1] == "--execute"
-    shown = CliRunner().invoke(app, words[1:])
-    assert shown.exit_code == 0, shown.output
-
-
-def refused(run: Callable[[], object]) -> SourceError:
-    with pytest.raises((LedgerConflict, OptionError)) as error:
-        run()
-    return error.value
-
-
-def continue_query(query: Query, table: Path, admin: OffsetModel, batch_id: int, end: int) -> None:
-    """Run the batch after the reset: it starts at the committed offset, and its plan knows the reset."""
-    batch = offset(batch_id, one(admin.position, end), followed=FOLLOWED, reset_number=admin.resets)
-    query.run(query.sink(table), batch_id, batch)
-
-
-def commit_late(query: Query, table: Path, ledger: Ledger, late: StreamOffset) -> None:
-    """Commit a batch that was decided at version 2."""
-    ends = {tp: end for tp, (_, end) in late.ranges.items()}
-    after = ledger.with_batch(late, void=False).with_offsets(ends).with_next_number()
-    there = open_existing(query.spark, str(table))
-    note = note_of({"etl": after.to_commit(None)[1]}, read=2)
-    there.commit(there.history(), query.rows(late), {"spark-group-source.etl": 3}, note, needed=True)
-
-
-@pytest.mark.parametrize(("number", "missing"), [(0, False), (1, True)], ids=["written again", "left out"])
-def test_commands_after_a_restore(query: Query, table: Path, admin: OffsetModel, number: int, missing: bool) -> None:
-    for n in range(3):
-        query.run(query.sink(table), n, offset(n, one(n * 10, n * 10 + 10)))
-    admin.commit(30)
-    DeltaTable(table).restore(1)
-    refused_batch = offset(3, one(30, 40))
-    printed = commands(refused(lambda: query.run(query.sink(table), 3, refused_batch)))
-    assert "--to-further" in printed[1]
-    run_command(printed[number])
-    query.run(query.sink(table), 3, refused_batch)
-    continue_query(query, table, admin, 4, 50)
-    assert rows(table) == (records(0, 10) + records(30, 50) if missing else records(0, 50))
-
-
-def test_a_reset_during_a_restore_leaves_the_ledger_and_works_when_it_is_repeated(
-    query: Query, table: Path, admin: OffsetModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for n in range(2):
-        query.run(query.sink(table), n, offset(n, one(n * 10, n * 10 + 10)))
-    admin.commit(20)
-    move = admin.move_committed
-
-    def restore_meanwhile(
-        group: str, offsets: Mapping[TopicPartition, int], *, notes: Mapping[TopicPartition, str]
-    ) -> None:
-        move(group, offsets, notes=notes)
-        DeltaTable(table).restore(1)
-
-    reset = shlex.join(["spark-group", "reset", "--bootstrap-servers", SERVERS, "--group", "etl", "--to-ledger"])
-    reset += f" --table {table} --execute"
-    with monkeypatch.context() as patched:
-        patched.setattr(admin, "move_committed", restore_meanwhile)
-        shown = CliRunner().invoke(app, shlex.split(reset)[1:])
-    assert shown.exit_code == 1 and "was changed by RESTORE (its version 3) while the reset was running" in shown.output
-    refused(lambda: query.run(query.sink(table), 2, offset(2, one(20, 30), followed=FOLLOWED, reset_number=1)))
-    run_command(reset)
-    query.run(query.sink(table), 2, offset(2, one(20, 30), followed=FOLLOWED, reset_number=1))
-    continue_query(query, table, admin, 3, 30)
-    assert rows(table) == records(0, 30)
-
-
-@pytest.mark.parametrize("behind", [False, True], ids=["before", "during a batch"])
-@pytest.mark.parametrize("kept", [False, True], ids=["taken back", "kept"])
-def test_commands_after_rows_were_replaced(
-    query: Query, table: Path, admin: OffsetModel, kept: bool, behind: bool
-) -> None:
-    for n in range(2):
-        query.run(query.sink(table), n, offset(n, one(n * 10, n * 10 + 10)))
-    ledger = read_ledger(query.spark, str(table), "etl")
-    write_deltalake(table, DeltaTable(table).to_pyarrow_table().slice(5), mode="overwrite")
-    left = offsets_in(table)
-    if behind:  # decided at version 2 and committed after the overwrite, as Delta allows with writer options
-        assert ledger is not None
-        commit_late(query, table, ledger, offset(2, one(20, 30)))
-    start = 30 if behind else 20
-    admin.commit(start)
-    refused_batch = offset(3, one(start, 40))
-    back, to_ledger, keep = commands(refused(lambda: query.run(query.sink(table), 3, refused_batch)))
-    assert back.startswith("RESTORE") and "--to-further" in keep
-    for command in [keep] if kept else [back, to_ledger]:
-        run_command(command)
-    query.run(query.sink(table), 3, refused_batch)
-    continue_query(query, table, admin, 4, 50)
-    assert offsets_in(table) == (sorted([*left, *range(20, 50)]) if kept else list(range(50)))
+pytestmark = pytest.mark.usefixtures("published")
 
 
 @pytest.mark.parametrize(("number", "twice"), [(0, False), (1, True)], ids=["table", "kafka"])
@@ -404,24 +284,6 @@ def test_command_for_a_ledger_that_cannot_be_read(query: Query, table: Path, adm
     assert found is not None and (found.offsets, found.reset_number) == ({P0: 10}, 1)
 
 
-def test_commands_for_a_batch_behind_a_restore(query: Query, table: Path, admin: OffsetModel) -> None:
-    for n in range(2):
-        query.run(query.sink(table), n, offset(n, one(n * 10, n * 10 + 10)))
-    DeltaTable(table).restore(1)
-    ledger = read_ledger(query.spark, str(table), "etl")
-    assert ledger is not None
-    # Decided at version 2 and committed after the RESTORE, as Delta allows with writer options.
-    commit_late(query, table, ledger, offset(2, one(20, 30)))
-    admin.commit(30)
-    printed = commands(refused(lambda: query.run(query.sink(table), 3, offset(3, one(30, 40)))))
-    assert [command.split()[0] for command in printed] == ["RESTORE", "spark-group"]
-    for command in printed:
-        run_command(command)
-    query.run(query.sink(table), 3, offset(3, one(30, 40)))
-    continue_query(query, table, admin, 4, 40)
-    assert offsets_in(table) == list(range(40))
-
-
 def test_commands_for_a_second_write_of_a_batch(
     query: Query, table: Path, admin: OffsetModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -528,24 +390,6 @@ def test_a_group_starts_at_the_end_of_the_rows_of_a_table_whose_log_was_cleaned_
     expire_log(clone)
     query.run(query.sink(clone), 1, offset(1, one(10, 20)))
     assert rows(clone) == records(0, 20)
-
-
-@pytest.mark.parametrize("times", [1, 2])
-def test_an_overwritten_table_is_taken_back_to_the_version_before_the_overwrites(
-    query: Query, table: Path, admin: OffsetModel, times: int
-) -> None:
-    for n in range(2):
-        query.run(query.sink(table), n, offset(n, one(n * 10, n * 10 + 10)))
-    admin.commit(20)
-    for version in range(times):
-        write_deltalake(table, DeltaTable(table, version=version).to_pyarrow_table(), mode="overwrite")
-    restore, to_ledger, _ = commands(refused(lambda: query.run(query.sink(table), 2, offset(2, one(20, 30)))))
-    assert restore == f"RESTORE TABLE delta.`{table}` TO VERSION AS OF 2"
-    for command in (restore, to_ledger):
-        run_command(command)
-    query.run(query.sink(table), 2, offset(2, one(20, 30)))
-    continue_query(query, table, admin, 3, 40)
-    assert rows(table) == records(0, 40)
 
 
 @pytest.mark.parametrize("first", ["restored", "replaced"])

@@ -1,6 +1,5 @@
 """The history of a table: notes, expired logs, other writers, and how the next batch is decided."""
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from shutil import rmtree
@@ -11,6 +10,7 @@ from deltalake import DeltaTable
 from sink_helpers import (
     FAR,
     BeforeNextCommit,
+    ListedCommits,
     NewQuery,
     Query,
     actions,
@@ -29,10 +29,8 @@ from sink_source import SCHEMA, offset
 from spark_group_source.delta import table_names, table_writer, verification
 from spark_group_source.delta.ledger_format import Ledger
 from spark_group_source.delta.ledger_store import read_ledger, set_ledger
-from spark_group_source.delta.replaced_rows import Replacement, find_replacement
 from spark_group_source.delta.table_history import (
     Commit,
-    LedgerExpired,
     TableHistory,
     note_of,
 )
@@ -43,37 +41,6 @@ from spark_group_source.model import TopicPartition
 P0, P1 = TopicPartition("orders", 0), TopicPartition("orders", 1)
 
 
-class Listed:
-    """Commits from a list."""
-
-    table = "t"
-
-    def __init__(self, *commits: Commit) -> None:
-        self._commits = commits
-
-    def newest(self) -> int:
-        return self._commits[-1].version
-
-    def commits(self, newest: int, after: int) -> Iterator[Commit]:
-        return (commit for commit in reversed(self._commits) if after < commit.version <= newest)
-
-    def number(self, app_id: str) -> int | None:
-        return None
-
-    def restored_to(self, restore: Commit) -> int:
-        return int((restore.restore or {})["version"])
-
-
-def batch(version: int, *, read: int | None = None) -> Commit:
-    known = version - 1 if read is None else read
-    note = note_of({"etl": Ledger(group="etl").to_commit(None)[1]}, read=known)
-    return Commit.of(version, {"readVersion": version - 1, "operation": "WRITE", "userMetadata": note})
-
-
-def restore(version: int, to: int) -> Commit:
-    return Commit.of(version, {"operation": "RESTORE", "operationParameters": {"version": to}})
-
-
 # The history
 
 
@@ -82,7 +49,7 @@ def test_a_note_is_read_as_it_was_written() -> None:
     text = note_of({'e"tl': ledger.to_commit(None)[1]}, read=8)
     found = Commit.of(12, {"readVersion": 11, "operation": "WRITE", "userMetadata": text})
     assert found.read == 8 and found.ledger_entry("etl") is None
-    history = TableHistory(Listed(found, Commit(13, 12)))
+    history = TableHistory(ListedCommits(found, Commit(13, 12)))
     assert history.ledger('e"tl') == ledger.at_version(12)
     assert Commit.of(1, {"userMetadata": "a foreign note"}).entries == ()
 
@@ -126,50 +93,6 @@ def test_the_log_has_a_full_ledger_as_long_as_changes_since(
     assert [is_full(default, minute) for minute in (0, 59, 60, 61, 119, 120)] == [True, False, True, False, False, True]
     assert [is_full("interval 20 minutes", minute) for minute in (121, 130, 131)] == [False, True, False]
     assert [is_full(text, 132) for text in ("interval 1 minutes", "soon", "interval 1 weeks")] == [True, True, False]
-
-
-def test_a_restore_between_decision_and_commit_is_found_behind_the_batch() -> None:
-    def found(*commits: Commit) -> Replacement | None:
-        return find_replacement(TableHistory(Listed(Commit.of(0, {}), *commits)), "etl")
-
-    assert found(batch(1), restore(2, 0), batch(3)) is None
-    assert found(batch(1), restore(2, 0), batch(3, read=1)) == Replacement(2, "RESTORE", 0, 3)
-    assert found(batch(1), restore(2, 0)) == Replacement(2, "RESTORE", 0)
-
-
-@pytest.mark.parametrize(
-    ("operation", "parameters", "unsettles"),
-    [
-        ("WRITE", {"mode": "Append"}, False),
-        ("WRITE", {"mode": "Overwrite"}, True),
-        ("STREAMING UPDATE", {"outputMode": "Complete"}, True),
-        ("CREATE OR REPLACE TABLE AS SELECT", {}, True),
-        ("CLONE", {}, True),
-        ("RESTORE", {"version": 1}, True),
-        ("DELETE", {}, False),
-        ("OPTIMIZE", {}, False),
-    ],
-)
-def test_without_the_logs_files_the_operation_shows_whether_rows_were_replaced(
-    operation: str, parameters: dict[str, object], unsettles: bool
-) -> None:
-    info = {"operation": operation, "operationParameters": parameters}
-    assert Commit.of(2, info).unsettles_ledger is unsettles
-    assert not Commit.of(0, {"operation": "CLONE"}).unsettles_ledger, "the table's first commit removes nothing"
-
-
-@pytest.mark.parametrize(
-    ("operation", "unsettles"), [("DELETE", False), ("MERGE", False), ("TRUNCATE", False), ("REPLACE X", True)]
-)
-def test_a_removal_of_rows_by_an_unknown_operation_unsettles_the_ledger(operation: str, unsettles: bool) -> None:
-    assert Commit.of(2, {"operation": operation}, removes_rows=True).unsettles_ledger is unsettles
-    assert not Commit.of(2, {"operation": operation}, removes_rows=False).unsettles_ledger
-
-
-def test_a_log_that_ends_before_the_decision_of_the_newest_batch_shows_nothing() -> None:
-    with pytest.raises(LedgerExpired):
-        find_replacement(TableHistory(Listed(batch(8, read=5))), "etl")
-    assert find_replacement(TableHistory(Listed(batch(8))), "etl") is None
 
 
 def test_the_start_of_a_query_logs_its_ledger_and_the_groups_that_share_the_table(

@@ -1,15 +1,20 @@
 """Commits of others that removed rows: which are refused, and how the query continues after the printed commands."""
 
-from collections.abc import Callable
+import shlex
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pytest
 from deltalake import DeltaTable, write_deltalake
+from offset_model import P0, SERVERS, OffsetModel
+from printed_commands import commands
+from run_printed import FOLLOWED, commit_late, continue_query, refused, run_command
 from sink_helpers import (
     FAR,
     BeforeNextCommit,
+    ListedCommits,
     Query,
     expire_log,
     foreign_commits,
@@ -22,20 +27,25 @@ from sink_helpers import (
 )
 from sink_source import offset
 from table_changes import ByFiles
+from typer.testing import CliRunner
 
+from spark_group_source.cli.app import app
 from spark_group_source.delta import ledger_format
+from spark_group_source.delta.ledger_format import Ledger
 from spark_group_source.delta.ledger_store import read_ledger, set_ledger
-from spark_group_source.delta.replaced_rows import ledger_of_rows
+from spark_group_source.delta.replaced_rows import Replacement, find_replacement, ledger_of_rows
 from spark_group_source.delta.table_history import (
     Commit,
     DescribedHistory,
+    LedgerExpired,
     LogFiles,
     TableHistory,
+    note_of,
 )
 from spark_group_source.errors import LedgerConflict
 from spark_group_source.model import TopicPartition
 
-P0, P1 = TopicPartition("orders", 0), TopicPartition("orders", 1)
+P1 = TopicPartition("orders", 1)
 
 
 # RESTORE
@@ -190,9 +200,9 @@ def test_a_restore_by_timestamp_to_a_version_that_left_the_log_is_refused_and_no
     rewrite(table, 4, "commitInfo", by_timestamp)
     for version in (0, 1, 2):
         (table / "_delta_log" / f"{version:020}.json").unlink()
-    for refused in (sink, query.sink(table)):
+    for each in (sink, query.sink(table)):
         with pytest.raises(LedgerConflict, match=r"version 4 .*\(RESTORE\) removed rows .* is unknown"):
-            query.run(refused, 3, offset(3, one(30, 40)))
+            query.run(each, 3, offset(3, one(30, 40)))
     with pytest.raises(LedgerConflict, match="is unknown"):
         read_ledger(query.spark, str(table), "etl")
 
@@ -326,9 +336,9 @@ def test_the_batch_after_a_replace_or_an_overwrite_is_refused(
         query.run(sink, n, offset(n, one(n * 10, n * 10 + 10)))
     remove(table)
     there = rows(table)
-    for refused in (sink, query.sink(table)):
+    for each in (sink, query.sink(table)):
         with pytest.raises(LedgerConflict, match=r"version 3 .* removed rows after the last commit of group 'etl'"):
-            query.run(refused, 2, offset(2, one(20, 30)))
+            query.run(each, 2, offset(2, one(20, 30)))
     assert rows(table) == there
     with pytest.raises(LedgerConflict, match="removed rows"):
         read_ledger(query.spark, str(table), "etl")
@@ -352,3 +362,171 @@ def test_an_overwrite_before_the_groups_last_commit_is_settled(query: Query, tab
     for n in range(2):
         query.run(query.sink(table), n, offset(n, one(n * 10, n * 10 + 10)))
     assert rows(table)[-20:] == records(0, 20)
+
+
+# The commands that the refusals print
+
+
+@pytest.mark.usefixtures("published")
+@pytest.mark.parametrize(("number", "missing"), [(0, False), (1, True)], ids=["written again", "left out"])
+def test_commands_after_a_restore(query: Query, table: Path, admin: OffsetModel, number: int, missing: bool) -> None:
+    for n in range(3):
+        query.run(query.sink(table), n, offset(n, one(n * 10, n * 10 + 10)))
+    admin.commit(30)
+    DeltaTable(table).restore(1)
+    refused_batch = offset(3, one(30, 40))
+    printed = commands(refused(lambda: query.run(query.sink(table), 3, refused_batch)))
+    assert "--to-further" in printed[1]
+    run_command(printed[number])
+    query.run(query.sink(table), 3, refused_batch)
+    continue_query(query, table, admin, 4, 50)
+    assert rows(table) == (records(0, 10) + records(30, 50) if missing else records(0, 50))
+
+
+@pytest.mark.usefixtures("published")
+def test_a_reset_during_a_restore_leaves_the_ledger_and_works_when_it_is_repeated(
+    query: Query, table: Path, admin: OffsetModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for n in range(2):
+        query.run(query.sink(table), n, offset(n, one(n * 10, n * 10 + 10)))
+    admin.commit(20)
+    move = admin.move_committed
+
+    def restore_meanwhile(
+        group: str, offsets: Mapping[TopicPartition, int], *, notes: Mapping[TopicPartition, str]
+    ) -> None:
+        move(group, offsets, notes=notes)
+        DeltaTable(table).restore(1)
+
+    reset = shlex.join(["spark-group", "reset", "--bootstrap-servers", SERVERS, "--group", "etl", "--to-ledger"])
+    reset += f" --table {table} --execute"
+    with monkeypatch.context() as patched:
+        patched.setattr(admin, "move_committed", restore_meanwhile)
+        shown = CliRunner().invoke(app, shlex.split(reset)[1:])
+    assert shown.exit_code == 1 and "was changed by RESTORE (its version 3) while the reset was running" in shown.output
+    refused(lambda: query.run(query.sink(table), 2, offset(2, one(20, 30), followed=FOLLOWED, reset_number=1)))
+    run_command(reset)
+    query.run(query.sink(table), 2, offset(2, one(20, 30), followed=FOLLOWED, reset_number=1))
+    continue_query(query, table, admin, 3, 30)
+    assert rows(table) == records(0, 30)
+
+
+@pytest.mark.usefixtures("published")
+def test_commands_for_a_batch_behind_a_restore(query: Query, table: Path, admin: OffsetModel) -> None:
+    for n in range(2):
+        query.run(query.sink(table), n, offset(n, one(n * 10, n * 10 + 10)))
+    DeltaTable(table).restore(1)
+    ledger = read_ledger(query.spark, str(table), "etl")
+    assert ledger is not None
+    # Decided at version 2 and committed after the RESTORE, as Delta allows with writer options.
+    commit_late(query, table, ledger, offset(2, one(20, 30)))
+    admin.commit(30)
+    printed = commands(refused(lambda: query.run(query.sink(table), 3, offset(3, one(30, 40)))))
+    assert [command.split()[0] for command in printed] == ["RESTORE", "spark-group"]
+    for command in printed:
+        run_command(command)
+    query.run(query.sink(table), 3, offset(3, one(30, 40)))
+    continue_query(query, table, admin, 4, 40)
+    assert offsets_in(table) == list(range(40))
+
+
+@pytest.mark.usefixtures("published")
+@pytest.mark.parametrize("behind", [False, True], ids=["before", "during a batch"])
+@pytest.mark.parametrize("kept", [False, True], ids=["taken back", "kept"])
+def test_commands_after_rows_were_replaced(
+    query: Query, table: Path, admin: OffsetModel, kept: bool, behind: bool
+) -> None:
+    for n in range(2):
+        query.run(query.sink(table), n, offset(n, one(n * 10, n * 10 + 10)))
+    ledger = read_ledger(query.spark, str(table), "etl")
+    write_deltalake(table, DeltaTable(table).to_pyarrow_table().slice(5), mode="overwrite")
+    left = offsets_in(table)
+    if behind:  # decided at version 2 and committed after the overwrite, as Delta allows with writer options
+        assert ledger is not None
+        commit_late(query, table, ledger, offset(2, one(20, 30)))
+    start = 30 if behind else 20
+    admin.commit(start)
+    refused_batch = offset(3, one(start, 40))
+    back, to_ledger, keep = commands(refused(lambda: query.run(query.sink(table), 3, refused_batch)))
+    assert back.startswith("RESTORE") and "--to-further" in keep
+    for command in [keep] if kept else [back, to_ledger]:
+        run_command(command)
+    query.run(query.sink(table), 3, refused_batch)
+    continue_query(query, table, admin, 4, 50)
+    assert offsets_in(table) == (sorted([*left, *range(20, 50)]) if kept else list(range(50)))
+
+
+@pytest.mark.usefixtures("published")
+@pytest.mark.parametrize("times", [1, 2])
+def test_an_overwritten_table_is_taken_back_to_the_version_before_the_overwrites(
+    query: Query, table: Path, admin: OffsetModel, times: int
+) -> None:
+    for n in range(2):
+        query.run(query.sink(table), n, offset(n, one(n * 10, n * 10 + 10)))
+    admin.commit(20)
+    for version in range(times):
+        write_deltalake(table, DeltaTable(table, version=version).to_pyarrow_table(), mode="overwrite")
+    restore, to_ledger, _ = commands(refused(lambda: query.run(query.sink(table), 2, offset(2, one(20, 30)))))
+    assert restore == f"RESTORE TABLE delta.`{table}` TO VERSION AS OF 2"
+    for command in (restore, to_ledger):
+        run_command(command)
+    query.run(query.sink(table), 2, offset(2, one(20, 30)))
+    continue_query(query, table, admin, 3, 40)
+    assert rows(table) == records(0, 40)
+
+
+# The search
+
+
+def batch(version: int, *, read: int | None = None) -> Commit:
+    known = version - 1 if read is None else read
+    note = note_of({"etl": Ledger(group="etl").to_commit(None)[1]}, read=known)
+    return Commit.of(version, {"readVersion": version - 1, "operation": "WRITE", "userMetadata": note})
+
+
+def restore(version: int, to: int) -> Commit:
+    return Commit.of(version, {"operation": "RESTORE", "operationParameters": {"version": to}})
+
+
+def test_a_restore_between_decision_and_commit_is_found_behind_the_batch() -> None:
+    def found(*commits: Commit) -> Replacement | None:
+        return find_replacement(TableHistory(ListedCommits(Commit.of(0, {}), *commits)), "etl")
+
+    assert found(batch(1), restore(2, 0), batch(3)) is None
+    assert found(batch(1), restore(2, 0), batch(3, read=1)) == Replacement(2, "RESTORE", 0, 3)
+    assert found(batch(1), restore(2, 0)) == Replacement(2, "RESTORE", 0)
+
+
+@pytest.mark.parametrize(
+    ("operation", "parameters", "unsettles"),
+    [
+        ("WRITE", {"mode": "Append"}, False),
+        ("WRITE", {"mode": "Overwrite"}, True),
+        ("STREAMING UPDATE", {"outputMode": "Complete"}, True),
+        ("CREATE OR REPLACE TABLE AS SELECT", {}, True),
+        ("CLONE", {}, True),
+        ("RESTORE", {"version": 1}, True),
+        ("DELETE", {}, False),
+        ("OPTIMIZE", {}, False),
+    ],
+)
+def test_without_the_logs_files_the_operation_shows_whether_rows_were_replaced(
+    operation: str, parameters: dict[str, object], unsettles: bool
+) -> None:
+    info = {"operation": operation, "operationParameters": parameters}
+    assert Commit.of(2, info).unsettles_ledger is unsettles
+    assert not Commit.of(0, {"operation": "CLONE"}).unsettles_ledger, "the table's first commit removes nothing"
+
+
+@pytest.mark.parametrize(
+    ("operation", "unsettles"), [("DELETE", False), ("MERGE", False), ("TRUNCATE", False), ("REPLACE X", True)]
+)
+def test_a_removal_of_rows_by_an_unknown_operation_unsettles_the_ledger(operation: str, unsettles: bool) -> None:
+    assert Commit.of(2, {"operation": operation}, removes_rows=True).unsettles_ledger is unsettles
+    assert not Commit.of(2, {"operation": operation}, removes_rows=False).unsettles_ledger
+
+
+def test_a_log_that_ends_before_the_decision_of_the_newest_batch_shows_nothing() -> None:
+    with pytest.raises(LedgerExpired):
+        find_replacement(TableHistory(ListedCommits(batch(8, read=5))), "etl")
+    assert find_replacement(TableHistory(ListedCommits(batch(8))), "etl") is None
