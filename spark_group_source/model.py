@@ -58,7 +58,7 @@ class Piece(NamedTuple):
 
 
 class TaskCounts(NamedTuple):
-    """What one attempt of a task read, as it reports it to the run: a further count needs a field here only."""
+    """What one attempt of a task read, as it reports it to the run. ``reader.range_reader`` counts it."""
 
     rows_from_memory: Mapping[TopicPartition, int] = {}
     """Rows that came from the memory of the executor's agent."""

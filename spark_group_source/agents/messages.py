@@ -48,7 +48,7 @@ class ClaimRefused:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskEnded:
-    """An attempt of a task with a claim ended on ``executor``, successfully or not."""
+    """An attempt of a task ended on ``executor``. Without a claim, only attempts that succeeded report."""
 
     plan: str
     task: int

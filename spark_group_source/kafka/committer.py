@@ -113,8 +113,9 @@ class TransactionalCommitter:
     def regain_id(self) -> None:
         """Take over the transactional id again, after a proof that this process still has its memberships.
 
-        The proof is that a broker has just accepted a commit of one of its members. It must be fresh: a process that
-        freezes after an older proof would fence its successor when it continues.
+        The proof is that a broker has just accepted a commit of its members or, if some are on agents, that the group
+        contains all of them. It must be fresh: a process that freezes after an older proof would fence its successor
+        when it continues.
 
         Raises:
             As :meth:`prepare`.

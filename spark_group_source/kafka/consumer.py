@@ -123,7 +123,8 @@ class MemberConsumer:
         """Serve the group protocol.
 
         Raises:
-            Fenced: another client took the instance id, or still has it (KIP-848); or ``on_lost`` returned Fenced.
+            Fenced: another client took the instance id, or still has it (KIP-848); or a callback returned
+                Fenced.
             OptionError: the session timeout is outside the brokers' bounds.
             GroupError: the consumer has failed; it must be replaced.
         """

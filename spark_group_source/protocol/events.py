@@ -155,7 +155,7 @@ class TaskReported:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Durable:
-    """The sink and Spark's commit log have the batch that ends at ``offset``."""
+    """The sink has the batch that ends at ``offset``. If the sink has marked it, Spark's commit log may follow."""
 
     offset: StreamOffset
 
@@ -443,7 +443,8 @@ GroupEvent = (
     | RecordsMissing
     | Tick
 )
-"""Events that change slots, partitions or commits. The joint rules run after each; a closed run ignores them."""
+"""Events that change slots, partitions or commits. The joint rules run after each, except heartbeats of
+agents; a closed run ignores them."""
 
 CallEvent = (
     NextBatchRequested
@@ -556,8 +557,9 @@ class ResolveStarts:
 class CommitOffsets:
     """Commit these offsets to the group, then read them back.
 
-    ``slots``: the slot that holds each partition now. The commit names its member, and the broker refuses the offsets
-    of a member that no longer holds the partition: a commit that was overtaken by a loss moves no offset back.
+    ``slots``: the slot that holds each partition now. The commit names its member as of now, and what that member has
+    given up or lost meanwhile is left out: brokers refuse a member of another generation, but do not check who holds a
+    partition.
     ``followed``: partitions whose position came from a commit that no stream made. ``started``: those that start behind
     records that the group did not read. ``truncated_after``: partitions that went back because their log was truncated,
     and the last leader epoch that was known before. ``topic_ids``: those that the run knows. These, ``stream``, ``seq``

@@ -44,8 +44,7 @@ class Statistics:
     buffered_rows: tuple[int, ...] = ()
     """The same in rows."""
     rows_from_memory: tuple[int, ...] = ()
-    """Rows of each slot's partitions that tasks read from their agent, including those of failed attempts. With
-    ``memberHost=driver`` tasks cannot report: 0."""
+    """Rows of each slot's partitions that tasks read from their agent, including those of failed attempts."""
     rows_from_brokers: tuple[int, ...] = ()
     """The same, read from brokers."""
     slot_recalls: tuple[int, ...] = ()

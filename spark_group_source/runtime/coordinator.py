@@ -2,7 +2,8 @@
 
 Runs in: the stream reader, once per query run. Deliberately absent: decisions and their state (``protocol``), Spark,
 Delta. Every thread passes its events to :meth:`Coordinator._handle`, which feeds the run under one lock and dispatches
-the resulting commands without blocking. Requests that block run on the request thread and return as further events.
+the resulting commands without blocking. Lookups, commits and replacement checks run on the request thread, topic lists,
+log ends and group descriptions on Spark's thread; their answers are further events.
 
 Threads: Spark's thread (executes the run's steps), one thread per slot (``members``), the request thread
 (lookups and offset commits), the clock (raises time-based events, reads marks and requests of other processes, and

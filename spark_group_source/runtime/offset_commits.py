@@ -5,7 +5,8 @@ committed and when (``protocol``), and the transaction itself (``kafka.committer
 
 Where transactions are denied, the members commit. The members also commit when the transactional id may belong to
 another process, because the producer failed during an outage: if the broker accepts a member's commit, the membership
-still belongs to this run, so the run may take the id back.
+still belongs to this run, so the run may take the id back. Members on agents do not commit: for them the group's
+description shows it.
 """
 
 import logging

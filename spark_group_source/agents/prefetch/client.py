@@ -1,6 +1,6 @@
 """Read a piece through the executor's agent: buffered records from its memory, the others from the brokers.
 
-Runs in: executor workers. Deliberately absent: starting the agent (``start``), reading from brokers
+Runs in: executor workers. Deliberately absent: starting the agent (``agents.agent_folder``), reading from brokers
 (``reader.range_reader``).
 
 A task receives the agent's whole response before it yields any of it. If the agent ends or is too slow meanwhile, the

@@ -135,7 +135,7 @@ CASES: dict[str, Callable[[Start], Iterator[list[str]]]] = {
     "`RESTORE` that removes no rows of the group": after(restore_no_rows_of_the_group),
     "`REPLACE TABLE`, `CREATE OR REPLACE TABLE`, `CLONE` into the table, `INSERT OVERWRITE` or "
     '`mode("overwrite")` of the whole table, of some partitions (also dynamic ones) or with `replaceWhere`, if it '
-    "removes rows": after(*REPLACEMENTS, overwrite_some),
+    "removes rows or sets the whole of an empty table": after(*REPLACEMENTS, overwrite_some),
     "the table is a new `CLONE` of one that has the group's ledger": in_a_clone,
     "`DELETE`, `UPDATE`, `MERGE`, `TRUNCATE` (Databricks)": after(
         lambda table: by.delete(table, *AT), lambda table: by.update(table, *AT), lambda table: by.merge(table, *AT)
