@@ -15,7 +15,7 @@ is assigned any more: a group revokes the partitions of a deleted topic.
 import json
 from collections.abc import Callable, Collection, Container, Generator, Mapping
 from dataclasses import replace
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from spark_group_source import command_line
 from spark_group_source.command_line import Connection
@@ -35,9 +35,6 @@ controller is fenced after 9 s by default (``broker.session.timeout.ms``), and c
 
 SILENT_MS_MAX = 10_000
 """Time after which the log warns about a partition whose end is not in the answers."""
-
-UNANSWERED: Final = -1
-"""In place of an end that no leader reported."""
 
 Offsets = Mapping[TopicPartition, int]
 Requests = Generator[ev.ReadLogEnds, ev.LogEndsRead, None]
@@ -231,11 +228,7 @@ class DataLossDetector:
         if other:  # nothing of such a topic is read or compared: the answers may be about either one
             self.ends = _without(other, ends)
             answer = replace(answer, firsts=_without(other, answer.firsts), log_ends=_without(other, answer.log_ends))
-        compared = [tp for tp in unproven if tp.topic in answer.topic_ids and tp.topic not in other]
-        suspected = {tp: self._positions[tp] for tp in compared if tp in self._maybe_truncated}
-        continued = self.known_epochs.continued(suspected)
-        continued_ends = (yield ev.ReadLogEnds(epoch_ends=continued)).epoch_ends if continued else {}
-        self._check_leaders(compared, answer, {tp: continued_ends.get(tp, UNANSWERED) for tp in continued})
+        self._check_leaders([tp for tp in unproven if tp.topic in answer.topic_ids and tp.topic not in other], answer)
         recreated = {name: id_ for name, id_ in other.items() if self._other_ids.report((name, id_), self._now_ms)}
         if not recreated:
             self._check_firsts(answer.firsts)
@@ -314,9 +307,7 @@ class DataLossDetector:
         where = "where their logs were truncated, or " if self._truncated else ""
         self._reason = f"{len(self._moved)} partitions continue {where}at their first record"
 
-    def _check_leaders(
-        self, tps: list[TopicPartition], answer: ev.LogEndsRead, continued_ends: Mapping[TopicPartition, int | None]
-    ) -> None:
+    def _check_leaders(self, tps: list[TopicPartition], answer: ev.LogEndsRead) -> None:
         """Whether new leaders have what earlier ones reported before it was planned.
 
         A leader with an earlier epoch is one that does not know yet that it was replaced, so nothing follows from what
@@ -343,11 +334,8 @@ class DataLossDetector:
                 open_.add(tp)
             elif end > at:
                 self._capped[tp] = min(end, self.ends.get(tp, end))
-            elif (continued_end := continued_ends.get(tp, end)) == UNANSWERED:
-                open_.add(tp)
             else:
-                is_continued = tp in continued_ends and (continued_end is None or continued_end >= at)
-                self._truncated_at(tp, max(end, answer.firsts[tp]), answer, is_continued=is_continued)
+                self._truncated_at(tp, read_to, max(end, answer.firsts[tp]), answer.log_ends.get(tp, self.ends[tp]))
         if open_ or self._capped:
             self.ends = {tp: self._capped.get(tp, end) for tp, end in self.ends.items() if tp not in open_}
 
@@ -355,21 +343,14 @@ class DataLossDetector:
         """Whether a leader answered whose epoch is not earlier than the known one."""
         return self._leader_epochs.get(tp, -1) >= self.known_epochs.latest(tp)
 
-    def _truncated_at(self, tp: TopicPartition, end: int, answer: ev.LogEndsRead, *, is_continued: bool) -> None:
-        """The partition goes back to the truncation, unless another stream of the group has read the records between it
-        and the position that are in the log now: the group would read them twice."""
-        start, unread = end, "none of which was read"
-        if is_continued:
-            start = self._positions[tp]
-            unread = f"of which another query of the group has read those below {start}"
+    def _truncated_at(self, tp: TopicPartition, read_to: int, end: int, log_end: int) -> None:
         text = (
-            f"the log of {tp} was truncated at {end}, below the position {self.known_epochs.until(tp)}: the new leader "
-            f"did not have the records from there on. The log ends at {answer.log_ends.get(tp, self.ends[tp])} now, "
-            f"with other records, {unread}"
+            f"the log of {tp} was truncated at {end}, below the position {read_to}: the new leader did not have the "
+            f"records from there on. The log ends at {log_end} now, with other records, none of which was read"
         )
         self._lost(tp, text, available=end)
         if self.error is None:
-            self._moved[tp] = start
+            self._moved[tp] = end
             self._truncated[tp] = self.known_epochs.latest(tp)
             self._maybe_truncated.clear(tp)
 
@@ -459,8 +440,6 @@ class LeaderEpochs:
 
     def __init__(self) -> None:
         self._known: dict[TopicPartition, _Known] = {}
-        self._continued: dict[TopicPartition, _Known] = {}
-        """Positions below ``_known`` that another stream of the group committed with a later epoch."""
 
     def remember(self, offset: StreamOffset) -> None:
         """Store the epochs of a plan, also of an earlier run: its ends were reported under them."""
@@ -486,7 +465,6 @@ class LeaderEpochs:
         of an earlier leader (its issues 2694 and 3418). With it every later election would look like a truncation.
         """
         for tp, at in committed.items():
-            self._continued.pop(tp, None)
             if at is None or at.stream is None or at.leader_epoch is None or position(tp) != at.offset:
                 continue
             known = self._known.get(tp)
@@ -494,15 +472,6 @@ class LeaderEpochs:
             is_compared = known is not None and (is_own or at.offset == known.until)
             if known is None or at.offset > known.until or (is_compared and at.leader_epoch > known.epoch):
                 self._known[tp] = _Known(at.offset, at.leader_epoch)
-            elif not is_own and at.leader_epoch > known.epoch:
-                self._continued[tp] = _Known(at.offset, at.leader_epoch)
-
-    def continued(self, positions: Offsets) -> dict[TopicPartition, int]:
-        """The positions that another stream of the group committed with a later epoch than the known one, and that
-        epoch. If a leader has everything below such a position that was written under its epoch or an earlier one, the
-        group has read the leader's log up to there, whatever this stream had read of a former one."""
-        found = self._continued
-        return {tp: of.epoch for tp, at in positions.items() if (of := found.get(tp)) is not None and of.until == at}
 
     def learn_starts(self, starts: ev.StartsResolved, position: Callable[[TopicPartition], int | None]) -> None:
         """Take over the epochs of ends of logs that are positions now: a log may be truncated before a batch reads
@@ -522,7 +491,6 @@ class LeaderEpochs:
     def forget(self, topics: frozenset[str] | set[str]) -> None:
         """Forget topics that were recreated: their epochs start again."""
         self._known = {tp: known for tp, known in self._known.items() if tp.topic not in topics}
-        self._continued = {tp: known for tp, known in self._continued.items() if tp.topic not in topics}
 
     def until(self, tp: TopicPartition) -> int:
         """How far the partition is known to be read or planned."""

@@ -29,8 +29,6 @@ class Brokers:
         self.firsts = dict.fromkeys(self.ends, 0)
         self.leaders = dict.fromkeys(self.ends, 3)
         self.epoch_ends: dict[TopicPartition, int | None] = {}
-        self.later_ends: dict[tuple[TopicPartition, int], int | None] = {}  # of other epochs
-        self.unanswered: set[tuple[TopicPartition, int]] = set()
         self.ids = {"orders": "id-1", "payments": "id-2"}
         self.requests: list[ev.ReadLogEnds] = []
         self.now_ms = 10_000
@@ -47,11 +45,7 @@ class Brokers:
                 ev.LogEndsRead(
                     ends={tp: self.ends[tp] for tp in request.ends if tp in self.ends},
                     leader_epochs={tp: self.leaders.get(tp, 3) for tp in request.ends if tp in self.ends},
-                    epoch_ends={
-                        tp: self.later_ends.get((tp, epoch), self.epoch_ends[tp])
-                        for tp, epoch in request.epoch_ends.items()
-                        if tp in self.epoch_ends and (tp, epoch) not in self.unanswered
-                    },
+                    epoch_ends={tp: self.epoch_ends[tp] for tp in request.epoch_ends if tp in self.epoch_ends},
                     firsts={tp: self.firsts[tp] for tp in request.firsts if tp in self.firsts},
                     log_ends={tp: self.log_ends[tp] for tp in request.log_ends if tp in self.log_ends},
                     topic_ids={name: self.ids[name] for name in request.topics if name in self.ids},
@@ -693,54 +687,6 @@ def test_the_newest_known_epoch_of_a_position_counts(
     at = 90 if offset == 95 else offset
     brokers.detector.known_epochs.learn(committed(offset, epoch), {A: at}.get, stream)
     assert brokers.detector.known_epochs.of({A: at}) == {A: expected}
-
-
-@pytest.mark.parametrize(
-    ("end", "continues_at"),
-    [(90, 80), (80, 80), (None, 80), (70, 60)],
-    ids=["beyond the position", "at the position", "the leader's own epoch", "truncated again"],
-)
-def test_G4_a_partition_continues_where_another_stream_ended_in_the_truncated_log(
-    end: int | None, continues_at: int
-) -> None:
-    """This stream had read up to 100 when the log was truncated at 60. Another one read the new records up to 80, under
-    epoch 4, whose records end at ``end`` in the log of the present leader."""
-    brokers = read_up_to_100(fail=False)
-    brokers.detector.known_epochs.learn(committed(80, 4), {A: 80}.get, "s1")
-    brokers.elect(A, 5, has=60, end=200)
-    brokers.later_ends[A, 4] = end
-    (logged,) = brokers.confirm({A: 80})
-    assert brokers.requests[2] == ev.ReadLogEnds(epoch_ends={A: 4})
-    expected = "another query of the group has read those below 80" if continues_at == 80 else "none of which was read"
-    assert expected in logged
-    found = brokers.detector.records_missing
-    assert found is not None and found.offsets == {A: continues_at} and found.truncated == {A: 3}
-    brokers.plan({A: (continues_at, 200)})
-    assert brokers.check({A: 200}) == [] and brokers.detector.records_missing is None
-
-
-def test_G4_a_partition_waits_until_the_leader_says_where_the_other_streams_epoch_ends() -> None:
-    brokers = read_up_to_100(fail=False)
-    brokers.detector.known_epochs.learn(committed(80, 4), {A: 80}.get, "s1")
-    brokers.elect(A, 5, has=60, end=200)
-    brokers.unanswered.add((A, 4))
-    assert brokers.confirm({A: 80}) == []
-    assert (brokers.detector.ends, brokers.detector.records_missing) == ({}, None)
-    brokers.unanswered.clear()
-    brokers.later_ends[A, 4] = 90
-    brokers.check({A: 80})
-    assert moved(brokers.detector) == {A: 80}
-
-
-def test_G4_a_later_commit_without_an_epoch_makes_a_partition_continue_at_the_truncation() -> None:
-    """An ordinary consumer's commit at the same offset does not show which of the records it read."""
-    brokers = read_up_to_100(fail=False)
-    brokers.detector.known_epochs.learn(committed(80, 4), {A: 80}.get, "s1")
-    brokers.detector.known_epochs.learn({A: ev.Committed(offset=80)}, {A: 80}.get, "s1")
-    brokers.elect(A, 5, has=60, end=200)
-    brokers.later_ends[A, 4] = 90
-    brokers.confirm({A: 80})
-    assert moved(brokers.detector) == {A: 60}
 
 
 def test_the_epoch_of_an_uncommitted_position_is_in_the_offset() -> None:

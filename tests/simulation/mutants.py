@@ -157,7 +157,7 @@ MUTANTS = [
     Mutant(
         "stays-behind-a-truncation",
         L,
-        "self._moved[tp] = start",
+        "self._moved[tp] = end",
         "self._moved[tp] = self._positions[tp]",
         "the records that replaced truncated ones are read",
     ),
