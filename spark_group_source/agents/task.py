@@ -41,7 +41,7 @@ from spark_group_source.agents.channel.wire import WireError
 from spark_group_source.agents.messages import CODEC, Claim, ClaimGranted, ClaimRefused, TaskEnded
 from spark_group_source.agents.prefetch.client import read_with_agent
 from spark_group_source.errors import ChannelBroken
-from spark_group_source.model import Piece
+from spark_group_source.model import Piece, TaskCounts
 from spark_group_source.options.table import Options
 from spark_group_source.reader.range_reader import ReadCounts, ReadOptions, read_ranges
 
@@ -103,10 +103,11 @@ def read_piece(options: Options, piece: Piece, task: PlannedTask, read: ReadOpti
     if not task.uses_agents or name == task.driver:
         yield from read_ranges(piece, read, counts)
         connection = _connection_of(task, None)
-        if counts.reported.skipped or options.tasks_report_sizes:
-            connection.report(_report(task, name, counts), connect=True)
+        reported = counts.reported
+        if reported.skipped or options.tasks_report_sizes:
+            connection.report(_ended(task, name, reported), connect=True)
         elif task.uses_agents and not connection.is_open:  # without counts, which later tasks do not report
-            connection.report(TaskEnded(plan=task.plan, task=task.number, executor=name), connect=True)
+            connection.report(_ended(task, name, TaskCounts()), connect=True)
         return
     folder = open_folder(task.run, executor)
     connection = _connection_of(task, folder)
@@ -159,11 +160,11 @@ def _claimed(
     try:
         yield piece
     finally:
-        connection.report(_report(task, executor, counts))
+        connection.report(_ended(task, executor, counts.reported))
 
 
-def _report(task: PlannedTask, executor: str, counts: ReadCounts) -> TaskEnded:
-    return TaskEnded(plan=task.plan, task=task.number, executor=executor, counts=counts.reported)
+def _ended(task: PlannedTask, executor: str, counts: TaskCounts) -> TaskEnded:
+    return TaskEnded(plan=task.plan, task=task.number, executor=executor, counts=counts)
 
 
 class _StreamReaderConnection:

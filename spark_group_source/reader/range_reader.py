@@ -179,7 +179,12 @@ class ReadCounts:
     def reported(self) -> TaskCounts:
         """What the task reports."""
         skipped = tuple(one.range for one in self.merged()) if self._is_complete else ()
-        return TaskCounts(self.rows_from_memory, self.rows_from_brokers, skipped, self.bytes)
+        return TaskCounts(
+            rows_from_memory=self.rows_from_memory,
+            rows_from_brokers=self.rows_from_brokers,
+            skipped=skipped,
+            bytes=self.bytes,
+        )
 
     def merged(self) -> list[SkippedRange]:
         """The skipped ranges in order; adjacent ones with the same reason are merged."""
