@@ -615,10 +615,11 @@ def _jump(at: Position, offset: int, *, recreated: bool, truncated_after: int | 
         at.origin, at.truncated_after, at.lost_from = Origin.STREAM, None, None
     elif at.lost_from is None:
         at.lost_from = at.offset
-    at.offset = at.first = offset
-    # What is between an earlier committed offset and a truncation is in the log, and may be read again.
-    if truncated_after in (None, RECREATED) or at.committed is None or at.committed >= offset:
+    # What this run read between an earlier committed offset and a truncation is in the log, and may be read again.
+    goes_back = truncated_after not in (None, RECREATED) and offset <= at.offset
+    if not goes_back or at.committed is None or at.committed >= offset:
         at.committed = None
+    at.offset = at.first = offset
 
 
 def _voided(memory: AnyMemory) -> AnyMemory:

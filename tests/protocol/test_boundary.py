@@ -158,6 +158,15 @@ def truncated_before_its_commit(g: GroupHarness) -> None:
     g.plan({A: (130, 160)})
 
 
+def truncated_and_expired_before_its_commit(g: GroupHarness) -> None:
+    g.start_stream()
+    g.reads({A: (100, 150)})
+    g.durable()
+    g.feed(ev.OffsetCommitFailed(reason="coordinator moved"))
+    g.feed(ev.RecordsMissing(offsets={A: 170}, reason="the log was truncated", truncated={A: 3}))
+    g.plan({A: (170, 180)})
+
+
 def expired_before_its_commit(g: GroupHarness) -> None:
     g.start_stream()
     g.reads({A: (100, 150)})
@@ -177,6 +186,7 @@ def expired_before_its_commit(g: GroupHarness) -> None:
         (replayed_and_durable, 50),
         (read_by_a_former_run, 50),
         (truncated_before_its_commit, 60),
+        (truncated_and_expired_before_its_commit, 10),
         (expired_before_its_commit, 10),  # the others do not exist any more
     ],
 )
