@@ -41,6 +41,7 @@ class Accounts(Books):
         self._remade: set[str] = set()  # recreated topics
         self.checkpoints_lost = 0
         self.reports_epochs = False  # brokers report leader epochs
+        self.refuses_transactions = False  # so that nothing fences a zombie
         self.went_back = 0  # ranges that start where a log was truncated
         self.must_read_again = 0  # truncated partitions whose new records no stream may skip
         self.twice = 0

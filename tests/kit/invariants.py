@@ -109,6 +109,11 @@ class Invariants(Accounts):
         runs = self._readers.values()
         return any(r.party == reader.party and r.number > reader.number and r.began_ms < at_ms for r in runs)
 
+    def has_committed(self, reader: Reader, since_ms: int) -> bool:
+        """Whether a run has committed offsets since then."""
+        commits = (commit for book in self.books.values() for commit in book.commits)
+        return any(entry.by == reader.name and at_ms >= since_ms for at_ms, entry in commits)
+
     def released(self, tps: Tps, client: Client) -> None:
         """Partitions are released in order: their processed offsets must be committed and visible to a plain read."""
         self._forget(tps, client)
@@ -507,7 +512,7 @@ class Invariants(Accounts):
         repeats = before.stream != reader.party and before.offset == last.offset >= max(had, default=0)
         note = parse_note(last.note)
         late = older and (note.seq < batch.seq + (reader.replays == batch.seq) or repeats)
-        if older and self._was_replaced(self._readers[last.by], at_ms):
+        if older and self.refuses_transactions and self._was_replaced(self._readers[last.by], at_ms):
             return batch.end
         begin = max(had, default=0) if repeats else batch.start  # no batch since then was committed
         inside = begin <= last.offset <= batch.end or (note.followed and last.offset > batch.end)

@@ -108,6 +108,7 @@ def _play(world: World, seed: int, protocol: str, *, agents: bool) -> Outcome:
     cluster = Cluster(world, PROTOCOLS[protocol], truth)
     truth.reports_epochs = cluster.reports_epochs
     scene = Scene(world, cluster, truth, protocol, agents=agents)
+    truth.refuses_transactions = not cluster.transactions_allowed
     faults = AgentFaults(scene) if agents else Faults(scene)
     troubles = Troubles(scene)
     troubles.begin()

@@ -303,9 +303,9 @@ def test_a_run_goes_on_where_it_ended_after_an_older_run_was_assigned_a_foreign_
     scene.truth.planned(second, offset(second, 1, 5, 10))
 
 
-@pytest.mark.parametrize("is_zombie", [True, False])
+@pytest.mark.parametrize(("is_zombie", "refused"), [(True, True), (False, True), (True, False)])
 def test_a_stream_goes_on_where_it_ended_if_a_zombie_replaced_the_commit_of_an_operator(
-    scene: Scene, is_zombie: bool
+    scene: Scene, is_zombie: bool, refused: bool
 ) -> None:
     """The zombie followed the operator, under the number of an earlier batch. Brokers that refuse transactions accept
     its commit, and the newest run takes it for an earlier one."""
@@ -315,7 +315,7 @@ def test_a_stream_goes_on_where_it_ended_if_a_zombie_replaced_the_commit_of_an_o
         run.number, run.began_ms, run.alive = number, 4 * number, number == 0
     (zombie, former), (second, client), (third, last) = runs
     operator, _ = scene.member("operator")
-    scene.truth.operator = operator.name
+    scene.truth.operator, scene.truth.refuses_transactions = operator.name, refused
     scene.assign(former)
     planned = offset(zombie, 3, 0, 10)
     scene.truth.planned(zombie, planned)
@@ -329,7 +329,7 @@ def test_a_stream_goes_on_where_it_ended_if_a_zombie_replaced_the_commit_of_an_o
     zombie.alive = second.alive = False
     third.alive, scene.world.now_ms = True, 9
     scene.assign(last)
-    if is_zombie:
+    if is_zombie and refused:
         scene.truth.planned(third, offset(third, 6, 10, 12))
     else:
         with pytest.raises(Violation, match="its last range ended at 4"):
