@@ -325,8 +325,8 @@ class DataLossDetector:
             at, end = self._positions[tp], answer.epoch_ends.get(tp)
             read_to = self.known_epochs.until(tp)  # beyond the position if another consumer's commit moved it back
             is_doubted = not self._has_current_leader(tp) and not self._earlier.report(tp, self._now_ms)
-            if is_doubted or tp not in answer.epoch_ends or tp not in answer.firsts:
-                open_.add(tp)
+            if read_to is None or is_doubted or tp not in answer.epoch_ends or tp not in answer.firsts:
+                open_.add(tp)  # a reset since the request made the known epoch void, or the answer is missing
             elif end is None or end >= read_to:
                 self._maybe_truncated.clear(tp)
                 self.known_epochs.confirm(tp, read_to, self._leader_epochs[tp])
@@ -492,9 +492,9 @@ class LeaderEpochs:
         """Forget topics that were recreated: their epochs start again."""
         self._known = {tp: known for tp, known in self._known.items() if tp.topic not in topics}
 
-    def until(self, tp: TopicPartition) -> int:
-        """How far the partition is known to be read or planned."""
-        return self._known[tp].until
+    def until(self, tp: TopicPartition) -> int | None:
+        """How far the partition is known to be read or planned under the known epoch; None without one."""
+        return self._known[tp].until if tp in self._known else None
 
     def latest(self, tp: TopicPartition) -> int:
         """The latest leader epoch that is known of the partition; 0 if none is."""

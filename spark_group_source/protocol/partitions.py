@@ -609,6 +609,8 @@ def _jump(at: Position, offset: int, *, recreated: bool, truncated_after: int | 
     """
     if recreated and offset < at.offset:
         truncated_after = RECREATED
+    elif truncated_after is not None and at.truncated_after is not None:
+        truncated_after = max(truncated_after, at.truncated_after)  # a table may have rows of both former logs
     if truncated_after is not None:
         at.origin, at.truncated_after, at.lost_from = Origin.TRUNCATED, truncated_after, None
     elif recreated:

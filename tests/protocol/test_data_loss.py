@@ -31,6 +31,7 @@ class Brokers:
         self.epoch_ends: dict[TopicPartition, int | None] = {}
         self.ids = {"orders": "id-1", "payments": "id-2"}
         self.requests: list[ev.ReadLogEnds] = []
+        self.reset_after_requests: int | None = None
         self.now_ms = 10_000
 
     def check(self, positions: Offsets, *, after_ms: int = 100, reset_number: int = 0) -> list[str]:
@@ -41,6 +42,8 @@ class Brokers:
         self.requests = []
         while request is not None:
             self.requests.append(request)
+            if len(self.requests) == self.reset_after_requests:
+                self.detector.learn_ids({}, reset_number + 1, without_offset=())
             request = self.detector.take(
                 ev.LogEndsRead(
                     ends={tp: self.ends[tp] for tp in request.ends if tp in self.ends},
@@ -626,6 +629,17 @@ def test_epochs_start_again_after_a_reset() -> None:
     brokers = read_up_to_100()
     brokers.leaders[A] = 0
     assert brokers.check({A: 100}, reset_number=1) == []
+
+
+def test_a_reset_during_a_check_leaves_partitions_with_a_new_leader_open() -> None:
+    brokers = read_up_to_100()
+    brokers.elect(A, 4, has=60, end=200)
+    brokers.reset_after_requests = 2
+    brokers.check({A: 100})
+    assert (brokers.error(), brokers.detector.ends) == (None, {})
+    brokers.reset_after_requests = None
+    brokers.check({A: 100}, reset_number=1)
+    assert (brokers.error(), brokers.detector.ends) == (None, {A: 200})
 
 
 def test_plan_has_the_epoch_of_the_leader_that_reported_its_end() -> None:

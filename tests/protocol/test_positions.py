@@ -517,6 +517,15 @@ def test_truncation_is_known_after_the_first_records_behind_it_expired(group: Gr
     assert (group.run.plannable(), group.truncated()) == ({A: 70}, {A: 3})
 
 
+def test_a_second_truncation_does_not_hide_a_later_one(group: GroupHarness) -> None:
+    """Another stream went back after epoch 7; this one, which knows epoch 3 only, goes back further. A table that has rows
+    of epoch 7 must take the new ones."""
+    group.assigned(A)
+    group.claim({A: ev.Committed(offset=60, stream="another", truncated_after=7)})
+    truncate(group, 50)
+    assert (group.run.plannable(), group.truncated()) == ({A: 50}, {A: 7})
+
+
 def test_commit_after_a_truncation_has_the_former_leader_epoch(group: GroupHarness) -> None:
     group.settled(A)
     commands = group.feed(ev.RecordsMissing(offsets={A: 60}, reason="the log was truncated", truncated={A: 3}))
