@@ -67,7 +67,10 @@ def compare(batch: StreamOffset, ledger: Ledger | None) -> Comparison:
     - from < L, and the batch says that the log was truncated at from after a leader epoch, and L is not from after that
       truncation: the records are new. An unclean leader election removed the records that the table has of these
       offsets, and other records have these offsets now. The ledger keeps the leader epoch after the truncation, by
-      which a replay, or another query, after the same truncation is compared like any other batch.
+      which a replay, or another query, after the same truncation is compared like any other batch. So it is if all
+      that the table has was read under later epochs.
+    - from >= L, and the batch was planned under an earlier leader epoch than the ledger's: its records are no longer in
+      the log. They are left out, and L stays, because other records have these offsets.
     - from < L, and the position came from a foreign commit: refused. An operator must move Kafka and the ledger
       together, or the table would hold records twice.
     - from < L otherwise: the offsets were not committed to Kafka before a checkpoint was lost, or another query of the
@@ -103,10 +106,19 @@ def compare(batch: StreamOffset, ledger: Ledger | None) -> Comparison:
             if void:
                 offsets.setdefault(tp.partition, start)
                 continue
-            before = batch.truncated_after.get(tp, RECREATED)
-            is_truncated = before != RECREATED and before >= epochs.get(tp.partition, 0)
+            before, epoch = batch.truncated_after.get(tp, RECREATED), batch.leader_epochs.get(tp, 0)
+            known_epoch = epochs.get(tp.partition, 0)
+            is_truncated = before != RECREATED and before >= known_epoch
             if is_truncated:
-                epochs[tp.partition] = max(before + 1, batch.leader_epochs.get(tp, 0))
+                epochs[tp.partition] = max(before + 1, epoch)
+            elif recorded is None and epoch and start < end and tp not in batch.followed | batch.started:
+                epochs[tp.partition] = epoch
+            elif (
+                recorded is not None and start >= recorded and tp in batch.leader_epochs and epoch < known_epoch and id_
+            ):
+                if start < end:
+                    drop.append(OffsetRange(tp, start, end))
+                continue
             if recorded is None or start >= recorded or is_truncated:
                 if recorded is not None and start > recorded:
                     if tp in batch.started:

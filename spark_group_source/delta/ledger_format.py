@@ -102,8 +102,8 @@ class LedgerTopic(NamedTuple):
     offsets: dict[int, int]
     """The next offset to write of every partition that was ever read, by partition."""
     epochs: Mapping[int, int] = MappingProxyType({})
-    """Of partitions whose log was truncated, by partition: the leader epoch after the newest truncation that the offset
-    follows."""
+    """By partition, where it is not 0: the earliest leader epoch under which rows from the present log were read, which
+    is that of the first range, or of the newest truncation that the offset follows."""
 
     def is_same(self, id_: str) -> bool:
         """Return whether a topic of this name with that id is this topic."""

@@ -518,8 +518,8 @@ def test_truncation_is_known_after_the_first_records_behind_it_expired(group: Gr
 
 
 def test_a_second_truncation_does_not_hide_a_later_one(group: GroupHarness) -> None:
-    """Another stream went back after epoch 7; this one, which knows epoch 3 only, goes back further. A table that has rows
-    of epoch 7 must take the new ones."""
+    """Another stream went back after epoch 7; this one, which knows epoch 3 only, goes back further. A table that has
+    rows of epoch 7 must take the new ones."""
     group.assigned(A)
     group.claim({A: ev.Committed(offset=60, stream="another", truncated_after=7)})
     truncate(group, 50)

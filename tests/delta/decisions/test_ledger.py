@@ -143,6 +143,47 @@ def test_records_of_a_truncated_log_are_written_once(case: Any) -> None:
         assert compare(batch, now).drop == tuple(batch.batch()), "the table has it"
 
 
+@pytest.mark.proves("G4", level="core")
+def test_what_was_read_after_a_truncation_is_known_to_a_stream_that_finds_it_later() -> None:
+    """Another stream had read the former log, and goes back to the truncation, which this table's stream never met."""
+    first = replace(offset(0, ranges((55, 80))), leader_epochs={P0: 5})
+    known = Ledger.from_json("etl", compare(first, None).ledger.to_commit(None)[1])
+    comparison = compare(truncated(60, 90, 3, 5), known)
+    assert comparison.drop == (OffsetRange(P0, 60, 80),)
+    assert comparison.ledger.offsets == {P0: 90}
+    assert compare(truncated(60, 70, 5, 6), comparison.ledger).drop == (), "the next truncation removed rows of it"
+
+
+@pytest.mark.parametrize(
+    "unclear", [{"followed": frozenset({P0})}, {"started": frozenset({P0})}, {"leader_epochs": {}}]
+)
+def test_a_table_that_starts_at_an_unproven_position_says_nothing_of_truncations(unclear: dict[str, Any]) -> None:
+    first = replace(offset(0, ranges((65, 80))), **{"leader_epochs": {P0: 5}, **unclear})
+    assert compare(truncated(60, 90, 3, 5), compare(first, None).ledger).drop == ()
+
+
+@pytest.mark.proves("G4", level="core")
+@pytest.mark.parametrize("start", [60, 70])
+def test_a_batch_of_a_log_that_was_truncated_since_does_not_move_the_ledger(start: int) -> None:
+    """A batch that was planned before the truncation and is written after it. Without this the sink would take the
+    records that have its offsets now for rows that the table has."""
+    now = compare(truncated(60, 60, 3, 5), ledger({P0: 100})).ledger
+    late = replace(offset(7, ranges((start, 90)), stream="s2"), leader_epochs={P0: 3})
+    comparison = compare(late, now)
+    assert comparison.drop == (OffsetRange(P0, start, 90),)
+    assert comparison.skipped == ()
+    assert comparison.ledger.offsets == {P0: 60}
+    assert compare(late, comparison.ledger).drop == comparison.drop, "also when it is replayed"
+    assert compare(truncated(60, 80, 3, 5), comparison.ledger).drop == ()
+
+
+def test_an_earlier_epoch_means_nothing_where_brokers_do_not_report_topic_ids() -> None:
+    """The topic may have been recreated, so that its epochs start again."""
+    now = compare(replace(truncated(60, 60, 3, 5), topic_ids={}), ledger({P0: 100}, topic_id="")).ledger
+    late = replace(offset(7, ranges((60, 90)), topic_id="", stream="s2"), leader_epochs={P0: 0})
+    assert compare(late, now).drop == ()
+
+
 @pytest.mark.parametrize("end", [30, 10])
 def test_a_foreign_commit_below_the_ledger_is_refused_also_for_an_empty_range(end: int) -> None:
     comparison = compare(offset(4, ranges((10, end)), followed=FOLLOWED), ledger({P0: 100}))
