@@ -73,6 +73,7 @@ _RULE = "_violated_rule"
 _RECORD = list(table_names.RECORD_COLUMNS)
 _CHECK = "delta.constraints."
 _TRANSFORM = "TRANSFORM"
+_EXACT = frozenset({"tinyint", "smallint", "int", "bigint", "decimal"})
 
 
 class Rule(NamedTuple):
@@ -108,15 +109,17 @@ class DeadLetters:
     """The table for records whose rows must not be in a sink's table:
     ``DeltaSink("/lake/orders", transform=parse, dead_letters=DeadLetters("/lake/bad", valid="id IS NOT NULL"))``.
 
-    A row is bad if the transform says so, if one of its values cannot be cast to the type of its column in the table,
-    if one of the rules is not true for it, or if it violates a ``NOT NULL`` or ``CHECK`` constraint of the table. All
-    rows of its record are left out then. Errors that the transform itself raises end the query, so use functions that
-    return null for a broken value, such as ``try_cast``, ``try_to_timestamp`` or ``from_json``, and a rule.
+    A row is bad if the transform says so, if one of its values cannot be cast to the type of its column in the table
+    (1.9 is no ``INT``), if one of the rules is not true for it, or if it violates a ``NOT NULL`` or ``CHECK``
+    constraint of the table. All rows of its record are left out then. Errors that the transform itself raises end the
+    query, so use functions that return null for a broken value, such as ``try_cast``, ``try_to_timestamp`` or
+    ``from_json``, and a rule.
 
     Args:
         table: a path or a name, like that of a sink. The first batch creates it. Several sinks may share one.
         valid: the SQL expression that is true for good rows, or several by their names. Its columns are those that the
-            sink's transform returns; among them must be ``topic``, ``partition`` and ``offset``.
+            sink's transform returns; among them must be ``topic``, ``partition`` and ``offset``. Of a change that
+            deletes a row, only rules over these, the keys and ``sequence_by`` are asked.
         error: a column of text that the transform returns, as ``decode.avro`` does: a row is bad if it is not null. The
             table does not get this column.
         max_fraction: the largest share of bad records, from 0 to 1. With more, nothing is written and the query ends.
@@ -155,6 +158,10 @@ class DeadLetters:
 
     def __repr__(self) -> str:
         return f"DeadLetters({self.table!r})"
+
+    def settings(self) -> tuple[object, ...]:
+        """Return what it was given."""
+        return self.table, self.rules, self.error, self.max_fraction, self.min_rows
 
     def open(self, table: TableWriter, planned: PlannedBatch, storage_options: Mapping[str, str] | None) -> "LetterBox":
         """Open the dead-letter table for one batch of a sink's table. The first batch creates it.
@@ -431,12 +438,21 @@ def flag(letters: DeadLetters, table: TableWriter, rows: "DataFrame") -> "tuple[
     casts = {} if table.merge_schema else _casts(table, letters.table_rows(rows))
     error = letters.error
     rules = [] if error is None else [Rule(_TRANSFORM, error, f"{table_names.quoted(error)} IS NULL")]
-    rules += [
-        Rule("CAST", name, f"{table_names.quoted(name)} IS NULL OR {cast} IS NOT NULL") for name, cast in casts.items()
-    ]
+    for name, cast in casts.items():
+        value = table_names.quoted(name)
+        rules.append(Rule("CAST", name, f"{value} IS NULL OR coalesce({cast.is_same}, false)"))
     first = F.coalesce(*_violated(rules, 0), F.lit(None).cast("int"))
-    typed = rows.withColumns({_RULE: first, **{name: F.expr(cast) for name, cast in casts.items()}})
+    typed = rows.withColumns({_RULE: first, **{name: F.expr(cast.text) for name, cast in casts.items()}})
     others = [Rule("RULE", name, text) for name, text in letters.rules.items()] + _constraints(table, typed)
+    if (merge := table.merge) is not None and merge.delete_when is not None:
+        # A deletion may have its keys only, and the table does not get its row.
+        of_deletion = typed.select(*dict.fromkeys([*merge.keys, *filter(None, [merge.sequence_by]), *_RECORD]))
+        others = [
+            rule
+            if rule.error_class == "RULE" and _is_known(of_deletion, rule.expression)
+            else rule._replace(expression=f"({merge.delete_when}) OR ({rule.expression})")
+            for rule in others
+        ]
     return typed.withColumn(_RULE, F.coalesce(F.col(_RULE), *_violated(others, len(rules)))), rules + others
 
 
@@ -484,16 +500,29 @@ def examples_of(found: "Mapping[Record, Rule]") -> str:
     return "; ".join(f"{t}-{p} offset {at}, {found[t, p, at].text}" for t, p, at in sorted(found)[:EXAMPLES_MAX])
 
 
-def _casts(table: TableWriter, rows: "DataFrame") -> dict[str, str]:
-    """Return in SQL the columns whose types differ from the table's, with its types; null for a value that has none.
-    Nested types are Delta's to refuse."""
+class _Cast(NamedTuple):
+    text: str
+    """The value with the table's type, in SQL; null if it has none."""
+    is_same: str
+    """Whether the value has that type and is not another number then."""
+
+
+def _casts(table: TableWriter, rows: "DataFrame") -> dict[str, _Cast]:
+    """Return the columns whose types differ from the table's. Nested types are Delta's to refuse.
+
+    Numbers are compared with whole and decimal ones: 1.9 is no INT. A DOUBLE is rounded to a FLOAT, as it is by Delta.
+    """
     types = {field.name: field.dataType.simpleString() for field in rows.schema.fields}
     of_table = {field.name: field.dataType.simpleString() for field in table.schema().fields if field.name in types}
-    return {
-        name: f"try_cast({table_names.quoted(name)} AS {kind})"
-        for name, kind in of_table.items()
-        if kind != types[name] and "<" not in kind + types[name]
-    }
+    casts = {}
+    for name, kind in of_table.items():
+        if kind != types[name] and "<" not in kind + types[name]:
+            value = table_names.quoted(name)
+            text = f"try_cast({value} AS {kind})"
+            of_kind, of_value = (each.partition("(")[0] for each in (kind, types[name]))
+            is_exact = of_kind in _EXACT and of_value in _EXACT | {"float", "double"}
+            casts[name] = _Cast(text, f"{text} = {value}" if is_exact else f"{text} IS NOT NULL")
+    return casts
 
 
 def _constraints(table: TableWriter, rows: "DataFrame") -> list[Rule]:
@@ -508,10 +537,7 @@ def _constraints(table: TableWriter, rows: "DataFrame") -> list[Rule]:
     for key, text in sorted(table.properties().items()):
         if key.startswith(_CHECK) and _is_known(rows, text):
             rules.append(Rule("CHECK", key.removeprefix(_CHECK), text))
-    if table.merge is None or table.merge.delete_when is None:
-        return rules
-    # The table does not get the row of a deletion.
-    return [rule._replace(expression=f"({table.merge.delete_when}) OR ({rule.expression})") for rule in rules]
+    return rules
 
 
 def _is_known(rows: "DataFrame", expression: str) -> bool:

@@ -32,7 +32,7 @@ CLEAN_EVERY_S = 3600.0
 BOUND_CHARS_MAX = 200
 """Keys with longer text do not bound the files that a merge reads."""
 
-_IS_DELETED, _ORDER, _CHANGE = "__is_deleted", "__order", "__change"
+_IS_DELETED, _ORDER, _CHANGE, _UNORDERED = "__is_deleted", "__order", "__change", "__unordered"
 _PREFIX = "spark.databricks.delta."
 
 session_lock = threading.Lock()
@@ -50,8 +50,8 @@ class Merge:
     Args:
         keys: the columns that identify a row. They must not be null.
         delete_when: the SQL expression that is true for a change that deletes the key's row.
-        sequence_by: the column of the table by which changes are ordered, such as the position in a database's log.
-            Changes that come late lose, also against a deletion.
+        sequence_by: the column of the table by which changes are ordered, such as the position in a database's log. It
+            must not be null. Changes that come late lose, also against a deletion.
         deleted: the table that keeps keys of deleted rows with their sequence, needed with ``delete_when`` and
             ``sequence_by``. The first batch creates it.
         retention_days: how long it keeps them.
@@ -95,11 +95,13 @@ class Merge:
         return rows.drop(*self.without)
 
     def latest(self, rows: "DataFrame") -> "DataFrame":
-        """Return the latest change of each key, with the columns of the transform and ``_IS_DELETED``."""
+        """Return the latest change of each key, with the columns of the transform, ``_IS_DELETED``, and
+        in ``_UNORDERED`` the number of the key's changes without a sequence."""
         from pyspark.sql import functions as F
 
         last = F.col("offset") if "offset" in rows.columns else F.lit(0)
-        order = F.struct(F.col(self.sequence_by) if self.sequence_by else F.lit(0), last)
+        sequence = F.col(self.sequence_by) if self.sequence_by else F.lit(0)
+        order = F.struct(sequence.alias("sequence"), last.alias("offset"))
         is_deleted = F.coalesce(F.expr(self.delete_when or "false"), F.lit(False))
         columns = map(table_names.quoted, self.table_rows(rows).columns)
         changes = rows.select(
@@ -107,8 +109,11 @@ class Merge:
             order.alias(_ORDER),
             F.struct(*columns, is_deleted.alias(_IS_DELETED)).alias(_CHANGE),
         )
-        newest = changes.groupBy(*map(table_names.quoted, self.keys)).agg(F.max_by(_CHANGE, _ORDER).alias(_CHANGE))
-        return newest.select(f"{_CHANGE}.*")
+        unordered = F.count_if(F.col(f"{_ORDER}.sequence").isNull())
+        newest = changes.groupBy(*map(table_names.quoted, self.keys)).agg(
+            F.max_by(_CHANGE, _ORDER).alias(_CHANGE), unordered.alias(_UNORDERED)
+        )
+        return newest.select(f"{_CHANGE}.*", _UNORDERED)
 
 
 class MergeWriter:
@@ -122,11 +127,12 @@ class MergeWriter:
         used, without an error.
 
         Raises:
-            OptionError: a column is missing, or a key is null.
+            OptionError: a column is missing, or a key or a sequence is null.
             Exception: Delta's own, also for a concurrent commit.
         """
-        with persisted(self._merge.latest(rows)) as changes:
-            bounds, deletions = self._inspect(changes)
+        with persisted(self._merge.latest(rows)) as latest:
+            bounds, deletions = self._inspect(latest)
+            changes = latest.drop(_UNORDERED)
             with session_lock:
                 self._add_columns(changes)
                 known = changes if self._merge.deleted is None else self._without_late(changes, deletions)
@@ -138,26 +144,33 @@ class MergeWriter:
         """Return the condition that bounds the keys of a batch, so that Delta skips files, and how many changes delete.
 
         Raises:
-            OptionError: a key is null.
+            OptionError: a key or a sequence is null.
         """
         from pyspark.sql import functions as F
 
         keys = [F.col(table_names.quoted(key)) for key in self._merge.keys]
         found = changes.agg(
             F.count_if(F.col(_IS_DELETED)),
+            F.sum(_UNORDERED),
             *(each for key in keys for each in (F.count_if(key.isNull()), F.min(key), F.max(key))),
         ).collect()[0]
+        if found[1]:
+            raise self._lacks(found[1], str(self._merge.sequence_by), "which orders changes")
         conditions = []
         for n, key in enumerate(self._merge.keys):
-            nulls, least, most = found[1 + 3 * n : 4 + 3 * n]
+            nulls, least, most = found[2 + 3 * n : 5 + 3 * n]
             if nulls:
-                raise OptionError(
-                    f"{nulls} changes for table {self._table} have no {key}, which is a key. Nothing was written. "
-                    f"Leave them out in the transform, or make them bad records: DeadLetters(valid='{key} IS NOT NULL')"
-                )
+                raise self._lacks(nulls, key, "which is a key")
             if (low := _literal(least)) and (high := _literal(most)):
                 conditions.append(f"t.{table_names.quoted(key)} BETWEEN {low} AND {high}")
         return " AND ".join(conditions), int(found[0])
+
+    def _lacks(self, count: int, column: str, what: str) -> OptionError:
+        return OptionError(
+            f"{count} changes for table {self._table} have no {column}, {what}. Nothing was written. Leave them out in "
+            "the transform, or make them bad records: "
+            f"dead_letters=DeadLetters('/lake/bad', valid='{column} IS NOT NULL')"
+        )
 
     def _add_columns(self, changes: "DataFrame") -> None:
         """Add new columns to the table, in a commit of its own.

@@ -181,11 +181,28 @@ def test_rows_against_a_constraint_or_a_type_of_the_table_are_bad(
     assert offsets(strict) == [0, 4]
     assert errors(bad) == [
         (1, "NOT_NULL", "value: `value` IS NOT NULL"),
-        (2, "CAST", "size: `size` IS NULL OR try_cast(`size` AS int) IS NOT NULL"),
+        (2, "CAST", "size: `size` IS NULL OR coalesce(try_cast(`size` AS int) IS NOT NULL, false)"),
         (3, "CHECK", "few: size < 5"),
         (5, "CHECK", "few: size < 5"),
         (6, "CHECK", "few: size < 5"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "good"),
+    [("int", "offset / 2", [0, 2]), ("decimal(4, 1)", "offset / 4", [0, 2]), ("float", "offset / 3", [0, 1, 2, 3])],
+)
+def test_a_number_that_the_column_would_change_is_bad(
+    query: Query, new_sink: NewSink, tmp_path: Path, kind: str, value: str, good: list[int]
+) -> None:
+    typed = tmp_path / "typed"
+    query.spark.sql(f"CREATE TABLE delta.`{typed}` (topic string, partition int, offset long, size {kind}) USING delta")
+
+    def change(df: "DataFrame") -> "DataFrame":
+        return df.selectExpr("topic", "partition", "offset", f"{value} AS size")
+
+    query.run(new_sink("true", to=typed, transform=change), 0, offset(0, one(0, 4)))
+    assert offsets(typed) == good
 
 
 def test_all_rows_of_a_bad_record_are_left_out(query: Query, new_sink: NewSink, table: Path, bad: Path) -> None:

@@ -30,7 +30,7 @@ class Change(NamedTuple):
     id: int | None
     op: str
     name: str
-    lsn: int
+    lsn: int | None
 
 
 Transform = Callable[["DataFrame"], "DataFrame"]
@@ -61,7 +61,7 @@ def by_offset(changes: Sequence[Change]) -> list[tuple[Any, ...]]:
 
 def by_lsn(changes: Sequence[Change]) -> list[tuple[Any, ...]]:
     """The same by their sequence, in whatever order they came."""
-    return by_offset(sorted(changes, key=lambda change: change.lsn))
+    return by_offset(sorted(changes, key=lambda change: change.lsn or 0))
 
 
 A, B, C = 1, 2, 3
@@ -235,6 +235,31 @@ def test_a_null_key_is_refused_or_a_bad_record(query: Query, table: Path, tmp_pa
     assert [row[2] for row in rows(tmp_path / "bad")] == [0]
     with pytest.raises(OptionError, match="a replay would write old changes over newer ones"):
         sink.replay(query.spark)
+
+
+def test_a_null_sequence_is_refused_or_a_bad_record(query: Query, table: Path, tmp_path: Path) -> None:
+    """Also beside another change of its key: it is not known which of the two is the later one."""
+    changes = [Change(A, "i", "a1", 1), Change(A, "u", "a2", None), Change(B, "i", "b1", 2)]
+    merge = Merge(["id"], sequence_by="lsn", without=["op", "topic", "partition", "offset"])
+    sink = query.sink(table, transform=changes_of(changes), merge=merge)
+    with pytest.raises(OptionError, match=r"1 changes for table .* have no lsn, which orders changes"):
+        query.run(sink, 0, batch(0, 0, 3))
+    letters = DeadLetters(tmp_path / "bad", valid="lsn IS NOT NULL", max_fraction=1)
+    sink = query.sink(table, transform=changes_of(changes), merge=merge, dead_letters=letters)
+    query.run(sink, 0, batch(0, 0, 3))
+    assert rows(table) == by_offset([changes[0], changes[2]])
+    assert [row[2] for row in rows(tmp_path / "bad")] == [1]
+
+
+def test_a_deletion_is_asked_only_what_its_key_answers(query: Query, table: Path, tmp_path: Path) -> None:
+    """It may have no other values; the table does not get them."""
+    changes = [Change(A, "i", "a1", 1), Change(B, "i", "b1", 2), Change(A, "d", "", 3), Change(None, "d", "", 4)]
+    rules = {"named": "name <> ''", "keyed": "id IS NOT NULL"}
+    letters = DeadLetters(tmp_path / "bad", valid=rules, max_fraction=1)
+    sink = query.sink(table, transform=changes_of(changes), merge=PLAIN, dead_letters=letters)
+    query.run(sink, 0, batch(0, 0, 4))
+    assert rows(table) == by_offset(changes[:3])
+    assert [row[2] for row in rows(tmp_path / "bad")] == [3]
 
 
 @pytest.mark.full
