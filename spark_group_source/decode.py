@@ -226,8 +226,9 @@ def avro(
         subject: the subject in which the records' producers register their schemas.
         reader: the schema that the values are converted to by Avro's rules for evolution: "latest" of the subject for
             each batch, one of its versions, or a file with a schema.
-        error: the name of a column that is added: why a row cannot be decoded, otherwise null. A row cannot be decoded
-            if it is not in this format, its id is not one of the subject, or the reader schema cannot read it.
+        error: the name of the column that says why a row cannot be decoded, otherwise null. It is added, unless another
+            call has added it, for the key for example: then its reason stays. A row cannot be decoded if it is not in
+            this format, its id is not one of the subject, or the reader schema cannot read it.
 
     Raises:
         RegistryUnavailable: the registry did not answer in time.
@@ -263,6 +264,8 @@ def avro(
         )
         .otherwise(F.concat(F.lit("schema id "), schema_id, F.lit(f" is not in subject {subject}")))
     )
+    if error in df.columns:  # of another column, decoded before
+        reason = F.coalesce(F.col(error), reason)
     return rows.withColumns({column: value, error: reason}).drop(_PREFIX, _DECODED)
 
 

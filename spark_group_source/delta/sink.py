@@ -191,6 +191,12 @@ class DeltaSink:
     def __repr__(self) -> str:
         return f"DeltaSink({self.table!r}, writer={self.writer!r})"
 
+    def settings(self) -> dict[str, object]:
+        """Return what the sink was given besides its table and the query's checkpoint, by name."""
+        names = ("transform", "partition_by", "merge_schema", "writer", "storage_options", "persist", "merge")
+        letters = None if self.dead_letters is None else self.dead_letters.settings()
+        return {name: getattr(self, name) for name in (*names, "optimize_every")} | {"dead_letters": letters}
+
     def __call__(self, df: "DataFrame", batch_id: int) -> None:
         """Write one batch; ``foreachBatch`` calls this."""
         planned = read_planned(df.sparkSession, batch_id, self.checkpoint)

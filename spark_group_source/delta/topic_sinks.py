@@ -75,8 +75,8 @@ class DeltaSinks:
 
     Args:
         sinks: the sink of each topic, or a function that returns the sink of a topic; it is called once for each topic.
-            Topics whose sinks name one table share the first of these sinks. A table is created when its
-            first record comes, and begins there.
+            Topics whose sinks name one table share the first of these sinks; the others must have the same settings. A
+            table is created when its first record comes, and begins there.
         by: the SQL expression, or a function of the rows that returns the column, whose value is the key of a row's
             sink; None: the topic. It must be the same when a batch runs again. Each table then has a commit in each
             batch; a table that is added later begins there.
@@ -87,8 +87,9 @@ class DeltaSinks:
     Errors are raised when a batch is written: those of :class:`DeltaSink`, and
 
     Raises:
-        OptionError: a topic or key has no sink, there are too many tables, the rows lack the column ``topic`` or have
-            other topics than the batch, or the query has other sources. Nothing was written.
+        OptionError: a topic or key has no sink, the sinks of a table differ, there are too many tables, the rows lack
+            the column ``topic`` or have other topics than the batch, or the query has other sources. Nothing was
+            written.
     """
 
     def __init__(
@@ -118,6 +119,10 @@ class DeltaSinks:
         self.checkpoint = checkpoint.rstrip("/") if checkpoint else None
         self._by_topic: dict[str, DeltaSink] = {}
         self._by_table: dict[str, DeltaSink] = {}
+        for sink in [*sinks.values()] if isinstance(sinks, dict) else ():
+            self._shared(sink)
+        if others is not None:
+            self._shared(others)
 
     def __call__(self, df: "DataFrame", batch_id: int) -> None:
         """Write one batch; ``foreachBatch`` calls this."""
@@ -157,7 +162,7 @@ class DeltaSinks:
         others = [] if self.others is None else [(OTHERS, self.others)]
         keys: dict[DeltaSink, list[str | None]] = {}
         for key, sink in [*self._given.items(), *others]:
-            keys.setdefault(self._by_table.setdefault(sink.table, sink), []).append(key)
+            keys.setdefault(self._shared(sink), []).append(key)
         return [TablePart(sink, tuple(some), planned) for sink, some in keys.items()]
 
     def _parts_by_topic(self, df: "DataFrame", planned: PlannedBatch) -> list[TablePart]:
@@ -188,8 +193,18 @@ class DeltaSinks:
                     "are in use. Raise tables_max, or let several topics share a table",
                     topic=topic,
                 )
-            self._by_topic[topic] = self._by_table.setdefault(sink.table, sink)
+            self._by_topic[topic] = self._shared(sink)
         return self._by_topic[topic]
+
+    def _shared(self, sink: DeltaSink) -> DeltaSink:
+        """Return the sink that writes this sink's table. Raises OptionError if it would write it in another way."""
+        first = self._by_table.setdefault(sink.table, sink)
+        if differing := [name for name, value in sink.settings().items() if first.settings()[name] != value]:
+            raise OptionError(
+                f"two sinks of DeltaSinks write table {sink.table}, with different {' and '.join(differing)}. Give one "
+                "DeltaSink for all that goes to this table"
+            )
+        return first
 
 
 @contextmanager

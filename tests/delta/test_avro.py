@@ -113,6 +113,20 @@ def test_a_record_that_cannot_be_decoded_has_no_value_and_the_reason(
     ]
 
 
+def test_the_reason_of_a_column_decoded_before_stays(
+    spark: "SparkSession", serialize: Serialize, registry: decode.Registry
+) -> None:
+    good = serialize(FIRST, {"id": 1, "amount": 5})
+    rows = frame(spark, [good, b"", good]).selectExpr("*", "IF(n < 1, X'', IF(n < 2, X'01', value)) AS key")
+    for column in ("key", "value"):
+        rows = decode.avro(rows, column, registry, subject=SUBJECT)
+    assert [row[0] for row in rows.orderBy("n").select("error").collect()] == [
+        "no schema id",
+        "no schema id",
+        None,
+    ]
+
+
 def test_a_record_of_nulls_is_no_broken_record(
     spark: "SparkSession", serialize: Serialize, registry: decode.Registry
 ) -> None:

@@ -4,7 +4,7 @@ Deliberately absent: Spark, Kafka (``tests/delta/test_topics.py``, ``tests/crash
 import shlex
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import printed_commands
 import pytest
@@ -15,7 +15,7 @@ from sink_helpers import Query, commits, next_offsets, one, records, rows
 from sink_source import offset
 from typer.testing import CliRunner
 
-from spark_group_source import DeltaSink, DeltaSinks
+from spark_group_source import DeadLetters, DeltaSink, DeltaSinks, Merge
 from spark_group_source.cli.app import app
 from spark_group_source.command_line import UNKNOWN_SERVERS
 from spark_group_source.errors import LedgerConflict, OptionError
@@ -24,6 +24,9 @@ from spark_group_source.kafka import CommittedOffset, Topic
 from spark_group_source.model import TopicPartition
 from spark_group_source.protocol.identifiers import note_text
 from spark_group_source.protocol.offsets import BatchKey
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
 
 TOPICS = ("clicks", "orders", "payments")
 
@@ -214,6 +217,34 @@ def test_too_many_tables_are_refused_at_the_start() -> None:
     assert DeltaSinks(given, tables_max=3).tables_max == 3
     with pytest.raises(OptionError, match="tables_max=2"):
         DeltaSinks(given, tables_max=2)
+
+
+def clean(df: "DataFrame") -> "DataFrame":
+    return df
+
+
+@pytest.mark.parametrize(
+    ("other", "named"),
+    [
+        ({"transform": clean}, "transform"),
+        ({"dead_letters": DeadLetters("/lake/bad")}, "dead_letters"),
+        ({"merge": Merge(["id"]), "persist": True}, "persist and merge"),
+    ],
+)
+def test_sinks_of_one_table_with_different_settings_are_refused(other: dict[str, Any], named: str) -> None:
+    sinks = {"orders": DeltaSink("/lake/all"), "clicks": DeltaSink("/lake/all", **other)}
+    with pytest.raises(OptionError, match=f"write table /lake/all, with different {named}"):
+        DeltaSinks(sinks)
+    with pytest.raises(OptionError, match=named):
+        DeltaSinks({"orders": sinks["orders"]}, others=sinks["clicks"])
+    DeltaSinks({"orders": sinks["clicks"], "clicks": DeltaSink("/lake/all", **other)})
+
+
+def test_a_function_that_names_one_table_in_two_ways_is_refused(query: Query, lake: Path) -> None:
+    sinks = DeltaSinks(lambda topic: query.sink(lake / "all", persist=topic == "orders"), checkpoint=str(query.root))
+    with pytest.raises(OptionError, match="with different persist"):
+        query.run(sinks, 0, offset(0, of("orders", "clicks", start=0, end=3)))
+    assert tables(lake) == []
 
 
 def test_sinks_can_be_sent_to_another_process(query: Query, lake: Path, sinks: DeltaSinks) -> None:
