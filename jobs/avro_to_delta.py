@@ -9,7 +9,8 @@ Runs in: the user's driver. Deliberately absent: security settings of the broker
         --registry https://registry:8081 --table /lake/orders --bad /lake/orders_bad --checkpoint /lake/_chk/orders
 
 A user and a password of the registry are read from ``REGISTRY_USER`` (``NAME:PASSWORD``). New fields of the subject's
-latest schema become columns. Without ``--interval`` the job reads what is there and ends.
+latest schema become columns. Without ``--interval`` the job reads what is there and ends. With ``--replay``
+it writes the bad records that are good now, and ends.
 """
 
 import argparse
@@ -27,6 +28,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--subject", help="default: TOPIC-value")
     parser.add_argument("--rule", default="true", help="what a good row fulfils, in SQL")
     parser.add_argument("--max-bad", type=float, default=0.1, help="the largest share of bad records")
+    parser.add_argument("--replay", action="store_true", help="write the bad records that are good now")
     parser.add_argument("--interval", help='run continuously with this trigger, such as "5 seconds"')
     return parser.parse_args()
 
@@ -44,6 +46,10 @@ def main() -> None:
     letters = DeadLetters(given.bad, valid=given.rule, error="error", max_fraction=given.max_bad)
     sink = DeltaSink(given.table, transform=parse, merge_schema=True, dead_letters=letters)
     spark = SparkSession.builder.appName(f"{given.group} -> {given.table}").getOrCreate()
+    if given.replay:
+        print(f"{sink.replay(spark)} records were written")
+        spark.stop()
+        return
     stream = (
         spark.readStream.format("kafka-group")
         .option("kafka.bootstrap.servers", given.bootstrap_servers)

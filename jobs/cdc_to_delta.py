@@ -11,10 +11,12 @@ Runs in: the user's driver. Deliberately absent: security settings of the broker
 
 Keys of deleted rows are kept in the table TABLE_deleted, so that a change that comes late does not bring them back, and
 changes that cannot be merged are in TABLE_bad. For changes in Avro give ``--registry`` instead of ``--schema``, and add
-the jar of ``spark-avro``. Without ``--interval`` the job reads what is there and ends.
+the jar of ``spark-avro``; a user and a password of the registry are read from ``REGISTRY_USER`` (``NAME:PASSWORD``).
+Without ``--interval`` the job reads what is there and ends.
 """
 
 import argparse
+import os
 
 from pyspark.sql import DataFrame, SparkSession
 
@@ -36,7 +38,9 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     given = arguments()
-    registry = decode.Registry(given.registry) if given.registry else None
+    table, user = given.table.rstrip("/"), os.environ.get("REGISTRY_USER")
+    conf = {"url": given.registry} | ({"basic.auth.user.info": user} if user else {})
+    registry = decode.Registry(conf) if given.registry else None
 
     def parse(df: DataFrame) -> DataFrame:
         if registry is not None:
@@ -48,12 +52,12 @@ def main() -> None:
         given.key,
         delete_when="op = 'd'",
         sequence_by="sequence",
-        deleted=f"{given.table}_deleted",
+        deleted=f"{table}_deleted",
         without=["op", "topic", "partition", "offset"],
     )
-    letters = DeadLetters(f"{given.table}_bad", error="error", max_fraction=given.max_bad)
-    sink = DeltaSink(given.table, transform=parse, merge=merge, merge_schema=True, dead_letters=letters)
-    spark = SparkSession.builder.appName(f"{given.group} -> {given.table}").getOrCreate()
+    letters = DeadLetters(f"{table}_bad", error="error", max_fraction=given.max_bad)
+    sink = DeltaSink(table, transform=parse, merge=merge, merge_schema=True, dead_letters=letters)
+    spark = SparkSession.builder.appName(f"{given.group} -> {table}").getOrCreate()
     stream = (
         spark.readStream.format("kafka-group")
         .option("kafka.bootstrap.servers", given.bootstrap_servers)

@@ -152,8 +152,10 @@ def test_job_for_avro_writes_the_columns_of_a_new_schema_and_bad_records_to_thei
             ended = run(command, tmp_path, REGISTRY_USER="etl:secret")
             assert ended.returncode == 0, ended.stderr
             assert "secret" not in ended.stdout + ended.stderr
+        replayed = run([*command, "--rule", "true", "--replay"], tmp_path, REGISTRY_USER="etl:secret")
+        assert "1 records were written" in replayed.stdout, replayed.stderr
     found = {row["id"]: row.get("note") for row in living_rows(table)}
-    assert found == {"0": None, "500": "new", "501": "new"}
+    assert found == {"0": None, "1": None, "500": "new", "501": "new"}
     classes = {row["value"]: row["error_class"] for row in living_rows(bad)}
     assert classes == {value(1): "RULE", b"2": "TRANSFORM", b"502": "TRANSFORM"}
     assert sum(scene.committed().values()) == 6
@@ -168,13 +170,13 @@ def test_job_for_changes_of_a_database_keeps_the_latest_row_of_each_key(
 ) -> None:
     name, table = scene.topic(2), tmp_path / "customers"
     words = ["--bootstrap-servers", scene.servers, "--group", scene.group, "--topic", name, "--key", "id"]
-    words += ["--table", str(table), "--checkpoint", str(tmp_path / "checkpoint"), "--max-bad", "1"]
+    words += ["--table", f"{table}/", "--checkpoint", str(tmp_path / "checkpoint"), "--max-bad", "1"]
     words += ["--sequence", "CAST(source.lsn AS BIGINT)"]
     batches: list[list[tuple[str, int | None, str | None, int]]] = [
         [("c", 1, "one", 10), ("c", 2, "two", 11), ("t", None, None, 12), ("c", 3, "three", 13)],
         [("d", 1, None, 20), ("u", 2, "late", 5), ("c", 1, "late", 19), ("u", 3, "new", 21)],
     ]
-    with SchemaRegistry() as registry:
+    with SchemaRegistry(user="etl:secret") as registry:
         words += ["--registry", registry.url] if form == "avro" else ["--schema", "id BIGINT, name STRING"]
         encode = debezium_avro(registry, name) if form == "avro" else json.dumps
         command = submit("--master", "local[2]", str(CDC_JOB), *words, jars=avro_jars() if form == "avro" else ())
@@ -183,7 +185,7 @@ def test_job_for_changes_of_a_database_keeps_the_latest_row_of_each_key(
                 row = None if number is None else {"id": number, "name": text}
                 value = {"before": row if op == "d" else None, "after": None if op == "d" else row, "op": op}
                 scene.produce(name, [encode({**value, "source": {"lsn": lsn}})], partition=lsn % 2)
-            ended = run(command, tmp_path)
+            ended = run(command, tmp_path, REGISTRY_USER="etl:secret")
             assert ended.returncode == 0, ended.stderr
     assert [(found["id"], found["name"]) for found in living_rows(table)] == [(2, "two"), (3, "new")]
     assert [found["id"] for found in living_rows(Path(f"{table}_deleted"))] == [1]
@@ -208,7 +210,7 @@ def debezium_avro(registry: SchemaRegistry, topic: str) -> Any:
         {"name": "op", "type": "string"},
     ]
     schema = {"type": "record", "name": "Envelope", "namespace": "shop.public.customers", "fields": fields}
-    client = SchemaRegistryClient({"url": registry.url})
+    client = SchemaRegistryClient({"url": registry.url, "basic.auth.user.info": "etl:secret"})
     serializer = AvroSerializer(client, json.dumps(schema), conf={"auto.register.schemas": True})
     return lambda value: serializer(value, SerializationContext(topic, MessageField.VALUE))
 

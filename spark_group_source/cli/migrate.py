@@ -97,7 +97,8 @@ def migrate(
         found = progress(files, root, source or [], to_brokers=admin.connection)
     done = reset.reset(admin, group, reset.Targets(group_offsets(admin, found, scope)), execute=execute)
     if as_json:
-        typer.echo(json.dumps(done.as_dict() | {"batch": found.batch}, indent=2))
+        more = {"batch": found.batch, "stateful": found.stateful, "other_sources": found.others}
+        typer.echo(json.dumps(done.as_dict() | more, indent=2))
         return
     console.print(done)
     typer.echo(f"the query's last finished batch is {found.batch}")
