@@ -111,14 +111,13 @@ def compare(batch: StreamOffset, ledger: Ledger | None) -> Comparison:
             is_truncated = before != RECREATED and before >= known_epoch
             if is_truncated:
                 epochs[tp.partition] = max(before + 1, epoch)
-            elif recorded is None and epoch and start < end and tp not in batch.followed | batch.started:
-                epochs[tp.partition] = epoch
-            elif (
-                recorded is not None and start >= recorded and tp in batch.leader_epochs and epoch < known_epoch and id_
-            ):
-                if start < end:
-                    drop.append(OffsetRange(tp, start, end))
-                continue
+            elif id_ and tp in batch.leader_epochs and tp not in batch.followed and tp not in batch.started:
+                if recorded is None and epoch and start < end:
+                    epochs[tp.partition] = epoch
+                elif recorded is not None and start >= recorded and epoch < known_epoch:
+                    if start < end:
+                        drop.append(OffsetRange(tp, start, end))
+                    continue
             if recorded is None or start >= recorded or is_truncated:
                 if recorded is not None and start > recorded:
                     if tp in batch.started:

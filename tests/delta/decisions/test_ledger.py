@@ -17,6 +17,7 @@ from spark_group_source.delta import ledger_format, table_writer
 from spark_group_source.delta.ledger_decision import (
     AlreadyWritten,
     Comparison,
+    RefusedPartition,
     WriteBatch,
     compare,
     decide,
@@ -182,6 +183,15 @@ def test_an_earlier_epoch_means_nothing_where_brokers_do_not_report_topic_ids() 
     now = compare(replace(truncated(60, 60, 3, 5), topic_ids={}), ledger({P0: 100}, topic_id="")).ledger
     late = replace(offset(7, ranges((60, 90)), topic_id="", stream="s2"), leader_epochs={P0: 0})
     assert compare(late, now).drop == ()
+    first = replace(offset(0, ranges((55, 80)), topic_id=""), leader_epochs={P0: 5})
+    again = replace(truncated(60, 90, 3, 5), topic_ids={})
+    assert compare(again, compare(first, None).ledger).drop == ()
+
+
+def test_a_start_above_the_ledger_is_refused_also_under_an_earlier_epoch() -> None:
+    now = compare(truncated(60, 60, 3, 5), ledger({P0: 100})).ledger
+    late = replace(offset(7, ranges((70, 90)), stream="s2"), leader_epochs={P0: 3}, started=frozenset({P0}))
+    assert compare(late, now).refused == (RefusedPartition(P0, 70, 60),)
 
 
 @pytest.mark.parametrize("end", [30, 10])
