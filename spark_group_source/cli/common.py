@@ -167,8 +167,12 @@ def cells(values: Iterable[object]) -> list[Text]:
 
 
 @contextmanager
-def session(wanted: bool) -> "Iterator[SparkSession | None]":
-    """A local Spark session that can read checkpoints and read and write Delta tables; None unless ``wanted``."""
+def session(wanted: bool, *, avro: bool = False) -> "Iterator[SparkSession | None]":
+    """A local Spark session that can read checkpoints and read and write Delta tables; None unless ``wanted``.
+
+    Args:
+        avro: whether it has Spark's functions for Avro, too.
+    """
     if not wanted:
         yield None
         return
@@ -179,7 +183,7 @@ def session(wanted: bool) -> "Iterator[SparkSession | None]":
     logging.getLogger("py4j").setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory(prefix="spark-group-") as scratch, console.status("starting Spark ..."):
         builder = SparkSession.builder.master("local[1]").appName("spark-group")
-        spark = builder.config(map={**local_spark_settings(scratch)}).getOrCreate()
+        spark = builder.config(map={**local_spark_settings(scratch, avro=avro)}).getOrCreate()
         try:
             yield spark
         finally:

@@ -67,7 +67,7 @@ def replay(
 ) -> None:
     """Write the records that are good by the sink's present transform and rules into its table, each once."""
     found = _sink(sink)
-    with common.session(True) as spark:
+    with common.session(True, avro=True) as spark:  # its transform may need them
         assert spark is not None
         written = found.replay(spark)
     typer.echo(f"{written} records were written to table {found.table}")
