@@ -537,8 +537,10 @@ class Invariants(Accounts):
             known = {book.start, book.skippable, *book.firsts, *(entry.offset for entry in seen)}
             # Under latest it may have started at a log end that was truncated since, or that retention has passed.
             lost = book.end < start <= book.longest or start < max(book.firsts, default=0)
-            # It resolved its start before the next owner committed, and does not know yet that its session has ended.
-            unnoticed = start <= max(book.end, book.longest) and any(held.loss is not None for held in mine)
+            # It resolved its start before the next owner committed, and does not know yet that its session has ended,
+            # or it has the partition again.
+            unnoticed = any(held.loss is not None for held in mine) or any(of.reader is reader for of in book.losses)
+            unnoticed &= start <= max(book.end, book.longest)
             return start in known or ((lost or unnoticed) and self._may_skip(tp, reader))
         if anyone and start in book.truncated and not reader.fails_on_loss:
             return True  # the log was truncated below the committed offset

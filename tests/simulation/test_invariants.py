@@ -234,6 +234,27 @@ def test_a_run_that_does_not_know_the_next_owner_begins_where_it_resolved_its_st
             scene.truth.planned(first, offset(first, 0, 2, 10))
 
 
+@pytest.mark.parametrize("had_it", [True, False])
+def test_a_run_that_has_a_partition_again_begins_where_it_resolved_its_start(scene: Scene, had_it: bool) -> None:
+    """Nobody committed in between, so the log end at which the next owner started is not known to it."""
+    scene.truth.starts_at_the_end = True
+    scene.truth.produce(TP, 5)
+    (first, mine), (second, other) = (scene.member(name, stream=name[0]) for name in ("a.1", "b.1"))
+    first.known = second.known = {TP.topic: 1}
+    if had_it:
+        scene.assign(mine)
+    scene.assign(other)
+    scene.truth.produce(TP, 5)
+    scene.truth.planned(second, offset(second, 0, 10, 10))
+    scene.truth.ended(second)
+    scene.assign(mine)
+    if had_it:
+        scene.truth.planned(first, offset(first, 0, 5, 10))
+    else:
+        with pytest.raises(Violation, match="its last range ended at None"):
+            scene.truth.planned(first, offset(first, 0, 5, 10))
+
+
 @pytest.mark.parametrize("moved_by", ["operator", "b", "a"])
 def test_a_query_that_fails_on_data_loss_goes_back_in_a_truncated_log_only_to_a_foreign_commit(
     scene: Scene, moved_by: str
