@@ -485,11 +485,12 @@ class Invariants(Accounts):
 
     def _knows_epochs(self, book: Book) -> bool:
         """Return whether the streams of the group alone read this partition, so that the leader epoch of each position
-        is known."""
+        is known. An ordinary consumer that has it waits where it is until the log has grown."""
         moved = book.moved or book.halfway or book.rewound or book.again or book.undone
         moved = moved or any(loss.cause is Cause.OPERATOR for loss in book.losses)
         streams = {entry.stream for _, entry in book.commits} | book.reached.keys()
-        return self.reports_epochs and not moved and None not in streams
+        ordinary = None in streams or any(held.reader.counted is None for held in book.holders.values())
+        return self.reports_epochs and not moved and not ordinary
 
     def _after_durable_batch(self, tp: TopicPartition, reader: Reader) -> int | None:
         """Return the end of the stream's last durable batch if an older run committed an offset inside it after another

@@ -502,6 +502,28 @@ def test_a_start_that_a_killed_query_had_not_committed_may_be_decided_again(scen
     assert not scene.truth.explains([TP], {TP: 12}, "c")
 
 
+@pytest.mark.parametrize("is_ordinary", [True, False])
+def test_a_stream_reads_what_replaced_truncated_records_and_an_ordinary_consumer_waits_behind_it(
+    scene: Scene, is_ordinary: bool
+) -> None:
+    scene.truth.reports_epochs = True
+    scene.truth.produce(TP, 4)
+    reader, client = scene.member("a.1", stream="a")
+    scene.assign(client)
+    scene.truth.planned(reader, offset(reader, 0, 0, 4))
+    scene.truth.processed_by(reader, {TP: (0, 4)})
+    scene.commit(reader, 4)
+    scene.truth.shrunk(TP, 0)
+    scene.truth.produce(TP, 2)
+    _, other = scene.member("other", stream="" if is_ordinary else "b")
+    scene.assign(other)
+    if is_ordinary:
+        scene.truth.finish()
+    else:
+        with pytest.raises(Violation, match="offset 0 replaces a truncated record, and was never read"):
+            scene.truth.finish()
+
+
 @pytest.mark.parametrize("replays", [1, 2])
 def test_a_partition_may_leave_when_an_older_run_wrote_the_batch_that_this_one_replays(
     scene: Scene, replays: int
