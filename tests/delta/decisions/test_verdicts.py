@@ -3,6 +3,7 @@ refused. Deliberately absent: the messages, and the commands that they name (``t
 
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow.compute as pc
@@ -62,6 +63,12 @@ def planned_before_a_reset(start: Start) -> Iterator[list[str]]:
 def at_the_ledger(start: Start) -> Iterator[list[str]]:
     yield [start().verdict(NEXT)]
     yield [start().verdict(offset(2, {ORDERS_0: (20, 20), ("orders", 1): (5, 9)}))]
+
+
+def planned_before_a_truncation(start: Start) -> Iterator[list[str]]:
+    query = start()
+    query.run(query.sink(query.table), 2, offset(2, one(6, 15), truncated_after={ORDERS_0: 3}))
+    yield [query.verdict(replace(offset(3, one(15, 25)), leader_epochs={P0: 3}))]
 
 
 def batch(planned: StreamOffset) -> Callable[[Start], Iterator[list[str]]]:
@@ -125,6 +132,7 @@ CASES: dict[str, Callable[[Start], Iterator[list[str]]]] = {
     "`from` < L, and the log was truncated at `from`, which the ledger does not know yet": batch(
         offset(2, one(6, 15), truncated_after={ORDERS_0: 3})
     ),
+    "`from` >= L, and the batch was planned before a truncation that the ledger knows": planned_before_a_truncation,
     "`from` < L, and a query of this package made the last commit": batch(offset(2, one(15, 30))),
     "`from` < L, and another tool or consumer moved the group back": batch(offset(2, one(15, 30), followed=[ORDERS_0])),
     "any, after a `RESTORE` that removed rows of the group, a `REPLACE TABLE`, a clone into the table, or an "
