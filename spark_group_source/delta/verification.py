@@ -164,7 +164,7 @@ def _check_history(table: str, group: str, commits: Iterable[Commit], again: set
                 TopicPartition(name, p)
                 for name, topic in ledger.topics.items()
                 for p, epoch in topic.epochs.items()
-                if name not in before.topics or before.topics[name].epochs.get(p) != epoch
+                if (known := before.topic(name, topic.id)).epochs.get(p) != epoch and p in known.offsets
             }
         before = ledger
 

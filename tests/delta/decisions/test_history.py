@@ -1,6 +1,7 @@
 """The history of a table: notes, expired logs, other writers, and how the next batch is decided."""
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from shutil import rmtree
 from typing import Any
@@ -333,6 +334,20 @@ def test_records_of_a_truncated_log_may_be_in_the_table_twice(query: Query, tabl
     commits_of_table = sorted(history.commits(), key=lambda commit: commit.version)
     assert not [*verification._check_history(str(table), "etl", commits_of_table, again)]
     assert again == {TopicPartition("orders", 0)}
+
+
+def test_partitions_that_are_first_read_later_were_not_truncated(query: Query, table: Path) -> None:
+    """Their records in the table twice are a finding of ``ledger verify``, not a note."""
+    spans = [one(0, 10), {("orders", 1): (0, 5), ("clicks", 0): (0, 5)}]
+    for n, ranges in enumerate(spans):
+        query.run(
+            query.sink(table), n, replace(offset(n, ranges), leader_epochs={TopicPartition(*tp): 5 for tp in ranges})
+        )
+    history = TableWriter(query.spark, str(table)).history()
+    again: set[TopicPartition] = set()
+    commits_of_table = sorted(history.commits(), key=lambda commit: commit.version)
+    assert not [*verification._check_history(str(table), "etl", commits_of_table, again)]
+    assert again == set()
 
 
 @pytest.mark.parametrize("more", [0, 3])
