@@ -39,12 +39,15 @@ class RefusedPartition(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """The result of :func:`compare`. The batch may be written only if ``refused`` is empty, and without ``drop``."""
+    """The result of :func:`compare`. The batch may be written only if ``refused`` is empty, and without ``drop``
+    and ``removed``."""
 
     ledger: Ledger
     """The ledger after the batch is written."""
     drop: tuple[OffsetRange, ...] = ()
     """The ranges that the table already holds; all ranges of a void batch."""
+    removed: tuple[OffsetRange, ...] = ()
+    """The ranges that are left out because their log was truncated since they were planned."""
     skipped: tuple[OffsetRange, ...] = ()
     """The ranges between ledger and batch, which another consumer of the group read."""
     refused: tuple[RefusedPartition, ...] = ()
@@ -69,8 +72,8 @@ def compare(batch: StreamOffset, ledger: Ledger | None) -> Comparison:
       offsets, and other records have these offsets now. The ledger keeps the leader epoch after the truncation, by
       which a replay, or another query, after the same truncation is compared like any other batch. So it is if all
       that the table has was read under later epochs.
-    - from >= L, and the batch was planned under an earlier leader epoch than the ledger's: its records are no longer in
-      the log. They are left out, and L stays, because other records have these offsets.
+    - The batch was planned under a leader epoch before a truncation that the ledger knows: its records are below L, or
+      no longer in the log. They are left out, and L stays, because other records have these offsets.
     - from < L, and the position came from a foreign commit: refused. An operator must move Kafka and the ledger
       together, or the table would hold records twice.
     - from < L otherwise: the offsets were not committed to Kafka before a checkpoint was lost, or another query of the
@@ -91,6 +94,7 @@ def compare(batch: StreamOffset, ledger: Ledger | None) -> Comparison:
         else replace(known, reset_number=batch.reset_number, void=frozenset())
     )
     drop: list[OffsetRange] = []
+    removed: list[OffsetRange] = []
     skipped: list[OffsetRange] = []
     refused: list[RefusedPartition] = []
     topics: list[LedgerTopic] = []
@@ -99,24 +103,23 @@ def compare(batch: StreamOffset, ledger: Ledger | None) -> Comparison:
         if void and id_ in known.former:
             continue
         topic = known.topic(name, id_)
-        offsets, epochs = dict(topic.offsets), dict(topic.epochs)
-        topics.append(topic._replace(offsets=offsets, epochs=epochs))
+        offsets, epochs, gone = dict(topic.offsets), dict(topic.epochs), dict(topic.gone)
+        topics.append(topic._replace(offsets=offsets, epochs=epochs, gone=gone))
         for tp, (start, end) in ranges:
             recorded = offsets.get(tp.partition)
             if void:
                 offsets.setdefault(tp.partition, start)
                 continue
             before, epoch = batch.truncated_after.get(tp, RECREATED), batch.leader_epochs.get(tp, 0)
-            known_epoch = epochs.get(tp.partition, 0)
-            is_truncated = before != RECREATED and before >= known_epoch
+            is_truncated = before != RECREATED and before >= epochs.get(tp.partition, 0)
             if is_truncated:
-                epochs[tp.partition] = max(before + 1, epoch)
+                epochs[tp.partition], gone[tp.partition] = max(before + 1, epoch), before
             elif id_ and tp in batch.leader_epochs and tp not in batch.followed and tp not in batch.started:
                 if recorded is None and epoch and start < end:
                     epochs[tp.partition] = epoch
-                elif recorded is not None and start >= recorded and epoch < known_epoch:
+                elif recorded is not None and epoch <= gone.get(tp.partition, RECREATED):
                     if start < end:
-                        drop.append(OffsetRange(tp, start, end))
+                        removed.append(OffsetRange(tp, start, end))
                     continue
             if recorded is None or start >= recorded or is_truncated:
                 if recorded is not None and start > recorded:
@@ -134,6 +137,7 @@ def compare(batch: StreamOffset, ledger: Ledger | None) -> Comparison:
     return Comparison(
         ledger=after.with_batch(batch, void=void).with_topics(topics),
         drop=tuple(batch.batch() if void else drop),
+        removed=tuple(removed),
         skipped=tuple(skipped),
         refused=tuple(refused),
         recreated=() if void else tuple(topic.name for topic in topics if not known.knows_topic(topic.name, topic.id)),
@@ -205,7 +209,7 @@ def decide(
             raise _unknown_reset(table, offset, before.reset_number, batch_id)
         current[offset.group] = comparison.ledger
         comparisons.append(comparison)
-    drop = tuple(r for comparison in comparisons for r in comparison.drop)
+    drop = tuple(r for comparison in comparisons for r in (*comparison.drop, *comparison.removed))
     reads_rows = other_sources or not comparisons or any(not comparison.void for comparison in comparisons)
     readers = Counter(r.tp for offset in offsets for r in offset.batch())
     ambiguous = sorted({r.tp for r in drop if readers[r.tp] > 1})

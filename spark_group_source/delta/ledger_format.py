@@ -104,6 +104,9 @@ class LedgerTopic(NamedTuple):
     epochs: Mapping[int, int] = MappingProxyType({})
     """By partition, where it is not 0: the earliest leader epoch under which rows from the present log were read, which
     is that of the first range, or of the newest truncation that the offset follows."""
+    gone: Mapping[int, int] = MappingProxyType({})
+    """Of partitions whose log was truncated, by partition: the last leader epoch that was known before the newest
+    truncation. What the log has of such epochs ends there."""
 
     def is_same(self, id_: str) -> bool:
         """Return whether a topic of this name with that id is this topic."""
@@ -192,7 +195,7 @@ class Ledger:
         changes = {}
         for name, topic in self.topics.items():
             old = before.topics[name]
-            same = (topic.id, topic.epochs) == (old.id, old.epochs)
+            same = (topic.id, topic.epochs, topic.gone) == (old.id, old.epochs, old.gone)
             if not same or not old.offsets.keys() <= topic.offsets.keys():
                 return None
             moved = {p: n - old.offsets.get(p, 0) for p, n in topic.offsets.items() if n != old.offsets.get(p)}
@@ -342,7 +345,8 @@ class Ledger:
         ids: Mapping[str, str] = MappingProxyType({}),
         deleted: Iterable[str] = (),
     ) -> "Ledger":
-        """Return the ledger as ``spark-group reset`` sets it.
+        """Return the ledger as ``spark-group reset`` sets it. Batches that a truncation overtook are void, and a
+        restored cluster may have earlier epochs, so it forgets which ones are ``gone``.
 
         Args:
             reset_number: the number of the reset: batches that were planned before it are void.
@@ -351,7 +355,8 @@ class Ledger:
                 be a new topic of that name.
         """
         moved = self.with_offsets(offsets, ids)
-        topics, former = dict(moved.topics), dict(moved.former)
+        topics = {name: topic._replace(gone={}) for name, topic in moved.topics.items()}
+        former = dict(moved.former)
         for name in deleted:
             if name in topics and (id_ := topics[name].id):
                 former[id_] = topics.pop(name)
@@ -454,13 +459,13 @@ def _parse_runs(text: str) -> dict[int, int]:
 
 
 def _numbers_of(topic: LedgerTopic) -> dict[str, str]:
-    epochs = {"epochs": _runs(topic.epochs)} if topic.epochs else {}
-    return {**epochs, "offsets": _runs(topic.offsets)}
+    optional = {"epochs": topic.epochs, "gone": topic.gone}
+    return {**{name: _runs(of) for name, of in optional.items() if of}, "offsets": _runs(topic.offsets)}
 
 
 def _topic(name: str, id_: str, entry: Mapping[str, Any]) -> LedgerTopic:
     offsets = {p: _number(n) for p, n in _parse_runs(entry["offsets"]).items()}
-    return LedgerTopic(name, id_, offsets, _parse_runs(entry.get("epochs", "")))
+    return LedgerTopic(name, id_, offsets, *(_parse_runs(entry.get(of, "")) for of in ("epochs", "gone")))
 
 
 def _number(value: object) -> int:

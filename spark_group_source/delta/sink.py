@@ -38,8 +38,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
+from types import FunctionType
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from spark_group_source import command_line, compatibility
@@ -193,9 +195,10 @@ class DeltaSink:
 
     def settings(self) -> dict[str, object]:
         """Return what the sink was given besides its table and the query's checkpoint, by name."""
-        names = ("transform", "partition_by", "merge_schema", "writer", "storage_options", "persist", "merge")
+        names = ("partition_by", "merge_schema", "writer", "storage_options", "persist", "merge", "optimize_every")
         letters = None if self.dead_letters is None else self.dead_letters.settings()
-        return {name: getattr(self, name) for name in (*names, "optimize_every")} | {"dead_letters": letters}
+        found = {"transform": _content(self.transform), **{name: getattr(self, name) for name in names}}
+        return found | {"dead_letters": letters}
 
     def __call__(self, df: "DataFrame", batch_id: int) -> None:
         """Write one batch; ``foreachBatch`` calls this."""
@@ -339,6 +342,15 @@ class DeltaSink:
 
     def _transformed(self, df: "DataFrame") -> "DataFrame":
         return df if self.transform is None else self.transform(df)
+
+
+def _content(transform: object) -> object:
+    """Return what makes two transforms the same, such as those that a function of the topic makes anew."""
+    if isinstance(transform, partial):
+        return _content(transform.func), transform.args, transform.keywords
+    if not isinstance(transform, FunctionType):
+        return transform
+    return transform.__code__, transform.__defaults__, transform.__closure__
 
 
 def report(
@@ -673,6 +685,13 @@ class BatchCommit:
                     sum(r.size for r in comparison.drop),
                     format_ranges(comparison.drop),
                     command_line.in_sentence(table_names.reset_command(offset.group, self.sink.table, *to)),
+                )
+            if comparison.removed:
+                log.warning(
+                    "%s: planned before its log was truncated, so these records are left out: %s; the query reads "
+                    "those that are in the log now",
+                    where,
+                    format_ranges(comparison.removed),
                 )
             if comparison.recreated:
                 topics = ", ".join(comparison.recreated)

@@ -162,7 +162,7 @@ class DeltaSinks:
         others = [] if self.others is None else [(OTHERS, self.others)]
         keys: dict[DeltaSink, list[str | None]] = {}
         for key, sink in [*self._given.items(), *others]:
-            keys.setdefault(self._shared(sink), []).append(key)
+            keys.setdefault(self._by_table[sink.table], []).append(key)
         return [TablePart(sink, tuple(some), planned) for sink, some in keys.items()]
 
     def _parts_by_topic(self, df: "DataFrame", planned: PlannedBatch) -> list[TablePart]:
@@ -199,7 +199,8 @@ class DeltaSinks:
     def _shared(self, sink: DeltaSink) -> DeltaSink:
         """Return the sink that writes this sink's table. Raises OptionError if it would write it in another way."""
         first = self._by_table.setdefault(sink.table, sink)
-        if differing := [name for name, value in sink.settings().items() if first.settings()[name] != value]:
+        settings = first.settings()
+        if differing := [name for name, value in sink.settings().items() if settings[name] != value]:
             raise OptionError(
                 f"two sinks of DeltaSinks write table {sink.table}, with different {' and '.join(differing)}. Give one "
                 "DeltaSink for all that goes to this table"

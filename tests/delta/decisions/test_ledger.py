@@ -164,25 +164,48 @@ def test_a_table_that_starts_at_an_unproven_position_says_nothing_of_truncations
 
 
 @pytest.mark.proves("G4", level="core")
-@pytest.mark.parametrize("start", [60, 70])
-def test_a_batch_of_a_log_that_was_truncated_since_does_not_move_the_ledger(start: int) -> None:
+@pytest.mark.parametrize(("end", "start"), [(60, 60), (60, 70), (75, 70), (75, 50)])
+def test_a_batch_of_a_log_that_was_truncated_since_does_not_move_the_ledger(end: int, start: int) -> None:
     """A batch that was planned before the truncation and is written after it. Without this the sink would take the
     records that have its offsets now for rows that the table has."""
-    now = compare(truncated(60, 60, 3, 5), ledger({P0: 100})).ledger
+    now = compare(truncated(60, end, 3, 5), ledger({P0: 100})).ledger
     late = replace(offset(7, ranges((start, 90)), stream="s2"), leader_epochs={P0: 3})
+    for known in (now, Ledger.from_json("etl", now.to_commit(None)[1])):
+        comparison = compare(late, known)
+        assert (comparison.drop, comparison.removed) == ((), (OffsetRange(P0, start, 90),))
+        assert comparison.skipped == ()
+        assert comparison.ledger.offsets == {P0: end}
+    assert compare(late, comparison.ledger).removed == comparison.removed, "also when it is replayed"
+    assert compare(truncated(60, 80, 3, 5), comparison.ledger).drop == ((OffsetRange(P0, 60, end),) * (end > 60))
+    decision = deciding(late, before=now)
+    assert isinstance(decision, WriteBatch)
+    assert decision.drop == comparison.removed
+
+
+@pytest.mark.parametrize("end", [60, 80])
+def test_a_batch_under_an_epoch_after_the_truncation_is_compared_like_any_other(end: int) -> None:
+    """Also one that was planned under an earlier leader than the batch that met the truncation."""
+    now = compare(truncated(60, end, 3, 7), ledger({P0: 100})).ledger
+    late = replace(offset(7, ranges((end, 90)), stream="s2"), leader_epochs={P0: 5})
     comparison = compare(late, now)
-    assert comparison.drop == (OffsetRange(P0, start, 90),)
-    assert comparison.skipped == ()
-    assert comparison.ledger.offsets == {P0: 60}
-    assert compare(late, comparison.ledger).drop == comparison.drop, "also when it is replayed"
-    assert compare(truncated(60, 80, 3, 5), comparison.ledger).drop == ()
+    assert (comparison.drop, comparison.removed, comparison.ledger.offsets) == ((), (), {P0: 90})
+    first = replace(offset(0, ranges((0, 60))), leader_epochs={P0: 7})
+    comparison = compare(replace(late, ranges={P0: (60, 90)}), compare(first, None).ledger)
+    assert (comparison.removed, comparison.ledger.offsets) == ((), {P0: 90})
+
+
+def test_a_reset_forgets_which_epochs_are_gone() -> None:
+    """Of a cluster that was restored, for example, whose epochs are earlier ones."""
+    now = compare(truncated(60, 75, 3, 5), ledger({P0: 100})).ledger.after_reset(1, {P0: 70}, {"orders": "id-1"})
+    late = replace(offset(7, ranges((70, 90)), reset_number=1), leader_epochs={P0: 2})
+    assert compare(late, now).ledger.offsets == {P0: 90}
 
 
 def test_an_earlier_epoch_means_nothing_where_brokers_do_not_report_topic_ids() -> None:
     """The topic may have been recreated, so that its epochs start again."""
     now = compare(replace(truncated(60, 60, 3, 5), topic_ids={}), ledger({P0: 100}, topic_id="")).ledger
     late = replace(offset(7, ranges((60, 90)), topic_id="", stream="s2"), leader_epochs={P0: 0})
-    assert compare(late, now).drop == ()
+    assert (compare(late, now).drop, compare(late, now).removed) == ((), ())
     first = replace(offset(0, ranges((55, 80)), topic_id=""), leader_epochs={P0: 5})
     again = replace(truncated(60, 90, 3, 5), topic_ids={})
     assert compare(again, compare(first, None).ledger).drop == ()
@@ -464,7 +487,7 @@ def test_a_refusal_names_table_group_both_offsets_and_both_commands_and_stays_sh
 names = st.sampled_from(["a", "b", "c'\"\\ü"])
 ids, numbers = st.text(max_size=3), st.integers(0, 2**63 - 1)
 by_partition = st.dictionaries(st.integers(0, 3), numbers)
-topics = st.builds(LedgerTopic, names, ids, by_partition, by_partition)
+topics = st.builds(LedgerTopic, names, ids, by_partition, by_partition, by_partition)
 
 
 @given(

@@ -3,6 +3,7 @@ Deliberately absent: Spark, Kafka (``tests/delta/test_topics.py``, ``tests/crash
 
 import shlex
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -238,6 +239,22 @@ def test_sinks_of_one_table_with_different_settings_are_refused(other: dict[str,
     with pytest.raises(OptionError, match=named):
         DeltaSinks({"orders": sinks["orders"]}, others=sinks["clicks"])
     DeltaSinks({"orders": sinks["clicks"], "clicks": DeltaSink("/lake/all", **other)})
+
+
+def test_a_function_may_make_the_same_transform_for_each_topic(query: Query, lake: Path) -> None:
+    def sink(topic: str) -> DeltaSink:
+        steps = {"clicks": partial(clean), "orders": partial(clean)}
+        return query.sink(lake / "all", transform=steps.get(topic, lambda df: df.limit(9)))
+
+    sinks = DeltaSinks(sink, checkpoint=str(query.root))
+    query.run(sinks, 0, offset(0, of("clicks", "orders", start=0, end=3)))
+    assert rows(lake / "all") == sorted(records(0, 3, topic="clicks") + records(0, 3, topic="orders"))
+    assert sink("a").settings() == sink("b").settings() != sink("clicks").settings()
+
+    def made_of(value: int) -> DeltaSink:
+        return DeltaSink("/lake/all", transform=lambda df: df.limit(value))
+
+    assert made_of(1).settings() == made_of(1).settings() != made_of(2).settings()
 
 
 def test_a_function_that_names_one_table_in_two_ways_is_refused(query: Query, lake: Path) -> None:

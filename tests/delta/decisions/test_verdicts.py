@@ -132,7 +132,7 @@ CASES: dict[str, Callable[[Start], Iterator[list[str]]]] = {
     "`from` < L, and the log was truncated at `from`, which the ledger does not know yet": batch(
         offset(2, one(6, 15), truncated_after={ORDERS_0: 3})
     ),
-    "`from` >= L, and the batch was planned before a truncation that the ledger knows": planned_before_a_truncation,
+    "any, and the batch was planned before a truncation that the ledger knows": planned_before_a_truncation,
     "`from` < L, and a query of this package made the last commit": batch(offset(2, one(15, 30))),
     "`from` < L, and another tool or consumer moved the group back": batch(offset(2, one(15, 30), followed=[ORDERS_0])),
     "any, after a `RESTORE` that removed rows of the group, a `REPLACE TABLE`, a clone into the table, or an "
