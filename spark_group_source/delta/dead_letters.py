@@ -445,12 +445,15 @@ def flag(letters: DeadLetters, table: TableWriter, rows: "DataFrame") -> "tuple[
     typed = rows.withColumns({_RULE: first, **{name: F.expr(cast.text) for name, cast in casts.items()}})
     others = [Rule("RULE", name, text) for name, text in letters.rules.items()] + _constraints(table, typed)
     if (merge := table.merge) is not None and merge.delete_when is not None:
-        # A deletion may have its keys only, and the table does not get its row.
-        of_deletion = typed.select(*dict.fromkeys([*merge.keys, *filter(None, [merge.sequence_by]), *_RECORD]))
+        # A deletion may have only what finds its row, and the table does not get its values.
+        merge.table_rows(rows)
+        finders = [table_names.quoted(name) for name in [*merge.keys, *filter(None, [merge.sequence_by])]]
+        of_deletion = typed.select(*dict.fromkeys([*finders, *map(table_names.quoted, _RECORD)]))
+        is_deletion = " AND ".join([f"({merge.delete_when})", *(f"{name} IS NOT NULL" for name in finders)])
         others = [
             rule
             if rule.error_class == "RULE" and _is_known(of_deletion, rule.expression)
-            else rule._replace(expression=f"({merge.delete_when}) OR ({rule.expression})")
+            else rule._replace(expression=f"({is_deletion}) OR ({rule.expression})")
             for rule in others
         ]
     return typed.withColumn(_RULE, F.coalesce(F.col(_RULE), *_violated(others, len(rules)))), rules + others
@@ -521,7 +524,9 @@ def _casts(table: TableWriter, rows: "DataFrame") -> dict[str, _Cast]:
             text = f"try_cast({value} AS {kind})"
             of_kind, of_value = (each.partition("(")[0] for each in (kind, types[name]))
             is_exact = of_kind in _EXACT and of_value in _EXACT | {"float", "double"}
-            casts[name] = _Cast(text, f"{text} = {value}" if is_exact else f"{text} IS NOT NULL")
+            # Cast back, as Spark compares a FLOAT and a DECIMAL as doubles, and 1.1 is another one in each.
+            is_same = f"try_cast({text} AS {types[name]}) = {value}" if is_exact else f"{text} IS NOT NULL"
+            casts[name] = _Cast(text, is_same)
     return casts
 
 

@@ -190,7 +190,13 @@ def test_rows_against_a_constraint_or_a_type_of_the_table_are_bad(
 
 @pytest.mark.parametrize(
     ("kind", "value", "good"),
-    [("int", "offset / 2", [0, 2]), ("decimal(4, 1)", "offset / 4", [0, 2]), ("float", "offset / 3", [0, 1, 2, 3])],
+    [
+        ("int", "offset / 2", [0, 2]),
+        ("decimal(4, 1)", "offset / 4", [0, 2]),
+        ("decimal(38, 0)", "CAST(offset / 2 AS DECIMAL(38, 18))", [0, 2]),
+        ("decimal(4, 2)", "CAST(1.1 + offset AS FLOAT)", [0, 1, 2, 3]),
+        ("float", "offset / 3", [0, 1, 2, 3]),
+    ],
 )
 def test_a_number_that_the_column_would_change_is_bad(
     query: Query, new_sink: NewSink, tmp_path: Path, kind: str, value: str, good: list[int]

@@ -4,6 +4,7 @@ computed from all changes so far. Deliberately absent: Kafka, kills (``tests/cra
 import json
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -254,12 +255,25 @@ def test_a_null_sequence_is_refused_or_a_bad_record(query: Query, table: Path, t
 def test_a_deletion_is_asked_only_what_its_key_answers(query: Query, table: Path, tmp_path: Path) -> None:
     """It may have no other values; the table does not get them."""
     changes = [Change(A, "i", "a1", 1), Change(B, "i", "b1", 2), Change(A, "d", "", 3), Change(None, "d", "", 4)]
-    rules = {"named": "name <> ''", "keyed": "id IS NOT NULL"}
+    rules = {"named": "name <> ''", "both": "id IS NOT NULL AND name IS NOT NULL", "few": "id IS NULL OR id < 9"}
     letters = DeadLetters(tmp_path / "bad", valid=rules, max_fraction=1)
     sink = query.sink(table, transform=changes_of(changes), merge=PLAIN, dead_letters=letters)
     query.run(sink, 0, batch(0, 0, 4))
     assert rows(table) == by_offset(changes[:3])
     assert [row[2] for row in rows(tmp_path / "bad")] == [3]
+
+
+def test_a_key_may_have_a_dot(query: Query, table: Path, tmp_path: Path) -> None:
+    def dotted(df: "DataFrame") -> "DataFrame":
+        return changes_of(HISTORY)(df).withColumnRenamed("id", "a.b")
+
+    merge = Merge(["a.b"], delete_when="op = 'd'", without=["op", "topic", "partition", "offset"])
+    letters = DeadLetters(tmp_path / "bad", valid="`a.b` > 0")
+    query.run(query.sink(table, transform=dotted, merge=merge, dead_letters=letters), 0, batch(0, 0, 8))
+    assert rows(table) == by_offset(HISTORY)
+    wrong = query.sink(table, transform=dotted, merge=replace(merge, keys=["id"]), dead_letters=letters)
+    with pytest.raises(OptionError, match="the merge needs the column id"):
+        query.run(wrong, 1, batch(1, 0, 8))
 
 
 @pytest.mark.full
