@@ -1,10 +1,11 @@
 """Compare this source and Spark's own Kafka connector, case by case, in one run.
 
-``python -m tests.bench report [--rounds N] [--quick] [--only CASE ...] [--json FILE] [--png FILE]``
+``python -m tests.bench report [--rounds N] [--quick] [--only CASE ...] [--master M] [--json FILE] [--png FILE]``
 
-One broker and one Spark (``local[2]``). In each case the sources take turns; every measurement is a new query with a
-new checkpoint (and a new group). A case is warmed up once; its figure is the median of the rounds, shown with the
-lowest and the highest. The last column is a ratio: how many times as fast as Spark's connector, or as cheap. Cases:
+One broker and one Spark: ``local[2]``, or another ``--master``, as ``local-cluster[4,1,1024]`` for four executors.
+In each case the sources take turns; every measurement is a new query with a new checkpoint (and a new group). A case is
+warmed up once; its figure is the median of the rounds, shown with the lowest and the highest. The last column is a
+ratio: how many times as fast as Spark's connector, or as cheap. Cases:
 
 - ``noop``, ``delta``, ``columns``: a full topic with the AvailableNow trigger, into no table, into a Delta table, and
   with only ``value`` and ``timestamp``. ``delta`` also has a program without Spark: a consumer and ``deltalake``. In
@@ -12,11 +13,12 @@ lowest and the highest. The last column is a ratio: how many times as fast as Sp
 - ``delta, later batches``: the same in four batches, the tasks without those of the first one; and with ``options``, by
   Delta's writer options.
 - ``1 KiB`` to ``1 MB``, ``lz4``, ``zstd``, ``headers``: the same with other records.
-- ``latency``: the time from a record's timestamp to the end of its batch, at a constant rate.
+- ``latency``: the time from a record's timestamp to the end of its batch, at a constant rate, with a batch after the
+  other or one every second.
 - ``first``: from ``start()`` to the end of the first batch; also of ``floor``, a Python source that does nothing: what
   Spark itself takes to start one.
 - ``restart``: from the start of a program whose predecessor was killed to its first rows.
-- ``partitions``: one new record in each of 1,000 partitions, every half second. ``idle``: no records at all.
+- ``10 partitions`` to ``10,000 partitions``: one new record in each, every half second. ``idle``: no records at all.
 
 CPU time is that of all processes but the broker. Broker, JVM and Python share the machine's cores, so the figures serve
 to compare the sources, not to plan capacity.
@@ -58,8 +60,8 @@ if TYPE_CHECKING:
 
 BROKER_JAVA = ("-Xms512m", "-Xmx1g", "-XX:+UseSerialGC")
 """With both compilers: the broker must not be the bottleneck."""
-QUERY_S = 300
-"""Bound of one run; a run takes seconds."""
+QUERY_S = 900
+"""Bound of one run; most take seconds."""
 OURS, SPARKS, BY_HAND, FLOOR = "kafka-group", "kafka", "by hand", "floor"
 RECORD_MAX = 1_200_000
 """Bytes that the broker accepts, for records of 1 MB."""
@@ -70,7 +72,9 @@ LATENCY_S, SETTLE_S = 15, 10
 LAST = 20
 """Batches of which the median duration is taken."""
 EVERY_S, BATCHES = 0.5, 8
-"""Of the case ``partitions``: the interval of the records, and how many batches are measured."""
+"""Of the cases with many partitions: the interval of the records, and how many batches are measured."""
+MANY, FEW_BATCHES = 10_000, 2
+"""From so many partitions on, only so many batches: Spark's connector needs a minute or more for each."""
 IDLE_S = 20
 CHILD = "--child"
 SAMPLE_S = 0.1
@@ -150,13 +154,13 @@ def fill(
         raise TimeoutError(f"the records were not written within {QUERY_S} s")
 
 
-def session(scratch: Path) -> "SparkSession":
+def session(scratch: Path, master: str = "local[2]") -> "SparkSession":
     from pyspark.sql import SparkSession
 
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)  # the workers' Python; the setting alone has no effect
     settings = local_spark_settings(scratch, avro=True)
     jars = ",".join([settings["spark.jars"], *map(str, spark_kafka_jars())])
-    builder = SparkSession.builder.master("local[2]").appName("bench")
+    builder = SparkSession.builder.master(master).appName("bench")
     made = builder.config(map={**settings, "spark.jars": jars}).getOrCreate()
     made.sparkContext.setLogLevel("OFF")
     made.dataSource.register(KafkaGroupDataSource)
@@ -421,7 +425,7 @@ def register_floor(lab: Lab) -> None:
     lab.spark.dataSource.register(floor(4, 100, 2))
 
 
-def latency(per_s: float) -> Any:
+def latency(per_s: float, trigger_s: int = 0) -> Any:
     """A case: batch after batch of a steady stream."""
 
     def measure(lab: Lab, kind: str) -> Figures:
@@ -430,9 +434,11 @@ def latency(per_s: float) -> Any:
             with running(writer_of(lab, kind, "none")) as query:
                 threading.Event().wait(SETTLE_S)
                 return {"ms of the tasks": tasks_ms(done(query))}
-        with Flow(lab.servers, Stream(per_s)) as flow, running(writer_of(lab, kind, flow.topic)) as query:
-            threading.Event().wait(SETTLE_S + LATENCY_S)
-            return flow.latency(query)
+        with Flow(lab.servers, Stream(per_s)) as flow:
+            writer = writer_of(lab, kind, flow.topic).trigger(processingTime=f"{trigger_s} seconds")
+            with running(writer) as query:
+                threading.Event().wait(SETTLE_S + LATENCY_S)
+                return flow.latency(query)
 
     return measure
 
@@ -466,6 +472,7 @@ def idle(topic: str) -> Any:
 
 def trickle(partitions: int) -> Any:
     """A case: one record in each of many partitions, again and again."""
+    batches = BATCHES if partitions < MANY else FEW_BATCHES
 
     def measure(lab: Lab, kind: str) -> Figures:
         topic = f"many-{uuid.uuid4().hex[:8]}"
@@ -485,10 +492,10 @@ def trickle(partitions: int) -> Any:
                 await_(lambda: bool(done(query)), "the first batch", query)
                 first_s = ended_s(done(query)[0]) - began_s
                 thread.start()
-                await_(lambda: len(done(query)) > BATCHES, "later batches", query)
+                await_(lambda: len(done(query)) > batches, "later batches", query)
             finally:
                 stop.set()
-            later_ms = [progress["durationMs"]["triggerExecution"] for progress in done(query)[1 : BATCHES + 1]]
+            later_ms = [progress["durationMs"]["triggerExecution"] for progress in done(query)[1 : batches + 1]]
         thread.join(60)
         return {"first batch, s": first_s, "later ones, s": statistics.median(later_ms) / 1000}
 
@@ -554,9 +561,14 @@ def cases(million: int) -> dict[str, Case]:
         "latency, 1 record/s": Case(latency(1)),
         "latency, 1,000 records/s": Case(latency(1_000), kinds=(OURS, SPARKS, FLOOR), is_quick=True),
         "latency, 20,000 records/s": Case(latency(20_000)),
+        "latency, 1 record/s, trigger 1 s": Case(latency(1, 1)),
+        "latency, 1,000 records/s, trigger 1 s": Case(latency(1_000, 1)),
+        "latency, 20,000 records/s, trigger 1 s": Case(latency(20_000, 1)),
         "first": Case(first("small"), small, (OURS, SPARKS, FLOOR), is_quick=True),
         "restart": Case(restart("again"), small | {"topic": "again"}, rounds_max=3),
-        "partitions": Case(trickle(1_000), rounds_max=1),
+        "10 partitions": Case(trickle(10), rounds_max=3),
+        "1,000 partitions": Case(trickle(1_000), rounds_max=1),
+        "10,000 partitions": Case(trickle(MANY), rounds_max=1),
         "idle": Case(idle("small"), small, is_quick=True),
     }
 
@@ -641,6 +653,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="one round of the most important cases")
     parser.add_argument("--only", action="append", choices=list(every), metavar="CASE", help="once or more")
+    parser.add_argument("--master", default="local[2]", help="Spark's; the default is %(default)s")
     parser.add_argument("--json", type=Path, help="where to write all figures")
     parser.add_argument("--png", type=Path, help="where to draw the ratios")
     chosen = parser.parse_args(arguments)
@@ -651,10 +664,13 @@ def main(arguments: Sequence[str]) -> int:
         tempfile.TemporaryDirectory(prefix="bench-") as folder,
         Broker(java_options=BROKER_JAVA, settings=settings) as broker,
     ):
-        spark = session(Path(folder))
+        spark = session(Path(folder), chosen.master)
         try:
             lab = Lab(spark, broker.bootstrap_servers, Path(folder), set())
-            print(f"{machine()}, Spark {spark.version}: median (lowest to highest), and the ratio", flush=True)
+            print(
+                f"{machine()}, Spark {spark.version}, {chosen.master}: median (lowest to highest), and the ratio",
+                flush=True,
+            )
             for report in play(lab, wanted, 1 if chosen.quick else chosen.rounds):
                 if chosen.json:
                     chosen.json.write_text(json.dumps({"machine": machine(), "figures": report}, indent=1))
