@@ -24,6 +24,9 @@ RETRY_MS = 20
 """The interval at which the library retries what the coordinator cannot do yet."""
 RESUME = "Timed out waiting for operation to finish, retry call to resume"
 
+UNANSWERED = (KafkaError._TIMED_OUT, KafkaError._TRANSPORT)
+"""The library counts such a request as received (``rd_kafka_txn_handle_AddOffsetsToTxn``)."""
+
 DENIED = KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED
 
 
@@ -38,7 +41,7 @@ class FakeProducer:
         self._epoch = 0
         self._state = "Init"
         self._unanswered = ""  # the call to repeat
-        self._registered = False  # whether the coordinator knows the transaction
+        self._registered = False  # whether the coordinator knows the transaction, or may know it: an abort is sent
         self._abortable: KafkaError | None = None
         self._fatal: KafkaError | None = None
 
@@ -151,6 +154,7 @@ class FakeProducer:
             answer = self._library.answer(kind, serve, timeout_ms=to_ms(timeout), timed_out=timed_out)
         except KafkaException as exc:
             error = self._flagged(exc.args[0], kind)
+            self._registered |= registers and error.code() in UNANSWERED
             if error.fatal():
                 self._fatal = error
             elif error.txn_requires_abort():

@@ -10,6 +10,7 @@ from confluent_kafka.admin import OffsetSpec  # type: ignore[attr-defined]
 from kit.fake_library import NO_OFFSET
 from kit.kafka_group import Books, Code, Entry
 from kit.misfortune import Misfortune
+from kit.transactions import TRANSACTION_MS
 from simulation.stage import CLASSIC, FLAVOURS, Stage, Watched, played, refused
 
 from spark_group_source.kafka import EpochEnds
@@ -185,6 +186,23 @@ def test_a_commit_that_timed_out_is_retried(play: Stage) -> None:
     assert conflict.code() == KafkaError._CONFLICT
     producer.commit_transaction(5)
     assert play.committed([KafkaPartition(topic, 0)], stable=True) == [(9, "")]
+
+
+@played("range")
+def test_an_abort_ends_a_transaction_whose_beginning_was_not_answered(play: Stage) -> None:
+    topic = play.topic(1)
+    producer, metadata = begun(play)
+    play.cluster.misfortune = Misfortune(false_errors=1.0)
+    entries = [KafkaPartition(topic, 0, 9)]
+    error = refused(lambda: producer.send_offsets_to_transaction(entries, metadata, 5))
+    assert (error.code(), error.retriable()) == (KafkaError._TIMED_OUT, True)
+    play.cluster.misfortune = Misfortune()
+    producer.abort_transaction(5)
+    play.environment.pause(TRANSACTION_MS / 1000 + 1)  # the broker has no transaction that it would abort by itself
+    producer.begin_transaction()
+    producer.send_offsets_to_transaction(entries, metadata, 5)
+    producer.commit_transaction(5)
+    assert play.committed(entries, stable=True) == [(9, "")]
 
 
 @played("range")
