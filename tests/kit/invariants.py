@@ -48,9 +48,11 @@ class Invariants(Accounts):
         self._given_up.add(process)
 
     def loss_reported(self, reader: Reader, tps: Iterable[TopicPartition]) -> None:
-        """A run is notified that it lost these partitions."""
+        """A run is notified that it lost these partitions. One that has ended, maybe because it was replaced, does not
+        count any more."""
         for loss in (loss for tp in self._there(tps) for loss in self.books[tp].losses if loss.reader is reader):
             loss.report_pending = False
+            loss.cause = Cause.DEAD if reader.closing else loss.cause
 
     def host_lost(self, reader: Reader, tps: Iterable[TopicPartition]) -> None:
         """A run counts these partitions as lost because it lost their member's agent. They may have no other owner."""
@@ -421,7 +423,8 @@ class Invariants(Accounts):
         anew = book.again and (writer not in book.begun or writer in book.back)
         if new.offset > book.whole and not anew:
             self._break(f"{new.by} committed {tp} at {new.offset}, but only what is below {book.whole} was processed")
-        others = old is not None and old.stream != writer.party and writer.counted is not None
+        late = old is not None and self._came_late(book, old, writer)
+        others = old is not None and old.stream != writer.party and writer.counted is not None and not late
         if old is not None and others and new.offset != old.offset and not anew and new.offset not in book.firsts:
             self._break(f"{new.by} committed {tp} at {new.offset}, but {old.by} had committed it at {old.offset} since")
         book.commits.append((self._world.now_ms, new))
@@ -439,10 +442,17 @@ class Invariants(Accounts):
         if begins:  # the next owner reads on from there
             book.losses.append(Loss(self._no_reader, new.offset, Cause.NEW_LOG, old.offset))
         elif old.offset > book.stale:
-            if writer.counted is not None and not went_back:
+            if writer.counted is not None and not went_back and not late:
                 self._break(f"{new.by} moved the committed offset of {tp} back from {old.offset} to {new.offset}")
             # An ordinary consumer may: a commit sent before it lost a partition may arrive after it is assigned again.
             book.losses.append(Loss(writer, new.offset, Cause.UNREPORTED, old.offset))
+
+    def _came_late(self, book: Book, last: Entry, run: Reader) -> bool:
+        """Return whether an ordinary consumer committed last, when the run had the partition already. The run may have
+        read the committed offset before, and Kafka does not compare what a commit replaces."""
+        at_ms, _ = book.commits[-1]
+        had = any(held.reader is run and held.loss is None and held.since_ms < at_ms for held in book.holders.values())
+        return had and last.stream is None and last.by != self.operator
 
     # --- at the end -------------------------------------------------------------------------------------------------
 

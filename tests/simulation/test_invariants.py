@@ -540,3 +540,74 @@ def test_a_partition_may_leave_when_an_older_run_wrote_the_batch_that_this_one_r
     else:
         with pytest.raises(Violation, match="let orders-0 go in the middle of a batch"):
             scene.truth.released(TPS, client)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_run_may_replace_only_a_late_commit_of_an_ordinary_consumer(scene: Scene, late: bool) -> None:
+    """A run that has the partition has read the committed offset, and cannot know of a commit that was under way."""
+    other, its_consumer = scene.member("other")
+    query, client = scene.member("a.1", stream="a")
+    scene.truth.produce(TP, 5)
+    scene.assign(its_consumer)
+    scene.truth.processed_by(other, {TP: (0, 5)})
+    scene.commit(other, 3)
+    if late:
+        scene.truth.lost(TPS, its_consumer)
+        scene.assign(client)
+        scene.world.now_ms += 1
+    scene.commit(other, 5)
+    if not late:
+        scene.truth.released(TPS, its_consumer)
+        scene.assign(client)
+        with pytest.raises(Violation, match="committed orders-0 at 3, but other had committed it at 5 since"):
+            scene.commit(query, 3)
+        return
+    scene.commit(query, 3)
+    scene.truth.planned(query, offset(query, 0, 3, 5))
+    scene.truth.processed_by(query, {TP: (3, 5)})
+    assert scene.truth.causes == {Cause.UNREPORTED: 2}
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_run_that_was_replaced_counts_no_duplicates_of_a_loss_that_is_reported_to_it(
+    scene: Scene, replaced: bool
+) -> None:
+    query, client = scene.member("a.1", stream="a")
+    _, its_consumer = other = scene.member("other")
+    scene.truth.produce(TP, 5)
+    scene.assign(client)
+    scene.truth.planned(query, offset(query, 0, 0, 5))
+    scene.truth.processed_by(query, {TP: (0, 5)})
+    scene.assign(its_consumer)
+    scene.truth.processed_by(other[0], {TP: (0, 5)})
+    scene.truth.lost(TPS, client)
+    query.closing = replaced
+    scene.truth.loss_reported(query, TPS)
+    if replaced:
+        scene.truth.ended(query)
+        return
+    with pytest.raises(Violation, match="caused 5 offsets to be read twice, and counted 0"):
+        scene.truth.ended(query)
+
+
+@pytest.mark.parametrize("committed", [False, True])
+def test_an_offset_that_an_operator_moves_into_the_last_batch_is_dropped_only_if_kafka_had_not_that_batch(
+    scene: Scene, committed: bool
+) -> None:
+    query, client = scene.member("a.1", stream="a")
+    operator, _ = scene.member("operator")
+    scene.truth.operator = operator.name
+    scene.truth.produce(TP, 5)
+    scene.assign(client)
+    scene.truth.planned(query, offset(query, 0, 0, 5))
+    scene.truth.processed_by(query, {TP: (0, 5)})
+    scene.truth.durable(query, offset(query, 0, 0, 5))
+    if committed:
+        scene.commit(query, 5)
+    scene.commit(operator, 2)
+    scene.commit(query, 2)  # it follows the operator; the next run has only its checkpoint
+    if not committed:
+        scene.commit(query, 5, seq=1)
+        return
+    with pytest.raises(Violation, match="committed orders-0 at 5, but only what is below 2 was processed"):
+        scene.commit(query, 5, seq=1)
