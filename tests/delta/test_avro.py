@@ -1,6 +1,7 @@
 """``decode.avro`` on a real Spark, with records of the official serializer, and a registry on loopback that the
 official client drives."""
 
+import importlib
 import json
 import logging
 import pickle
@@ -17,7 +18,9 @@ import pytest
 from confluent_kafka.schema_registry import Schema, SchemaReference, SchemaRegistryClient
 from confluent_kafka.schema_registry.avro import AvroSerializer
 from confluent_kafka.schema_registry.json_schema import JSONSerializer
+from confluent_kafka.schema_registry.protobuf import ProtobufSerializer
 from confluent_kafka.serialization import MessageField, SerializationContext
+from google.protobuf import descriptor_pb2
 from kit.schema_registry import SchemaRegistry
 from sink_helpers import Query, rows, values_from
 from sink_source import offset
@@ -32,6 +35,13 @@ pytestmark = [pytest.mark.spark, pytest.mark.usefixtures("few_tasks")]
 
 DOCS = Path(__file__).parents[2] / "docs"
 SCHEMA_OF_RECIPE = "topic string, partition int, offset long, value binary"
+AS_PROTOC = """from google.protobuf import descriptor_pool
+from google.protobuf.internal import builder
+DESCRIPTOR = descriptor_pool.Default().AddSerializedFile({!r})
+builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, globals())
+builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, "shop_pb2", globals())
+"""
+"""What ``protoc --python_out`` writes, with the serialized descriptor."""
 SUBJECT = "orders-value"
 ID = {"name": "id", "type": "long"}
 AMOUNT = {"name": "amount", "type": "int"}
@@ -444,6 +454,35 @@ def test_the_recipe_for_json_schema_decodes_what_the_official_serializer_writes(
         ("orders", 0, 0, 1, 2.5, None),
         *(("orders", 0, n, None, None, "no JSON of an order") for n in (1, 2)),
         ("orders", 0, 3, None, None, None),
+    ]
+
+
+def test_the_recipe_for_protobuf_decodes_what_the_official_serializer_writes(
+    spark: "SparkSession", server: SchemaRegistry, tmp_path: Path
+) -> None:
+    number = descriptor_pb2.FieldDescriptorProto
+    described = descriptor_pb2.FileDescriptorProto(name="shop.proto", package="shop", syntax="proto3")
+    for name in ("Order", "Return"):
+        message = described.message_type.add(name=name)
+        message.field.add(name="id", number=1, type=number.TYPE_INT64, label=number.LABEL_OPTIONAL)
+        message.field.add(name="amount", number=2, type=number.TYPE_DOUBLE, label=number.LABEL_OPTIONAL)
+    (tmp_path / "shop_pb2.py").write_text(AS_PROTOC.format(described.SerializeToString()))
+    spark.sparkContext.addPyFile(str(tmp_path / "shop_pb2.py"))
+    shop = importlib.import_module("shop_pb2")
+    client, context = SchemaRegistryClient({"url": server.url}), SerializationContext("orders", MessageField.VALUE)
+    serializers: list[Any] = [
+        ProtobufSerializer(of, client, {"use.deprecated.format": False}) for of in (shop.Order, shop.Return)
+    ]
+    values = [serializers[0](shop.Order(id=1, amount=2.5), context), serializers[1](shop.Return(id=2), context)]
+    values += [b"\0\0\0\0\1\0\xff", b"\0\0\0", None]
+    recipe = re.findall(r"```python\n(.*?)```", (DOCS / "decode.md").read_text().partition("## Protobuf")[2], re.DOTALL)
+    namespace: dict[str, Any] = {}
+    exec(recipe[0], namespace)
+    df = spark.createDataFrame([("orders", 0, n, value) for n, value in enumerate(values)], SCHEMA_OF_RECIPE)
+    assert [tuple(row) for row in namespace["parse"](df).orderBy("offset").collect()] == [
+        ("orders", 0, 0, 1, 2.5, None),
+        *(("orders", 0, n, None, None, "no order") for n in (1, 2, 3)),
+        ("orders", 0, 4, None, None, None),
     ]
 
 
