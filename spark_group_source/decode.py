@@ -232,11 +232,13 @@ def avro(
 
     Raises:
         RegistryUnavailable: the registry did not answer in time.
-        OptionError: the subject or version does not exist, access was refused, or a schema cannot be used.
+        OptionError: the subject or version does not exist, access was refused, a schema cannot be used, or the rows
+            have a column ``error`` that is no text.
         SetupError: the session has no ``spark-avro`` jar.
     """
     from pyspark.sql import functions as F
 
+    _require_text(df, error)
     writers = registry.writer_schemas(subject)
     text = reader.read_text("utf-8") if isinstance(reader, Path) else registry.reader_schema(subject, reader)
     target = json.loads(text)
@@ -267,6 +269,17 @@ def avro(
     if error in df.columns:  # of another column, decoded before
         reason = F.coalesce(F.col(error), reason)
     return rows.withColumns({column: value, error: reason}).drop(_PREFIX, _DECODED)
+
+
+def _require_text(df: "DataFrame", error: str) -> None:
+    """Refuse a column of the user's in the place of the one for reasons."""
+    from pyspark.sql import types as T
+
+    if error in df.columns and not isinstance(kind := df.schema[error].dataType, T.StringType):
+        raise OptionError(
+            f"the rows have a column {error} already, {kind.simpleString()}: rename it, or name another column for the "
+            "reason why a record cannot be decoded, such as error='decode_error'"
+        )
 
 
 def debezium(
@@ -318,6 +331,7 @@ def debezium(
         )
     if taken := {"op", "source", "sequence"} & set(df.columns):
         raise OptionError(f"the rows have a column {min(taken)} already; rename it before decode.debezium")
+    _require_text(df, error)
     rows = df if error in df.columns else df.withColumn(error, F.lit(None).cast("string"))
     rows = rows.where(F.col(column).isNotNull() | F.col(error).isNotNull())
     if is_json:

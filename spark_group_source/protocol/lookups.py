@@ -196,13 +196,14 @@ class PositionLookups:
         return None
 
     def _count_restored(self, tps: list[TopicPartition]) -> None:
-        """This stream has read these, but the group has no offset for them. Whether it had one is not known."""
+        """This stream has read these, or resolved their start, but the group has no offset for them. Whether it had one
+        is not known."""
         self._counts.offsets_restored += len(tps)
         if tps:
             self._out.log(
-                f"the group has no committed offset for {len(tps)} partitions that this stream has read, such as "
-                f"{tps[0]} (expired, deleted or never committed); they continue at the checkpoint's position, not at "
-                "startingOffsets"
+                f"the group has no committed offset for {len(tps)} partitions where this stream has a position, such "
+                f"as {tps[0]} (expired, deleted or never committed); they continue at the checkpoint's position, not "
+                "at startingOffsets"
             )
 
     def _partitions_with_notes(self, requested: tuple[TopicPartition, ...]) -> tuple[TopicPartition, ...]:

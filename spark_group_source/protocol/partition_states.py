@@ -4,7 +4,7 @@ Runs in: the stream reader, tests. Deliberately absent: which change follows fro
 and the rules that choose a position (``partitions``).
 
 The *position* of a partition is the next offset after all durable batches of the stream. It is a :class:`Position`
-while it is known (claiming, ready, in flight). Before it is known, and after the partition is revoked, the run only
+while it is known (adopting, ready, in flight). Before it is known, and after the partition is revoked, the run only
 has a :class:`Memory` of it.
 """
 
@@ -160,7 +160,7 @@ class Resolving:
 
 @dataclass(slots=True)
 class Known:
-    """Assigned, with a known position: claiming, ready or in flight.
+    """Assigned, with a known position: adopting, ready or in flight.
 
     Changed in place, because a batch can have 100,000 partitions.
     """
@@ -169,7 +169,7 @@ class Known:
     position: Position
     is_foreign: bool = False
     """Whether the position is a foreign commit, which has to be committed under this stream's name before the next
-    batch reads the partition. Inside the batch in flight it is claimed when that is durable: a commit of this stream
+    batch reads the partition. Inside the batch in flight it is adopted when that is durable: a commit of this stream
     from before the batch would mean that the batch comes after it."""
     until: int | None = None
     """The end of what the batch in flight reads; None if it does not read the partition."""

@@ -80,7 +80,7 @@ class Partitions:
         self._unresolved: dict[TopicPartition, None] = {}
         self._lookups: Counter[TopicPartition] = Counter()  # in flight, maybe since an earlier assignment
         self._unknown_count = 0  # assigned partitions without a known position
-        self._claiming_count = 0
+        self._adopting_count = 0
 
     # --- assignment -------------------------------------------------------------------------------------------------
 
@@ -388,9 +388,9 @@ class Partitions:
         return self._unknown_count <= sum(tp in self.ours and not isinstance(self.ours[tp], Known) for tp in but)
 
     @property
-    def has_claims(self) -> bool:
+    def is_adopting(self) -> bool:
         """Whether a partition has to be committed under this stream's name before a batch reads it."""
-        return self._claiming_count > 0
+        return self._adopting_count > 0
 
     def remembered(self) -> Iterator[TopicPartition]:
         """All partitions that the run or its checkpoint has or had."""
@@ -441,7 +441,7 @@ class Partitions:
             for tp, each in self._unknown():
                 if isinstance(memory := each.memory, Memory) and uncommitted_offset(memory) is not None:
                     yield tp, memory
-        if self.has_claims:
+        if self.is_adopting:
             for tp in self._due:
                 if isinstance(known := self.ours[tp], Known) and known.is_foreign and known.durable is not None:
                     yield tp, known.durable
@@ -500,7 +500,7 @@ class Partitions:
         states = [state_of(partition) for partition in self.ours.values()]
         if self._unknown_count != sum(not isinstance(each, Known) for each in self.ours.values()):
             return "the partitions without a position are miscounted"
-        if self._claiming_count != states.count(PartitionState.CLAIMING):
+        if self._adopting_count != states.count(PartitionState.ADOPTING):
             return "the partitions with foreign commits are miscounted"
         return None
 
@@ -543,7 +543,7 @@ class Partitions:
 
     def _recount(self, tp: TopicPartition, before: PartitionState, after: PartitionState) -> None:
         self._unknown_count += (after in UNKNOWN) - (before in UNKNOWN)
-        self._claiming_count += (after is PartitionState.CLAIMING) - (before is PartitionState.CLAIMING)
+        self._adopting_count += (after is PartitionState.ADOPTING) - (before is PartitionState.ADOPTING)
         if after is PartitionState.UNRESOLVED:
             self._unresolved[tp] = None
         else:
@@ -556,7 +556,7 @@ def state_of(partition: Unassigned | AssignedPartition) -> PartitionState:
         return _STATES[type(partition)]
     if partition.until is not None:
         return PartitionState.IN_FLIGHT
-    return PartitionState.CLAIMING if partition.is_foreign else PartitionState.READY
+    return PartitionState.ADOPTING if partition.is_foreign else PartitionState.READY
 
 
 def _own_position(memory: AnyMemory, committed: ev.Committed | None, reset_number: int) -> Position:

@@ -60,7 +60,7 @@ class PartitionState(State):
     UNRESOLVED = "unresolved"  # assigned; its position is unknown and no lookup is on its way
     FETCHING = "fetching"  # the group's committed offset is being fetched
     RESOLVING = "resolving"  # the group has no committed offset: the starting options are being resolved
-    CLAIMING = "claiming"  # its position comes from a foreign commit: it is committed under this stream's name first
+    ADOPTING = "adopting"  # its position comes from a foreign commit: it is committed under this stream's name first
     READY = "ready"  # the next batch may read it
     IN_FLIGHT = "in flight"  # the batch in flight reads it
 
@@ -159,22 +159,22 @@ PARTITIONS: Mapping[tuple[PartitionState, type], PartitionState] = {
     (PartitionState.UNRESOLVED, ev.FetchCommittedOffsets): PartitionState.FETCHING,
     (PartitionState.FETCHING, ev.LookupFailed): PartitionState.UNRESOLVED,
     (PartitionState.FETCHING, ev.CommittedOffsetsRead): PartitionState.READY,
-    (PartitionState.FETCHING, ev.ForeignCommit): PartitionState.CLAIMING,
+    (PartitionState.FETCHING, ev.ForeignCommit): PartitionState.ADOPTING,
     (PartitionState.FETCHING, ev.ResolveStarts): PartitionState.RESOLVING,
     (PartitionState.RESOLVING, ev.LookupFailed): PartitionState.UNRESOLVED,
     (PartitionState.RESOLVING, ev.StartsResolved): PartitionState.READY,
-    (PartitionState.CLAIMING, ev.OffsetsCommitted): PartitionState.READY,
+    (PartitionState.ADOPTING, ev.OffsetsCommitted): PartitionState.READY,
     (PartitionState.READY, ev.Planned): PartitionState.IN_FLIGHT,
     (PartitionState.READY, ev.Replay): PartitionState.IN_FLIGHT,
-    (PartitionState.CLAIMING, ev.Replay): PartitionState.IN_FLIGHT,
+    (PartitionState.ADOPTING, ev.Replay): PartitionState.IN_FLIGHT,
     (PartitionState.READY, ev.RecordsMissing): PartitionState.READY,
     **{
         (state, ev.RecreatedUnchecked): PartitionState.UNRESOLVED
-        for state in (PartitionState.RESOLVING, PartitionState.CLAIMING, PartitionState.READY)
+        for state in (PartitionState.RESOLVING, PartitionState.ADOPTING, PartitionState.READY)
     },
     (PartitionState.READY, ev.SlotMoves): PartitionState.UNASSIGNED,
     (PartitionState.IN_FLIGHT, ev.Durable): PartitionState.READY,
-    (PartitionState.IN_FLIGHT, ev.ForeignCommit): PartitionState.CLAIMING,
+    (PartitionState.IN_FLIGHT, ev.ForeignCommit): PartitionState.ADOPTING,
     **{(state, ev.ResetDetected): PartitionState.UNRESOLVED for state in _ASSIGNED},
     **{(state, ev.Release): PartitionState.UNASSIGNED for state in _ASSIGNED if state is not PartitionState.IN_FLIGHT},
     **{(state, ev.Lost): PartitionState.UNASSIGNED for state in _ASSIGNED},

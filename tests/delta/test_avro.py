@@ -436,6 +436,22 @@ def test_G4_records_are_replayed_when_their_schema_belongs_to_the_subject(
     assert sink.replay(spark) == 0
 
 
+@pytest.mark.parametrize(
+    "parse",
+    [
+        lambda df, registry: decode.avro(df, "value", registry, subject=SUBJECT),
+        lambda df, _: decode.debezium(df, "value", "id long", sequence="source.lsn"),
+    ],
+    ids=["avro", "debezium"],
+)
+def test_a_column_of_numbers_where_the_reasons_belong_is_refused(
+    spark: "SparkSession", registry: decode.Registry, parse: Callable[["DataFrame", decode.Registry], "DataFrame"]
+) -> None:
+    df = spark.createDataFrame([], SCHEMA_OF_RECIPE + ", error int")
+    with pytest.raises(OptionError, match="the rows have a column error already, int: rename it, or name another"):
+        parse(df, registry)
+
+
 def test_the_recipe_for_json_schema_decodes_what_the_official_serializer_writes(
     spark: "SparkSession", server: SchemaRegistry
 ) -> None:

@@ -198,7 +198,7 @@ def starting(g: GroupHarness) -> None:
     g.committed({A: None})
 
 
-def taking(g: GroupHarness) -> None:
+def adopting(g: GroupHarness) -> None:
     fetching(g)
     g.committed({A: BY_HAND})
     g.feed(ev.OffsetCommitFailed(reason="x"))
@@ -216,7 +216,7 @@ WAYS_TO: dict[PartitionState, Callable[[GroupHarness], None]] = {
     PartitionState.UNRESOLVED: lookup_failed,
     PartitionState.FETCHING: fetching,
     PartitionState.RESOLVING: starting,
-    PartitionState.CLAIMING: taking,
+    PartitionState.ADOPTING: adopting,
     PartitionState.READY: assigned,
     PartitionState.IN_FLIGHT: planned,
 }
@@ -239,27 +239,27 @@ PARTITION_PATHS: dict[Row, Path] = {
     (PartitionState.UNRESOLVED, ev.FetchCommittedOffsets): [fetching],
     (PartitionState.FETCHING, ev.LookupFailed): [lookup_failed],
     (PartitionState.FETCHING, ev.CommittedOffsetsRead): [assigned],
-    (PartitionState.FETCHING, ev.ForeignCommit): [taking],
+    (PartitionState.FETCHING, ev.ForeignCommit): [adopting],
     (PartitionState.FETCHING, ev.ResolveStarts): [starting],
     (PartitionState.RESOLVING, ev.LookupFailed): [
         starting,
         lambda g: g.feed(ev.LookupFailed(partitions=(A,), error=BrokerUnavailable("x"))),
     ],
     (PartitionState.RESOLVING, ev.StartsResolved): [starting, lambda g: g.resolved({A: 0})],
-    (PartitionState.CLAIMING, ev.OffsetsCommitted): [taking, lambda g: g.tick(ms=100), lambda g: g.commit_succeeds()],
+    (PartitionState.ADOPTING, ev.OffsetsCommitted): [adopting, lambda g: g.tick(ms=100), lambda g: g.commit_succeeds()],
     (PartitionState.READY, ev.Planned): [planned],
     (PartitionState.READY, ev.Replay): [
         lambda g: g.replay(REPLAYED),
         lambda g: g.settled(A),
     ],
-    (PartitionState.CLAIMING, ev.Replay): [back_in_the_batch],
+    (PartitionState.ADOPTING, ev.Replay): [back_in_the_batch],
     (PartitionState.READY, ev.RecordsMissing): [
         assigned,
         lambda g: g.feed(ev.RecordsMissing(offsets={A: 120}, reason="x")),
     ],
     **{
         (state, ev.RecreatedUnchecked): [WAYS_TO[state], topic_is_recreated]
-        for state in (PartitionState.RESOLVING, PartitionState.CLAIMING, PartitionState.READY)
+        for state in (PartitionState.RESOLVING, PartitionState.ADOPTING, PartitionState.READY)
     },
     (PartitionState.READY, ev.SlotMoves): [moving],
     (PartitionState.IN_FLIGHT, ev.Durable): [planned, lambda g: g.durable()],

@@ -235,7 +235,7 @@ MUTANTS = [
     Mutant(
         "plans-claims-without-what-is-durable",
         P,
-        "if self.has_claims:",
+        "if self.is_adopting:",
         "if False:",
         "the plan contains what is durable of a partition whose foreign position is not committed yet",
     ),
