@@ -8,7 +8,6 @@ import contextlib
 import json
 import os
 import threading
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -192,12 +191,6 @@ def replace_entry(checkpoint: Path, number: int, line: str) -> None:
     lines[2] = line
     path.write_text("\n".join(lines))
     (checkpoint / "offsets" / f".{number}.crc").unlink(missing_ok=True)
-
-
-def set_new_query_id(checkpoint: Path) -> None:
-    """Set a new query id in a copied checkpoint, because Spark runs only one query with the same id."""
-    (checkpoint / "metadata").write_text(json.dumps({"id": str(uuid.uuid4())}))
-    (checkpoint / ".metadata.crc").unlink(missing_ok=True)
 
 
 # --- without Spark ---------------------------------------------------------------------------------------------------

@@ -4,7 +4,8 @@ Arguments, as one JSON object: servers, group, topic, table, checkpoint, scratch
 Spark Connect server that the job starts. ``writer``, ``storage_options``: of the sink. ``again``: whether a failed
 query is started again. ``spark``: more settings of the session, and jars besides Delta's. ``pause``: where the first
 batch of the run stays until the job is killed; then there is a file ``paused`` in ``scratch``. A ``table`` with
-``{topic}`` in it is one for each topic, or with ``by`` one for each of ROUTES. ``registry``: the URL of the schema
+``{topic}`` in it is one for each topic, or with ``by`` one for each of ROUTES: the batch stays before the last of them,
+if there is a file ``hold`` in ``scratch``. ``registry``: the URL of the schema
 registry of the records' values. ``bad``: the table of records that cannot be decoded. ``merged``: whether records are
 changes of KEYS keys.
 """
@@ -37,8 +38,6 @@ DELETES = "n % 7 = 3"
 """Which changes delete."""
 Point = Literal["offset", "rows", "commit"]
 """Points of a batch: after Spark wrote ``offsets/N``, after the sink wrote rows, after Spark wrote ``commits/N``."""
-BETWEEN_TABLES = "tables"
-"""The point at which all tables but that of the last topic or route may have the batch."""
 
 
 def main(
@@ -51,7 +50,7 @@ def main(
     connect: str = "",
     writer: Writer = "auto",
     again: str = "",
-    pause: Point | Literal["tables"] | None = None,
+    pause: Point | None = None,
     spark: Mapping[str, str] | None = None,
     storage_options: Mapping[str, str] | None = None,
     registry: str = "",
@@ -74,18 +73,19 @@ def main(
     stream = stream.option("kafka.group.id", group).option("subscribe", topic).options(**options)
     where = checkpoint if connect else None
     sink: DeltaSink | DeltaSinks
-    paused = Path(scratch) / "paused"
+    paused, hold = Path(scratch) / "paused", Path(scratch) / "hold"
     transform = _decoder(registry, topic) if registry else _changes if merged else _rows
 
     def rows_of_last_topic(df: DataFrame) -> DataFrame:
-        _wait_to_be_killed(paused)
-        return df
+        if hold.exists():
+            _wait_to_be_killed(paused)
+        return transform(df)
 
     def sink_of(name: str) -> DeltaSink:
-        is_held = pause == BETWEEN_TABLES and (ROUTES[-1] == name if by else topic.endswith(name))
+        is_last = "{topic}" in table and (ROUTES[-1] == name if by else topic.endswith(name))
         return DeltaSink(
             table.format(topic=name),
-            transform=rows_of_last_topic if is_held else transform,
+            transform=rows_of_last_topic if is_last else transform,
             merge_schema=bool(registry),
             writer=writer,
             checkpoint=where,
@@ -98,7 +98,7 @@ def main(
         sink = DeltaSinks({route: sink_of(route) for route in ROUTES}, by=by, checkpoint=where)
     else:
         sink = DeltaSinks(sink_of, checkpoint=where) if "{topic}" in table else sink_of(topic)
-    write = sink if pause in (None, BETWEEN_TABLES) else _paused(sink, pause, paused)
+    write = sink if pause is None else _paused(sink, pause, paused)
     started = stream.load().writeStream.foreachBatch(write).option("checkpointLocation", checkpoint)
     tests, running = os.getppid(), True
     while running:
