@@ -49,7 +49,7 @@ SAMPLE_S, CONSUMER_S = 10.0, 30.0
 REPORT_SAMPLES = 6
 GROWTH_MAX, SMALL = 0.1, {"MiB": 16.0, "threads": 4.0, "files": 8.0}
 """A growth counts if it is more than this share and more than this amount."""
-SIGNS = {**SPARKS_SIGNS, "executor": "CoarseGrainedExecutorBackend", "broker": "kafka.Kafka"}
+SIGNS = {**SPARKS_SIGNS, "broker": "kafka.Kafka"}
 DRIVER = "driver's Python"
 
 

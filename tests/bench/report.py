@@ -83,8 +83,10 @@ SIGNS = {
     "stream reader": "python_streaming_source_runner",
     "worker": "pyspark.daemon",
     "JVM": "org.apache.spark.deploy.SparkSubmit",
+    "executor": "CoarseGrainedExecutorBackend",  # with --master local-cluster
 }
 """Kinds of processes, by what their command contains."""
+JVMS = ("JVM", "executor")
 
 Figures = dict[str, float]
 Write = Callable[["DataStreamWriter", str, Path], "DataStreamWriter"]
@@ -128,9 +130,12 @@ def fill(
 ) -> None:
     """Create the topic with ``records`` records of ``size`` bytes, evenly over the partitions. Half of each is random,
     so that it does not compress well."""
-    new = NewTopic(topic, partitions, 1, config={"max.message.bytes": str(RECORD_MAX)})
+    config = {"max.message.bytes": str(RECORD_MAX)}
+    if partitions >= MANY:
+        config["segment.index.bytes"] = "4096"  # thousands of index files are mapped into memory at once
+    new = NewTopic(topic, partitions, 1, config=config)
     admin = AdminClient({"bootstrap.servers": servers})
-    admin.create_topics([new])[topic].result(30)
+    admin.create_topics([new])[topic].result(120)
     producer = Producer(
         {
             "bootstrap.servers": servers,
@@ -336,7 +341,7 @@ def backlog(
             "records/s of the tasks": sum(progress["numInputRows"] for progress in measured) / tasks_s,
             "records/s of the query": rows / query_s,
             "CPU s": usage.cpu_s,
-            **{f"peak MiB, {kind}": mib for kind, mib in usage.peak_mib.items() if kind != "JVM"},
+            **{f"peak MiB, {kind}": mib for kind, mib in usage.peak_mib.items() if kind not in JVMS},
         }
 
     return measure
