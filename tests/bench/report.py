@@ -44,7 +44,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from confluent_kafka import Consumer, Producer
-from confluent_kafka.admin import AdminClient, NewTopic  # type: ignore[attr-defined]  # the stub hides it
+from confluent_kafka.admin import AdminClient, NewPartitions, NewTopic  # type: ignore[attr-defined]  # the stub hides it
 
 from spark_group_source.delta import Writer
 from spark_group_source.delta.sink import DeltaSink
@@ -75,6 +75,8 @@ EVERY_S, BATCHES = 0.5, 8
 """Of the cases with many partitions: the interval of the records, and how many batches are measured."""
 MANY, FEW_BATCHES = 1_000, 2
 """From so many partitions on, only so many batches: with Spark's connector, each takes minutes."""
+AT_ONCE = 5_000
+"""Partitions in one request: the controller refuses 10,000 and more."""
 IDLE_S = 20
 CHILD = "--child"
 SAMPLE_S = 0.1
@@ -133,9 +135,10 @@ def fill(
     config = {"max.message.bytes": str(RECORD_MAX)}
     if partitions >= MANY:
         config["segment.index.bytes"] = "4096"  # thousands of index files are mapped into memory at once
-    new = NewTopic(topic, partitions, 1, config=config)
     admin = AdminClient({"bootstrap.servers": servers})
-    admin.create_topics([new])[topic].result(120)
+    admin.create_topics([NewTopic(topic, min(partitions, AT_ONCE), 1, config=config)])[topic].result(120)
+    for count in range(2 * AT_ONCE, partitions + AT_ONCE, AT_ONCE):
+        admin.create_partitions([NewPartitions(topic, min(count, partitions))])[topic].result(120)
     producer = Producer(
         {
             "bootstrap.servers": servers,
