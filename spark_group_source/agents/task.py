@@ -97,24 +97,20 @@ def read_piece(options: Options, piece: Piece, task: PlannedTask, read: ReadOpti
         ChannelBroken: the binding is late, and the stream reader cannot be reached.
         GroupError: see :func:`~spark_group_source.reader.range_reader.read_ranges`.
     """
-    counts = ReadCounts()
-    executor = find_executor()
-    name = executor_name(executor)
-    if not task.uses_agents or name == task.driver:
+    counts, worker = ReadCounts(), _worker_of(task)
+    if not task.uses_agents or worker.executor_name == task.driver:
         yield from read_ranges(piece, read, counts)
-        connection = _connection_of(task, None)
         reported = counts.reported
         if reported.skipped or options.tasks_report_sizes:
-            connection.report(_ended(task, name, reported), connect=True)
-        elif task.uses_agents and not connection.is_open:  # without counts, which later tasks do not report
-            connection.report(_ended(task, name, TaskCounts()), connect=True)
+            worker.report(worker.ended(task, reported), connect=True)
+        elif task.uses_agents and not worker.is_connected:  # without counts, which later tasks do not report
+            worker.report(worker.ended(task, TaskCounts()), connect=True)
         return
-    folder = open_folder(task.run, executor)
-    connection = _connection_of(task, folder)
-    with _claimed(connection, task, piece, name, counts) as claimed:
-        if folder is not None and connection.is_open:
-            settings = _agent_settings(options, task, executor)
-            folder = folder if start_agent(settings, executor, folder) else None
+    folder = worker.agent_folder()
+    with _claimed(worker, task, piece, counts) as claimed:
+        if folder is not None and worker.is_connected:
+            settings = _agent_settings(options, task, worker)
+            folder = folder if start_agent(settings, worker.executor, folder) else None
         if folder is None:
             yield from read_ranges(claimed, read, counts)
         else:
@@ -128,7 +124,8 @@ def executor_name(executor: ProcessId | None) -> str:
     return f"{socket.gethostname()}-{pid_namespace()}-{process}"
 
 
-def _agent_settings(options: Options, task: PlannedTask, executor: ProcessId | None) -> AgentSettings:
+def _agent_settings(options: Options, task: PlannedTask, worker: "_Worker") -> AgentSettings:
+    pid = worker.executor.pid if worker.executor else os.getpid()
     return AgentSettings(
         run=task.run,
         reader_settings=options.consumer_settings(),
@@ -137,8 +134,8 @@ def _agent_settings(options: Options, task: PlannedTask, executor: ProcessId | N
         connection={
             "addresses": task.addresses,
             "secret": task.secret.to_hex(),
-            "executor": executor_name(executor),
-            "name": f"{socket.gethostname()}-{executor.pid if executor else os.getpid()}",
+            "executor": worker.executor_name,
+            "name": f"{socket.gethostname()}-{pid}",
             "settings": options.member_settings(),
         },
     )
@@ -148,45 +145,55 @@ def _agent_settings(options: Options, task: PlannedTask, executor: ProcessId | N
 
 
 @contextlib.contextmanager
-def _claimed(
-    connection: "_StreamReaderConnection", task: PlannedTask, piece: Piece, executor: str, counts: ReadCounts
-) -> "Iterator[Piece]":
+def _claimed(worker: "_Worker", task: PlannedTask, piece: Piece, counts: ReadCounts) -> "Iterator[Piece]":
     """Claim the task's piece, and report what was read when the task ends."""
-    claim = Claim(plan=task.plan, task=task.number, executor=executor)
+    claim = Claim(plan=task.plan, task=task.number, executor=worker.executor_name)
     if task.late:
-        piece = connection.claim(claim)
+        piece = worker.claim(claim)
     else:
-        connection.claim_known_piece(claim)
+        worker.claim_known_piece(claim)
     try:
         yield piece
     finally:
-        connection.report(_ended(task, executor, counts.reported))
+        worker.report(worker.ended(task, counts.reported))
 
 
-def _ended(task: PlannedTask, executor: str, counts: TaskCounts) -> TaskEnded:
-    return TaskEnded(plan=task.plan, task=task.number, executor=executor, counts=counts)
+class _Worker:
+    """This worker in one run, kept from task to task: its executor, and its connection to the stream reader."""
 
-
-class _StreamReaderConnection:
-    """This worker's connection to the stream reader of one run, kept from task to task.
-
-    Args:
-        folder: where the executor's workers count failed attempts to connect; None: each counts its own.
-    """
-
-    def __init__(self, task: PlannedTask, folder: "AgentFolder | None" = None) -> None:
-        self._task, self._folder = task, folder
+    def __init__(self, task: PlannedTask) -> None:
+        self.executor = find_executor()
+        self.executor_name = executor_name(self.executor)
+        self._task = task
         self._client: ChannelClient | None = None
-        self._unreached = Attempts(None if folder is None else folder.unreached)
+        self._folder: AgentFolder | None = None
+        self._without_folder = Attempts(None)
+        self._unreached = Attempts(None)
+        """The failed attempts to connect: of this worker, or with a folder of all workers of the executor."""
+
+    def agent_folder(self) -> "AgentFolder | None":
+        """The folder of the executor's agent; None if there can be none. After that, not every task tries again."""
+        if self._without_folder.is_due:
+            began_s, had = time.time(), self._folder
+            self._folder = open_folder(self._task.run, self.executor)
+            if self._folder is None:
+                self._without_folder.add(began_s)
+            elif had is None:
+                self._unreached = Attempts(self._folder.unreached)
+        return self._folder
+
+    def ended(self, task: PlannedTask, counts: TaskCounts) -> TaskEnded:
+        """The report of one of its tasks."""
+        return TaskEnded(plan=task.plan, task=task.number, executor=self.executor_name, counts=counts)
 
     @property
-    def is_open(self) -> bool:
+    def is_connected(self) -> bool:
         return self._client is not None and self._client.end_reason is None
 
     def claim_known_piece(self, claim: Claim) -> None:
         """Claim the piece of a fixed binding. A failure is logged, and has no effect on this task."""
         began_s = time.time()
-        if not self.is_open and not self._unreached.is_due:
+        if not self.is_connected and not self._unreached.is_due:
             return
         try:
             self._request(claim, CONNECT_S)
@@ -236,7 +243,7 @@ class _StreamReaderConnection:
             connect: also if no task of this worker has connected before.
         """
         began_s = time.time()
-        if not (connect or self._client) or not (self.is_open or self._unreached.is_due):
+        if not (connect or self._client) or not (self.is_connected or self._unreached.is_due):
             return
         try:
             client = self._connected(CONNECT_S)
@@ -271,14 +278,14 @@ class _StreamReaderConnection:
             self._client.close()
 
 
-_connections: dict[str, _StreamReaderConnection] = {}
+_workers: dict[str, _Worker] = {}
 """By run. A worker reads for one run at a time, so there is at most one."""
-os.register_at_fork(after_in_child=_connections.clear)
+os.register_at_fork(after_in_child=_workers.clear)
 
 
-def _connection_of(task: PlannedTask, folder: "AgentFolder | None") -> _StreamReaderConnection:
-    if task.run not in _connections:
-        while _connections:
-            _connections.popitem()[1].close()
-        _connections[task.run] = _StreamReaderConnection(task, folder)
-    return _connections[task.run]
+def _worker_of(task: PlannedTask) -> _Worker:
+    if task.run not in _workers:
+        while _workers:
+            _workers.popitem()[1].close()
+        _workers[task.run] = _Worker(task)
+    return _workers[task.run]

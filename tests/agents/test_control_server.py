@@ -76,8 +76,7 @@ class OneTask:
         """Run one attempt of the task."""
         server = self.server
         planned = PlannedTask(server.addresses, server.secret, server.run, self.plan.name, 0, late=False)
-        connection = task._connection_of(planned, None)
-        with task._claimed(connection, planned, Piece(self.plan.pieces[0].ranges), HERE, counts):
+        with task._claimed(task._worker_of(planned), planned, Piece(self.plan.pieces[0].ranges), counts):
             if error is not None:
                 raise error
 
@@ -86,9 +85,9 @@ class OneTask:
 def one_task() -> Iterator[OneTask]:
     started = OneTask()
     yield started
-    for connection in task._connections.values():
-        connection.close()
-    task._connections.clear()
+    for worker in task._workers.values():
+        worker.close()
+    task._workers.clear()
     started.server.stop()
 
 
@@ -141,7 +140,7 @@ def test_executors_that_do_not_reach_the_driver_are_reported_once_on_the_driver(
         assert "connected" not in caplog.text
         if connects:
             planned = PlannedTask(server.addresses, server.secret, server.run, "an earlier plan", 0, late=False)
-            with task._claimed(task._StreamReaderConnection(planned), planned, Piece(), HERE, ReadCounts()):
+            with task._claimed(task._Worker(planned), planned, Piece(), ReadCounts()):
                 pass
         for seq in range(10, 13):
             plan(seq)

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from kafka_helpers import await_until
 from restricted import NO_PROC
 
 from spark_group_source.agents import agent_folder, task
-from spark_group_source.agents.agent_folder import AgentSettings
+from spark_group_source.agents.agent_folder import AgentFolder, AgentSettings
 from spark_group_source.agents.channel.server import ChannelPeer
 from spark_group_source.agents.messages import CODEC, Claim, ClaimGranted, ClaimRefused, TaskEnded
 from spark_group_source.agents.task import PlannedTask
@@ -53,9 +54,9 @@ def test_a_claim_without_a_response_is_repeated_on_another_connection(monkeypatc
             peer.send(GRANTED, responds_to=request_number)
 
     with listening(answers) as planned:
-        connection = task._StreamReaderConnection(planned)
-        found = connection.claim(CLAIM)
-        connection.close()
+        worker = task._Worker(planned)
+        found = worker.claim(CLAIM)
+        worker.close()
     assert found == GRANTED.piece
     assert len(peers) == 2
 
@@ -67,7 +68,7 @@ def test_a_claim_that_times_out_names_the_remedy(monkeypatch: pytest.MonkeyPatch
         listening(lambda *_: None) as planned,
         pytest.raises(ChannelBroken, match=r"coordinatorHost and coordinatorPort.*memberHost"),
     ):
-        task._StreamReaderConnection(planned).claim(CLAIM)
+        task._Worker(planned).claim(CLAIM)
 
 
 def test_a_refused_claim_is_not_repeated() -> None:
@@ -78,7 +79,7 @@ def test_a_refused_claim_is_not_repeated() -> None:
         peer.send(ClaimRefused(reason="no plan 'r.1'"), responds_to=request_number)
 
     with listening(answers) as planned, pytest.raises(ChannelBroken, match=r"no plan 'r.1'"):
-        task._StreamReaderConnection(planned).claim(CLAIM)
+        task._Worker(planned).claim(CLAIM)
     assert claims == [CLAIM]
 
 
@@ -89,19 +90,34 @@ def test_an_unreachable_stream_reader_delays_one_task_and_is_tried_again_after_a
     monkeypatch.setattr(agent_folder, "_warned", set())
     claims = []
     with listening(lambda _, message, __: claims.append(message)) as planned:
-        connection = task._StreamReaderConnection(planned)
+        worker = task._Worker(planned)
         for _ in range(3):
-            connection.claim_known_piece(CLAIM)
+            worker.claim_known_piece(CLAIM)
         assert claims == [CLAIM], "one connection, without an answer"
         monkeypatch.setattr(agent_folder, "PAUSE_S", 0.0)
-        connection.claim_known_piece(CLAIM)
+        worker.claim_known_piece(CLAIM)
     assert claims == [CLAIM, CLAIM]
     assert caplog.text.count("this executor does not reach the stream reader") == 1
 
 
+def test_a_worker_without_a_folder_for_its_agent_looks_for_one_again_after_a_pause(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Each attempt takes a part of a task's CPU time."""
+    opened: list[AgentFolder | None] = [None, AgentFolder(tmp_path)]
+    monkeypatch.setattr(task, "open_folder", lambda *_: opened.pop(0))
+    with listening(lambda *_: None) as planned:
+        worker = task._Worker(planned)
+        assert [worker.agent_folder() for _ in range(3)] == [None] * 3
+        monkeypatch.setattr(agent_folder, "PAUSE_S", 0.0)
+        found = worker.agent_folder()
+    assert found is not None
+    assert found.path == tmp_path
+
+
 def test_a_task_of_the_driver_reads_its_piece_without_claim_and_agent(monkeypatch: pytest.MonkeyPatch) -> None:
     """In local mode the driver's JVM is the executor. A worker reports its first task only."""
-    monkeypatch.setattr(task, "_connections", {})
+    monkeypatch.setattr(task, "_workers", {})
     reported: list[object] = []
     read: list[Piece] = []
 
@@ -120,7 +136,7 @@ def test_a_task_of_the_driver_reads_its_piece_without_claim_and_agent(monkeypatc
             partition = RangesPartition(piece, replace(planned, late=False, driver=here))
             assert list(PlainReader(options).read(partition)) == []
         await_until(lambda: reported, what="the report")
-        task._connection_of(planned, None).report(LAST, connect=True)
+        task._worker_of(planned).report(LAST, connect=True)
         await_until(lambda: LAST in reported, what="the last report")
     assert read == [piece, piece]
     first = TaskEnded(plan=planned.plan, task=planned.number, executor=here)
@@ -177,7 +193,7 @@ def test_all_clients_of_an_executor_use_its_rack(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setenv("ZONE", zone)
     started: list[AgentSettings] = []
     read: list[Mapping[str, str]] = []
-    monkeypatch.setattr(task, "_connections", {})
+    monkeypatch.setattr(task, "_workers", {})
 
     def read_ranges(_: object, given: ReadOptions, __: object) -> list[object]:
         read.append(given.settings)
