@@ -233,7 +233,7 @@ def avro(
     Raises:
         RegistryUnavailable: the registry did not answer in time.
         OptionError: the subject or version does not exist, access was refused, a schema cannot be used, or the rows
-            have a column ``error`` that is no text.
+            have a column ``error`` that is not text.
         SetupError: the session has no ``spark-avro`` jar.
     """
     from pyspark.sql import functions as F
@@ -266,20 +266,29 @@ def avro(
         )
         .otherwise(F.concat(F.lit("schema id "), schema_id, F.lit(f" is not in subject {subject}")))
     )
-    if error in df.columns:  # of another column, decoded before
+    if _has_column(df, error):  # of another column, decoded before
         reason = F.coalesce(F.col(error), reason)
     return rows.withColumns({column: value, error: reason}).drop(_PREFIX, _DECODED)
+
+
+def _has_column(df: "DataFrame", name: str) -> bool:
+    """Whether Spark finds a column by this name."""
+    if df.sparkSession.conf.get("spark.sql.caseSensitive") == "true":
+        return name in df.columns
+    return name.lower() in map(str.lower, df.columns)
 
 
 def _require_text(df: "DataFrame", error: str) -> None:
     """Refuse a column of the user's in the place of the one for reasons."""
     from pyspark.sql import types as T
 
-    if error in df.columns and not isinstance(kind := df.schema[error].dataType, T.StringType):
-        raise OptionError(
-            f"the rows have a column {error} already, {kind.simpleString()}: rename it, or name another column for the "
-            "reason why a record cannot be decoded, such as error='decode_error'"
-        )
+    if _has_column(df, error):
+        kind = df.select(error).schema[0].dataType
+        if not isinstance(kind, T.StringType | T.NullType):
+            raise OptionError(
+                f"the rows have a column {error} already, {kind.simpleString()}: rename it, or name another column for "
+                "the reason why a record cannot be decoded, such as error='decode_error'"
+            )
 
 
 def debezium(
@@ -318,7 +327,8 @@ def debezium(
     The column ``op`` is added too: Debezium's operation.
 
     Raises:
-        OptionError: the column's type and ``schema`` do not fit, or the rows have one of these columns already.
+        OptionError: the column's type and ``schema`` do not fit, or the rows have one of these columns already, or a
+            column ``error`` that is not text.
     """
     from pyspark.sql import functions as F
     from pyspark.sql import types as T
@@ -332,7 +342,7 @@ def debezium(
     if taken := {"op", "source", "sequence"} & set(df.columns):
         raise OptionError(f"the rows have a column {min(taken)} already; rename it before decode.debezium")
     _require_text(df, error)
-    rows = df if error in df.columns else df.withColumn(error, F.lit(None).cast("string"))
+    rows = df if _has_column(df, error) else df.withColumn(error, F.lit(None).cast("string"))
     rows = rows.where(F.col(column).isNotNull() | F.col(error).isNotNull())
     if is_json:
         part = f"before STRUCT<{schema}>, after STRUCT<{schema}>, op STRING, source MAP<STRING, STRING>"

@@ -162,14 +162,25 @@ class _Worker:
     """This worker in one run, kept from task to task: its executor, and its connection to the stream reader."""
 
     def __init__(self, task: PlannedTask) -> None:
-        self.executor = find_executor()
-        self.executor_name = executor_name(self.executor)
+        self.executor: ProcessId | None = None
         self._task = task
         self._client: ChannelClient | None = None
         self._folder: AgentFolder | None = None
-        self._without_folder = Attempts(None)
+        self._without_executor, self._without_folder = Attempts(None), Attempts(None)
         self._unreached = Attempts(None)
         """The failed attempts to connect: of this worker, or with a folder of all workers of the executor."""
+        self.find_executor()
+
+    def find_executor(self) -> None:
+        """Find this worker's executor, unless it is known, or an attempt has failed just now (without /proc, or without
+        free file descriptors)."""
+        if self.executor is not None or not self._without_executor.is_due:
+            return
+        began_s = time.time()
+        self.executor = find_executor()
+        if self.executor is None:
+            self._without_executor.add(began_s)
+        self.executor_name = executor_name(self.executor)
 
     def agent_folder(self) -> "AgentFolder | None":
         """The folder of the executor's agent; None if there can be none. After that, not every task tries again."""
@@ -178,8 +189,9 @@ class _Worker:
             self._folder = open_folder(self._task.run, self.executor)
             if self._folder is None:
                 self._without_folder.add(began_s)
-            elif had is None:
-                self._unreached = Attempts(self._folder.unreached)
+            else:
+                self._without_folder.clear()
+                self._unreached = self._unreached if had else Attempts(self._folder.unreached)
         return self._folder
 
     def ended(self, task: PlannedTask, counts: TaskCounts) -> TaskEnded:
@@ -288,4 +300,6 @@ def _worker_of(task: PlannedTask) -> _Worker:
         while _workers:
             _workers.popitem()[1].close()
         _workers[task.run] = _Worker(task)
-    return _workers[task.run]
+    worker = _workers[task.run]
+    worker.find_executor()
+    return worker

@@ -119,7 +119,7 @@ METRICS: tuple[_Row, ...] = (
     _count("offsets_renewed_total", "offsets_renewed",
            "Offsets of idle partitions that were committed again, unchanged, before they could expire."),
     _count("offsets_restored_total", "offsets_restored",
-           "Partitions that continued at the checkpoint's position because their committed offset had expired."),
+           "Partitions that continued at the checkpoint's position because the group had no committed offset."),
     _by_table("table_rows_total", ("inserted", "updated", "deleted"),
               "Rows of a `DeltaSink`'s table that batches inserted, updated or deleted."),
     _by_table("table_updated_rows_total", ("updated",), "Those that merges updated."),

@@ -4,6 +4,7 @@ import contextlib
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,7 +18,7 @@ from kafka_helpers import await_until
 from restricted import NO_PROC
 
 from spark_group_source.agents import agent_folder, task
-from spark_group_source.agents.agent_folder import AgentFolder, AgentSettings
+from spark_group_source.agents.agent_folder import AgentFolder, AgentSettings, ProcessId
 from spark_group_source.agents.channel.server import ChannelPeer
 from spark_group_source.agents.messages import CODEC, Claim, ClaimGranted, ClaimRefused, TaskEnded
 from spark_group_source.agents.task import PlannedTask
@@ -100,19 +101,25 @@ def test_an_unreachable_stream_reader_delays_one_task_and_is_tried_again_after_a
     assert caplog.text.count("this executor does not reach the stream reader") == 1
 
 
-def test_a_worker_without_a_folder_for_its_agent_looks_for_one_again_after_a_pause(
+def test_a_worker_without_executor_or_folder_looks_again_after_a_pause(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Each attempt takes a part of a task's CPU time."""
-    opened: list[AgentFolder | None] = [None, AgentFolder(tmp_path)]
-    monkeypatch.setattr(task, "open_folder", lambda *_: opened.pop(0))
+    """Each attempt takes a part of a task's CPU time. After a success the pauses begin anew."""
+    here, folder = ProcessId(7, 70), AgentFolder(tmp_path)
+    executors: list[ProcessId | None] = [None, here]
+    folders: list[AgentFolder | None] = [None, None, folder, None, folder]
+    clock = {"s": 0.0}
+    monkeypatch.setattr(task, "_workers", {})
+    monkeypatch.setattr(task, "find_executor", lambda: executors.pop(0))
+    monkeypatch.setattr(task, "open_folder", lambda *_: folders.pop(0))
+    monkeypatch.setattr(time, "time", lambda: clock["s"])
+    seen = []
     with listening(lambda *_: None) as planned:
-        worker = task._Worker(planned)
-        assert [worker.agent_folder() for _ in range(3)] == [None] * 3
-        monkeypatch.setattr(agent_folder, "PAUSE_S", 0.0)
-        found = worker.agent_folder()
-    assert found is not None
-    assert found.path == tmp_path
+        for clock["s"] in (1.0, 2.0, 10.0, 11.0, 80.0, 81.0, 90.0):
+            worker = task._worker_of(planned)
+            seen.append((worker.executor, worker.agent_folder()))
+    lost, found = (None, None), (here, folder)
+    assert seen == [lost, lost, (here, None), (here, None), found, (here, None), found]
 
 
 def test_a_task_of_the_driver_reads_its_piece_without_claim_and_agent(monkeypatch: pytest.MonkeyPatch) -> None:

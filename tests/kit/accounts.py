@@ -121,7 +121,6 @@ class Accounts(Books):
         there on must be processed again."""
         book, at, note = self.books[tp], new.offset, parse_note(new.note)
         void, meant = note.reset_number > 0, note.stream is None  # a reset keeps the other offsets with their notes
-        had = self._committed(tp)
         book.commits.append((self._world.now_ms, new))
         book.away |= book.chain.keys()
         back = meant and at < book.whole
@@ -133,9 +132,11 @@ class Accounts(Books):
         book.moved |= not void
         # With Kafka's own tool, a planned batch that is not finished counts as if the move had preceded it. A later run
         # cannot determine the order: it follows the operator into the middle of the batch. So does it with the last
-        # finished batch, if Kafka had not its end; and the run after it may go on behind that batch.
+        # finished batch, if Kafka never had its end; and the run after it may go on behind that batch.
         kept = [offset.ranges[tp] for offset in self.pending() if tp in offset.ranges and not void]
-        kept += [(batch.start, batch.end) for batch in book.durable.values() if had < batch.end]
+        furthest = max((entry.offset for _, entry in book.commits), default=0)
+        last = [(batch.start, batch.end) for batch in book.durable.values()]
+        kept += [(start, end) for start, end in last if start <= at < end and furthest < end]
         book.losses += [Loss(operator, at, Cause.OPERATOR, end) for start, end in kept if start <= at < end]
         if at > book.whole and book.again and note.topic_id:
             return  # of the deleted topic, maybe: the note has its id, by which the next run starts at the beginning

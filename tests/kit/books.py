@@ -9,6 +9,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from kit.kafka_group import Entry
+from spark_group_source.model import TopicPartition
 
 
 class Cause(Enum):
@@ -38,6 +39,7 @@ class Reader:
     reset_number: int = 0  # that of its last batch
     fails_on_loss: bool = False  # failOnDataLoss
     known: Mapping[str, int] = field(default_factory=dict)  # partitions of each topic when its stream began
+    told: dict[TopicPartition, int | None] = field(default_factory=dict)  # the committed offsets that it has read last
     replays: int = -1  # the number of the batch of a former run that it began with
     began_ms: int = 0
     ended_ms: int = 0
@@ -64,6 +66,7 @@ class Loss:
     cause: Cause
     end: int | None = None  # None: the reader continues, not knowing of the loss
     report_pending: bool = False  # reported to an agent, not yet to its run
+    known: bool = False  # its run was notified while it counted
 
 
 class Range(NamedTuple):

@@ -46,6 +46,7 @@ class Library:
         self.settings = settings
         self.number = cluster.client_number(process, kind)
         self.thread = f"{kind}{self.number}"
+        self.was_sent = False  # the last request of :meth:`answer`: a broker may have received it
 
     def answer(self, kind: RequestKind, serve: Serve, *, timeout_ms: int, timed_out: Callable[[], KafkaError]) -> Any:
         """Send a request and wait for the answer, on the current thread.
@@ -55,8 +56,9 @@ class Library:
         """
         the_thread(self.world)
         future = Future(self.world)
-        PendingRequest(self, kind, serve, future.set_result, timeout_ms=timeout_ms, timed_out=timed_out)
+        request = PendingRequest(self, kind, serve, future.set_result, timeout_ms=timeout_ms, timed_out=timed_out)
         answer = future.result()
+        self.was_sent = request.was_sent
         if isinstance(answer, KafkaError):
             raise KafkaException(answer)
         return answer

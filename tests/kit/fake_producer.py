@@ -25,7 +25,7 @@ RETRY_MS = 20
 RESUME = "Timed out waiting for operation to finish, retry call to resume"
 
 UNANSWERED = (KafkaError._TIMED_OUT, KafkaError._TRANSPORT)
-"""The library counts such a request as received (``rd_kafka_txn_handle_AddOffsetsToTxn``)."""
+"""The library counts such a request as received, unless it was never sent (``rd_kafka_txn_handle_AddOffsetsToTxn``)."""
 
 DENIED = KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED
 
@@ -154,7 +154,11 @@ class FakeProducer:
             answer = self._library.answer(kind, serve, timeout_ms=to_ms(timeout), timed_out=timed_out)
         except KafkaException as exc:
             error = self._flagged(exc.args[0], kind)
-            self._registered |= registers and error.code() in UNANSWERED
+            if registers and error.code() in UNANSWERED:
+                if self._library.was_sent:
+                    self._registered = True
+                else:
+                    error = refusal(KafkaError._TIMED_OUT_QUEUE, "Failed to add offsets to transaction", retriable=True)
             if error.fatal():
                 self._fatal = error
             elif error.txn_requires_abort():

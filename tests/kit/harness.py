@@ -217,7 +217,7 @@ class GroupHarness:
         self.clock.advance(ms=ms)
         return self.feed(ev.Tick())
 
-    def claim(self, offsets: Mapping[TopicPartition, ev.Committed]) -> Commands:
+    def adopt(self, offsets: Mapping[TopicPartition, ev.Committed]) -> Commands:
         """Foreign commits of these offsets are found, and the commit under this stream's name succeeds."""
         commands = self.committed(offsets)
         return commands + self.commit_succeeds(commands)

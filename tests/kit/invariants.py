@@ -52,7 +52,13 @@ class Invariants(Accounts):
         count any more."""
         for loss in (loss for tp in self._there(tps) for loss in self.books[tp].losses if loss.reader is reader):
             loss.report_pending = False
-            loss.cause = Cause.DEAD if reader.closing else loss.cause
+            if reader.closing and not loss.known and loss.cause is Cause.REPORTED:
+                loss.cause = Cause.DEAD
+            loss.known |= not reader.closing
+
+    def told(self, reader: Reader, offsets: Mapping[TopicPartition, int | None]) -> None:
+        """A run has read these committed offsets of the group."""
+        reader.told.update(offsets)
 
     def host_lost(self, reader: Reader, tps: Iterable[TopicPartition]) -> None:
         """A run counts these partitions as lost because it lost their member's agent. They may have no other owner."""
@@ -60,7 +66,7 @@ class Invariants(Accounts):
         for tp in self._there(tps):
             for name, holding in list(self.books[tp].holders.items()):
                 if holding.reader is reader:
-                    self._close(tp, name, Cause.REPORTED)
+                    self._close(tp, name, Cause.DEAD if reader.closing else Cause.REPORTED)
 
     def assigned(self, tps: Tps, client: Client) -> None:
         reader = self._readers[client.process.name]
@@ -423,7 +429,7 @@ class Invariants(Accounts):
         anew = book.again and (writer not in book.begun or writer in book.back)
         if new.offset > book.whole and not anew:
             self._break(f"{new.by} committed {tp} at {new.offset}, but only what is below {book.whole} was processed")
-        late = old is not None and self._came_late(book, old, writer)
+        late = old is not None and self._came_late(tp, old, new, writer)
         others = old is not None and old.stream != writer.party and writer.counted is not None and not late
         if old is not None and others and new.offset != old.offset and not anew and new.offset not in book.firsts:
             self._break(f"{new.by} committed {tp} at {new.offset}, but {old.by} had committed it at {old.offset} since")
@@ -447,12 +453,16 @@ class Invariants(Accounts):
             # An ordinary consumer may: a commit sent before it lost a partition may arrive after it is assigned again.
             book.losses.append(Loss(writer, new.offset, Cause.UNREPORTED, old.offset))
 
-    def _came_late(self, book: Book, last: Entry, run: Reader) -> bool:
-        """Return whether an ordinary consumer committed last, when the run had the partition already. The run may have
-        read the committed offset before, and Kafka does not compare what a commit replaces."""
+    def _came_late(self, tp: TopicPartition, last: Entry, new: Entry, run: Reader) -> bool:
+        """Return whether an ordinary consumer without the partition committed last, when the run had it already and had
+        read another committed offset. Kafka does not compare what a commit replaces."""
+        book = self.books[tp]
         at_ms, _ = book.commits[-1]
-        had = any(held.reader is run and held.loss is None and held.since_ms < at_ms for held in book.holders.values())
-        return had and last.stream is None and last.by != self.operator
+        has = [held for held in book.holders.values() if held.reader is run and held.loss is None]
+        knew = run.told.get(tp) == last.offset
+        had = any(held.since_ms < at_ms and held.begin <= new.offset for held in has)
+        has_left = all(held.reader.name != last.by for held in book.holders.values())
+        return last.stream is None and last.by != self.operator and had and has_left and not knew
 
     # --- at the end -------------------------------------------------------------------------------------------------
 

@@ -181,6 +181,8 @@ class WatchedRun(Run):
         self._reader.closing |= isinstance(event, ev.MembersClosing)
         if isinstance(event, ev.Lost):
             self._truth.loss_reported(self._reader, event.partitions)
+        if isinstance(event, ev.CommittedOffsetsRead):
+            self._truth.told(self._reader, {tp: at.offset if at else None for tp, at in event.offsets.items()})
         placement = self.placement
         before, overruns = (
             (set(self.partitions.ours), self.counts.hold_overruns) if tick or placement.has_agents else (set(), 0)

@@ -35,6 +35,9 @@ class PendingRequest:
         library: the client that sends it.
         serve: runs at a broker, and calls its argument with the answer, now or later.
         timeout_ms: the library's timeout; after it ``timed_out`` is the answer.
+
+    Attributes:
+        was_sent: whether a broker may have received it: the client was connected at some time.
     """
 
     def __init__(
@@ -52,12 +55,14 @@ class PendingRequest:
         self._kind, self._serve, self._settle = kind, serve, settle
         self._timeout_ms, self._timed_out = timeout_ms, timed_out
         self._settled = self._armed = self._answered = False
+        self.was_sent = False
         self._draws = library.process.draws(f"{library.thread}/{kind.value}")
         world, draws = self._world, self._draws
         luck = self._misfortune.draw(draws, kind)
         if luck is not None:
             world.note(lambda: f"{library.process.name}: {kind.value}: {luck.value}")
         if luck is Luck.NEVER:
+            self.was_sent = True
             self._arm()
             if draws.chance(0.5):
                 world.at(self._latency(), self._served_in_vain)
@@ -71,10 +76,11 @@ class PendingRequest:
     def _send(self, luck: Luck | None) -> None:
         if self._settled:
             return
-        world = self._world
-        if self._process.cut_off() or self._draws.chance(world.loss):
+        world, is_cut_off = self._world, self._process.cut_off()
+        self.was_sent |= not is_cut_off
+        if is_cut_off or self._draws.chance(world.loss):
             self._arm()
-            delay_ms = RECONNECT_MS if self._process.cut_off() else REQUEST_TIMEOUT_MS
+            delay_ms = RECONNECT_MS if is_cut_off else REQUEST_TIMEOUT_MS
             self._process.later(self._thread, delay_ms, lambda: self._send(luck))
             return
         delay_ms = self._latency()

@@ -81,11 +81,11 @@ class Model:
     began: Offsets = field(default_factory=dict)
     """The position at the first response."""
     foreign: set[TopicPartition] = field(default_factory=set)
-    """Partitions with a foreign commit that is not claimed yet."""
+    """Partitions with a foreign commit that is not adopted yet."""
     followed: set[TopicPartition] = field(default_factory=set)
     """Partitions whose position came from a commit that no stream made."""
     durable: dict[TopicPartition, "Remembered"] = field(default_factory=dict)
-    """What was remembered of partitions with a foreign commit inside what is durable, until it is claimed."""
+    """What was remembered of partitions with a foreign commit inside what is durable, until it is adopted."""
     leaving: dict[int, set[TopicPartition]] = field(default_factory=dict)
     """Partitions whose revocation is held, by slot."""
 
@@ -153,7 +153,7 @@ class Model:
                 self.remember(tp, durable)
 
     def remember(self, tp: TopicPartition, durable: "Remembered") -> None:
-        """The partition was lost before a foreign commit inside what is durable was claimed: it counts as not seen."""
+        """The partition was lost before a foreign commit inside what is durable was adopted: it counts as not seen."""
         assert durable.memory is not None
         self.memory[tp] = durable.memory
         self.mark(tp, durable.followed)

@@ -33,14 +33,14 @@ def test_assigned_partition_continues_at_its_position_without_a_lookup(group: Gr
 
 def test_new_partition_starts_at_the_committed_offset(group: GroupHarness) -> None:
     group.assigned(A, B)
-    group.claim({A: by_no_stream(70), B: ev.Committed(offset=80, stream="another")})
+    group.adopt({A: by_no_stream(70), B: ev.Committed(offset=80, stream="another")})
     assert group.run.plannable() == {A: 70, B: 80}
     assert group.logged() == []  # nothing of ours was moved
     # An ordinary consumer's commit is marked in the offset, a stream's is not.
     assert group.followed() == {A}
 
 
-def test_foreign_commit_is_claimed_before_the_partition_is_read(group: GroupHarness) -> None:
+def test_foreign_commit_is_adopted_before_the_partition_is_read(group: GroupHarness) -> None:
     """Else a crash before the first echo leaves their commit, and it would look newer than our rows."""
     group.assigned(A, B)
     assert group.committed({A: by_no_stream(70), B: 80}) == [
@@ -68,7 +68,7 @@ def test_foreign_commit_is_followed_in_both_directions_and_logged(group: GroupHa
     group.settled(A)
     group.revoking(A)
     group.assigned(A)
-    group.claim({A: by_no_stream(offset)})
+    group.adopt({A: by_no_stream(offset)})
     assert group.run.plannable() == {A: offset}
     assert group.followed() == {A}
     assert any(f"from 100 to {offset}" in text for text in group.logged())
@@ -166,7 +166,7 @@ def test_lookup_from_before_a_reassignment_is_repeated(group: GroupHarness) -> N
     assert only(ev.FetchCommittedOffsets, group.assigned(A)) == []
     assert group.committed({A: 100}) == [ev.FetchCommittedOffsets(partitions=(A,))]
     assert group.run.plannable() == {}
-    group.claim({A: by_no_stream(300)})
+    group.adopt({A: by_no_stream(300)})
     assert group.run.plannable() == {A: 300}
 
 
@@ -295,7 +295,7 @@ def test_partition_lost_during_a_batch_continues_at_a_foreign_commit_inside_it(
     group.assigned(A)
     if first == "durable":
         group.durable()
-        group.claim({A: by_no_stream(offset)})
+        group.adopt({A: by_no_stream(offset)})
     else:
         group.committed({A: by_no_stream(offset)})
         group.durable()
@@ -315,9 +315,9 @@ def test_foreign_commit_outside_the_batch_is_followed(group: GroupHarness, first
     group.assigned(A)
     if first == "durable":
         group.durable()
-        group.claim({A: by_no_stream(offset)})
+        group.adopt({A: by_no_stream(offset)})
     else:
-        group.claim({A: by_no_stream(offset)})
+        group.adopt({A: by_no_stream(offset)})
         group.durable()
     assert group.run.plannable() == {A: offset}
     assert group.followed() == {A}
@@ -362,7 +362,7 @@ def test_foreign_commit_after_the_whole_host_died_counts_as_no_move_where_the_si
     mark = {"that batch": batch, "another batch": fresh.offset({A: (HAS_KAFKA, 140)}, 7), "none": None}[committed]
     fresh.resume(batch, committed=mark)
     fresh.assigned(A)
-    fresh.claim({A: by_no_stream(offset)})
+    fresh.adopt({A: by_no_stream(offset)})
     assert fresh.run.plannable() == {A: offset}
     assert fresh.followed() == ({A} if followed or committed == "that batch" else frozenset())
     assert fresh.run.statistics().possible_duplicates == duplicates
@@ -396,8 +396,8 @@ def test_foreign_commit_that_was_seen_before_the_partition_was_lost_again_counts
     assert fresh.followed() & {A} == ({A} if followed else frozenset())
 
 
-@pytest.mark.parametrize("claimed", [False, True])
-def test_the_same_holds_inside_a_batch_that_became_durable_in_between(group: GroupHarness, claimed: bool) -> None:
+@pytest.mark.parametrize("adopted", [False, True])
+def test_the_same_holds_inside_a_batch_that_became_durable_in_between(group: GroupHarness, adopted: bool) -> None:
     """Or Kafka has the commit under this stream's name, and only the answer was lost."""
     group.reads({A: (100, 150)})
     group.lost(A)
@@ -408,7 +408,7 @@ def test_the_same_holds_inside_a_batch_that_became_durable_in_between(group: Gro
     group.lost(A)
     group.assigned(A, generation=2)
     own = ev.Committed(offset=120, stream=STREAM, seq=group.run.seq)
-    group.committed({A: own if claimed else by_no_stream(120)})
+    group.committed({A: own if adopted else by_no_stream(120)})
     group.tick(ms=10_000)
     group.commit_succeeds()
     assert group.run.plannable() == {A: 120}
@@ -505,7 +505,7 @@ def test_own_commit_below_the_position_shows_a_truncation_by_its_note(fresh: Gro
 def test_another_streams_commit_shows_a_truncation_by_its_note(group: GroupHarness) -> None:
     """That stream may have written no batch from there."""
     group.assigned(A)
-    group.claim({A: ev.Committed(offset=60, stream="another", truncated_after=3)})
+    group.adopt({A: ev.Committed(offset=60, stream="another", truncated_after=3)})
     assert (group.run.plannable(), group.truncated()) == ({A: 60}, {A: 3})
     assert group.followed() == set()
 
@@ -521,7 +521,7 @@ def test_a_second_truncation_does_not_hide_a_later_one(group: GroupHarness) -> N
     """Another stream went back after epoch 7; this one, which knows epoch 3 only, goes back further. A table that has
     rows of epoch 7 must take the new ones."""
     group.assigned(A)
-    group.claim({A: ev.Committed(offset=60, stream="another", truncated_after=7)})
+    group.adopt({A: ev.Committed(offset=60, stream="another", truncated_after=7)})
     truncate(group, 50)
     assert (group.run.plannable(), group.truncated()) == ({A: 50}, {A: 7})
 

@@ -105,7 +105,7 @@ def test_partition_committed_meanwhile_is_not_listed_as_started() -> None:
     assert group.run.lookups.started == {A}
     group.lost(A)
     group.assigned(A)
-    group.claim({A: ev.Committed(offset=50)})
+    group.adopt({A: ev.Committed(offset=50)})
     assert group.run.lookups.started == frozenset()
 
 
@@ -134,8 +134,8 @@ def test_G5_start_that_a_stream_committed_with_nothing_durable_is_listed_as_star
     group = GroupHarness(starting=StartingPosition(everywhere=LATEST))
     group.start_stream()
     group.assigned(A)
-    claim = group.committed if stream == STREAM else group.claim
-    claim({A: ev.Committed(offset=31, stream=stream, seq=4, started=started)})
+    adopt = group.committed if stream == STREAM else group.adopt
+    adopt({A: ev.Committed(offset=31, stream=stream, seq=4, started=started)})
     assert group.run.plannable() == {A: 31}
     assert group.run.lookups.started == ({A} if started else set())
 

@@ -64,7 +64,7 @@ def test_batch_voided_by_a_hidden_reset_does_not_count_as_read(fresh: GroupHarne
     fresh.replay(replayed)
     fresh.feed(ev.Durable(offset=replayed))
     fresh.assigned(A, B)
-    fresh.claim({A: ev.Committed(offset=149), B: ev.Committed(offset=40)})
+    fresh.adopt({A: ev.Committed(offset=149), B: ev.Committed(offset=40)})
     assert fresh.run.plannable() == {A: 149, B: 40}
 
 
@@ -76,7 +76,7 @@ def test_reset_that_only_the_sink_reports_voids_the_last_batch(group: GroupHarne
     requested = group.feed(ev.NextBatchRequested(start=batch, new_stream="another", void_by=3))
     assert only(ev.CommitOffsets, requested) == []
     assert only(ev.FetchCommittedOffsets, requested) == [ev.FetchCommittedOffsets(partitions=(A,))]
-    group.claim({A: ev.Committed(offset=100)})
+    group.adopt({A: ev.Committed(offset=100)})
     assert group.run.plannable() == {A: 100}
     assert group.run.partitions.reset_number == 3
 
@@ -115,14 +115,14 @@ def test_reset_that_the_sink_reported_to_an_earlier_run_is_applied_at_the_start(
         ev.NextBatchRequested(start=past, new_stream="another", void_by=1), ev.TopicsListed(topics={"orders": 2})
     )
     fresh.assigned(A)
-    fresh.claim({A: ev.Committed(offset=100)})
+    fresh.adopt({A: ev.Committed(offset=100)})
     assert fresh.run.plannable() == {A: 100}
 
 
 def test_later_commits_and_plans_contain_the_reset_number(group: GroupHarness) -> None:
     group.assigned(A)
     group.committed({A: reset(20, reset_number=2)})
-    group.claim({A: reset(20, reset_number=2)})
+    group.adopt({A: reset(20, reset_number=2)})
     group.plan({A: (20, 30)})
     assert only(ev.CommitOffsets, group.durable()) == [
         ev.CommitOffsets(offsets={A: 30}, stream=STREAM, seq=0, reset_number=2)

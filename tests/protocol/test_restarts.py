@@ -61,7 +61,7 @@ def test_uncommitted_positions_are_planned_and_survive_two_crashes(durable: bool
     assert third.batch().ranges == {A: (15, 15), B: (30, 50)}
 
 
-def test_claimed_rewind_survives_a_crash_before_the_next_plan() -> None:
+def test_adopted_rewind_survives_a_crash_before_the_next_plan() -> None:
     run = RunHarness.resumed(PAST)
     run.committed[A] = ev.Committed(offset=20)  # kafka-consumer-groups --reset-offsets
     run.latest(drain=True)  # joins, but plans nothing
@@ -72,7 +72,7 @@ def test_claimed_rewind_survives_a_crash_before_the_next_plan() -> None:
     assert planned.followed == {A}
 
 
-def test_claimed_rewind_survives_a_crash_after_the_next_plan() -> None:
+def test_adopted_rewind_survives_a_crash_after_the_next_plan() -> None:
     run = RunHarness.resumed(PAST)
     run.committed[A] = ev.Committed(offset=20)
     planned = run.latest()

@@ -131,7 +131,7 @@ def test_missing_assignment_is_logged_and_fails_the_run_after_its_budget() -> No
 
 
 @pytest.mark.parametrize("reason", ["GROUP_MAX_SIZE_REACHED", ""])
-def test_offsets_that_cannot_be_claimed_fail_the_run_after_its_budget_with_the_last_answer(reason: str) -> None:
+def test_offsets_that_cannot_be_adopted_fail_the_run_after_its_budget_with_the_last_answer(reason: str) -> None:
     run = RunHarness()
     run.committed = {A: ev.Committed(offset=20)}
     run.silent = {ev.CommitOffsets}
@@ -177,7 +177,7 @@ def test_resumed_run_waits_for_its_partitions_once_and_for_a_bounded_time() -> N
     assert waited_ms(run) <= SETTLE_MS_MAX + IDLE_PAUSES_MS[1]
 
 
-def test_resumed_run_waits_until_a_foreign_commit_is_claimed() -> None:
+def test_resumed_run_waits_until_a_foreign_commit_is_adopted() -> None:
     """A partition with a foreign commit cannot be planned before it is committed under this stream's name."""
     run = RunHarness.resumed(PAST)
     run.committed[A] = ev.Committed(offset=20)

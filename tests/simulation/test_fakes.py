@@ -206,6 +206,21 @@ def test_an_abort_ends_a_transaction_whose_beginning_was_not_answered(play: Stag
 
 
 @played("range")
+def test_a_transaction_that_no_broker_heard_of_is_aborted_without_a_request(play: Stage) -> None:
+    """Brokers would refuse to abort a transaction that they do not have."""
+    entries = [KafkaPartition(play.topic(1), 0, 9)]
+    producer, metadata = begun(play)
+    producer.send_offsets_to_transaction(entries, metadata, 5)
+    producer.commit_transaction(5)
+    producer.begin_transaction()
+    play.cluster.unreachable(8_000)
+    error = refused(lambda: producer.send_offsets_to_transaction(entries, metadata, 5))
+    assert (error.code(), error.retriable()) == (KafkaError._TIMED_OUT_QUEUE, True)
+    producer.abort_transaction(5)
+    producer.begin_transaction()
+
+
+@played("range")
 def test_a_transaction_for_a_deleted_topic_requires_an_abort(play: Stage) -> None:
     topic = play.topic(1)
     producer, metadata = begun(play)

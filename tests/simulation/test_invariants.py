@@ -542,23 +542,27 @@ def test_a_partition_may_leave_when_an_older_run_wrote_the_batch_that_this_one_r
             scene.truth.released(TPS, client)
 
 
-@pytest.mark.parametrize("late", [False, True])
-def test_a_run_may_replace_only_a_late_commit_of_an_ordinary_consumer(scene: Scene, late: bool) -> None:
-    """A run that has the partition has read the committed offset, and cannot know of a commit that was under way."""
+@pytest.mark.parametrize("order", ["before", "read", "late"])
+def test_a_run_may_replace_only_a_late_commit_of_an_ordinary_consumer(scene: Scene, order: str) -> None:
+    """A run that has the partition, and has read its committed offset, cannot know of a commit that was under way."""
     other, its_consumer = scene.member("other")
     query, client = scene.member("a.1", stream="a")
     scene.truth.produce(TP, 5)
     scene.assign(its_consumer)
     scene.truth.processed_by(other, {TP: (0, 5)})
     scene.commit(other, 3)
-    if late:
+    if order != "before":
         scene.truth.lost(TPS, its_consumer)
         scene.assign(client)
+        scene.truth.told(query, {TP: 3})
         scene.world.now_ms += 1
     scene.commit(other, 5)
-    if not late:
+    if order == "before":
         scene.truth.released(TPS, its_consumer)
         scene.assign(client)
+    if order == "read":
+        scene.truth.told(query, {TP: 5})
+    if order != "late":
         with pytest.raises(Violation, match="committed orders-0 at 3, but other had committed it at 5 since"):
             scene.commit(query, 3)
         return
