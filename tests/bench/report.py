@@ -2,7 +2,7 @@
 
 ``python -m tests.bench report [--rounds N] [--quick] [--only CASE ...] [--master M] [--json FILE] [--png FILE]``
 
-One broker and one Spark: ``local[2]``, or another ``--master``, as ``local-cluster[4,1,1024]`` for four executors.
+One broker and one Spark: ``local[2]``, or a ``--master`` such as ``local-cluster[4,1,1024]`` for four executors.
 In each case the sources take turns; every measurement is a new query with a new checkpoint (and a new group). A case is
 warmed up once; its figure is the median of the rounds, shown with the lowest and the highest. The last column is a
 ratio: how many times as fast as Spark's connector, or as cheap. Cases:
@@ -519,6 +519,7 @@ def restart(topic: str) -> Any:
 
     def measure(lab: Lab, kind: str) -> Figures:
         command = [sys.executable, "-m", "tests.bench", "report", CHILD, kind, lab.servers, topic, str(lab.folder())]
+        command.append(lab.spark.conf.get("spark.master") or "")
         producer, took_s = Producer({"bootstrap.servers": lab.servers}), 0.0
         for _ in range(2):
             producer.produce(topic, b"x" * 100, partition=0)
@@ -540,9 +541,9 @@ def restart(topic: str) -> Any:
 
 def child(arguments: Sequence[str]) -> int:
     """The program of the case ``restart``."""
-    kind, servers, topic, folder = arguments
+    kind, servers, topic, folder, master = arguments
     Path(folder).mkdir(exist_ok=True)
-    lab = Lab(session(Path(folder)), servers, Path(folder), set())
+    lab = Lab(session(Path(folder), master), servers, Path(folder), set())
     query = writer_of(lab, kind, topic, folder=Path(folder)).start()
     await_(lambda: bool(done(query)), "the first rows", query)
     print("rows", flush=True)
@@ -686,7 +687,9 @@ def main(arguments: Sequence[str]) -> int:
             )
             for report in play(lab, wanted, 1 if chosen.quick else chosen.rounds):
                 if chosen.json:
-                    chosen.json.write_text(json.dumps({"machine": machine(), "figures": report}, indent=1))
+                    chosen.json.write_text(
+                        json.dumps({"machine": f"{machine()}, {chosen.master}", "figures": report}, indent=1)
+                    )
                 if chosen.png:
                     draw(report, machine(), chosen.png)
         finally:
