@@ -3,9 +3,9 @@
 ``python -m tests.bench report [--rounds N] [--quick] [--only CASE ...] [--master M] [--json FILE] [--png FILE]``
 
 One broker and one Spark: ``local[2]``, or a ``--master`` such as ``local-cluster[4,1,1024]`` for four executors.
-In each case the sources take turns; every measurement is a new query with a new checkpoint (and a new group). Most cases
-are warmed up once. The figure is the median of the rounds, shown with the lowest and the highest. The last column is a
-ratio: how many times as fast as Spark's connector, or as cheap. Cases:
+In each case the sources take turns; every measurement is a new query with a new checkpoint (and a new group). Most
+cases are warmed up once. The figure is the median of the rounds, shown with the lowest and the highest. The last column
+is a ratio: how many times as fast as Spark's connector, or as cheap. Cases:
 
 - ``noop``, ``delta``, ``columns``: a full topic with the AvailableNow trigger, into no table, into a Delta table, and
   with only ``value`` and ``timestamp``. ``delta`` also has a program without Spark: a consumer and ``deltalake``. In
