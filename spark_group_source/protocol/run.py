@@ -49,7 +49,7 @@ STOP_COMMIT_MS_MAX = 4_000
 """The same for a run that is stopped: Spark kills its process after some seconds."""
 IDLE_LOAD_MAX = 0.04
 """Share of the time that an idle query may spend reading log ends; it sets the pause between two reads."""
-IDLE_PAUSES_MS = (200, 1_000)
+IDLE_PAUSES_MS = (100, 1_000)
 """The shortest and the longest of these pauses: they bound the latency of a new record and the load of many partitions.
 """
 LEADER_MS_MAX = 30_000
