@@ -185,13 +185,14 @@ class _Worker:
     def agent_folder(self) -> "AgentFolder | None":
         """The folder of the executor's agent; None if there can be none. After that, not every task tries again."""
         if self._without_folder.is_due:
-            began_s, had = time.time(), self._folder
-            self._folder = open_folder(self._task.run, self.executor)
-            if self._folder is None:
+            began_s, folder = time.time(), open_folder(self._task.run, self.executor)
+            if folder is None:
                 self._without_folder.add(began_s)
             else:
                 self._without_folder.clear()
-                self._unreached = self._unreached if had else Attempts(self._folder.unreached)
+                if self._folder is None:
+                    self._unreached = Attempts(folder.unreached)
+            self._folder = folder
         return self._folder
 
     def ended(self, task: PlannedTask, counts: TaskCounts) -> TaskEnded:
@@ -296,10 +297,10 @@ os.register_at_fork(after_in_child=_workers.clear)
 
 
 def _worker_of(task: PlannedTask) -> _Worker:
-    if task.run not in _workers:
+    if task.run in _workers:
+        _workers[task.run].find_executor()
+    else:
         while _workers:
             _workers.popitem()[1].close()
         _workers[task.run] = _Worker(task)
-    worker = _workers[task.run]
-    worker.find_executor()
-    return worker
+    return _workers[task.run]
