@@ -238,7 +238,7 @@ def avro(
     """
     from pyspark.sql import functions as F
 
-    _require_text(df, error)
+    has_reasons = _has_reasons(df, error)
     writers = registry.writer_schemas(subject)
     text = reader.read_text("utf-8") if isinstance(reader, Path) else registry.reader_schema(subject, reader)
     target = json.loads(text)
@@ -266,29 +266,28 @@ def avro(
         )
         .otherwise(F.concat(F.lit("schema id "), schema_id, F.lit(f" is not in subject {subject}")))
     )
-    if _has_column(df, error):  # of another column, decoded before
+    if has_reasons:  # of another column, decoded before
         reason = F.coalesce(F.col(error), reason)
     return rows.withColumns({column: value, error: reason}).drop(_PREFIX, _DECODED)
 
 
-def _has_column(df: "DataFrame", name: str) -> bool:
-    """Whether Spark finds a column by this name."""
-    if df.sparkSession.conf.get("spark.sql.caseSensitive") == "true":
-        return name in df.columns
-    return name.lower() in map(str.lower, df.columns)
+def _has_reasons(df: "DataFrame", error: str) -> bool:
+    """Whether an earlier decoder has added the column for reasons.
 
-
-def _require_text(df: "DataFrame", error: str) -> None:
-    """Refuse a column of the user's in the place of the one for reasons."""
+    Raises:
+        OptionError: a column of this name has another type, so it is the user's.
+    """
     from pyspark.sql import types as T
 
-    if _has_column(df, error):
-        kind = df.select(error).schema[0].dataType
-        if not isinstance(kind, T.StringType | T.NullType):
-            raise OptionError(
-                f"the rows have a column {error} already, {kind.simpleString()}: rename it, or name another column for "
-                "the reason why a record cannot be decoded, such as error='decode_error'"
-            )
+    found = [field for field in df.schema if field.name.lower() == error.lower()]
+    if found and df.sparkSession.conf.get("spark.sql.caseSensitive") == "true":
+        found = [field for field in found if field.name == error]
+    if found and not isinstance(kind := found[0].dataType, T.StringType | T.NullType):
+        raise OptionError(
+            f"the rows have a column {error} already, {kind.simpleString()}: rename it, or name another column for the "
+            "reason why a record cannot be decoded, such as error='decode_error'"
+        )
+    return bool(found)
 
 
 def debezium(
@@ -341,8 +340,7 @@ def debezium(
         )
     if taken := {"op", "source", "sequence"} & set(df.columns):
         raise OptionError(f"the rows have a column {min(taken)} already; rename it before decode.debezium")
-    _require_text(df, error)
-    rows = df if _has_column(df, error) else df.withColumn(error, F.lit(None).cast("string"))
+    rows = df if _has_reasons(df, error) else df.withColumn(error, F.lit(None).cast("string"))
     rows = rows.where(F.col(column).isNotNull() | F.col(error).isNotNull())
     if is_json:
         part = f"before STRUCT<{schema}>, after STRUCT<{schema}>, op STRING, source MAP<STRING, STRING>"

@@ -444,10 +444,14 @@ def test_G4_records_are_replayed_when_their_schema_belongs_to_the_subject(
     ],
     ids=["avro", "debezium"],
 )
+@pytest.mark.parametrize("name", ["error", "Error"])  # one column for Spark
 def test_a_column_of_numbers_where_the_reasons_belong_is_refused(
-    spark: "SparkSession", registry: decode.Registry, parse: Callable[["DataFrame", decode.Registry], "DataFrame"]
+    spark: "SparkSession",
+    registry: decode.Registry,
+    parse: Callable[["DataFrame", decode.Registry], "DataFrame"],
+    name: str,
 ) -> None:
-    df = spark.createDataFrame([], SCHEMA_OF_RECIPE + ", error int")
+    df = spark.createDataFrame([], f"{SCHEMA_OF_RECIPE}, {name} int")
     with pytest.raises(OptionError, match="the rows have a column error already, int: rename it, or name another"):
         parse(df, registry)
 
