@@ -97,7 +97,7 @@ class GroupAssignment:
     @property
     def _waits_for_commit(self) -> bool:
         """Whether all members have an assignment, and only the commit of foreign positions is missing."""
-        return self._slots.all_assigned and self._partitions.has_adopting
+        return self._slots.all_assigned and self._partitions.any_adopting
 
     def _uncommitted(self) -> str:
         return (

@@ -388,7 +388,7 @@ class Partitions:
         return self._unknown_count <= sum(tp in self.ours and not isinstance(self.ours[tp], Known) for tp in but)
 
     @property
-    def has_adopting(self) -> bool:
+    def any_adopting(self) -> bool:
         """Whether a partition has to be committed under this stream's name before a batch reads it."""
         return self._adopting_count > 0
 
@@ -441,7 +441,7 @@ class Partitions:
             for tp, each in self._unknown():
                 if isinstance(memory := each.memory, Memory) and uncommitted_offset(memory) is not None:
                     yield tp, memory
-        if self.has_adopting:
+        if self.any_adopting:
             for tp in self._due:
                 if isinstance(known := self.ours[tp], Known) and known.is_foreign and known.durable is not None:
                     yield tp, known.durable

@@ -178,7 +178,7 @@ class Run:
     def is_gathered(self) -> bool:
         """Whether every slot has had an assignment and every partition can be planned: a plan misses no partition, but
         for those whose brokers do not answer."""
-        return self.slots.all_assigned and self._has_positions() and not self.partitions.has_adopting
+        return self.slots.all_assigned and self._has_positions() and not self.partitions.any_adopting
 
     @property
     def all_committed(self) -> bool:

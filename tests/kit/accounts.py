@@ -135,8 +135,7 @@ class Accounts(Books):
         # finished batch, if Kafka never had its end; and the run after it may go on behind that batch.
         kept = [offset.ranges[tp] for offset in self.pending() if tp in offset.ranges and not void]
         furthest = max((entry.offset for _, entry in book.commits), default=0)
-        last = [(batch.start, batch.end) for batch in book.durable.values()]
-        kept += [(start, end) for start, end in last if start <= at < end and furthest < end]
+        kept += [(start, end) for _, start, end in book.durable.values() if start <= at < end and furthest < end]
         book.losses += [Loss(operator, at, Cause.OPERATOR, end) for start, end in kept if start <= at < end]
         if at > book.whole and book.again and note.topic_id:
             return  # of the deleted topic, maybe: the note has its id, by which the next run starts at the beginning

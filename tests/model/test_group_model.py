@@ -388,7 +388,7 @@ class GroupRun:
             self.rest()
             self.tick(LONGEST_PAUSE_MS)
         positions = self.run.partitions
-        assert positions.all_known() and not positions.has_adopting
+        assert positions.all_known() and not positions.any_adopting
         assert self.run.all_committed and not self.model.leaving
 
 

@@ -235,7 +235,7 @@ MUTANTS = [
     Mutant(
         "plans-adopted-without-what-is-durable",
         P,
-        "if self.has_adopting:",
+        "if self.any_adopting:",
         "if False:",
         "the plan contains what is durable of a partition whose foreign position is not committed yet",
     ),
