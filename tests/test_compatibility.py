@@ -6,9 +6,11 @@ import os
 import pickle
 import re
 import shlex
+import socket
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +18,7 @@ from typing import Any
 import pyspark
 import pytest
 from crash.standalone import python_without_package
-from pyspark import cloudpickle
+from pyspark import TaskContext, cloudpickle
 from pyspark.sql.types import StructType
 from typer.testing import CliRunner
 
@@ -288,6 +290,42 @@ def test_a_stream_reader_finds_the_package_where_the_planner_has_it(pickled: byt
 def test_a_task_does_not_look_for_the_package_in_folders_of_the_drivers_host(pickled: bytes, tmp_path: Path) -> None:
     task = "import pyspark; pyspark.TaskContext._setTaskContext(pyspark.TaskContext())"
     assert "has no package spark_group_source" in unpickled_without_package(pickled, tmp_path, task).stderr
+
+
+@pytest.fixture
+def delaying() -> Iterator[socket.socket]:
+    """A TCP connection of this process whose kernel delays acknowledgements, as in an exchange of small messages."""
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 0)
+        yield connection
+
+
+def is_delaying(connection: socket.socket) -> bool:
+    return connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK) == 0
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_QUICKACK"), reason="a feature of Linux")
+class TestAcknowledging:
+    def test_a_task_acknowledges_its_reader_so_that_its_partition_is_not_held_back(
+        self, pickled: bytes, delaying: socket.socket, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        pickle.loads(pickled)
+        assert is_delaying(delaying)  # this process is no worker
+        monkeypatch.setattr(TaskContext, "_taskContext", TaskContext())
+        pickle.loads(pickled)
+        assert not is_delaying(delaying)
+        delaying.sendall(b"still open")
+
+    def test_connections_stay_blocking_if_the_program_has_set_a_timeout_for_new_sockets(
+        self, delaying: socket.socket
+    ) -> None:
+        socket.setdefaulttimeout(1)
+        try:
+            compatibility.acknowledge_at_once()
+        finally:
+            socket.setdefaulttimeout(None)
+        assert os.get_blocking(delaying.fileno())
+        assert is_delaying(delaying)
 
 
 def unpickled_without_package(pickled: bytes, home: Path, before: str = "") -> "subprocess.CompletedProcess[str]":
