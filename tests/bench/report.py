@@ -15,8 +15,8 @@ is a ratio: how many times as fast as Spark's connector, or as cheap. Cases:
 - ``1 KiB`` to ``1 MB``, ``lz4``, ``zstd``, ``headers``: the same with other records.
 - ``latency``: the time from a record's timestamp to the end of its batch, at a constant rate, with a batch after the
   other or one every second.
-- ``first``: from ``start()`` to the end of the first batch; also of ``floor``, a Python source that does nothing: what
-  Spark itself takes to start one.
+- ``first``: from ``start()`` to the end of the first batch, and CPU time until the query has stopped; also of
+  ``floor``, a Python source that does nothing: what Spark itself takes to start one.
 - ``restart``: from the start of a program whose predecessor was killed to its first rows.
 - ``10 partitions`` to ``10,000 partitions``: one new record in each, every half second. ``idle``: no records at all.
 
@@ -275,9 +275,10 @@ class Usage:
     sample is missing."""
 
     def __init__(self) -> None:
-        self.cpu_s = 0.0
+        self.cpu_s: dict[str, float] = {}
+        """By kind of process."""
         self.peak_mib: dict[str, int] = {}
-        self._before, self._ticks = dict[int, int](), dict[int, int]()
+        self._before, self._ticks, self._kinds = dict[int, int](), dict[int, int](), dict[int, str]()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="usage", daemon=True)
 
@@ -291,8 +292,9 @@ class Usage:
         self._stop.set()
         self._thread.join()
         self._sample()
-        used = sum(ticks - self._before.get(pid, 0) for pid, ticks in self._ticks.items())
-        self.cpu_s = used / os.sysconf("SC_CLK_TCK")
+        for pid, ticks in self._ticks.items():
+            used_s = (ticks - self._before.get(pid, 0)) / os.sysconf("SC_CLK_TCK")
+            self.cpu_s[self._kinds[pid]] = self.cpu_s.get(self._kinds[pid], 0.0) + used_s
 
     def _watch(self) -> None:
         while not self._stop.wait(SAMPLE_S):
@@ -305,6 +307,7 @@ class Usage:
                 kind = next(kind for kind, sign in SIGNS.items() if sign in command)
                 fields = (process / "stat").read_text().rpartition(")")[2].split()
                 self._ticks[int(process.name)] = int(fields[11]) + int(fields[12])
+                self._kinds[int(process.name)] = kind
                 if resets:
                     (process / "clear_refs").write_text("5")  # the peak starts again: Spark's workers are reused
                     continue
@@ -348,7 +351,7 @@ def backlog(
         return {
             "records/s of the tasks": sum(progress["numInputRows"] for progress in measured) / tasks_s,
             "records/s of the query": rows / query_s,
-            "CPU s": usage.cpu_s,
+            **cpu(usage),
             **{f"peak MiB, {kind}": mib for kind, mib in usage.peak_mib.items() if kind not in JVMS},
         }
 
@@ -463,9 +466,10 @@ def first(topic: str) -> Any:
         if kind == FLOOR:
             register_floor(lab)
         writer, began_s = writer_of(lab, kind, topic), time.time()
-        with running(writer) as query:
+        with Usage() as usage, running(writer) as query:
             await_(lambda: bool(done(query)), "the first batch", query)
-            return {"s": ended_s(done(query)[0]) - began_s}
+            took_s = ended_s(done(query)[0]) - began_s
+        return {"s": took_s, **cpu(usage)}
 
     return measure
 
@@ -478,7 +482,7 @@ def idle(topic: str) -> Any:
             await_(lambda: bool(done(query)), "the first batch", query)
             with Usage() as usage:
                 threading.Event().wait(IDLE_S)
-            return {"% of a core": usage.cpu_s / IDLE_S * 100}
+            return {"% of a core": sum(usage.cpu_s.values()) / IDLE_S * 100}
 
     return measure
 
@@ -591,9 +595,15 @@ def cases(million: int) -> dict[str, Case]:
 # --- report ----------------------------------------------------------------------------------------------------------
 
 
+def cpu(usage: Usage) -> Figures:
+    """The CPU time of all processes, and of each kind."""
+    return {"CPU s": sum(usage.cpu_s.values())} | {f"CPU s, {kind}": each for kind, each in usage.cpu_s.items()}
+
+
 def ratio(figure: str, medians: Mapping[str, float]) -> float | None:
-    """How many times as fast, or as cheap, as Spark's connector; None if only one of them has such a figure."""
-    if "peak" in figure or not {OURS, SPARKS} <= medians.keys():
+    """How many times as fast, or as cheap, as Spark's connector; None if only one of them has such a figure, or for one
+    kind of process."""
+    if "peak" in figure or "CPU s," in figure or not {OURS, SPARKS} <= medians.keys():
         return None
     ours, sparks = medians[OURS], medians[SPARKS]
     return ours / sparks if "records/s" in figure else sparks / ours
