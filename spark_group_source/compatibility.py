@@ -226,7 +226,8 @@ def _unpickle(version: str, path: Sequence[str], content: bytes) -> Any:
 
     from pyspark import TaskContext
 
-    if TaskContext.get() is None:  # on the host that pickled it
+    is_task = TaskContext.get() is not None
+    if not is_task:  # on the host that pickled it
         sys.path[:] = [*path, *(entry for entry in sys.path if entry not in path)]
     where = f"{sys.executable} on {socket.gethostname()}"
     problem = ""
@@ -251,7 +252,7 @@ def _unpickle(version: str, path: Sequence[str], content: bytes) -> Any:
     kind, state = pickle.loads(content)
     found = object.__new__(kind)
     found.__dict__.update(state)
-    if TaskContext.get() is not None:
+    if is_task:
         from spark_group_source.compatibility import acknowledge_at_once
 
         acknowledge_at_once()  # the executor's TCP still holds back the task's partition
