@@ -208,11 +208,17 @@ class Accounts(Books):
 
     def _is_ambiguous(self, tp: TopicPartition, start: int, party: str) -> bool:
         """Return whether an ordinary consumer committed this start, and a query of another stream wrote its record:
-        only that one knows that Kafka had not its batch then, or that it wrote the batch after that commit."""
+        only that one knows that Kafka had not its batch then, or that it wrote the batch after that commit. So it is if
+        a run of this stream wrote the record late, in a former run's batch, when another stream had already moved the
+        group before it: the run continues there like that stream, and Kafka never has the batch."""
         book = self.books[tp]
         at = start - book.start
-        is_of_another = 0 <= at < len(book.first) and book.first[at].party != party
-        return is_of_another and any(entry.stream is None and entry.offset == start for _, entry in book.commits)
+        if not (0 <= at < len(book.first) and any(e.stream is None and e.offset == start for _, e in book.commits)):
+            return False
+        writer = book.first[at]
+        before = [entry for at_ms, entry in book.commits if at_ms < writer.began_ms]
+        is_late = writer.replays >= 0 and bool(before) and before[-1].offset <= start
+        return writer.party != party or (is_late and before[-1].stream not in (None, party))
 
     def _is_second_start(self, tp: TopicPartition, start: int, party: str) -> bool:
         """Return whether starting offsets decided this start, and another stream planned a batch from where they had

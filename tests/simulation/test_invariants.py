@@ -293,6 +293,31 @@ def test_only_a_query_that_did_not_write_the_records_may_take_an_ordinary_commit
     assert scene.truth.explains([TP], {TP: start}, party) == explained
 
 
+@pytest.mark.parametrize("before", ["another stream", "nobody"])
+def test_a_replay_behind_the_commit_of_another_stream_may_take_an_ordinary_commit_for_a_rewind(
+    scene: Scene, before: str
+) -> None:
+    """The former run planned [0, 10), another stream committed 0, and the replay wrote the rows: Kafka never has it."""
+    scene.truth.produce(TP, 10)
+    (former, killed), (stranger, client) = scene.member("a.1", stream="a"), scene.member("b.1", stream="b")
+    scene.assign(killed)
+    scene.commit(former, 0)
+    scene.truth.planned(former, offset(former, 0, 0, 10))
+    scene.truth.ended(former)
+    if before == "another stream":
+        scene.assign(client)
+        scene.commit(stranger, 0)
+    scene.world.now_ms += 1
+    replay, _ = scene.member("a.2", stream="a")
+    replay.began_ms, replay.replays = scene.world.now_ms, 0
+    scene.truth.processed_by(replay, {TP: (0, 10)}, table="t")
+    other, ordinary = scene.member("other")
+    scene.assign(ordinary)
+    scene.truth.processed_by(other, {TP: (0, 4)})
+    scene.commit(other, 4)
+    assert scene.truth.explains([TP], {TP: 4}, "a") == (before == "another stream")
+
+
 def test_an_ordinary_consumer_whose_commit_is_inside_what_it_processed_goes_on_at_the_end(scene: Scene) -> None:
     """Its later records, for which it loses the partition before their commit, are read again."""
     scene.truth.produce(TP, 10)
