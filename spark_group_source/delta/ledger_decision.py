@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
+from types import MappingProxyType
 from typing import NamedTuple
 
 from spark_group_source import command_line
@@ -145,6 +146,39 @@ def compare(batch: StreamOffset, ledger: Ledger | None) -> Comparison:
     )
 
 
+def catch_up(ledger: Ledger, common: Ledger, batch: StreamOffset) -> Ledger:
+    """Return the ledger of a table that gets only batches with rows for it, as if it had got the others too.
+
+    A table that gets each batch after all others shows what these have: all of their rows below its next offset C. For
+    each partition of the batch ``[from, until)``, with the next offset L of the ledger:
+
+    - L is unknown: the table has no rows. What ``common`` knows of truncations was before them.
+    - ``common`` knows a truncation that is newer than these rows: no batch of the truncated log had rows for the table,
+      and of its rows above C none is left in the log. L is at most C.
+    - L < from: no row between L and the lower one of C and from is missing. L never moves beyond from, because C may be
+      ahead of a table that an operator moved back.
+
+    Args:
+        common: the group's ledger in the table that gets each batch after all others, as read before this batch.
+    """
+    topics = []
+    for name, ranges in groupby(sorted(batch.ranges.items()), key=lambda item: item[0].topic):
+        id_ = batch.topic_ids.get(name, "")
+        topic, other = ledger.topic(name, id_), common.topic(name, id_)
+        offsets, epochs, gone = dict(topic.offsets), dict(topic.epochs), dict(topic.gone)
+        for tp, (start, _) in ranges:
+            number, newest = tp.partition, other.gone.get(tp.partition, RECREATED)
+            at, all_have = offsets.get(number), other.offsets.get(number, 0)
+            if newest > max(gone.get(number, RECREATED), epochs.get(number, 0) - 1):
+                epochs[number], gone[number] = other.epochs.get(number, 0), newest
+                at = None if at is None else min(at, all_have)
+            if at is not None:
+                offsets[number] = max(at, min(start, all_have))
+        if ledger.knows_topic(name, id_):
+            topics.append(topic._replace(offsets=offsets, epochs=epochs, gone=gone))
+    return ledger.with_topics(topics)
+
+
 # --- a whole batch --------------------------------------------------------------------------------------------------
 
 
@@ -181,6 +215,7 @@ def decide(
     table: str,
     batch_id: int,
     other_sources: bool = False,
+    common: Mapping[str, Ledger] = MappingProxyType({}),
 ) -> AlreadyWritten | WriteBatch:
     """Decide what the sink does with a batch.
 
@@ -189,6 +224,8 @@ def decide(
         ledgers: of their groups, as read from the table; None for a group that never wrote.
         table, batch_id: for messages.
         other_sources: whether sources of other kinds may have rows in the batch.
+        common: by group, the ledgers of the table that gets each batch after this one (:func:`catch_up`); none for a
+            table that gets all batches with records of its topics.
 
     Raises:
         LedgerConflict: nothing may be written; the message has the commands that settle it.
@@ -202,6 +239,8 @@ def decide(
     comparisons = []
     for offset in offsets:
         before = current[offset.group]
+        if (other := common.get(offset.group)) is not None:
+            before = catch_up(before, other, offset)
         comparison = compare(offset, before)
         if comparison.refused:
             raise _refused_partitions(table, offset.group, comparison.refused)
