@@ -35,13 +35,13 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from types import FunctionType
+from types import FunctionType, MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from spark_group_source import command_line, compatibility
@@ -222,8 +222,31 @@ class DeltaSink:
         except Exception as exc:  # noqa: BLE001 - the batch is written, whatever Delta or the storage raises
             log.warning("table %s: small files are not combined: %s", self.table, str(exc).partition("\n")[0])
 
-    def write(self, df: "DataFrame", planned: PlannedBatch) -> tuple[StreamOffset, ...]:
+    def read_ledgers(self, spark: "SparkSession", groups: Iterable[str]) -> dict[str, Ledger]:
+        """Return the ledgers of these groups in the newest version of the table; none of a group that has none."""
+        table = self.new_writer(spark, self._take_idle_log())
+        if not table.exists():
+            return {}
+        history, found = table.history(), {}
+        if history.version < 0:
+            return {}
+        known = self._ledgers if table.identity() == self._table_id else {}
+        for group in groups:
+            with suppress(LedgerExpired):
+                if (ledger := history.ledger(group, known.get(group))) is not None:
+                    found[group] = ledger
+        if table.log is not None:
+            self._idle_logs.append(table.log)
+        return found
+
+    def write(
+        self, df: "DataFrame", planned: PlannedBatch, common: Mapping[str, Ledger] = MappingProxyType({})
+    ) -> tuple[StreamOffset, ...]:
         """Write the rows of a planned batch, and mark it as void for the run on this host if the table leaves it out.
+
+        Args:
+            common: by group, the ledgers of the table that gets each batch after this one; none for a table that gets
+                all batches with records of its topics.
 
         Returns:
             The offsets whose rows the table has now: all but void ones.
@@ -233,7 +256,7 @@ class DeltaSink:
             guarded_write(self._runs[planned.query_id][1], table.table, planned) as write,
             self._open_letters(table, planned) as letters,
         ):
-            batch = BatchCommit(self, table, df, planned, write, letters)
+            batch = BatchCommit(self, table, df, planned, write, letters, common)
             durable = table_writer.retry_races(batch.attempt, what=f"batch {planned.batch_id} to table {self.table}")
         if table.log is not None:
             self._idle_logs.append(table.log)
@@ -395,9 +418,10 @@ class BatchCommit:
         planned: PlannedBatch,
         write: "TableWrite",
         letters: LetterBox | None = None,
+        common: Mapping[str, Ledger] = MappingProxyType({}),
     ) -> None:
         self.sink, self.table, self.df, self.planned, self.write = sink, table, df, planned, write
-        self.letters = letters
+        self.letters, self.common = letters, common
         self._rows: dict[tuple[OffsetRange, ...], DataFrame] = {}
         """The rows to write by the ranges that are left out: the same DataFrame again after a lost race."""
         self._ledgers = sink._ledgers
@@ -427,6 +451,7 @@ class BatchCommit:
             table=self.table.table,
             batch_id=planned.batch_id,
             other_sources=planned.other_sources > 0,
+            common=self.common,
         )
         if isinstance(decision, AlreadyWritten):
             log.info("table %s: already has batch %d of query %s", self.sink.table, planned.batch_id, planned.query_id)

@@ -5,8 +5,10 @@ table is written and how its ledger decides (:mod:`sink`).
 
 By topic, a table gets the part of the batch that has its topics, and its ledger has the offsets of these topics only.
 So a table needs no commit in a batch without records for it, and no ledger says anything about another table. By an
-expression, a record of any partition may be for any table; so each table has a commit in each batch, also without rows,
-and its ledger has the offsets of all topics.
+expression, a record of any partition may be for any table, and a ledger has the offsets of all topics. Each table of a
+dict has a commit in each batch, also without rows. Where a function names the tables, nobody knows all of them; so a
+table has a commit in the batches with rows for it, and the table ``others`` in each one, after all others. Its ledger
+shows that the tables without a commit lack nothing (:func:`ledger_decision.catch_up`).
 
 A crash between two tables leaves the batch in some of them: Spark runs it again, those that have it write nothing, and
 the others write theirs. The batch is durable, and Kafka gets its offsets, when all tables have it; so a query without
@@ -15,13 +17,15 @@ its checkpoint continues at the lowest position of all tables, and each one leav
 
 import math
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from spark_group_source.delta import persisted
 from spark_group_source.delta.checkpoint import PlannedBatch, read_planned
+from spark_group_source.delta.ledger_format import Ledger
 from spark_group_source.delta.sink import DeltaSink, is_called_by_spark, report
 from spark_group_source.errors import OptionError
 from spark_group_source.protocol.offsets import StreamOffset
@@ -34,6 +38,9 @@ TABLES_MAX = 100
 
 AT_ONCE_MAX = 8
 """How many tables a batch is written to at the same time."""
+
+KEYS_MAX = 1_000
+"""How many values ``by`` may have in a batch, where a function returns the sink of each."""
 
 NAMED_MAX = 10
 """Topics or tables that an error names."""
@@ -57,6 +64,8 @@ class TablePart(NamedTuple):
     keys: tuple[str | None, ...]
     """Its topics, or the values of the expression."""
     planned: PlannedBatch
+    common: Mapping[str, Ledger] = MappingProxyType({})
+    """By group, the ledgers of the table that gets each batch after this one."""
 
     @property
     def ranges(self) -> int:
@@ -67,34 +76,37 @@ class TablePart(NamedTuple):
 class DeltaSinks:
     """Writes each topic to a Delta table of its own, exactly once:
     ``stream.writeStream.foreachBatch(DeltaSinks(lambda topic: DeltaSink(f"/lake/{topic}")))``; with ``by``, each value
-    of an expression: ``DeltaSinks({"click": clicks, "view": views}, by="IF(key IS NULL, 'view', 'click')")``.
+    of an expression: ``DeltaSinks({"click": clicks, "view": views}, by="IF(key IS NULL, 'view', 'click')")``. Such
+    tables too may be named by a function, of the key; ``others`` gets the rest.
 
     A batch with records for several tables is read from Kafka once: Spark keeps its rows, on disk, until
     all tables have them, also if one fails. Up to AT_ONCE_MAX tables are written side by side. A table that cannot be
     written fails the batch, and the others may have it; the next attempt writes the missing ones.
 
     Args:
-        sinks: the sink of each topic, or a function that returns the sink of a topic; it is called once for each topic.
+        sinks: the sink of each topic or key, or a function that returns it; it is called once for each.
             Topics whose sinks name one table share the first of these sinks; the others must have the same settings. A
             table is created when its first record comes, and begins there.
         by: the SQL expression, or a function of the rows that returns the column, whose value is the key of a row's
-            sink; None: the topic. It must be the same when a batch runs again. Each table then has a commit in each
-            batch; a table that is added later begins there.
-        others: the sink of rows for which a dict of sinks has none.
+            sink; None: the topic. It must be the same when a batch runs again. Each table of a dict then has a commit
+            in each batch; one that is added later begins there. With a function of the key, at most KEYS_MAX different
+            keys may be in a batch.
+        others: the sink of rows for which a dict of sinks has none. A function of the key needs it: for rows whose key
+            is null, or for which it returns None. This table has a commit in each batch, after all others.
         tables_max: how many tables there may be; a further one fails the batch before anything is written.
         checkpoint: the query's ``checkpointLocation``. Needed on Spark Connect only.
 
     Errors are raised when a batch is written: those of :class:`DeltaSink`, and
 
     Raises:
-        OptionError: a topic or key has no sink, the sinks of a table differ, there are too many tables, the rows lack
-            the column ``topic`` or have other topics than the batch, or the query has other sources. Nothing was
-            written.
+        OptionError: a topic or key has no sink, the sinks of a table differ, there are too many tables or keys, the
+            rows lack the column ``topic`` or have other topics than the batch, or the query has other sources. Nothing
+            was written.
     """
 
     def __init__(
         self,
-        sinks: Mapping[str, DeltaSink] | Callable[[str], DeltaSink],
+        sinks: Mapping[str, DeltaSink] | Callable[[str], DeltaSink | None],
         *,
         by: str | Key | None = None,
         others: DeltaSink | None = None,
@@ -109,15 +121,21 @@ class DeltaSinks:
                 raise OptionError(f"DeltaSinks has more tables than tables_max={tables_max}")
         elif not callable(sinks):
             raise OptionError(f"DeltaSinks needs sinks by topic, or a function, not {type(sinks).__name__}")
-        elif by is not None or others is not None:
-            raise OptionError("by and others need a dict of sinks: each table has a commit in each batch")
+        elif by is None and others is not None:
+            raise OptionError("others needs a dict of sinks, or by: a function returns the sink of each topic")
+        elif by is not None and others is None:
+            raise OptionError(
+                "a function of the key needs others=DeltaSink(...): the table of rows without a key, or for whose key "
+                "it returns None. Its ledger shows that a table without rows in a batch lacks nothing"
+            )
         if not isinstance(others, DeltaSink | None):
             raise OptionError(f"others is {others!r}; it must be a DeltaSink")
         self._given = sinks
         self.by, self.others = by, others
         self.tables_max = tables_max
         self.checkpoint = checkpoint.rstrip("/") if checkpoint else None
-        self._by_topic: dict[str, DeltaSink] = {}
+        self._by_name: dict[str, DeltaSink] = {}
+        """By topic, or by key."""
         self._by_table: dict[str, DeltaSink] = {}
         for sink in [*sinks.values()] if isinstance(sinks, dict) else ():
             self._shared(sink)
@@ -134,12 +152,15 @@ class DeltaSinks:
                 "Use a query for each kind of source",
                 query_id=planned.query_id,
             )
-        parts = self._parts_by_topic(df, planned) if self.by is None else self._parts_by_key(planned)
-        with self._rows_of(df, parts) as rows:
-            written = write_side_by_side(spark, parts, rows)
+        with self._divided(df, planned) as (parts, rows):
+            if self._is_by_function:  # their parts end with that of others
+                durable_in = write_side_by_side(spark, parts[:-1], rows[:-1])
+                durable_in += write_side_by_side(spark, parts[-1:], rows[-1:])
+            else:
+                durable_in = write_side_by_side(spark, parts, rows)
         void = {
             offset.stream
-            for part, durable in zip(parts, written, strict=True)
+            for part, durable in zip(parts, durable_in, strict=True)
             for offset in part.planned.offsets
             if offset not in durable
         }
@@ -148,13 +169,32 @@ class DeltaSinks:
         for part in parts:
             part.sink.optimize_if_due(spark)
 
-    def _rows_of(self, df: "DataFrame", parts: Sequence[TablePart]) -> "AbstractContextManager[list[DataFrame]]":
-        """Return the rows of each part."""
-        if self.by is not None:
-            return rows_by_key(df, self.by, [part.keys for part in parts], tasks=max(part.ranges for part in parts))
-        persist = any(part.sink.persist for part in parts)
-        topics = {tuple(str(topic) for topic in part.keys): part.ranges for part in parts}
-        return rows_by_topics(df, topics, persist=persist)
+    @property
+    def _is_by_function(self) -> bool:
+        """Whether a function returns the sink of each key."""
+        return self.by is not None and callable(self._given)
+
+    @contextmanager
+    def _divided(
+        self, df: "DataFrame", planned: PlannedBatch
+    ) -> "Iterator[tuple[Sequence[TablePart], Sequence[DataFrame]]]":
+        """Return the tables of the batch and the rows of each."""
+        if self.by is None:
+            parts = self._parts_by_topic(df, planned)
+            persist = any(part.sink.persist for part in parts)
+            topics = {tuple(str(topic) for topic in part.keys): part.ranges for part in parts}
+            with rows_by_topics(df, topics, persist=persist) as rows:
+                yield parts, rows
+            return
+        with rows_with_key(df, self.by) as keyed:
+            if isinstance(self._given, dict):
+                counts = count_known_keys(keyed, self._given.keys(), has_others=self.others is not None)
+                parts = self._parts_by_key(planned)
+            else:
+                counts = count_keys(keyed)
+                parts = self._parts_by_function(df.sparkSession, planned, counts)
+            tasks = max(part.ranges for part in parts)
+            yield parts, divide_by_key(df, keyed, counts, [part.keys for part in parts], tasks=tasks)
 
     def _parts_by_key(self, planned: PlannedBatch) -> list[TablePart]:
         """Return all tables."""
@@ -164,6 +204,20 @@ class DeltaSinks:
         for key, sink in [*self._given.items(), *others]:
             keys.setdefault(self._by_table[sink.table], []).append(key)
         return [TablePart(sink, tuple(some), planned) for sink, some in keys.items()]
+
+    def _parts_by_function(
+        self, spark: "SparkSession", planned: PlannedBatch, keys: Iterable[str | None]
+    ) -> list[TablePart]:
+        """Return the tables for which the batch has rows, and others as the last one."""
+        assert self.others is not None
+        groups = {offset.group: None for offset in planned.offsets}
+        common = self.others.read_ledgers(spark, groups)
+        found: dict[DeltaSink, list[str]] = {}
+        for key in sorted(key for key in keys if key is not OTHERS):
+            if (sink := self._sink_of(key)) is not self.others:
+                found.setdefault(sink, []).append(key)
+        named = [TablePart(sink, tuple(some), planned, common) for sink, some in found.items()]
+        return [*named, TablePart(self.others, (OTHERS,), planned)]
 
     def _parts_by_topic(self, df: "DataFrame", planned: PlannedBatch) -> list[TablePart]:
         """Return the tables for which the batch has records."""
@@ -178,23 +232,27 @@ class DeltaSinks:
             topics.setdefault(self._sink_of(topic), []).append(topic)
         return [TablePart(sink, tuple(some), planned.of_topics(some)) for sink, some in topics.items()]
 
-    def _sink_of(self, topic: str) -> DeltaSink:
-        if topic not in self._by_topic:
-            sink = self._given(topic) if callable(self._given) else self._given.get(topic, self.others)
+    def _sink_of(self, name: str) -> DeltaSink:
+        """Return the sink of a topic or key."""
+        what = "topic" if self.by is None else "key"
+        if name not in self._by_name:
+            sink = self._given(name) if callable(self._given) else self._given.get(name)
+            sink = self.others if sink is None else sink
             if not isinstance(sink, DeltaSink):
                 raise OptionError(
-                    f"topic {topic} has no table: DeltaSinks has {type(sink).__name__} for it, not a DeltaSink. Add a "
-                    "DeltaSink for the topic, or leave the topic out of subscribe or subscribePattern",
-                    topic=topic,
+                    f"{what} {name} has no table: DeltaSinks has {type(sink).__name__} for it, not a DeltaSink. Add a "
+                    f"DeltaSink for the {what}"
+                    + (", or leave the topic out of subscribe or subscribePattern" if self.by is None else ""),
+                    **{what: name},
                 )
             if sink.table not in self._by_table and len(self._by_table) >= self.tables_max:
                 raise OptionError(
-                    f"topic {topic} would be written to table {sink.table}, and tables_max={self.tables_max} tables "
-                    "are in use. Raise tables_max, or let several topics share a table",
-                    topic=topic,
+                    f"{what} {name} would be written to table {sink.table}, and tables_max={self.tables_max} tables "
+                    f"are in use. Raise tables_max, or let several {what}s share a table",
+                    **{what: name},
                 )
-            self._by_topic[topic] = self._shared(sink)
-        return self._by_topic[topic]
+            self._by_name[name] = self._shared(sink)
+        return self._by_name[name]
 
     def _shared(self, sink: DeltaSink) -> DeltaSink:
         """Return the sink that writes this sink's table. Raises OptionError if it would write it in another way."""
@@ -238,43 +296,89 @@ def rows_by_topics(
 
 
 @contextmanager
-def rows_by_key(
-    df: "DataFrame", by: str | Key, parts: Sequence[Collection[str | None]], *, tasks: int
-) -> "Iterator[list[DataFrame]]":
-    """Return the rows of each part of a batch. Spark keeps them until the block ends.
+def rows_with_key(df: "DataFrame", by: str | Key) -> "Iterator[DataFrame]":
+    """Return the rows of a batch with the column of their keys. Spark keeps them until the block ends."""
+    from pyspark.sql import functions as F
 
-    Args:
-        parts: the keys of each part.
-        tasks: the most tasks in which the rows of all parts are written.
+    of_row = F.expr(by) if isinstance(by, str) else by(df)
+    with persisted(df.withColumn(_KEY, of_row.cast("string"))) as rows:
+        yield rows
+
+
+def count_known_keys(rows: "DataFrame", known: Collection[str], *, has_others: bool) -> dict[str | None, int]:
+    """Return how many rows have each of these keys, and how many another one: OTHERS.
 
     Raises:
-        OptionError: a row has another key.
+        OptionError: a row has another key, and there are no others.
     """
     from pyspark.sql import functions as F
 
-    known = sorted(key for keys in parts for key in keys if key is not OTHERS)
     is_known = F.coalesce(F.col(_KEY).isin(*known), F.lit(False))
-    of_row = F.expr(by) if isinstance(by, str) else by(df)
-    with persisted(df.withColumn(_KEY, of_row.cast("string"))) as rows:
-        counted = rows.groupBy(F.when(is_known, F.col(_KEY)).alias(_KEY)).count().collect()
-        counts: dict[str | None, int] = {row[0]: row[1] for row in counted}
-        if counts.get(OTHERS) and not any(OTHERS in keys for keys in parts):
-            found = rows.where(~is_known).select(_KEY).distinct().limit(NAMED_MAX).collect()
-            raise OptionError(
-                f"{counts[OTHERS]} rows of the batch have no table: the value of by is "
-                f"{', '.join(sorted(repr(key) for (key,) in found))}, and DeltaSinks has sinks for "
-                f"{', '.join(map(repr, known[:NAMED_MAX]))}. Nothing was written. Add a DeltaSink for it, or others="
-            )
+    counts = _counted(rows.groupBy(F.when(is_known, F.col(_KEY)).alias(_KEY)).count())
+    if counts.get(OTHERS) and not has_others:
+        found = rows.where(~is_known).select(_KEY).distinct().limit(NAMED_MAX).collect()
+        raise OptionError(
+            f"{counts[OTHERS]} rows of the batch have no table: the value of by is "
+            f"{', '.join(sorted(repr(key) for (key,) in found))}, and DeltaSinks has sinks for "
+            f"{', '.join(map(repr, sorted(known)[:NAMED_MAX]))}. Nothing was written. Add a DeltaSink for it, or "
+            "others="
+        )
+    return counts
 
-        def part(keys: Collection[str | None]) -> "DataFrame":
-            share = sum(counts.get(key, 0) for key in keys) / max(1, sum(counts.values()))
-            if not share:
-                return df.where(F.lit(False))  # Spark reads nothing
-            is_here = F.coalesce(F.col(_KEY).isin(*(key for key in keys if key is not OTHERS)), F.lit(False))
-            is_here = is_here | ~is_known if OTHERS in keys else is_here
-            return rows.where(is_here).drop(_KEY).coalesce(max(1, math.ceil(tasks * share)))
 
-        yield [part(keys) for keys in parts]
+def count_keys(rows: "DataFrame") -> dict[str | None, int]:
+    """Return how many rows have each key; OTHERS: none.
+
+    Raises:
+        OptionError: there are more than KEYS_MAX keys.
+    """
+    counts = _counted(rows.groupBy(_KEY).count().limit(KEYS_MAX + 2))
+    if len(counts.keys() - {OTHERS}) > KEYS_MAX:
+        some = ", ".join(sorted(repr(key) for key in counts if key is not OTHERS)[:NAMED_MAX])
+        raise OptionError(
+            f"by has more than {KEYS_MAX} values in a batch, such as {some}. Nothing was written. Let the expression "
+            "return NULL for rows of the table others, or a value that names a table"
+        )
+    return counts
+
+
+def _counted(rows: "DataFrame") -> dict[str | None, int]:
+    return {row[0]: row[1] for row in rows.collect()}
+
+
+def divide_by_key(
+    df: "DataFrame",
+    keyed: "DataFrame",
+    counts: Mapping[str | None, int],
+    parts: Sequence[Collection[str | None]],
+    *,
+    tasks: int,
+) -> "list[DataFrame]":
+    """Return the rows of each part of a batch, without their keys.
+
+    Args:
+        keyed: the rows of ``df`` with their keys.
+        counts: how many rows have each key.
+        parts: the keys of each part; OTHERS: all that no part has.
+        tasks: the most tasks in which the rows of all parts are written.
+    """
+    from pyspark.sql import functions as F
+
+    named = {key for keys in parts for key in keys if key is not OTHERS}
+    total = sum(counts.values())
+
+    def part(keys: Collection[str | None]) -> "DataFrame":
+        count = sum(counts.get(key, 0) for key in named.intersection(keys))
+        if OTHERS in keys:
+            count += total - sum(counts.get(key, 0) for key in named)
+        if not count:
+            return df.where(F.lit(False))  # Spark reads nothing
+        is_here = F.coalesce(F.col(_KEY).isin(*named.intersection(keys)), F.lit(False))
+        if OTHERS in keys:
+            is_here = is_here | ~F.coalesce(F.col(_KEY).isin(*named), F.lit(False))
+        return keyed.where(is_here).drop(_KEY).coalesce(max(1, math.ceil(tasks * count / total)))
+
+    return [part(keys) for keys in parts]
 
 
 def other_topics(rows: "DataFrame", topics: Sequence[str]) -> list[str]:
@@ -302,7 +406,7 @@ def write_side_by_side(
         Exception: that of the first part that failed.
     """
     if len(parts) < 2:
-        return [part.sink.write(df, part.planned) for part, df in zip(parts, rows, strict=True)]
+        return [_write(part, df) for part, df in zip(parts, rows, strict=True)]
     from pyspark.util import inheritable_thread_target
 
     # So that stopping the query cancels the jobs. Spark 4.0 and 4.1 return the session itself where Python's threads
@@ -317,4 +421,4 @@ def write_side_by_side(
 
 
 def _write(part: TablePart, df: "DataFrame") -> tuple[StreamOffset, ...]:
-    return part.sink.write(df, part.planned)
+    return part.sink.write(df, part.planned, part.common)

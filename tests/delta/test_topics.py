@@ -1,6 +1,7 @@
 """DeltaSinks on a real Spark: a batch is read once, its rows are released, and its jobs belong to the query.
 Deliberately absent: the decisions about a batch (``decisions/test_topic_sinks.py``, without a JVM)."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,13 +10,14 @@ from kit import frames
 from kit.frames import Session
 from pyspark.errors import StreamingQueryException
 from pyspark.sql import functions as F
-from sink_helpers import Query, next_offsets, records, rows, run, stream
+from sink_helpers import Query, commits, next_offsets, records, rows, run, stream
 from sink_source import SCHEMA, offset
 
 from spark_group_source import DeltaSink, DeltaSinks
 from spark_group_source.delta import Writer, topic_sinks
 from spark_group_source.delta.checkpoint import RUN_ID
-from spark_group_source.errors import OptionError
+from spark_group_source.errors import LedgerConflict, OptionError
+from spark_group_source.model import TopicPartition
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -180,14 +182,93 @@ def test_a_table_that_is_added_later_begins_there(query: Query, tmp_path: Path) 
     assert (offsets_of(tmp_path / "a"), offsets_of(tmp_path / "b")) == ([0, 1, 2, 4, 5, 6], [3, 7])
 
 
+class OnDemand:
+    """A query with a table for each remainder of the offset by 4 but 3, made by a function, and others for the rest."""
+
+    BY = "IF(offset % 4 = 3, NULL, CONCAT('r', offset % 4))"
+
+    def __init__(self, query: Query, lake: Path) -> None:
+        self.query, self.lake = query, lake
+        self.number = 0
+
+    def sinks(self, rest: str = "", broken: str = "", **arguments: Any) -> DeltaSinks:
+        def full(df: "DataFrame") -> "DataFrame":
+            raise OSError("No space left on device")
+
+        def sink_of(key: str) -> DeltaSink:
+            return self.query.sink(self.lake / key, transform=full if key == broken else None)
+
+        return DeltaSinks(
+            lambda key: None if key == rest else sink_of(key),
+            **{"by": self.BY, "others": sink_of("others"), "checkpoint": str(self.query.root), **arguments},
+        )
+
+    def write(self, sinks: DeltaSinks, start: int, end: int) -> None:
+        self.query.run(sinks, self.number, offset(self.number, {("orders", 0): (start, end)}))
+        self.number += 1
+
+    def found(self) -> dict[str, list[int]]:
+        return {table.name: offsets_of(table) for table in sorted(self.lake.iterdir())}
+
+
+@pytest.fixture
+def on_demand(query: Query, tmp_path: Path) -> OnDemand:
+    return OnDemand(query, tmp_path / "lake")
+
+
+def test_G4_a_function_names_the_tables_and_one_without_rows_gets_no_commit(on_demand: OnDemand) -> None:
+    sinks = on_demand.sinks(rest="r2")
+    on_demand.write(sinks, 0, 1)
+    assert on_demand.found() == {"others": [], "r0": [0]}
+    on_demand.write(sinks, 1, 4)
+    on_demand.write(sinks, 4, 9)
+    assert on_demand.found() == {"others": [2, 3, 6, 7], "r0": [0, 4, 8], "r1": [1, 5]}
+    ends = {table: next_offsets(on_demand.lake / table)["orders", 0] for table in ("others", "r0", "r1")}
+    assert ends == {"others": 9, "r0": 9, "r1": 9}
+    on_demand.write(on_demand.sinks(rest="r2"), 9, 11)  # another run
+    assert [len(commits(on_demand.lake / table)) for table in ("others", "r0", "r1")] == [5, 3, 4]
+
+
+def test_G4_a_batch_that_a_table_named_by_a_function_lacks_is_not_in_others(on_demand: OnDemand) -> None:
+    on_demand.write(on_demand.sinks(), 0, 4)
+    with pytest.raises(OSError, match="No space left"):
+        on_demand.write(on_demand.sinks(broken="r1"), 4, 8)
+    assert on_demand.found() == {"others": [3], "r0": [0, 4], "r1": [1], "r2": [2, 6]}
+    on_demand.write(on_demand.sinks(), 4, 8)
+    assert on_demand.found() == {"others": [3, 7], "r0": [0, 4], "r1": [1, 5], "r2": [2, 6]}
+
+
+def test_G5_gap_before_the_rows_of_a_table_is_no_loss_if_others_has_what_is_in_it(on_demand: OnDemand) -> None:
+    """The group's offsets were lost, and startingOffsets decided where the query goes on: at the end of others."""
+    on_demand.write(on_demand.sinks(), 0, 5)
+    on_demand.write(on_demand.sinks(), 5, 8)  # nothing of r0
+    ranges = {("orders", 0): (8, 12)}
+    started = replace(offset(0, ranges, stream="s2"), started=frozenset({TopicPartition("orders", 0)}))
+    on_demand.query.run(on_demand.sinks(), 2, started)
+    assert on_demand.found()["r0"] == [0, 4, 8]
+    behind = replace(offset(1, {("orders", 0): (13, 17)}, stream="s2"), started=started.started)
+    with pytest.raises(LedgerConflict, match="starts at 13, the table holds up to 12"):
+        on_demand.query.run(on_demand.sinks(), 3, behind)
+
+
+def test_keys_without_a_bound_and_too_many_tables_are_refused_before_anything_is_written(on_demand: OnDemand) -> None:
+    with pytest.raises(OptionError, match=f"more than {topic_sinks.KEYS_MAX} values in a batch, such as '10"):
+        on_demand.write(on_demand.sinks(by="CAST(offset AS STRING)"), 1000, 2001)
+    with pytest.raises(OptionError, match=r"key r2 would be written to table .*, and tables_max=3 tables are in use"):
+        on_demand.write(on_demand.sinks(tables_max=3), 0, 4)
+    assert not on_demand.lake.exists() and not keeps_rows(on_demand.query.spark)
+
+
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        ({"by": "topic"}, "by and others need a dict of sinks"),
-        ({"others": DeltaSink("/x/t")}, "by and others need a dict of sinks"),
+        ({"by": "topic"}, "a function of the key needs others="),
+        ({"others": DeltaSink("/x/t")}, "others needs a dict of sinks, or by"),
     ],
 )
-def test_routing_needs_the_names_of_all_tables(arguments: dict[str, Any], reason: str) -> None:
+def test_a_function_of_the_key_needs_others_and_one_of_the_topic_has_none(
+    arguments: dict[str, Any], reason: str
+) -> None:
     with pytest.raises(OptionError, match=reason):
         DeltaSinks(lambda topic: DeltaSink(f"/x/{topic}"), **arguments)
 

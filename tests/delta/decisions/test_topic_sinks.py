@@ -275,7 +275,7 @@ def test_one_table_gets_the_rows_as_they_are(query: Query, lake: Path, monkeypat
     """Nothing is kept for it."""
     seen: list[Any] = []
 
-    def write(self: DeltaSink, df: Any, planned: Any) -> Any:
+    def write(self: DeltaSink, df: Any, planned: Any, common: Any) -> Any:
         seen.append(df)
         return planned.offsets
 
