@@ -57,6 +57,7 @@ def main(
     bad: str = "",
     merged: str = "",
     by: str = "",
+    on_demand: str = "",
     **options: str,
 ) -> None:
     if connect:
@@ -94,7 +95,12 @@ def main(
             dead_letters=DeadLetters(bad, error="error", max_fraction=1.0) if bad else None,
         )
 
-    if by:
+    if by and on_demand:
+        others = sink_of(ROUTES[-1])  # the table that is written last
+        sink = DeltaSinks(
+            lambda key: None if key == ROUTES[-1] else sink_of(key), by=by, others=others, checkpoint=where
+        )
+    elif by:
         sink = DeltaSinks({route: sink_of(route) for route in ROUTES}, by=by, checkpoint=where)
     else:
         sink = DeltaSinks(sink_of, checkpoint=where) if "{topic}" in table else sink_of(topic)
