@@ -447,11 +447,15 @@ class Partitions:
                     yield tp, known.durable
 
     def last_batches(self, tps: Iterable[TopicPartition]) -> dict[TopicPartition, tuple[int, int]]:
-        """Of those that this run never had: the last batch that read them, and where it started (:func:`is_older`)."""
+        """Of those whose positions are not known: the last durable batch that read them, and where it started, if the
+        run knows it. An earlier commit of this stream below that start was made since (:func:`is_older`)."""
         found = {}
         for tp in tps:
-            memory = self._memory(tp)
-            if isinstance(memory, Memory) and memory.last_batch.start is not None:
+            if not isinstance(memory := self._memory(tp), Memory):
+                continue
+            if memory.pending is not None:
+                found[tp] = (memory.last_batch.seq + 1, memory.pending[0])
+            elif memory.last_batch.start is not None:
                 found[tp] = (memory.last_batch.seq, memory.last_batch.start)
         return found
 

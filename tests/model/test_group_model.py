@@ -203,8 +203,11 @@ class GroupRun:
         assert offset is not None
         assert (offset.seq, offset.reset_number, offset.ranges) == (model.seq + 1, model.reset_number, ranges)
         assert offset.uncommitted == {tp: at for tp, at in model.uncommitted().items() if tp not in ranges}
-        away = offset.uncommitted.keys() & model.start.keys() - model.position.keys()
-        since = {tp: (model.memory[tp][1], model.start[tp]) for tp in away}
+        away = {
+            tp: model.memory[tp][1] for tp in offset.uncommitted.keys() & model.memory.keys() - model.position.keys()
+        }
+        since = {tp: (seq, model.start[tp]) for tp, seq in away.items() if tp in model.start}
+        since |= {tp: (seq + 1, model.pending[tp][0]) for tp, seq in away.items() if tp in model.pending}
         assert offset.last_batches == since
         assert offset.followed == model.followed & ranges.keys()
         bases = {tp: model.base(tp) for tp in model.uncommitted()}

@@ -84,6 +84,20 @@ def test_adopted_rewind_survives_a_crash_after_the_next_plan() -> None:
     assert again.committed[A] == ev.Committed(offset=150, stream=STREAM, seq=8)
 
 
+@pytest.mark.proves("G5", level="core")
+@pytest.mark.parametrize("durable", [True, False])
+def test_adopted_rewind_before_a_replayed_batch_survives_a_crash_while_the_partition_is_away(durable: bool) -> None:
+    """The batch began behind the rewind, so what lies in between was not read."""
+    past = RunHarness.resumed(PAST)
+    past.committed[A] = ev.Committed(offset=20, stream=STREAM, seq=6, followed=True)  # adopted while batch 7 ran
+    second = after_a_crash(past, PAST, durable=False, given=(B,))  # another member has A
+    second.ends = {A: 150, B: 60}
+    planned = second.batch()
+    assert (planned.ranges, planned.uncommitted) == ({B: (40, 60)}, {A: 150})
+    third = after_a_crash(second, planned, durable=durable)
+    assert third.batch().ranges[A] == (20, 150)
+
+
 def test_reset_with_a_pending_batch_works_with_the_same_checkpoint() -> None:
     past = RunHarness.resumed(PAST)
     past.committed = {tp: ev.Committed(offset=at, reset_number=1) for tp, at in {A: 20, B: 30}.items()}
