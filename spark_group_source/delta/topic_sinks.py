@@ -42,6 +42,9 @@ AT_ONCE_MAX = 8
 KEYS_MAX = 1_000
 """How many values ``by`` may have in a batch, where a function returns the sink of each."""
 
+NAMES_MAX = 10_000
+"""How many topics or keys are remembered with their sinks; with a further one all are asked for again."""
+
 NAMED_MAX = 10
 """Topics or tables that an error names."""
 
@@ -84,7 +87,7 @@ class DeltaSinks:
     written fails the batch, and the others may have it; the next attempt writes the missing ones.
 
     Args:
-        sinks: the sink of each topic or key, or a function that returns it; it is called once for each.
+        sinks: the sink of each topic or key, or a function that returns it, always the same one for the same name.
             Topics whose sinks name one table share the first of these sinks; the others must have the same settings. A
             table is created when its first record comes, and begins there.
         by: the SQL expression, or a function of the rows that returns the column, whose value is the key of a row's
@@ -251,7 +254,10 @@ class DeltaSinks:
                     f"are in use. Raise tables_max, or let several {what}s share a table",
                     **{what: name},
                 )
-            self._by_name[name] = self._shared(sink)
+            shared = self._shared(sink)
+            if len(self._by_name) >= NAMES_MAX:
+                self._by_name.clear()
+            self._by_name[name] = shared
         return self._by_name[name]
 
     def _shared(self, sink: DeltaSink) -> DeltaSink:

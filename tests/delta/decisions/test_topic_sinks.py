@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 from spark_group_source import DeadLetters, DeltaSink, DeltaSinks, Merge
 from spark_group_source.cli.app import app
 from spark_group_source.command_line import UNKNOWN_SERVERS
+from spark_group_source.delta import topic_sinks
 from spark_group_source.errors import LedgerConflict, OptionError
 from spark_group_source.host import run_files
 from spark_group_source.kafka import CommittedOffset, Topic
@@ -262,6 +263,21 @@ def test_a_function_that_names_one_table_in_two_ways_is_refused(query: Query, la
     with pytest.raises(OptionError, match="with different persist"):
         query.run(sinks, 0, offset(0, of("orders", "clicks", start=0, end=3)))
     assert tables(lake) == []
+
+
+def test_a_bounded_number_of_sinks_is_remembered(query: Query, lake: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(topic_sinks, "NAMES_MAX", 2)
+    asked = []
+
+    def sink_of(topic: str) -> DeltaSink:
+        asked.append(topic)
+        return query.sink(lake / "all")
+
+    sinks = DeltaSinks(sink_of, checkpoint=str(query.root), tables_max=1)
+    for number, topic in enumerate(["a", "b", "a", "c", "a"]):
+        query.run(sinks, number, offset(number, of(topic, start=number, end=number + 1)))
+    assert asked == ["a", "b", "c", "a"]
+    assert [row[0] for row in rows(lake / "all")] == ["a", "a", "a", "b", "c"]
 
 
 def test_sinks_can_be_sent_to_another_process(query: Query, lake: Path, sinks: DeltaSinks) -> None:
