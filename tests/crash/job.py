@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Literal
 
-from pyspark.errors import StreamingQueryException
+from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
 
 from spark_group_source import DeadLetters, DeltaSink, DeltaSinks, Merge, decode
@@ -108,14 +108,15 @@ def main(
     started = stream.load().writeStream.foreachBatch(write).option("checkpointLocation", checkpoint)
     tests, running = os.getppid(), True
     while running:
-        query = started.start()
         try:
+            query = started.start()
             while not query.awaitTermination(LOOK_S) and os.getppid() == tests:
                 pass  # the job ends with the test run
             running = False
-        except StreamingQueryException as exc:
+        except PySparkException as exc:  # Spark Connect raises others than StreamingQueryException, too
             is_unwritten = "STATE_STORE_CHECKPOINT_LOCATION_NOT_EMPTY" in str(exc)  # killed in its first offset
-            if not (again or is_unwritten):
+            is_slow = "Python worker failed to connect back" in str(exc)  # docs/errors.md
+            if not (again or is_unwritten or is_slow):
                 raise
             traceback.print_exc()
             if is_unwritten:  # docs/recovery.md
