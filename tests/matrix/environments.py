@@ -17,7 +17,7 @@ from pathlib import Path
 from install_beside import SPARKS_OWN
 
 from matrix.cells import Cell
-from spark_group_source.local.jars import cache_dir, locked, resolve
+from spark_group_source.local.jars import cache_dir, java_path, locked, resolve
 
 ROOT = Path(__file__).resolve().parents[2]
 PIP_S = 1_800
@@ -105,6 +105,9 @@ def made(cell: Cell, package: Path, report: Callable[[str], None]) -> Iterator[t
             found = {"spec": spec, "versions": {"before": before, "after": after}}
         else:
             _pip(python, "install", "--quiet", "--no-deps", "--force-reinstall", str(package))
+        found["versions"]["after"]["java"] = _java_version(
+            java_home(python) / "bin" / "java" if cell.java else java_path()
+        )
         stamp.write_text(json.dumps(found))
         yield python, found["versions"]
 
@@ -173,6 +176,11 @@ def _add_java(cell: Cell, home: Path, python: Path) -> None:
         java.parent.mkdir(parents=True)
         java.write_text(JAVA.format(java=found))
         java.chmod(0o755)
+
+
+def _java_version(java: Path) -> str:
+    """The major version of a Java, such as ``17``: the second word of ``openjdk 17.0.15 2025-04-15``."""
+    return _run([str(java), "--version"], VENV_S).split()[1].split(".")[0]
 
 
 def _same(jar: str, other: str) -> bool:

@@ -21,8 +21,6 @@ FILE = Path(__file__).with_name("results.json")
 LOCK_S = 60
 NOT_RUN = "not run"
 LEFT_OUT = "-"
-JAVA = "17"
-"""The machine's Java in the runs of the other cells."""
 KILLS = "kills"
 ADDED = (KILLS, "records")
 """Figures that are added up when a scenario is repeated; ``kills of X`` is added up, too."""
@@ -135,7 +133,7 @@ def spark_table(results: Results) -> str:
     release = f"{compatibility.DELTA}.0"
     versions = {
         "Python": [cell.python for cell in cells.SPARKS],
-        "Java": [(cell.java or JAVA).split(".")[0] for cell in cells.SPARKS],
+        "Java": [found.get("java", NOT_RUN) for found in after],
         "Delta Lake": [cell.delta or (release if cell.has_delta else "none") for cell in cells.SPARKS],
         "Spark's Kafka connector": [cell.connector or cell.spark for cell in cells.SPARKS],
         **{name: [found.get(name, NOT_RUN) for found in after] for name in libraries},
