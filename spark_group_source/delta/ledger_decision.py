@@ -324,7 +324,7 @@ def _refused_partitions(table: str, group: str, refused: Sequence[RefusedPartiti
         purpose, to = "leave them out", "--to-further"  # other partitions may be behind the ledger
     else:
         why = (
-            f"a foreign commit moved group {group!r} back, below the ledger of table {table}: {listed}. These records "
+            f"a foreign commit put group {group!r} below the ledger of table {table}: {listed}. The records in between "
             "would be written twice"
         )
         purpose, to = "write them again, and continue at the offsets in Kafka", "--to-current"

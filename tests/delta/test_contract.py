@@ -360,7 +360,7 @@ def test_each_writer_continues_where_the_other_one_stopped(query: Query, table: 
         query.run(query.sink(table, writer=other), n, offset(n, one(n * 2, n * 2 + 2)))
     assert rows(table) == records(0, 8)
     assert next_offsets(table) == {("orders", 0): 8}
-    with pytest.raises(LedgerConflict, match="a foreign commit moved group 'etl' back"):
+    with pytest.raises(LedgerConflict, match="a foreign commit put group 'etl' below the ledger"):
         query.run(query.sink(table, writer="native"), 4, offset(4, one(5, 9), followed=[("orders", 0)]))
 
 
