@@ -404,9 +404,9 @@ class Options:
         doc="The pause between two attempts of an offset request.")
     settings: tuple[tuple[str, str], ...] = _option(
         "kafka.*", str, "Kafka client setting", default=(), shown="the client's",
-        doc="Passed to the Kafka client (librdkafka). Java's names, JAAS texts and PEM or PKCS#12 stores are "
-        "translated; settings that the source controls are refused. `kafka.oauth_cb` names a Python function that "
-        "returns tokens, as `package.module:function`.")
+        doc="Passed to the Kafka client (librdkafka). Java's names, JAAS texts, PEM trust stores, and PEM or PKCS#12 "
+        "key stores are translated; settings that the source controls are refused. `kafka.oauth_cb` names a Python "
+        "function that returns tokens, as `package.module:function`.")
     # fmt: on
 
     @classmethod

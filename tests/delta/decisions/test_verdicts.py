@@ -125,10 +125,9 @@ CASES: dict[str, Callable[[Start], Iterator[list[str]]]] = {
     "was planned before a `spark-group reset`": planned_before_a_reset,
     "`from` = L, or the ledger does not know the partition": at_the_ledger,
     "`from` > L": batch(offset(2, one(25, 30))),
-    "`from` > L, and Kafka had no committed offset, or only the start of a query that wrote nothing, so "
-    "`startingOffsets` decided `from`, or a checkpoint older than a reset": batch(
-        offset(2, one(25, 30), started=[ORDERS_0])
-    ),
+    "`from` > L, and no member's commit explains it: `startingOffsets` chose `from`, because Kafka had no committed "
+    "offset, or only the start position of a query that wrote nothing; or a checkpoint that is older than a reset "
+    "chose it": batch(offset(2, one(25, 30), started=[ORDERS_0])),
     "`from` < L, and the log was truncated at `from`, which the ledger does not know yet": batch(
         offset(2, one(6, 15), truncated_after={ORDERS_0: 3})
     ),
