@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 Row = tuple[str, int, int, str]
 
-_BY_SPARK: dict[str, Any] = {}
+_BY_SPARK: dict[str, Any] = {"__name__": "pyspark.sql.utils"}
 exec(compile("def call(sink, df, batch_id):\n    sink(df, batch_id)", "/lib/pyspark/sql/utils.py", "exec"), _BY_SPARK)
 
 QUERY_S = 600

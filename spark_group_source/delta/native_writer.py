@@ -140,7 +140,7 @@ def new_columns(opened: "DeltaTable", rows: "DataFrame") -> list[dict[str, Any]]
     common = {field["name"]: field["type"] for field in of_rows if field["name"] in of_table}
     new = [nullable_types(field) for field in of_rows if field["name"] not in of_table]
     names = [*of_table, *(field["name"] for field in new)]
-    if _value_types(common) != _value_types({name: of_table[name] for name in common}):
+    if any(_value_types(kind) != _value_types(of_table[name]) for name, kind in common.items()):
         return None
     if not common.keys() >= set(opened.metadata().partition_columns):
         return None
@@ -332,7 +332,8 @@ def add_actions(files: Any, folder: str, columns: list[str], partitions: list[st
     for info in sorted(
         files.get_file_info(FileSelector(folder, recursive=True, allow_not_found=True)), key=attrgetter("path")
     ):
-        if not info.path.endswith(".parquet"):
+        # A task that Spark gave up may still write to the folder of files that are not committed.
+        if not info.path.endswith(".parquet") or "_temporary" in info.path.split("/"):
             continue
         with files.open_input_file(info.path) as file:
             footer = pq.ParquetFile(file).metadata
@@ -408,9 +409,9 @@ def _upper_bound(value: Any) -> Any:
 
 
 def _timestamp(value: datetime) -> str:
-    utc = value.replace(tzinfo=UTC) if value.tzinfo is None else value.astimezone(UTC)
-    text = utc.strftime("%Y-%m-%dT%H:%M:%S.") + f"{utc.microsecond // 1000:03}"
-    return text if value.tzinfo is None else text + "Z"
+    utc = value if value.tzinfo is None else value.astimezone(UTC).replace(tzinfo=None)
+    # strftime("%Y") writes the year 1 as 1, and Delta's readers compare texts.
+    return utc.isoformat(timespec="milliseconds") + ("" if value.tzinfo is None else "Z")
 
 
 def _number_or_date(value: Any) -> Any:

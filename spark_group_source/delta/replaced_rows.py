@@ -58,9 +58,9 @@ def refuse_replaced_rows(history: TableHistory, ledger: Ledger, *, after: int) -
     if remaining is None or remaining.offsets == ledger.offsets:
         return
     missing = [
-        OffsetRange(tp, offset, ledger.offsets[tp])
+        OffsetRange(tp, offset, ledger.offsets.get(tp, 0))
         for tp, offset in sorted(remaining.offsets.items())
-        if offset < ledger.offsets[tp]
+        if offset < ledger.offsets.get(tp, 0)
     ]
     group, table = ledger.group, history.table
     raise LedgerConflict(
@@ -168,7 +168,7 @@ def _find_ledger_of_rows(history: TableHistory, group: str, replacement: Replace
     same_topics = {
         name: topic.id
         for name, topic in restored.topics.items()
-        if name not in newest.topics or newest.topics[name].is_same(topic.id)
+        if (newest.topics[name].is_same(topic.id) if name in newest.topics else topic.id not in newest.former)
     }
     offsets = {tp: starts.get(tp, n) for tp, n in newest.offsets.items()} | {
         tp: n for tp, n in restored.offsets.items() if tp.topic in same_topics

@@ -40,7 +40,6 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from pathlib import Path
 from types import FunctionType, MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
@@ -373,7 +372,7 @@ def _content(transform: object) -> object:
         return _content(transform.func), transform.args, transform.keywords
     if not isinstance(transform, FunctionType):
         return transform
-    return transform.__code__, transform.__defaults__, transform.__closure__
+    return transform.__code__, transform.__defaults__, transform.__kwdefaults__, transform.__closure__
 
 
 def report(
@@ -404,7 +403,9 @@ def is_called_by_spark(caller: "FrameType") -> bool:
 
     A user's function may write the batch to other tables after the call.
     """
-    return "pyspark" in Path(caller.f_code.co_filename).parts
+    spec = caller.f_globals.get("__spec__")  # Spark Connect runs its module as __main__
+    name = caller.f_globals.get("__name__") if spec is None else spec.name
+    return str(name).startswith("pyspark.")
 
 
 class BatchCommit:
@@ -455,11 +456,25 @@ class BatchCommit:
         )
         if isinstance(decision, AlreadyWritten):
             log.info("table %s: already has batch %d of query %s", self.sink.table, planned.batch_id, planned.query_id)
+            self.write.version = self._version_of_batch(history)
         else:
             self._commit(history, ledgers, decision)
         return decision.durable
 
     # --- read -------------------------------------------------------------------------------------------------------
+
+    def _version_of_batch(self, history: TableHistory) -> int | None:
+        """Return the version of the table that the commit of this batch made; None if the log no longer has it."""
+        found = None
+        for commit in history.commits():  # newest first; later commits of the group may name the batch again
+            for offset in self.planned.offsets:
+                entry = commit.ledger_entry(offset.group) or {"ledger": {}}
+                batch = entry["ledger"].get("streams", {}).get(offset.stream)
+                if batch is not None and batch[0] < offset.seq:
+                    return found
+                if batch is not None and batch[0] == offset.seq:
+                    found = commit.version
+        return found
 
     def _read_history(self) -> TableHistory:
         """Read the newest version of the table. Raises LedgerConflict if the table was deleted or replaced."""

@@ -12,7 +12,8 @@ that lost a race are written again.
 
 With either writer, a commit holds the rows, the group's next ``SetTransaction`` number and the note with the ledger
 after it, and of two commits with one number one wins. So both writers may be used for one table, also in turns; at
-the same time only where their commits exclude each other, which is not so on S3 (``_warn_of_other_drivers``).
+the same time only where their commits exclude each other, which is not so on S3
+(:meth:`TableWriter.warn_of_other_drivers`).
 """
 
 import contextlib
@@ -268,6 +269,11 @@ class TableWriter:
                 "its log cannot be opened by deltalake: it is not on a local file system, a catalog manages it, or it "
                 "has a feature that deltalake does not support"
             )
+        if self.writer == "auto" and has_other_hosts(self.spark) and native_writer.local_path(source.location):
+            return (
+                "executors may run on other hosts, which may have another folder of its name; writer='native' says "
+                "that all hosts share it"
+            )
         reason = native_writer.reason_not_native(source.opened)
         if reason is None and rows is not None:
             new = native_writer.new_columns(source.opened, rows)
@@ -318,7 +324,7 @@ class TableWriter:
                 table=self.table,
             )
         else:
-            self._warn_of_other_drivers(reason)
+            self.warn_of_other_drivers(reason)
             columns = None if self.log is None else native_writer.writable_columns(self.log.opened)
             committed = self._options.commit(rows, numbers, note, needed=needed, columns=columns)
         if not committed:
@@ -333,13 +339,15 @@ class TableWriter:
         raise CommitRace(f"another commit has the number {dict(numbers)}")
 
     def compact(self) -> None:
-        """Combine small files: by Delta's ``OPTIMIZE``, or by ``deltalake`` in a session without Delta Lake.
+        """Combine small files: by Delta's ``OPTIMIZE``; or by ``deltalake`` in a session without Delta Lake, and where
+        it writes a table of another file system.
 
         Raises:
             Exception: that of Delta or ``deltalake``, also where another writer changed the files meanwhile. The table
                 is as it was.
         """
-        if has_delta(self.spark):
+        is_shared = self.storage_options is not None and self.reason_not_native(None) is None
+        if has_delta(self.spark) and not is_shared:  # commits of Delta and deltalake may replace each other there
             with session_lock:  # it would take the settings of a merge
                 self.spark.sql(f"OPTIMIZE {table_names.sql_name(self.table)}").collect()
             return
@@ -382,7 +390,7 @@ class TableWriter:
         except CommitRace:
             return int(time.time() * 1000)  # no group commits a thousand times a second
 
-    def _warn_of_other_drivers(self, reason: str) -> None:
+    def warn_of_other_drivers(self, reason: str) -> None:
         """Log once that Delta's commits of this table replace those of another driver, if they do.
 
         Args:
@@ -462,6 +470,11 @@ def has_delta(spark: "SparkSession") -> bool:
     if compatibility.has_delta_release() or "DATABRICKS_RUNTIME_VERSION" in os.environ:
         return True
     return "delta" in str(spark.conf.get("spark.sql.catalog.spark_catalog", "")).lower()
+
+
+def has_other_hosts(spark: "SparkSession") -> bool:
+    """Return whether the session's executors may run on other hosts than its driver."""
+    return not str(spark.conf.get("spark.master", "local")).startswith("local")
 
 
 def open_log(table: str, location: str, storage_options: Mapping[str, str] | None) -> LogFiles | None:

@@ -120,6 +120,11 @@ class DeltaSinks:
             sinks = dict(sinks)
             if not sinks or any(not isinstance(sink, DeltaSink) for sink in sinks.values()):
                 raise OptionError("DeltaSinks needs a DeltaSink for each topic, or a function that returns one")
+            if wrong := [key for key in sinks if not isinstance(key, str)]:
+                raise OptionError(
+                    f"DeltaSinks has a sink for {wrong[0]!r}; its keys must be text: Spark casts the values of by to "
+                    "STRING, such as '0' and 'true'"
+                )
             if len({sink.table for sink in sinks.values()}) + (others is not None) > tables_max:
                 raise OptionError(f"DeltaSinks has more tables than tables_max={tables_max}")
         elif not callable(sinks):

@@ -284,16 +284,19 @@ def test_command_for_a_ledger_that_cannot_be_read(query: Query, table: Path, adm
     assert found is not None and (found.offsets, found.reset_number) == ({P0: 10}, 1)
 
 
+@pytest.mark.parametrize("runs", [1, 2], ids=["the first time", "in a replay"])
 def test_commands_for_a_second_write_of_a_batch(
-    query: Query, table: Path, admin: OffsetModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    query: Query, table: Path, admin: OffsetModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, runs: int
 ) -> None:
     monkeypatch.setitem(query.spark.properties, QUERY_ID, query.id)  # type: ignore[attr-defined]
     monkeypatch.setitem(query.spark.properties, RUN_ID, str(tmp_path))  # type: ignore[attr-defined]
     monkeypatch.setattr(checkpoint, "_running_checkpoint", lambda spark, query_id: str(query.root))
     batch = offset(0, one(5, 10))
-    query.run(query.sink(table), 0, batch)
+    for run in range(runs):
+        monkeypatch.setitem(query.spark.properties, RUN_ID, f"{tmp_path}-{run}")  # type: ignore[attr-defined]
+        query.run(query.sink(table), 0, batch)
+        printed = commands(refused(lambda: query.run(query.sink(table), 0, batch)))
     admin.commit(10)
-    printed = commands(refused(lambda: query.run(query.sink(table), 0, batch)))
     for command in printed:
         run_command(command)
     continue_query(query, table, admin, 1, 12)

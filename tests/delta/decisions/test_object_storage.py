@@ -7,8 +7,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pyarrow as pa
 import pytest
-from deltalake import DeltaTable
+from deltalake import DeltaTable, write_deltalake
 from kit.frames import Session
 from kit.object_store import ObjectStore, object_store
 
@@ -63,6 +64,32 @@ def test_a_native_table_on_s3_without_delta_lake_needs_storage_options(
     writer = TableWriter(spark, "s3a://lake/orders")  # type: ignore[arg-type]
     with pytest.raises(OptionError, match=r"no Delta Lake\. Pass storage_options"):
         writer.create(spark.createDataFrame([], SCHEMA))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("by_deltalake", [True, False])
+def test_files_on_s3_are_combined_by_the_library_that_commits_there(
+    store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by_deltalake: bool
+) -> None:
+    """On S3, commits of Delta and of deltalake do not exclude each other."""
+    statements: list[str] = []
+    session = Session()
+    session.sql = lambda text: SimpleNamespace(collect=lambda: statements.append(text))  # type: ignore[attr-defined]
+    monkeypatch.setattr(table_names, "location", lambda spark, table: table)
+    monkeypatch.setattr(table_writer, "has_delta", lambda spark: True)
+    table = store.uri(f"{tmp_path.name}/combined")
+    for n in range(3):
+        write_deltalake(table, pa.table({"n": [n]}), mode="append", storage_options=store.storage_options)
+    writer = TableWriter(
+        session,  # type: ignore[arg-type]
+        table,
+        storage_options=store.storage_options,
+        writer="native" if by_deltalake else "options",
+    )
+    assert writer.exists()
+    writer.compact()
+    found = DeltaTable(table, storage_options=store.storage_options)
+    assert (len(found.file_uris()) == 1, not statements) == (by_deltalake, by_deltalake)
+    assert sorted(found.to_pyarrow_table()["n"].to_pylist()) == [0, 1, 2]
 
 
 # --- Delta's writer on S3 --------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import shlex
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -262,6 +263,22 @@ def test_a_partition_of_a_recreated_topic_is_not_taken_back_to_where_the_former_
     DeltaTable(table).restore(0)
     there = read_ledger(query.spark, str(table), "etl")
     assert there is not None and there.offsets == {P0: 3}
+
+
+def test_a_restore_to_before_a_reset_that_found_a_topic_deleted_is_refused_with_commands(
+    query: Query, table: Path
+) -> None:
+    both: dict[str, Any] = {"topic_ids": {"orders": "id-1", "gone": "id-2"}}
+    query.run(query.sink(table), 0, replace(offset(0, one(0, 5) | one(0, 5, topic="gone")), **both))
+    query.run(query.sink(table), 1, replace(offset(1, one(5, 9) | one(5, 7, topic="gone")), **both))
+    set_ledger(query.spark, str(table), "etl", {P0: 9}, reason="", reset_number=1, topic_ids={}, deleted=["gone"])
+    later: dict[str, Any] = {"topic_ids": {"orders": "id-1"}, "reset_number": 1}
+    query.run(query.sink(table), 2, replace(offset(2, one(9, 12)), **later))
+    DeltaTable(table).restore(1)
+    with pytest.raises(LedgerConflict, match=r"(?s)removed rows of group 'etl': orders-0\[5,12\)\..*--to-ledger"):
+        query.run(query.sink(table), 3, replace(offset(3, one(12, 14)), **later))
+    there = read_ledger(query.spark, str(table), "etl")
+    assert there is not None and there.offsets == {P0: 5}
 
 
 # DELETE, UPDATE and MERGE are the user's; REPLACE and overwrites are refused

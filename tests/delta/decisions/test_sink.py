@@ -1,6 +1,7 @@
 """DeltaSink without a JVM, on real tables of ``deltalake``. The content of a table is read from its log files.
 Deliberately absent: Spark and Delta (``test_contract.py``)."""
 
+import importlib.machinery
 import json
 import pickle
 import sys
@@ -15,6 +16,7 @@ import pytest
 from deltalake import DeltaTable, Field, Schema
 from deltalake.exceptions import DeltaError
 from kit.frames import DeltaSession, Frame, Session
+from pyarrow.fs import LocalFileSystem, SubTreeFileSystem
 from pyspark import cloudpickle
 from sink_helpers import (
     BeforeNextCommit,
@@ -32,31 +34,49 @@ from sink_helpers import (
 )
 from sink_source import SCHEMA, offset
 
+from spark_group_source.delta import Writer, table_names, table_writer
 from spark_group_source.delta import sink as sink_module
-from spark_group_source.delta import table_names, table_writer
 from spark_group_source.delta.checkpoint import parse_planned
 from spark_group_source.delta.ledger_store import set_ledger
-from spark_group_source.delta.native_writer import NativeWriter, new_columns, reason_not_native, session_setting
+from spark_group_source.delta.native_writer import (
+    NativeWriter,
+    add_actions,
+    new_columns,
+    reason_not_native,
+    session_setting,
+)
 from spark_group_source.delta.sink import DeltaSink, is_called_by_spark
 from spark_group_source.delta.table_history import CommitRace
-from spark_group_source.delta.table_writer import OptionsWriter
+from spark_group_source.delta.table_writer import OptionsWriter, TableWriter
 from spark_group_source.errors import CheckpointMismatch, LedgerConflict, OptionError
 from spark_group_source.host import run_files
 from spark_group_source.model import TopicPartition
 from spark_group_source.protocol.offsets import BatchKey, StreamOffset
 from spark_group_source.reader.records import HEADERS_TYPE
 
-EMPTY = '{"type":"struct","fields":[{"name":"n","type":"long","nullable":true,"metadata":{}}]}'
+LONG = '"type":"long","nullable":true,"metadata":{}'
+EMPTY = f'{{"type":"struct","fields":[{{"name":"n",{LONG}}},{{"name":"metadata",{LONG}}}]}}'
 
 
 def no_rows(df: Any) -> Any:
     raise AssertionError("the rows are not read")
 
 
-@pytest.mark.parametrize(("file", "by_spark"), [("/x/pyspark/sql/utils.py", True), (__file__, False)])
-def test_only_a_sink_that_spark_itself_calls_has_the_whole_batch_when_it_returns(file: str, by_spark: bool) -> None:
-    found: dict[str, Any] = {"sys": sys}
-    exec(compile("frame = sys._getframe()", file, "exec"), found)
+@pytest.mark.parametrize(
+    ("module", "run_as", "by_spark"),
+    [
+        ("pyspark.sql.utils", "", True),
+        ("__main__", "pyspark.sql.connect.streaming.worker.foreach_batch_worker", True),  # python -m
+        ("__main__", "", False),  # a script, in any folder
+        ("jobs.pyspark", "jobs.pyspark", False),
+    ],
+)
+def test_only_a_sink_that_spark_itself_calls_has_the_whole_batch_when_it_returns(
+    module: str, run_as: str, by_spark: bool
+) -> None:
+    spec = importlib.machinery.ModuleSpec(run_as, None) if run_as else None
+    found: dict[str, Any] = {"sys": sys, "__name__": module, "__spec__": spec}
+    exec(compile("frame = sys._getframe()", "/home/me/pyspark/job.py", "exec"), found)
     assert is_called_by_spark(found["frame"]) == by_spark
 
 
@@ -470,6 +490,30 @@ def test_a_table_with_a_feature_that_deltalake_does_not_support_is_left_to_delta
     assert table_writer.open_log("t", str(table), None) is None
 
 
+@pytest.mark.parametrize(
+    ("master", "writer", "is_native"),
+    [("spark://host:7077", "auto", False), ("yarn", "native", True), ("local-cluster[2,1,1024]", "auto", True)],
+)
+def test_a_local_folder_is_written_natively_by_executors_of_other_hosts_only_if_the_user_says_that_they_share_it(
+    query: Query, table: Path, master: str, writer: Writer, is_native: bool
+) -> None:
+    """Spark does not report a folder that the driver does not see: it finds no files there, and no error."""
+    query.spark.conf.set("spark.master", master)
+    found = TableWriter(query.spark, str(table), writer=writer).reason_not_native(None)
+    assert (found is None) == is_native and (is_native or "may have another folder" in str(found))
+    if not is_native:
+        with pytest.raises(OptionError, match="writer='native' says that all hosts share it"):
+            query.run(query.sink(table), 0, offset(0, one(0, 2)))
+
+
+def test_files_of_tasks_that_spark_gave_up_are_not_added(tmp_path: Path) -> None:
+    for folder in ("data", "data/_temporary/0/task_1"):
+        (tmp_path / folder).mkdir(parents=True)
+        pq.write_table(pa.table({"n": [1]}), tmp_path / folder / "part-0.parquet")
+    files = SubTreeFileSystem(str(tmp_path), LocalFileSystem())
+    assert [action.path for action in add_actions(files, "data", ["n"], [])] == ["data/part-0.parquet"]
+
+
 def test_a_table_whose_log_is_damaged_is_not_left_to_delta(table: Path) -> None:
     (table / "_delta_log" / f"{0:020}.json").write_text("{")
     with pytest.raises(DeltaError):
@@ -607,6 +651,7 @@ def test_new_columns_are_refused_without_merge_schema_and_a_missing_partition_co
         (field("more", struct(field("b c", "long"))), False),  # a name for column mapping
         (field("N", "long"), False),  # Delta takes it for n
         (field("n", "double"), False),  # another type, which Delta casts or widens
+        (field("metadata", "string"), False),
     ],
 )
 def test_columns_are_added_natively_if_every_table_can_have_them(

@@ -61,6 +61,18 @@ def test_a_field_of_a_struct_is_not_taken_for_a_column_with_a_dot_in_its_name(tm
     assert (found["minValues"], found["maxValues"]) == ({"a.b": 1}, {"a.b": 1})
 
 
+@pytest.mark.parametrize(("zone", "end"), [("UTC", "Z"), (None, "")])
+def test_the_year_of_a_timestamp_has_four_digits(tmp_path: Path, zone: str | None, end: str) -> None:
+    # Readers compare texts, so a year "1" is above a year "2024".
+    year_2024_us = 1_714_953_600_000_000
+    moments = pa.array([-62_135_596_800_000_000 + 1500, year_2024_us], pa.timestamp("us", zone))
+    found = of_file(tmp_path, pa.table({"at": moments}))
+    assert (found["minValues"], found["maxValues"]) == (
+        {"at": f"0001-01-01T00:00:00.001{end}"},
+        {"at": f"2024-05-06T00:00:00.000{end}"},
+    )
+
+
 def test_a_text_above_its_shortened_bound_has_no_bounds(tmp_path: Path) -> None:
     found = of_file(tmp_path, pa.table({"text": ["x" * 32 + "\U0010ffff" + "y"]}))
     assert (found["minValues"], found["maxValues"]) == ({}, {})

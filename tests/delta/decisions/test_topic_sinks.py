@@ -214,6 +214,12 @@ def test_what_is_not_a_sink_for_each_topic_is_refused_at_the_start(given: Any) -
         DeltaSinks(given)
 
 
+@pytest.mark.parametrize("key", [0, True, None])
+def test_keys_that_are_not_text_are_refused_at_the_start(key: Any) -> None:
+    with pytest.raises(OptionError, match=f"a sink for {key}; its keys must be text"):
+        DeltaSinks({key: DeltaSink("/lake/a"), "b": DeltaSink("/lake/b")}, by="partition")
+
+
 def test_too_many_tables_are_refused_at_the_start() -> None:
     given = {topic: DeltaSink(f"/lake/{topic}") for topic in TOPICS}
     assert DeltaSinks(given, tables_max=3).tables_max == 3
@@ -223,6 +229,19 @@ def test_too_many_tables_are_refused_at_the_start() -> None:
 
 def clean(df: "DataFrame") -> "DataFrame":
     return df
+
+
+def keeping(kind: str) -> Any:
+    def only(df: "DataFrame", *, kind: str = kind) -> "DataFrame":
+        return df
+
+    return only
+
+
+def test_transforms_with_other_defaults_are_not_the_same() -> None:
+    sinks = {kind: DeltaSink("/lake/all", transform=keeping(kind)) for kind in ("click", "view")}
+    with pytest.raises(OptionError, match="with different transform"):
+        DeltaSinks(sinks, by="kind")
 
 
 @pytest.mark.parametrize(
