@@ -307,7 +307,7 @@ class _Table:
             except (LedgerExpired, LedgerConflict) as exc:
                 log.warning("group %s: its ledger in table %s cannot be read: %s", group, self._table, exc)
                 continue
-            if ledger is not None:
+            if ledger is not None and ledger.offsets:  # replays of dead letters have none
                 self._ledgers[group] = ledger.at_version(history.version)
                 found.append(
                     LedgerSnapshot(

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from spark_group_source.delta import kept, persisted, table_names, table_writer
 from spark_group_source.delta.checkpoint import PlannedBatch
 from spark_group_source.delta.ledger_format import APP_PREFIX, Ledger
+from spark_group_source.delta.replaced_rows import find_replacement
 from spark_group_source.delta.table_history import LedgerExpired, LogFiles, TableHistory, note_of
 from spark_group_source.delta.table_writer import TableWriter
 from spark_group_source.errors import BadRecords, OptionError
@@ -623,21 +624,44 @@ class LetterReplay:
             raise OptionError("a replay of dead letters needs Delta Lake in the Spark session: it updates their table")
         all_letters = table_names.read(spark, self.own.table).where(F.col("table_id") == self.table.identity())
         last = all_letters.agg(F.max("replay")).collect()[0][0] or 0
-        done = _last_commit(self.table, self.table.history(), self._key).number
-        written = self._write(all_letters, last) if last > done else 0
+        history = self.table.history()
+        done = _last_commit(self.table, history, self._key)
+        self._release_removed(history, done.number)
+        written = self._write(all_letters, last, done) if last > done.number else 0
         left = all_letters.where(F.col("replay").isNull())
-        number = max(last, done) + 1
+        number = max(last, done.number) + 1
         for (topic_id,) in left.select("topic_id").distinct().orderBy("topic_id").collect():
             while self._claim(left.where(F.col("topic_id") == topic_id), topic_id, number):
-                written += self._write(all_letters, number)
+                written += self._write(all_letters, number, done)
                 number += 1
         return written
+
+    def _release_removed(self, history: TableHistory, done: int) -> None:
+        """Take the number from records whose rows a ``RESTORE`` of the table removed, so that they are replayed again.
+
+        Args:
+            done: the number of the last replay.
+        """
+        try:
+            restore = find_replacement(history, self._key)
+            if restore is None or restore.restored_to is None:
+                return
+            there = history.at(restore.restored_to).ledger(self._key)
+        except LedgerExpired:
+            return
+        self.own.warn_of_other_drivers("a replay updates it")
+        self.table.spark.sql(
+            f"UPDATE {table_names.sql_name(self.own.table)} SET replay = NULL "
+            f"WHERE table_id = '{self.table.identity()}' "
+            f"AND replay > {0 if there is None else there.number} AND replay <= {done}"
+        )
 
     def _claim(self, letters: "DataFrame", topic_id: str, number: int) -> bool:
         """Give records that are good now a number. Returns whether there are any."""
         from pyspark.sql import functions as F
 
         spark = self.table.spark
+        self.own.warn_of_other_drivers("a replay updates it")
         with self._flagged(letters) as (flagged, _):
             bad = flagged.where(F.col(_RULE).isNotNull()).select(*_RECORD).distinct()
             good = flagged.select(*_RECORD).distinct().join(bad, _RECORD, "left_anti")
@@ -654,9 +678,13 @@ class LetterReplay:
             spark.catalog.dropTempView(view)
         return bool(records)
 
-    def _write(self, all_letters: "DataFrame", number: int) -> int:
+    def _write(self, all_letters: "DataFrame", number: int, done: Ledger) -> int:
         """Commit the rows of the records that have this number, unless another process has. They are read and
-        transformed again, because the update of the dead-letter table has changed them."""
+        transformed again, because the update of the dead-letter table has changed them.
+
+        Args:
+            done: the number of the last replay before this run.
+        """
         from pyspark.sql import functions as F
 
         letters = all_letters.where(F.col("replay") == number)
@@ -672,7 +700,10 @@ class LetterReplay:
 
             def attempt() -> None:
                 history = self.table.history()
-                before = _last_commit(self.table, history, self._key)
+                try:
+                    before = history.ledger(self._key) or done
+                except LedgerExpired:  # there is no commit of this run yet
+                    before = done
                 if before.number < number:
                     _commit(self.table, history, rows, self._key, replace(before, number=number - 1))
 

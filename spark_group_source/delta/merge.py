@@ -148,6 +148,8 @@ class MergeWriter:
         """
         from pyspark.sql import functions as F
 
+        of_table = {f.name.lower(): f.dataType for f in table_names.read(self._spark, self._table).schema.fields}
+        of_batch = {f.name.lower(): f.dataType for f in changes.schema.fields}
         keys = [F.col(table_names.quoted(key)) for key in self._merge.keys]
         found = changes.agg(
             F.count_if(F.col(_IS_DELETED)),
@@ -161,6 +163,8 @@ class MergeWriter:
             nulls, least, most = found[2 + 3 * n : 5 + 3 * n]
             if nulls:
                 raise self._lacks(nulls, key, "which is a key")
+            if of_batch[key.lower()] != of_table.get(key.lower()):
+                continue  # text '9' is above '10', and the table's number is not
             if (low := _literal(least)) and (high := _literal(most)):
                 conditions.append(f"t.{table_names.quoted(key)} BETWEEN {low} AND {high}")
         return " AND ".join(conditions), int(found[0])
@@ -178,6 +182,8 @@ class MergeWriter:
         Raises:
             OptionError: there are some, and ``merge_schema`` is False.
         """
+        from pyspark.sql.types import StructType
+
         known = {name.lower() for name in table_names.read(self._spark, self._table).columns}
         new = [field for field in changes.drop(_IS_DELETED).schema.fields if field.name.lower() not in known]
         if new and not self._merge_schema:
@@ -186,7 +192,7 @@ class MergeWriter:
                 "was written. Set merge_schema=True, or name the column in Merge(without=...)"
             )
         if new:
-            columns = ", ".join(f"{table_names.quoted(f.name)} {f.dataType.simpleString()}" for f in new)
+            columns = table_names.sql_columns(StructType(new))
             self._spark.sql(f"ALTER TABLE {table_names.sql_name(self._table)} ADD COLUMNS ({columns})")
 
     def _clauses(self, changes: "DataFrame") -> list[str]:

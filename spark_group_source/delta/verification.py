@@ -124,7 +124,7 @@ def _check_ledger(history: TableHistory, group: str) -> tuple[list[Finding], Led
         replacement = find_replacement(history, group)
     except (LedgerExpired, LedgerConflict) as exc:
         return [Finding("ledger", f"the ledger of group {group} cannot be read: {exc}")], None
-    if replacement is None:
+    if replacement is None or ledger is None or not ledger.offsets:  # replays of dead letters have no offsets
         return [], ledger
     to = "" if replacement.restored_to is None else f" to version {replacement.restored_to}"
     text = f"a {replacement.operation}{to} removed rows of group {group}"

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from deltalake import DeltaTable
 from pyspark.sql import functions as F
 from sink_helpers import BeforeNextCommit, NewQuery, Query, actions, commits, next_offsets, one, records, rows
 from sink_source import offset
@@ -18,9 +19,13 @@ from spark_group_source.cli import common
 from spark_group_source.cli.app import app
 from spark_group_source.delta import dead_letters, table_writer
 from spark_group_source.delta.dead_letters import LetterBox
+from spark_group_source.delta.ledger_format import Ledger
+from spark_group_source.delta.ledger_store import set_ledger
 from spark_group_source.delta.sink import BatchCommit, DeltaSink
+from spark_group_source.delta.table_history import LedgerExpired, TableHistory
 from spark_group_source.delta.verification import verify
 from spark_group_source.errors import OptionError
+from spark_group_source.model import TopicPartition
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -339,6 +344,42 @@ def test_G4_interrupted_replay_is_finished_by_the_next_one(
         new_sink("offset < 2", transform=as_text).replay(query.spark)
     assert new_sink("true", transform=as_text).replay(query.spark) == 3
     assert (offsets(table), replays(bad)) == ([0, 1, 2, 3, 4, 5], {1: 1, 3: 1, 5: 2})
+
+
+def test_G4_replay_writes_again_what_a_restore_removed(query: Query, new_sink: NewSink, table: Path, bad: Path) -> None:
+    query.run(new_sink(), 0, offset(0, one(0, 6)))
+    before = DeltaTable(table).version()
+    query.run(new_sink(), 1, offset(1, one(6, 8)))
+    for rule, count in (("offset < 4", 2), ("offset < 6", 1)):
+        assert new_sink(rule, transform=as_text).replay(query.spark) == count
+    assert replays(bad) == {1: 1, 3: 1, 5: 2, 7: None}
+    DeltaTable(table).restore(before)
+    set_ledger(query.spark, str(table), "etl", {TopicPartition("orders", 0): 6}, reason="--to-ledger", reset_number=1)
+    query.run(new_sink(), 2, offset(2, one(6, 8), reset_number=1))
+    assert verify(query.spark, str(table)).findings == []
+    for count in (3, 0):
+        assert new_sink("offset < 6", transform=as_text).replay(query.spark) == count
+        assert offsets(table) == [0, 1, 2, 3, 4, 5, 6]
+
+
+def test_G4_replay_writes_its_records_where_the_number_of_the_last_one_is_unknown(
+    query: Query, new_sink: NewSink, table: Path, bad: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The log that Delta describes does not have the numbers, and its oldest commits expire."""
+    query.run(new_sink(), 0, offset(0, one(0, 6)))
+    assert new_sink("offset < 2", transform=as_text).replay(query.spark) == 1
+    read = TableHistory.ledger
+
+    def ledger(self: TableHistory, group: str, known: Ledger | None = None) -> Ledger | None:
+        found = read(self, group, known)
+        if group.startswith("replay.") and found is not None and found.number == 1:
+            raise LedgerExpired(group, None)
+        return found
+
+    monkeypatch.setattr(TableHistory, "ledger", ledger)
+    for count in (2, 0):
+        assert new_sink("offset < 6", transform=as_text).replay(query.spark) == count
+        assert offsets(table) == [0, 1, 2, 3, 4, 5]
 
 
 def interrupted(self: object, *args: object) -> None:

@@ -224,6 +224,30 @@ def test_new_columns_need_merge_schema(query: Query, new_query: NewQuery, table:
     assert rows(table) == [(*row, None) for row in by_offset(HISTORY[:4])]
 
 
+@pytest.mark.full
+def test_new_columns_may_be_structs_with_any_names(query: Query, table: Path) -> None:
+    query.run(query.sink(table, transform=changes_of(HISTORY), merge=PLAIN), 0, batch(0, 0, 2))
+
+    def wide(df: "DataFrame") -> "DataFrame":
+        return changes_of(HISTORY)(df).selectExpr("*", "named_struct('first-name', name) AS person")
+
+    query.run(query.sink(table, transform=wide, merge=PLAIN, merge_schema=True), 1, batch(1, 2, 4))
+    assert {row[:-1] for row in rows(table)} == set(by_offset(HISTORY[:4]))
+
+
+def test_a_key_that_is_text_in_the_batch_finds_a_number_in_the_table(query: Query, table: Path) -> None:
+    """As text, 9 is above 10 and 250."""
+    changes = [Change(n, "i", "x", n) for n in (9, 10, 250)]
+    query.run(query.sink(table, transform=changes_of(changes), merge=PLAIN), 0, batch(0, 0, 3))
+
+    def as_text(df: "DataFrame") -> "DataFrame":
+        again = [change._replace(name="y") for change in changes]
+        return changes_of([*changes, *again])(df).withColumn("id", F.col("id").cast("string"))
+
+    query.run(query.sink(table, transform=as_text, merge=PLAIN), 1, batch(1, 3, 6))
+    assert [row[:2] for row in rows(table)] == [(n, "y") for n in (9, 10, 250)]
+
+
 def test_a_null_key_is_refused_or_a_bad_record(query: Query, table: Path, tmp_path: Path) -> None:
     changes = [Change(None, "i", "x", 1), *HISTORY]
     sink = query.sink(table, transform=changes_of(changes), merge=PLAIN)
