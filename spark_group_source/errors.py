@@ -14,6 +14,7 @@ Runs in: every process. Deliberately absent: exceptions of other libraries (each
     │   ├── DataLoss              planned or committed offsets are no longer in the log
     │   ├── ReadTimeout           a range was not read within its deadline (retriable)
     │   ├── RebalanceTimeout      the group got no assignment in time (retriable)
+    │   ├── DrainTimeout          a query did not finish its batch in time (retriable)
     │   ├── ChannelBroken         the control channel is closed, refused or timed out (retriable)
     │   ├── CommitFailed          Kafka refused the offset commit; the rows are safe (retriable)
     │   ├── Fenced                a newer driver runs this stream
@@ -139,6 +140,13 @@ class RebalanceTimeout(GroupError):
         "same checkpoint keeps the static memberships. Stop that member or driver, or wait until its session ends, "
         "then restart the query."
     )
+
+
+class DrainTimeout(GroupError):
+    """A query did not finish its batch within the time of a drain. ``fields``: group."""
+
+    retriable = True
+    remedy = "The query drains when its batch ends: run the command again, with a larger `--timeout-s`."
 
 
 class ChannelBroken(GroupError):

@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from spark_group_source.host.run_files import directory, unusable_reason
+from spark_group_source.host.run_files import directory, process_stat, unusable_reason
 from spark_group_source.options.table import COLUMNS
 
 log = logging.getLogger(__name__)
@@ -42,6 +42,8 @@ LAST_LINE_CHARS_MAX = 300
 STALE_FOLDERS_MAX = 100
 """Folders that one search for leftovers checks."""
 PAUSE_S, PAUSE_FACTOR, PAUSE_S_MAX = 8.0, 8, 3_600.0
+PAUSES_MAX = 10
+"""After so many the pause is the longest one. In weeks the power of a count that grows is too large for a float."""
 """Pause after the first failed attempt, the factor of each further pause, and the longest one. What fails twice is
 probably forbidden, and an agent that ends in its start costs a second of CPU time."""
 BUFFER_BYTES = 64 << 20
@@ -55,7 +57,7 @@ _ENVIRONMENT = {"MALLOC_ARENA_MAX": "2", "OPENBLAS_NUM_THREADS": "1"}
 numpy, one for each core otherwise, which an agent never uses."""
 ENDED_STATES = ("Z", "X")
 """States in proc(5) of a process that has ended and that its parent has not waited for yet."""
-_EXECUTOR_THREAD = "executor-heartb"
+_EXECUTOR_THREAD = b"executor-heartb"
 """The first 15 characters of the name of a thread that each executor has until it ends; Linux keeps no more."""
 
 
@@ -73,7 +75,7 @@ class ProcessId:
     @classmethod
     def of(cls, pid: int) -> "ProcessId | None":
         """The living process with this pid, or None."""
-        stat = _stat(pid)
+        stat = process_stat(pid)
         return None if stat is None or stat[0] in ENDED_STATES else cls(pid, int(stat[19]))
 
     def is_alive(self) -> bool:
@@ -84,7 +86,7 @@ class ProcessId:
     def user(self) -> int:
         """The id of the user as whom the process runs. Raises OSError if it has ended."""
         # Not the owner of /proc/<pid>, which is root for a program with capabilities.
-        lines = Path(f"/proc/{self.pid}/status").read_text().splitlines()
+        lines = Path(f"/proc/{self.pid}/status").read_text(errors="replace").splitlines()
         return int(next(line for line in lines if line.startswith("Uid:")).split()[2])
 
     @property
@@ -92,7 +94,7 @@ class ProcessId:
         """Whether this JVM has an executor. The driver's has one in local mode only, where it is the only one."""
         for name in Path(f"/proc/{self.pid}/task").glob("*/comm"):
             with contextlib.suppress(OSError):  # a thread that has just ended
-                if name.read_text().strip() == _EXECUTOR_THREAD:
+                if name.read_bytes().strip() == _EXECUTOR_THREAD:  # Linux may cut a name in mid-character
                     return True
         return False
 
@@ -107,7 +109,7 @@ def find_executor() -> ProcessId | None:
     command = _command_line(parent)
     # Whole arguments: a JVM may have the text in a --conf.
     if command == _command_line(os.getpid()) or b"pyspark.daemon" in command.split(b"\0"):
-        stat = _stat(parent)
+        stat = process_stat(parent)
         parent = int(stat[1]) if stat else 0
     return ProcessId.of(parent)
 
@@ -118,14 +120,6 @@ def pid_namespace() -> int:
         return os.stat("/proc/self/ns/pid").st_ino
     except OSError:
         return 0
-
-
-def _stat(pid: int) -> list[str] | None:
-    """The fields of /proc/<pid>/stat from the third on (proc(5)); None if there is no such process."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
 
 
 def _command_line(pid: int) -> bytes:
@@ -174,7 +168,7 @@ class AgentFolder:
         fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.stat(self.path / "lock").st_ino == os.fstat(fd).st_ino:
+            if self.has_lock(fd):
                 return fd
         except BlockingIOError:
             pass
@@ -183,6 +177,19 @@ class AgentFolder:
             raise
         os.close(fd)
         return None
+
+    def has_lock(self, fd: int) -> bool:
+        """Whether this descriptor is of the lock in the folder: another process may have removed and created both."""
+        try:
+            return os.path.samestat(os.stat(self.path / "lock"), os.fstat(fd))
+        except OSError:
+            return False
+
+    def touch(self) -> None:
+        """Make the files new for programs that remove old ones from temporary folders."""
+        with contextlib.suppress(OSError):
+            for name in ("lock", "socket"):
+                os.utime(self.path / name)
 
     @property
     def pid(self) -> int:
@@ -240,7 +247,8 @@ class Attempts:
         count, at_s = self.last
         if count == 0:
             return True
-        return not 0 <= time.time() - at_s < min(PAUSE_S * PAUSE_FACTOR ** (count - 1), PAUSE_S_MAX)
+        factor = PAUSE_FACTOR ** min(count - 1, PAUSES_MAX)
+        return not 0 <= time.time() - at_s < min(PAUSE_S * factor, PAUSE_S_MAX)
 
     def add(self, began_s: float) -> None:
         """Count an attempt that began at this time, unless another one was counted since: simultaneous ones are one."""

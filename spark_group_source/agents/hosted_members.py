@@ -48,6 +48,8 @@ REFUSED_S = 5.0
 """When all addresses refuse connections for this long, the run has ended: the stream reader listens until then. With a
 fixed ``coordinatorPort`` the stream reader of the next run refuses the agent's proof."""
 HEARTBEATS_PER_LEASE = 6
+HEARTBEAT_S_MAX = 20.0
+"""Longest time between two heartbeats: the stream reader closes a connection that is silent for 60 s."""
 """Heartbeats that the agent sends in a lease; each is answered."""
 RECONNECT_SHARE = 1 / 3
 """Share of a lease, two heartbeats: an agent that receives nothing for so long assumes that its connection drops what
@@ -262,7 +264,7 @@ class HostedMembers:
         """Wait until the next heartbeat is due. Returns why the agent ends, or None."""
         with self._changed:
             if self._end_reason is None:
-                self._changed.wait(self._lease_ms / HEARTBEATS_PER_LEASE / 1000)
+                self._changed.wait(min(self._lease_ms / HEARTBEATS_PER_LEASE / 1000, HEARTBEAT_S_MAX))
             silent_ms = self._environment.now_ms() - self._received_ms
             if self._end_reason is None and silent_ms >= self._lease_ms:
                 self._end_reason = f"nothing was received from the stream reader for {silent_ms} ms"

@@ -36,6 +36,8 @@ MEMBERS_END_S = 3.0
 """Share of it for closing the members."""
 STABLE_S = 10.0
 """An agent that has run this long may be started again without a pause."""
+TOUCH_S = 3_600.0
+"""Interval at which the files in the folder are made new."""
 QUEUE_KBYTES, QUEUE_MESSAGES, FETCH_BYTES = "8192", "10000", 8 << 20
 """Bounds of the prefetching client beside the buffers: its queue, and one fetch response."""
 FETCH_WAIT_MS = "100"
@@ -58,7 +60,7 @@ class Agent:
         connection: Callable[[Mapping[str, Any]], ControlConnection] = ControlConnection,
         server: type[PrefetchServer] = PrefetchServer,
     ) -> None:
-        self._folder = AgentFolder(Path(given["folder"]))
+        self._folder, self._lock = AgentFolder(Path(given["folder"])), int(given["lock"])
         self._executor = ProcessId(*given["executor"])
         self._reader_settings: Mapping[str, str] = given["reader_settings"]
         self._end_reason = ""
@@ -90,17 +92,20 @@ class Agent:
         self._server.start()
         self._connection.start(self._buffers.follow, self._buffers.size_of)
         log.info("agent %d of executor %d is ready", os.getpid(), self._executor.pid)
-        started_s, folder = time.monotonic(), _file_id(self._folder.path)
+        started_s = touched_s = time.monotonic()
         while not self._end_reason:
             if watch.wait_ended(CHECK_S, self._wake_pipe[0]):
                 self.end("its executor ended")
-            elif _file_id(self._folder.path) != folder:
-                self.end("its folder is gone")
+            elif not (self._folder.has_lock(self._lock) and (self._folder.path / "socket").exists()):
+                self.end("its folder, or a file in it, is gone")
             elif reason := self._connection.end_reason:
                 self.end(reason)
             elif started_s and time.monotonic() - started_s > STABLE_S:
                 started_s = 0.0
                 self._folder.attempts.unlink(missing_ok=True)
+            elif time.monotonic() - touched_s > TOUCH_S:
+                touched_s = time.monotonic()
+                self._folder.touch()
         self._close()
 
     def _close(self) -> None:
@@ -111,7 +116,8 @@ class Agent:
         self._server.stop()
         self._connection.stop(MEMBERS_END_S)
         self._prefetcher.stop(END_S)
-        self._folder.remove()
+        if self._folder.has_lock(self._lock):  # else it is that of a later agent
+            self._folder.remove()
 
 
 def open_prefetching_client(settings: Mapping[str, str]) -> NativeClient:
@@ -191,12 +197,3 @@ class ProcessWatch:
             poll.register(fd, select.POLLIN)
         ready = {fd for fd, _ in poll.poll(round(wait_s * 1000))}
         return self._pidfd in ready or not self._process.is_alive()
-
-
-def _file_id(path: Path) -> tuple[int, int] | None:
-    """The device and inode of a path; None if it does not exist."""
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return status.st_dev, status.st_ino

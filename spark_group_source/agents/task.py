@@ -98,7 +98,8 @@ def read_piece(options: Options, piece: Piece, task: PlannedTask, read: ReadOpti
         GroupError: see :func:`~spark_group_source.reader.range_reader.read_ranges`.
     """
     counts, worker = ReadCounts(), _worker_of(task)
-    if not task.uses_agents or worker.executor_name == task.driver:
+    needs_no_agent = not task.uses_agents or worker.executor_name == task.driver
+    if needs_no_agent and not task.late:
         yield from read_ranges(piece, read, counts)
         reported = counts.reported
         if reported.skipped or options.tasks_report_sizes:
@@ -106,7 +107,8 @@ def read_piece(options: Options, piece: Piece, task: PlannedTask, read: ReadOpti
         elif task.uses_agents and not worker.is_connected:  # without counts, which later tasks do not report
             worker.report(worker.ended(task, TaskCounts()), connect=True)
         return
-    folder = worker.agent_folder()
+    # Also in local mode a binding is late if the host's name has changed: tasks claim as of other executors then.
+    folder = None if needs_no_agent else worker.agent_folder()
     with _claimed(worker, task, piece, counts) as claimed:
         if folder is not None and worker.is_connected:
             settings = _agent_settings(options, task, worker)

@@ -37,8 +37,9 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from spark_group_source import command_line
-from spark_group_source.errors import GroupError, OptionError
+from spark_group_source.errors import DrainTimeout, GroupError, OptionError
 from spark_group_source.protocol.offsets import BatchKey, StreamOffset
+from spark_group_source.protocol.states import RunState
 from spark_group_source.protocol.statistics import Statistics
 
 log = logging.getLogger(__name__)
@@ -267,8 +268,9 @@ class Publisher:
                 statistics.partitions_lost,
             )
         self.last = statistics
-        run = {"pid": os.getpid(), "driver": os.getppid(), "connection": self._to_brokers, "drained": drained}
-        run |= {"last_batch": last_batch, "committed": committed}
+        pid = os.getpid()
+        run = {"pid": pid, "started": _started(pid), "driver": os.getppid(), "connection": self._to_brokers}
+        run |= {"drained": drained, "last_batch": last_batch, "committed": committed}
         try:
             if _is_created():
                 write_atomically(self._path, json.dumps({**run, **statistics.as_dict()}))
@@ -324,9 +326,9 @@ class Publisher:
 
 
 def read(group: str) -> list[dict[str, Any]]:
-    """Return what the live runs of one group on this host publish: statistics, ``pid``, ``driver``, ``connection``,
-    ``drained``."""
-    return [doc for doc in _published(group) if _is_alive(int(doc["pid"]))]
+    """Return what the live runs of one group on this host publish: statistics, ``pid``, ``started``, ``driver``,
+    ``connection``, ``drained``, ``last_batch``, ``committed``."""
+    return [doc for doc in _published(group) if _is_alive(int(doc["pid"]), int(doc["started"]))]
 
 
 def _published(group: str) -> list[dict[str, Any]]:
@@ -336,7 +338,7 @@ def _published(group: str) -> list[dict[str, Any]]:
     for path in paths:
         with contextlib.suppress(OSError, ValueError):
             doc = json.loads(path.read_text())
-            if doc.get("group") == group and int(doc["pid"]):
+            if doc.get("group") == group and int(doc["pid"]) and "started" in doc:
                 found.append(doc)
     return found
 
@@ -400,7 +402,8 @@ def drain_runs(target: DrainTarget, group: str, *, timeout_s: float) -> int:
         The number of runs that were drained.
 
     Raises:
-        GroupError: a run did not drain in time, or another one was started meanwhile.
+        DrainTimeout: a run did not drain in time.
+        GroupError: another run was started meanwhile.
     """
     requested = target.runs()
     for name in requested:
@@ -421,7 +424,7 @@ def drain_runs(target: DrainTarget, group: str, *, timeout_s: float) -> int:
             if "written_ms" in late[0]:  # else it is a live process of this host
                 age_s = time.time() - late[0]["written_ms"] / 1000
                 at += f" on host {late[0]['host']}, whose last status is {age_s:.0f} s old,"
-            raise GroupError(
+            raise DrainTimeout(
                 f"the query of group {group!r} {at} did not finish its batch within {timeout_s:.0f} s. If it is "
                 "running, it drains when the batch ends: run the command again with a larger --timeout-s",
                 group=group,
@@ -445,24 +448,29 @@ def drain(group: str, *, driver: int | None = None, timeout_s: float = DRAIN_S) 
         The number of queries that were drained.
 
     Raises:
-        GroupError: this host has no such query, or one did not finish its batch in time (it drains when it does), or
-            was killed before, or another user owns the directory of the run files.
+        DrainTimeout: one did not finish its batch in time; it drains when it does.
+        GroupError: this host has no such query, or one ended or was killed before it was drained, or another user owns
+            the directory of the run files.
     """
     if reason := unusable_reason(directory()):
         raise GroupError(f"{reason}. {_CONSEQUENCE}", group=group)
 
-    seen: set[int] = set()
+    seen: dict[int, dict[str, Any]] = {}
 
     def runs() -> dict[str, dict[str, Any]]:
         live = {int(doc["pid"]): doc for doc in read(group) if driver in (None, doc["driver"])}
-        seen.update(live)
-        for doc in _published(group) if seen - live.keys() else ():
-            if (pid := int(doc["pid"])) in seen - live.keys() and not doc["drained"]:
+        killed = {int(doc["pid"]): doc for doc in _published(group)} if seen.keys() - live.keys() else {}
+        for pid in seen.keys() - live.keys():
+            doc = killed.get(pid, seen[pid])  # a run that stops removes its file
+            is_idle = pid not in killed and doc["committed"] and doc["state"] == RunState.OPEN.value
+            if not (doc["drained"] or is_idle):
                 raise GroupError(
-                    f"the query of group {group!r} in process {pid} was killed during the drain: its last batch may be "
-                    "in the sink without a commit of its offsets. Start it again, then run the command again",
+                    f"the query of group {group!r} in process {pid} {'was killed' if pid in killed else 'ended'} "
+                    "during the drain: its last batch may be in the sink without a commit of its offsets. Start it "
+                    "again, then run the command again",
                     group=group,
                 )
+        seen.update(live)
         return {str(pid): doc for pid, doc in live.items()}
 
     if not runs():
@@ -506,14 +514,29 @@ def _warn_once(text: str) -> None:
     log.warning("%s", text)
 
 
-def _is_alive(pid: int) -> bool:
+def _is_alive(pid: int, started: int) -> bool:
+    """Whether this process runs. A later process, or a thread, may have its number."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
     except PermissionError:
         pass
-    return True
+    return _started(pid) in (0, started)
+
+
+def _started(pid: int) -> int:
+    """Return when a process started, in the kernel's clock ticks since boot; 0 where there is no /proc."""
+    stat = process_stat(pid)
+    return 0 if stat is None else int(stat[19])
+
+
+def process_stat(pid: int) -> list[str] | None:
+    """Return the fields of /proc/<pid>/stat from the third on (proc(5)); None if there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return None
 
 
 # --- the directory ---------------------------------------------------------------------------------------------------

@@ -318,13 +318,14 @@ class NativeChunk:
         """The headers as the broker sent them. None if they are not where they are expected, right behind the value, or
         if that cannot be seen, because no row has a key or a value; and if a row has too many."""
         rows = self._rows
-        has_value, has_key = rows[:, _PAYLOAD] != 0, rows[:, _KEY] != 0
+        # By length: librdkafka has an empty value or key elsewhere. The length of a null or empty value is one byte.
+        has_value, has_key = rows[:, _LEN] != 0, rows[:, _KEY_LEN] != 0
         if self._client.headers_by_call or not (has_value | has_key).any():
             return None
         words = gather(self._addresses + np.uint64(_HEADERS_AT), 16, 8).view(np.uint64).reshape(-1, 2)
         at, lengths = words[:, 1], words[:, 0].astype(np.uint32).astype(np.int64)
         value_end = rows[:, _PAYLOAD] + rows[:, _LEN]
-        key_end = rows[:, _KEY] + rows[:, _KEY_LEN] + np.uint64(1)  # and one byte for the length of a null value
+        key_end = rows[:, _KEY] + rows[:, _KEY_LEN] + np.uint64(1)
         expected = np.where(has_value, value_end, np.where(has_key, key_end, at))
         if (at == expected).all() and at.all():
             with contextlib.suppress(NotHeaders):

@@ -9,7 +9,7 @@ from channel_helpers import RecordingServer
 from kafka_helpers import await_until
 
 from spark_group_source.agents import hosted_members
-from spark_group_source.agents.channel.server import ChannelPeer
+from spark_group_source.agents.channel.server import ChannelLimits, ChannelPeer
 from spark_group_source.agents.hosted_members import ControlConnection
 from spark_group_source.agents.messages import CODEC, AgentOrders, AgentReport, PrefetchPositions
 
@@ -86,6 +86,24 @@ def test_an_agent_reconnects_when_its_connection_is_silent_for_a_third_of_its_le
         await_until(lambda: len(reader.first) == 3, what="the agent on a third connection")
         assert {report.agent for report in reader.first} == {reader.first[0].agent}
         assert connection.end_reason == ""
+
+
+def test_an_agent_with_a_long_lease_reports_before_its_connection_is_idle(
+    reader: StreamReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sixth of the lease would be longer than a connection may be silent, 60 s."""
+    assert ChannelLimits().idle_s > 2 * hosted_members.HEARTBEAT_S_MAX
+    monkeypatch.setattr(hosted_members, "HEARTBEAT_S_MAX", 0.01)
+    reports: list[AgentReport] = []
+    answer = reader._on_message
+
+    def count(peer: ChannelPeer, message: Any, request_number: int) -> None:
+        reports.append(message)
+        answer(peer, message, request_number)
+
+    reader.server._on_message = count
+    with agent(reader):
+        await_until(lambda: len(reports) > 3, what="reports within a sixth of the lease")
 
 
 def test_an_agent_ends_soon_after_all_addresses_refuse_connections(

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import zipfile
 from collections.abc import Callable, Iterator
@@ -150,7 +151,7 @@ def test_a_prefetching_client_accepts_large_messages() -> None:
 def test_no_agent_is_started_if_the_executor_cannot_be_determined(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(agent_folder, "_stat", lambda _: None)
+    monkeypatch.setattr(agent_folder, "process_stat", lambda _: None)
     assert [agent_helpers.start_agent(AgentSettings("run", {})) for _ in range(2)] == [None, None]
     assert caplog.text.count("no agent runs on this executor") == 1
 
@@ -282,6 +283,52 @@ def test_an_agent_ends_on_request(agent: Callable[..., AgentFolder], how: str) -
         os.kill(pid, signal.SIGTERM)
     agent_helpers.await_ended(pid)
     assert not folder.path.exists()
+
+
+def test_an_agent_whose_folder_was_removed_does_not_remove_that_of_the_next_one(
+    agent: Callable[..., AgentFolder],
+) -> None:
+    """Programs that clean temporary folders remove old files."""
+    folder = agent()
+    first = folder.pid
+    os.kill(first, signal.SIGSTOP)
+    folder.remove()
+    agent()
+    second = folder.pid
+    os.kill(first, signal.SIGCONT)
+    agent_helpers.await_ended(first)
+    assert agent_helpers.living() == [second] and agent_helpers.state(folder) is not None
+    (folder.path / "socket").unlink()
+    agent_helpers.await_ended(second)
+
+
+def test_the_files_of_an_agent_are_made_new(agent: Callable[..., AgentFolder]) -> None:
+    folder = agent()
+    files = [folder.path / "lock", folder.path / "socket"]
+    for file in files:
+        os.utime(file, (1, 1))
+    folder.touch()
+    assert all(file.stat().st_mtime > 1 for file in files)
+
+
+def test_the_executor_of_a_driver_is_found_among_threads_with_any_names() -> None:
+    """Linux cuts names after 15 bytes, also in the middle of a character."""
+    named, ended = threading.Event(), threading.Event()
+
+    def run() -> None:
+        Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_bytes("загрузка".encode()[:15])
+        named.set()
+        ended.wait()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        assert named.wait(STARTED_S)
+        here = ProcessId.of(os.getpid())
+        assert here is not None and not here.runs_tasks
+    finally:
+        ended.set()
+        thread.join()
 
 
 def test_an_agent_ends_when_its_connection_has_ended(agent: Callable[..., AgentFolder], tmp_path: Path) -> None:

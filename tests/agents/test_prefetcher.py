@@ -118,6 +118,22 @@ def test_records_without_room_are_fetched_again() -> None:
     assert scene.client.assigned == {TP: until}
 
 
+def test_the_room_of_records_for_which_memory_lacks_is_free_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene(64 << 10)
+    scene.follow(0)
+
+    def fails(*_: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FakeChunk, "batch", fails)
+        for _ in range(9):
+            with pytest.raises(MemoryError):
+                scene.poll(*(message(at, size=10_000) for at in range(3)))
+    scene.poll(*(message(at, size=10_000) for at in range(3)))
+    assert scene.until() == 3
+
+
 def test_a_part_of_a_batch_is_served_without_the_column_offset(tmp_path: Path) -> None:
     columns, folder = ("value", "topic"), AgentFolder(tmp_path)
     scene = Scene(columns=columns)

@@ -1,6 +1,7 @@
 """Claims of tasks over a real channel; the test answers for the stream reader."""
 
 import contextlib
+import json
 import socket
 import subprocess
 import sys
@@ -148,6 +149,39 @@ def test_a_task_of_the_driver_reads_its_piece_without_claim_and_agent(monkeypatc
     assert read == [piece, piece]
     first = TaskEnded(plan=planned.plan, task=planned.number, executor=here)
     assert reported == [first, LAST], "without the counts, which would be a part of the rows"
+
+
+def test_a_task_of_the_driver_claims_its_piece_if_the_binding_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So it is after the name of the host has changed: earlier workers claim under the former name."""
+    monkeypatch.setattr(task, "_workers", {})
+    monkeypatch.setattr(task, "start_agent", lambda *_: pytest.fail("an agent was started"))
+    read: list[Piece] = []
+
+    def read_ranges(piece: Piece, *_: object) -> list[object]:
+        read.append(piece)
+        return []
+
+    monkeypatch.setattr(task, "read_ranges", read_ranges)
+
+    def answers(peer: ChannelPeer, message: Any, request_number: int) -> None:
+        if isinstance(message, Claim):
+            peer.send(GRANTED, responds_to=request_number)
+
+    options = Options.parse({"kafka.bootstrap.servers": "b:1", "kafka.group.id": "g", "subscribe": "orders"})
+    with listening(answers) as planned:
+        late = replace(planned, driver=task.executor_name(agent_folder.find_executor()))
+        assert list(PlainReader(options).read(RangesPartition(Piece(()), late))) == []
+        task._worker_of(planned).close()
+    assert read == [GRANTED.piece]
+
+
+def test_a_pause_after_very_many_attempts_is_the_longest_one(tmp_path: Path) -> None:
+    """The count of an executor that never reaches the driver grows by one an hour."""
+    (tmp_path / "unreached").write_text(json.dumps([10_000, time.time()]))
+    attempts = agent_folder.Attempts(tmp_path / "unreached")
+    assert not attempts.is_due
+    (tmp_path / "unreached").write_text(json.dumps([10_000, time.time() - agent_folder.PAUSE_S_MAX]))
+    assert attempts.is_due
 
 
 # --- the executor's name ----------------------------------------------------------------------------------------------

@@ -50,7 +50,8 @@ def other_run(directory: Path, *, driver: int) -> Iterator[int]:
     """Write the file of a live run in another process; yields its process id."""
     command = [sys.executable, "-c", "import sys; sys.stdin.read()"]
     with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
-        doc = {"pid": process.pid, "driver": driver, "drained": False, **statistics().as_dict()}
+        doc = {"pid": process.pid, "started": run_files._started(process.pid), "driver": driver, "drained": False}
+        doc |= {"last_batch": -1, "committed": True, **statistics().as_dict()}
         (directory / f"{process.pid}.json").write_text(json.dumps(doc))
         yield process.pid
         assert process.stdin is not None
@@ -258,7 +259,7 @@ def test_a_run_that_was_killed_before_it_drained_is_not_counted(
 
         def kill(pid: int) -> None:
             file.write_text(json.dumps(json.loads(file.read_text()) | {"drained": drained}))
-            monkeypatch.setattr(run_files, "_is_alive", lambda other: other != pid)
+            monkeypatch.setattr(run_files, "_is_alive", lambda other, started: other != pid)
 
         monkeypatch.setattr(run_files, "request_drain", kill)
         if drained:
@@ -266,6 +267,43 @@ def test_a_run_that_was_killed_before_it_drained_is_not_counted(
         else:
             with pytest.raises(GroupError, match=f"process {killed} was killed during the drain"):
                 run_files.drain("etl", timeout_s=0)
+
+
+@pytest.mark.parametrize(
+    ("state", "committed", "is_drained"), [("open", True, True), ("open", False, False), ("reading", True, False)]
+)
+def test_a_run_that_stopped_during_the_drain_is_drained_if_it_had_no_batch_left(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, state: str, committed: bool, is_drained: bool
+) -> None:
+    """A run that stops removes its file."""
+    directory.mkdir(mode=0o700)
+    with other_run(directory, driver=1) as stopped:
+        file = directory / f"{stopped}.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"state": state, "committed": committed}))
+        monkeypatch.setattr(run_files, "request_drain", lambda pid: file.unlink())
+        if is_drained:
+            assert run_files.drain("etl", timeout_s=0) == 1
+        else:
+            with pytest.raises(GroupError, match=f"process {stopped} ended during the drain"):
+                run_files.drain("etl", timeout_s=0)
+
+
+def test_a_run_that_was_killed_is_not_live_because_a_thread_has_its_number(directory: Path) -> None:
+    """In a container that was restarted the numbers are small, and many threads have them."""
+    run = run_files.Publisher("etl")
+    run.publish(statistics())
+    (file,) = directory.glob("*.json")
+    ended = threading.Event()
+    thread = threading.Thread(target=ended.wait)
+    thread.start()
+    try:
+        assert thread.native_id is not None
+        doc = json.loads(file.read_text()) | {"pid": thread.native_id, "started": 1}
+        (directory / f"{thread.native_id}.json").write_text(json.dumps(doc))
+        assert [doc["pid"] for doc in run_files.read("etl")] == [os.getpid()]
+    finally:
+        ended.set()
+        thread.join()
 
 
 RUN = """

@@ -248,6 +248,10 @@ class Prefetcher:
                     buffers.halt(tp)
             stopped |= ends.keys()
             return
+        except BaseException:  # such as a MemoryError, after which the thread tries again
+            with self._buffers.locked() as buffers:
+                buffers.cancel(accepted)
+            raise
         with self._buffers.locked() as buffers:
             buffers.add(batch, accepted)
 
