@@ -18,9 +18,17 @@ from spark_group_source.delta import checkpoint as checkpoints
 from spark_group_source.delta.checkpoint import CheckpointFiles
 from spark_group_source.delta.table_history import LedgerExpired
 from spark_group_source.delta.table_writer import TableWriter
+from spark_group_source.errors import OptionError, SourceError
 from spark_group_source.kafka import GroupAdmin, GroupDescription, Topic
 from spark_group_source.model import OffsetRange, Piece, TopicPartition
 from spark_group_source.options.table import Options
+from spark_group_source.protocol import events as ev
+from spark_group_source.protocol.identifiers import parse_note
+from spark_group_source.protocol.lookups import PositionLookups
+from spark_group_source.protocol.offsets import StreamOffset, parse
+from spark_group_source.protocol.outbox import Outbox
+from spark_group_source.protocol.partitions import Partitions
+from spark_group_source.protocol.statistics import Statistics
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -47,6 +55,8 @@ class Start(NamedTuple):
     origin: str
     """Why there: ``checkpoint``, ``committed offset`` or ``starting options``; UNANSWERED if no broker told it."""
     log_start: int | None
+    refusal: str = ""
+    """Why a run would not start there."""
 
     @property
     def range(self) -> OffsetRange | None:
@@ -57,15 +67,14 @@ class Start(NamedTuple):
 
     def problem(self, options: Options) -> str | None:
         """Return why a run would fail here."""
+        if self.refusal:
+            return self.refusal
         if self.origin == UNANSWERED:
             return f"no broker has answered where {self.tp} starts; run the command again"
         if self.end is None:
             return f"{self.tp} has no leader that answers"
         if self.at is None:
-            return (
-                f"{self.tp} has no record as recent as the starting timestamp; set "
-                "startingOffsetsByTimestampStrategy=latest to start at its end"
-            )
+            return None
         lost = self.log_start is not None and self.at < self.log_start
         if not options.fail_on_data_loss or not (lost or self.at > self.end):
             return None
@@ -85,13 +94,18 @@ class Plan:
     starts: list[Start]
     checkpoint: str
     """What the checkpoint says, in words."""
+    deleted: tuple[str, ...] = ()
+    """Topics that the query has read, that it subscribes to, and that do not exist."""
 
     @property
     def problems(self) -> list[str]:
         """Why the run would fail."""
         if not self.topics:
             return [f"no topic matches the pattern {self.options.topic_pattern}"]
-        return [found for start in self.starts if (found := start.problem(self.options))]
+        deleted = self.deleted if self.options.fail_on_data_loss else ()
+        lost = [f"topic {name} was read and does not exist: the run ends with TopicMissing" for name in deleted]
+        found = (start.problem(self.options) for start in self.starts)
+        return list(dict.fromkeys([*lost, *filter(None, found)]))
 
     def piece(self, rows_max: int) -> Piece:
         """Return ranges with up to so many records of each partition."""
@@ -107,9 +121,11 @@ class Plan:
         names = [f"{name} ({topic.partitions})" for name, topic in sorted(self.topics.items())]
         more = [f"and {len(names) - SHOWN_MAX} more"] if len(names) > SHOWN_MAX else []
         members = f"{len(self.group.members)} members" if self.group.members else "no members"
+        missing = sorted(set(self.options.topics) - self.topics.keys())
         facts = {
             "group": f"{self.options.group_id} at {self.options.bootstrap_servers}: {members}",
             "topics": ", ".join(names[:SHOWN_MAX] + more) or "none",
+            **({"missing": f"{', '.join(missing)}: read when they are created"} if missing else {}),
             "checkpoint": self.checkpoint,
             "starts": ", ".join(starts) or "nowhere",
             "to read": f"{left:,} offsets",
@@ -136,59 +152,130 @@ def plan(options: Options, files: CheckpointFiles, root: str) -> Plan:
         root: the query's ``checkpointLocation``.
 
     Raises:
-        TopicMissing, BrokerUnavailable, AccessDenied: by the brokers.
+        TopicMissing: none of the topics exists.
+        BrokerUnavailable, AccessDenied: by the brokers.
         CheckpointMismatch, OptionError: the checkpoint is not one of this group, or the starting options do not name
             the topics' partitions.
     """
     admin = GroupAdmin(options.admin_settings(), retries=0)
     try:
         by_pattern = options.topic_pattern is not None
-        topics = admin.matching_topics(options.is_subscribed) if by_pattern else admin.require_topics(options.topics)
-        tps = [TopicPartition(name, n) for name, topic in sorted(topics.items()) for n in range(topic.partitions)]
-        text, positions = _checkpoint(files, root, options.group_id)
+        if by_pattern:
+            topics = admin.matching_topics(options.is_subscribed)
+        else:
+            topics = admin.existing_topics(options.topics) or admin.require_topics(options.topics)
+        last = read_last_batch(files, root, options.group_id)
+        known = () if last is None else last.offset.known
         return Plan(
-            options, admin.describe_group(options.group_id), topics, _starts(admin, options, tps, positions), text
+            options,
+            admin.describe_group(options.group_id),
+            topics,
+            find_starts(admin, options, {name: topic.partitions for name, topic in topics.items()}, last),
+            f"{root} is new" if last is None else f"{root}: {last.text}",
+            tuple(sorted(name for name in set(options.topics) - topics.keys() if name in known)),
         )
     finally:
         admin.close()
 
 
-def _checkpoint(files: CheckpointFiles, root: str, group: str) -> tuple[str, dict[TopicPartition, int]]:
-    """Return what a checkpoint says, and where the query goes on by it."""
+class LastBatch(NamedTuple):
+    """The last batch in a query's checkpoint."""
+
+    number: int
+    offset: StreamOffset
+    runs_again: bool
+    """Whether it was planned and is not finished."""
+
+    @property
+    def text(self) -> str:
+        """Return what the query does with it."""
+        if self.runs_again:
+            return f"batch {self.number} was planned and is not finished, so it runs again"
+        return f"continues after batch {self.number}"
+
+
+def read_last_batch(files: CheckpointFiles, root: str, group: str) -> LastBatch | None:
+    """Read the last batch of a checkpoint; None if it is new.
+
+    Raises:
+        CheckpointMismatch, OptionError: it is damaged, or not one of this group.
+    """
     planned = checkpoints.batch_numbers(files, f"{root}/offsets")
     if not planned:
-        return f"{root} is new", {}
-    last = max(planned)
-    if last in checkpoints.batch_numbers(files, f"{root}/commits"):
-        return f"{root}: continues after batch {last}", dict(checkpoints.positions(files, root, group).offsets)
-    found = checkpoints.positions(files, root, group, last)
-    return f"{root}: batch {last} was planned and is not finished, so it runs again", dict(found.offsets)
+        return None
+    number, lines = checkpoints.batch_lines(files, root, max(planned))
+    ours = [parse(line) for line in lines.values() if checkpoints.is_kafka_group(line)]
+    found = next((offset for offset in ours if offset.group == group), None)
+    if found is None:
+        raise OptionError(f"batch {number} in {root} has no partition of group {group!r}", checkpoint=root)
+    return LastBatch(number, found, number not in checkpoints.batch_numbers(files, f"{root}/commits"))
 
 
-def _starts(
-    admin: GroupAdmin, options: Options, tps: list[TopicPartition], positions: dict[TopicPartition, int]
-) -> list[Start]:
+def find_starts(admin: GroupAdmin, options: Options, counts: dict[str, int], last: LastBatch | None) -> list[Start]:
+    """Return where a run would start to read each partition. The code of a run decides.
+
+    Args:
+        counts: the number of partitions of each topic.
+        last: the last batch in the checkpoint.
+
+    Raises:
+        OptionError: ``startingOffsets`` do not name exactly the partitions.
+    """
+    tps = [TopicPartition(name, n) for name, count in sorted(counts.items()) for n in range(count)]
     if not tps:
         return []
     stable = options.isolation_level == "read_committed"
-    read = admin.read_offsets(options.group_id, tps)
-    committed = {tp: at.offset for tp, at in read.items() if at is not None}
-    new = [tp for tp in tps if tp not in positions and tp in read and tp not in committed]
-    starting = {tp: options.starting.of(tp) for tp in new} if positions else options.starting.resolve(tps)
-    by_options, _ = admin.starting_offsets({tp: starting[tp] for tp in new}, committed=stable)
+    statistics, out = Statistics(group=options.group_id), Outbox()
+    partitions = Partitions(statistics)
+    lookups = PositionLookups(options.rules(), partitions, statistics, out)
+    if last is None:
+        stream, lookups.known = "", counts
+        options.starting.resolve(tps)
+    else:
+        stream, lookups.known = last.offset.stream, last.offset.known
+        partitions.restore(last.offset, replay=last.runs_again, uncommitted=True)
+    remembered = set(partitions.remembered())
+    for tp in tps:
+        partitions.assign(tp, 0)
+    lookups.order()
+    committed: dict[TopicPartition, ev.Committed | None] = {}
+    unknown: set[TopicPartition] = set()
+    refusal: SourceError | None = None
+    for command in out.commands:  # which grow by what the answers lead to
+        match command:
+            case ev.FetchCommittedOffsets():
+                wanted = [*command.partitions, *command.notes_only]
+                for tp, found in admin.read_offsets(options.group_id, wanted).items():
+                    note = {} if found is None else parse_note(found.metadata)._asdict()
+                    committed[tp] = None if found is None else ev.Committed(offset=found.offset, **note)
+                numbers = [at.reset_number for at in committed.values() if at is not None]
+                offsets = {tp: committed[tp] for tp in command.partitions if tp in committed}
+                unknown |= set(tps) - offsets.keys()
+                lookups.committed_read(
+                    ev.CommittedOffsetsRead(offsets=offsets, reset_number=max(numbers, default=0)), stream
+                )
+                lookups.order()  # all again, after a reset that the checkpoint does not know
+            case ev.ResolveStarts():
+                resolved, epochs = admin.starting_offsets(command.starts, committed=stable)
+                unknown |= command.starts.keys() - resolved.keys()
+                refusal = lookups.starts_resolved(ev.StartsResolved(offsets=resolved, leader_epochs=epochs))
     ends = admin.latest(tps, committed=stable, require_all=False)
     log_starts = admin.earliest(tps, require_all=False)
+    is_void = last is not None and partitions.reset_number > last.offset.reset_number
+    again = {} if last is None or not last.runs_again or is_void else last.offset.ranges
 
     def start(tp: TopicPartition) -> Start:
-        for at, origin in ((positions.get(tp), "checkpoint"), (committed.get(tp), "committed offset")):
-            if at is not None:
-                return Start(tp, at, ends.get(tp), origin, log_starts.get(tp))
-        if tp not in by_options:
-            return Start(tp, None, ends.get(tp), UNANSWERED, log_starts.get(tp))
-        by_option = by_options[tp]
-        if by_option is None and options.starting.no_match == "latest":
-            by_option = ends.get(tp)
-        return Start(tp, by_option, ends.get(tp), "starting options", log_starts.get(tp))
+        if tp in again:
+            return Start(tp, again[tp][0], ends.get(tp), "checkpoint", log_starts.get(tp))
+        at, by = partitions.position(tp), committed.get(tp)
+        if by is not None and (last is None or by.stream != stream) and at == by.offset:
+            origin = "committed offset"
+        elif tp in remembered:
+            origin = "checkpoint"
+        else:
+            origin = UNANSWERED if tp in unknown else "starting options"
+        refused = str(refusal) if at is None and refusal is not None and origin != UNANSWERED else ""
+        return Start(tp, at, ends.get(tp), origin, log_starts.get(tp), refused)
 
     return [start(tp) for tp in tps]
 

@@ -2,6 +2,7 @@
 does, and they change nothing."""
 
 import json
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
@@ -13,9 +14,12 @@ from spark_group_source import DeltaSink
 from spark_group_source.cli import preview
 from spark_group_source.cli import run as job
 from spark_group_source.cli.app import app
+from spark_group_source.cli.preview import LastBatch
 from spark_group_source.kafka import CommittedOffset
-from spark_group_source.model import TopicPartition
+from spark_group_source.model import StartAt, TopicPartition
 from spark_group_source.options.table import Options
+from spark_group_source.protocol import identifiers
+from spark_group_source.protocol.offsets import StreamOffset
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -111,7 +115,8 @@ class TestRun:
         ("options", "reason"),
         [
             (["--topics", "missing"], "topic missing does not exist on"),
-            (["--option", "startingTimestamp=99999999999999"], "has no record as recent as the starting timestamp"),
+            (["--topics", "missing,TOPIC", "--option", "startingOffsets=latest"], ""),
+            (["--option", "startingTimestamp=99999999999999"], "have no record at or after the starting timestamp"),
             (["--option", 'startingOffsets={"TOPIC":{"0":7}}'], "starts at offset 7 (by starting options)"),
             (["--option", 'startingOffsets={"TOPIC":{"0":0,"1":0}}'], "do not name exactly the partitions"),
         ],
@@ -119,7 +124,8 @@ class TestRun:
     def test_wrong_topics_and_starting_options_are_named(self, scene: Scene, options: list[str], reason: str) -> None:
         topic = scene.topic(1)
         shown = self.typed(scene, topic, "--check", *(word.replace("TOPIC", topic) for word in options))
-        assert shown.code == 1 and reason in " ".join(shown.output.split())
+        assert shown.code == bool(reason) and reason in " ".join(shown.output.split())
+        assert reason or "missing: read when they are created" in shown.output
 
     def test_a_dry_run_shows_the_first_rows_as_the_table_would_have_them(self, scene: Scene) -> None:
         topic = scene.topic(2)
@@ -143,14 +149,22 @@ class TestRun:
 
 
 class PartialAdmin:
-    """Answers for some partitions only, as when others have no leader or an open transaction."""
+    """Answers for some partitions only, as when others have no leader or an open transaction.
+
+    Args:
+        committed: by partition of topic t. Without a committed offset: None.
+        silent: the partitions whose starts no broker tells.
+    """
+
+    def __init__(self, committed: dict[int, CommittedOffset | None], silent: Collection[int] = ()) -> None:
+        self.committed, self.silent = committed, silent
 
     def read_offsets(self, group: str, tps: list[TopicPartition]) -> dict[TopicPartition, CommittedOffset | None]:
-        return {tps[0]: CommittedOffset(5, ""), tps[1]: None, tps[2]: None}
+        return {tp: self.committed[tp.partition] for tp in tps if tp.partition in self.committed}
 
-    def starting_offsets(self, starts: dict[TopicPartition, Any], *, committed: bool) -> Any:
-        assert [tp.partition for tp in starts] == [1, 2]
-        return {tp: 0 for tp in starts if tp.partition == 1}, {}
+    def starting_offsets(self, starts: dict[TopicPartition, StartAt], *, committed: bool) -> Any:
+        at = {"earliest": 0, "latest": 9, "time": None}
+        return {tp: at[start.kind] for tp, start in starts.items() if tp.partition not in self.silent}, {}
 
     def latest(self, tps: list[TopicPartition], **_: bool) -> dict[TopicPartition, int]:
         return dict.fromkeys(tps, 9)
@@ -159,13 +173,56 @@ class PartialAdmin:
         return dict.fromkeys(tps, 0)
 
 
+def starts_of(admin: PartialAdmin, count: int, last: LastBatch | None = None, **more: str) -> tuple[Options, list[Any]]:
+    given = {"kafka.bootstrap.servers": "b:1", "kafka.group.id": "g", "subscribe": "t", **more}
+    options = Options.parse(given)
+    return options, preview.find_starts(cast("Any", admin), options, {"t": count}, last)
+
+
 def test_a_start_that_no_broker_told_is_not_taken_for_one_by_the_options() -> None:
-    given = {"kafka.bootstrap.servers": "b:1", "kafka.group.id": "g", "subscribe": "t"}
-    given["startingOffsetsByTimestampStrategy"] = "latest"
-    options, admin = Options.parse({**given, "startingTimestamp": "1"}), cast("Any", PartialAdmin())
-    starts = preview._starts(admin, options, [TopicPartition("t", n) for n in range(4)], {})
-    assert [start.at for start in starts] == [5, 0, None, None]
+    admin = PartialAdmin({0: CommittedOffset(5, ""), 1: None, 2: None}, silent={2})
+    options, starts = starts_of(admin, 4, None, startingTimestamp="1", startingOffsetsByTimestampStrategy="latest")
+    assert [start.at for start in starts] == [5, 9, None, None]
     assert [start.problem(options) for start in starts] == [
         *(None, None),
         *(f"no broker has answered where t-{n} starts; run the command again" for n in (2, 3)),
     ]
+
+
+LAST = LastBatch(
+    3,
+    StreamOffset(
+        group="g", stream="abc", seq=3, known={"t": 1}, topic_ids={"t": "id"}, ranges={TopicPartition("t", 0): (2, 4)}
+    ),
+    runs_again=False,
+)
+OWN = identifiers.note_text("abc", 3)
+
+
+@pytest.mark.parametrize(
+    ("committed", "runs_again", "at", "by"),
+    [
+        (None, False, 4, "checkpoint"),
+        (CommittedOffset(4, OWN), False, 4, "checkpoint"),
+        (CommittedOffset(2, identifiers.note_text("abc", 2)), True, 2, "checkpoint"),
+        (CommittedOffset(7, identifiers.note_text("other", 9)), False, 7, "committed offset"),
+        (CommittedOffset(7, ""), False, 7, "committed offset"),
+        (CommittedOffset(1, ""), False, 1, "committed offset"),
+        (CommittedOffset(0, identifiers.reset_text(1)), False, 0, "committed offset"),
+        (CommittedOffset(4, identifiers.reset_text(1)), True, 4, "committed offset"),
+    ],
+)
+def test_a_start_is_where_a_run_with_this_checkpoint_and_these_offsets_continues(
+    committed: CommittedOffset | None, runs_again: bool, at: int, by: str
+) -> None:
+    """By the code of a run: a reset, a foreign commit and that of another stream win over the checkpoint."""
+    options, (start, added) = starts_of(
+        PartialAdmin({0: committed, 1: None}), 2, LAST._replace(runs_again=runs_again), startingOffsets="latest"
+    )
+    assert (start.at, start.origin, start.problem(options)) == (at, by, None)
+    assert (added.at, added.origin) == (0, "starting options"), "a partition that was added later"
+
+
+def test_a_start_beyond_every_record_is_named() -> None:
+    options, (start,) = starts_of(PartialAdmin({0: None}), 1, startingTimestamp="1")
+    assert "t-0 have no record at or after the starting timestamp 1" in str(start.problem(options))

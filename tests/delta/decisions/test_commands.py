@@ -296,6 +296,7 @@ def test_commands_for_a_second_write_of_a_batch(
         monkeypatch.setitem(query.spark.properties, RUN_ID, f"{tmp_path}-{run}")  # type: ignore[attr-defined]
         query.run(query.sink(table), 0, batch)
         printed = commands(refused(lambda: query.run(query.sink(table), 0, batch)))
+        assert printed
     admin.commit(10)
     for command in printed:
         run_command(command)
