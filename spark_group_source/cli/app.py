@@ -22,6 +22,9 @@ from typer.core import TyperGroup
 from spark_group_source import __version__, compatibility
 from spark_group_source.cli import common
 from spark_group_source.cli.common import (
+    FINAL,
+    RETRIABLE,
+    USAGE,
     CheckpointOption,
     ConfigOption,
     GroupOption,
@@ -48,9 +51,6 @@ LEVELS = ("read_committed", "read_uncommitted")
 WATCH_S = 1.0
 """Interval in which a broker in the foreground checks that its node still runs."""
 
-
-FINAL, USAGE, RETRIABLE = 1, 2, 75
-"""Exit codes of errors: a retry cannot help, the options are wrong, a retry can help (EX_TEMPFAIL of sysexits.h)."""
 EXIT_CODES = {
     0: "success",
     FINAL: "refused or failed; the same command fails again until something changes",

@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from spark_group_source.delta.checkpoint import CheckpointFiles
     from spark_group_source.delta.table_history import TableHistory
 
+FINAL, USAGE, RETRIABLE = 1, 2, 75
+"""Exit codes of errors: a retry cannot help, the options are wrong, a retry can help (EX_TEMPFAIL of sysexits.h)."""
+
 console = Console(markup=False, emoji=False)
 """Prints names of groups and tables as they are, also such as ``etl[a]`` or ``shop:fire:1``."""
 

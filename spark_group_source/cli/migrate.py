@@ -19,7 +19,7 @@ from spark_group_source import command_line
 from spark_group_source.cli import common, reset
 from spark_group_source.cli.common import ConfigOption, GroupOption, JsonOption, ServersOption, TableOption, console
 from spark_group_source.cli.report import DEAD, missing_group
-from spark_group_source.cli.reset import Scope, TopicsOption, in_scope, scope_of
+from spark_group_source.cli.reset import Scope, TopicsOption, in_scope, partitions_of, scope_of
 from spark_group_source.errors import CheckpointMismatch, GroupError, OptionError
 from spark_group_source.kafka import GroupAdmin
 from spark_group_source.model import TopicPartition
@@ -202,6 +202,7 @@ def group_offsets(admin: GroupAdmin, found: Progress, scope: Scope) -> dict[Topi
     Raises:
         OptionError: a partition does not exist, or ends before the query's offset.
     """
+    _require_read(scope, {tp.topic for tp in found.offsets}, "the checkpoint")
     offsets = {tp: at for tp, at in found.offsets.items() if in_scope(tp, scope)}
     topics = admin.require_topics({tp.topic for tp in offsets})
     every = {TopicPartition(name, p) for name, topic in topics.items() for p in range(topic.partitions)}
@@ -215,6 +216,16 @@ def group_offsets(admin: GroupAdmin, found: Progress, scope: Scope) -> dict[Topi
             )
     unseen = {tp: at for tp, at in first.items() if tp not in offsets and in_scope(tp, scope)}
     return offsets | unseen
+
+
+def _require_read(scope: Scope, known: Collection[str], where: str) -> None:
+    """Raise OptionError for a topic of the scope that is not known."""
+    if unread := sorted(scope.keys() - set(known)):
+        raise OptionError(
+            f"{where} has no offset of topic {', '.join(unread)}; it has {', '.join(sorted(known)) or 'none'}. Correct "
+            "--topic, or leave it out",
+            topics=unread,
+        )
 
 
 def _starting_offsets(admin: GroupAdmin, group: str, table: str | None, scope: Scope) -> dict[str, dict[str, int]]:
@@ -236,6 +247,8 @@ def _starting_offsets(admin: GroupAdmin, group: str, table: str | None, scope: S
     if described.state == DEAD and not committed and ledger is None:
         raise missing_group(admin, group)
     known = {tp.topic for tp in (*committed, *(ledger.offsets if ledger else ()))}
+    _require_read(scope, known, f"group {group!r}")
+    partitions_of(admin, group, scope)  # refuses partitions that do not exist
     topics = admin.existing_topics(known)
     offsets: Mapping[TopicPartition, int] = reset.plan_reset({}, committed, ledger, topics).offsets
     found: dict[str, dict[str, int]] = {}

@@ -178,7 +178,7 @@ def plan(options: Options, files: CheckpointFiles, root: str) -> Plan:
         admin.close()
 
 
-class LastBatch(NamedTuple):
+class CheckpointBatch(NamedTuple):
     """The last batch in a query's checkpoint."""
 
     number: int
@@ -194,7 +194,7 @@ class LastBatch(NamedTuple):
         return f"continues after batch {self.number}"
 
 
-def read_last_batch(files: CheckpointFiles, root: str, group: str) -> LastBatch | None:
+def read_last_batch(files: CheckpointFiles, root: str, group: str) -> CheckpointBatch | None:
     """Read the last batch of a checkpoint; None if it is new.
 
     Raises:
@@ -208,10 +208,12 @@ def read_last_batch(files: CheckpointFiles, root: str, group: str) -> LastBatch 
     found = next((offset for offset in ours if offset.group == group), None)
     if found is None:
         raise OptionError(f"batch {number} in {root} has no partition of group {group!r}", checkpoint=root)
-    return LastBatch(number, found, number not in checkpoints.batch_numbers(files, f"{root}/commits"))
+    return CheckpointBatch(number, found, number not in checkpoints.batch_numbers(files, f"{root}/commits"))
 
 
-def find_starts(admin: GroupAdmin, options: Options, counts: dict[str, int], last: LastBatch | None) -> list[Start]:
+def find_starts(
+    admin: GroupAdmin, options: Options, counts: dict[str, int], last: CheckpointBatch | None
+) -> list[Start]:
     """Return where a run would start to read each partition. The code of a run decides.
 
     Args:

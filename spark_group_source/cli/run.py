@@ -32,9 +32,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from spark_group_source import compatibility
+from spark_group_source import compatibility, errors
 from spark_group_source.cli import preview
-from spark_group_source.cli.common import console, settings_in
+from spark_group_source.cli.common import FINAL, RETRIABLE, console, settings_in
 from spark_group_source.cli.preview import ROWS_MAX
 from spark_group_source.delta import Writer, table_names
 from spark_group_source.errors import GroupError
@@ -169,6 +169,8 @@ def run(
             optimize_every=optimize_every,
         )
         options = {name: value for name, value in source.items() if value is not None}
+        if "trigger" not in map(str.lower, options) and "once" not in timing:  # Spark 4.0 and 4.1 do not pass it
+            (options["trigger"],) = timing
         rows = _load(spark, options)
         if check or dry_run:
             problems = _preview(rows, sink, options, checkpoint, check=check, rows_max=dry_run or 0)
@@ -182,7 +184,7 @@ def run(
             raise typer.Exit(0) from None
         log.debug("full traceback", exc_info=exc)
         log.error("%s", reason(exc))
-        raise typer.Exit(1) from None
+        raise typer.Exit(exit_code_of(exc)) from None
     finally:
         _end(spark)
     if problems:
@@ -315,7 +317,7 @@ def _follow(writer: "DataStreamWriter") -> None:
             query.stop()
             return
     _tell(query, last)
-    log.info("the query has stopped; all available records are in the table")
+    log.info("the query has stopped; all records that it read are in the table")
 
 
 @functools.cache  # one line, wherever the signal is noticed first
@@ -440,6 +442,13 @@ def _end(spark: "SparkSession") -> None:
         spark.stop()
     except Exception as exc:  # noqa: BLE001  # the JVM may be gone already
         log.debug("cannot stop the session: %r", exc)
+
+
+def exit_code_of(exc: BaseException) -> int:
+    """The exit code of the command, by the class of the error; Spark wraps it, so its text has the name."""
+    found = _MESSAGE.findall(str(exc))
+    kind = getattr(errors, found[-1][0], None) if found else type(exc)
+    return RETRIABLE if getattr(kind, "retriable", False) else FINAL
 
 
 def reason(exc: BaseException) -> str:

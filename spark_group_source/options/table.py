@@ -646,16 +646,13 @@ def _check_together(values: Mapping[str, Any]) -> None:
     if "topics" not in values:
         return
     subscribed = set(values["topics"])
-    for name, values_of in (
-        ("startingOffsets", "starting_offsets"),
-        ("startingOffsetsByTimestamp", "starting_timestamps"),
-    ):
-        spec = values.get(values_of)
-        if spec is None or isinstance(spec, StartAt) or topics_of(spec) == subscribed:
-            continue
+    if values.get("starting_timestamp_ms") is not None:
+        return  # it applies, whatever the others are
+    times, offsets = values.get("starting_timestamps"), values.get("starting_offsets")
+    spec, name = (offsets, "startingOffsets") if times is None else (times, "startingOffsetsByTimestamp")
+    if spec is not None and not isinstance(spec, StartAt) and (others := topics_of(spec) - subscribed):
         raise OptionError(
-            f"option {name!r} must name exactly the subscribed topics: "
-            f"specified {sorted(topics_of(spec))}, subscribed {sorted(subscribed)}",
+            f"option {name!r} names topics that are not subscribed: {sorted(others)}; subscribed {sorted(subscribed)}",
             option=name,
         )
 

@@ -188,6 +188,8 @@ class DataLossDetector:
             for tp in elsewhere & found.keys():
                 if tp.topic not in self._recreated:
                     del found[tp]
+        expired = (tp for tp in self._moved.keys() - self._truncated.keys() if tp.topic not in self._recreated)
+        self.records_lost += sum(self._moved[tp] - self._positions[tp] for tp in expired)
         for tp in self._truncated:
             at = self._positions[tp]
             self.records_lost += max(0, self._proven_ends.get(tp, at) - at)
@@ -302,7 +304,6 @@ class DataLossDetector:
             if at < first and tp not in self._moved:
                 self._lost(tp, f"the records of {tp} from {at} on are lost: it starts at {first} now", available=first)
                 self._moved[tp] = first
-                self.records_lost += first - at
         self._checked = {tp for tp in self._positions if tp in self._checked or tp in firsts}
         where = "where their logs were truncated, or " if self._truncated else ""
         self._reason = f"{len(self._moved)} partitions continue {where}at their first record"

@@ -330,12 +330,13 @@ def split_at_most(ranges: Sequence[OffsetRange], max_records: int) -> list[Offse
     Raises:
         OptionError: that would be more than :data:`TASKS_MAX` pieces.
     """
-    wanted = [-(-r.size // max_records) for r in ranges]
+    wanted, total = [-(-r.size // max_records) for r in ranges], sum(r.size for r in ranges)
     if sum(wanted) > TASKS_MAX:
+        least = -(-total // max(1, TASKS_MAX - len(ranges)))
         raise OptionError(
             f"option 'maxRecordsPerPartition' is {max_records}, which splits the batch of "
-            f"{sum(r.size for r in ranges)} offsets into {sum(wanted)} tasks; the limit is {TASKS_MAX}. Raise the "
-            "option, or set maxOffsetsPerTrigger",
+            f"{total} offsets into {sum(wanted)} tasks; the limit is {TASKS_MAX}. The batch is planned and stays as it "
+            f"is: set the option to {least} or more. maxOffsetsPerTrigger bounds later batches",
             option="maxRecordsPerPartition",
         )
     return [piece for r, parts in zip(ranges, wanted, strict=True) for piece in _split(r, parts)]

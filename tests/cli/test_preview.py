@@ -14,7 +14,9 @@ from spark_group_source import DeltaSink
 from spark_group_source.cli import preview
 from spark_group_source.cli import run as job
 from spark_group_source.cli.app import app
-from spark_group_source.cli.preview import LastBatch
+from spark_group_source.cli.common import RETRIABLE
+from spark_group_source.cli.preview import CheckpointBatch
+from spark_group_source.errors import BrokerUnavailable
 from spark_group_source.kafka import CommittedOffset
 from spark_group_source.model import StartAt, TopicPartition
 from spark_group_source.options.table import Options
@@ -141,6 +143,28 @@ class TestRun:
         shown = self.typed(scene, scene.topic(1), "--dry-run", "3")
         assert (shown.code, shown.stdout) == (0, "there are no records to read\n")
 
+    @pytest.mark.parametrize(
+        ("words", "trigger"),
+        [
+            ([], "availableNow"),
+            (["--trigger", "5 seconds"], "processingTime"),
+            (["--trigger", "once"], None),
+            (["--option", "Trigger=auto"], None),
+        ],
+    )
+    def test_the_source_gets_the_trigger_which_spark_4_0_and_4_1_do_not_pass(
+        self, scene: Scene, monkeypatch: pytest.MonkeyPatch, words: list[str], trigger: str | None
+    ) -> None:
+        loaded: list[dict[str, str]] = []
+
+        def load(_: object, options: dict[str, str]) -> Any:
+            loaded.append(options)
+            raise BrokerUnavailable("enough")
+
+        monkeypatch.setattr(job, "_load", load)
+        assert self.typed(scene, "orders", *words).code == RETRIABLE
+        assert loaded[0].get("trigger") == trigger
+
     def test_a_pattern_that_matches_nothing_is_named(self, scene: Scene) -> None:
         words = ["run", "--bootstrap-servers", scene.servers, "--group", scene.group, "--pattern", "nothing.*"]
         words += ["--table", str(scene.folder / "t"), "--checkpoint", str(scene.folder / "c"), "--check"]
@@ -173,7 +197,9 @@ class PartialAdmin:
         return dict.fromkeys(tps, 0)
 
 
-def starts_of(admin: PartialAdmin, count: int, last: LastBatch | None = None, **more: str) -> tuple[Options, list[Any]]:
+def starts_of(
+    admin: PartialAdmin, count: int, last: CheckpointBatch | None = None, **more: str
+) -> tuple[Options, list[Any]]:
     given = {"kafka.bootstrap.servers": "b:1", "kafka.group.id": "g", "subscribe": "t", **more}
     options = Options.parse(given)
     return options, preview.find_starts(cast("Any", admin), options, {"t": count}, last)
@@ -189,7 +215,7 @@ def test_a_start_that_no_broker_told_is_not_taken_for_one_by_the_options() -> No
     ]
 
 
-LAST = LastBatch(
+LAST = CheckpointBatch(
     3,
     StreamOffset(
         group="g", stream="abc", seq=3, known={"t": 1}, topic_ids={"t": "id"}, ranges={TopicPartition("t", 0): (2, 4)}

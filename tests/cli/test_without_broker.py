@@ -11,8 +11,10 @@ import pytest
 from typer.testing import CliRunner
 
 from spark_group_source.cli import common, offsets
-from spark_group_source.cli.app import EXIT_CODES, FINAL, RETRIABLE, USAGE, app
+from spark_group_source.cli.app import EXIT_CODES, app
+from spark_group_source.cli.common import FINAL, RETRIABLE, USAGE
 from spark_group_source.cli.reset import Offsets, Shift, duration_ms, parse_destination, plan_text, read_plan, scope_of
+from spark_group_source.cli.run import exit_code_of
 from spark_group_source.errors import BrokerUnavailable, GroupError, OptionError, SourceError
 from spark_group_source.kafka import CommittedOffset, GroupDescription
 from spark_group_source.model import EARLIEST, StartAt, TopicPartition
@@ -196,6 +198,20 @@ def test_exit_code_shows_whether_a_retry_can_help(error: Exception, code: int, m
     shown = CliRunner().invoke(app, ["list", "--bootstrap-server", NO_BROKER])
     assert (shown.exit_code, shown.output) == (code, f"error: {type(error).__name__}: {error}\n")
     assert issubclass(type(error), SourceError | OSError)
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (BrokerUnavailable("silent"), RETRIABLE),
+        (RuntimeError("… spark_group_source.errors.RebalanceTimeout: no assignment\n  at …"), RETRIABLE),
+        (RuntimeError("… spark_group_source.errors.DataLoss: gone"), FINAL),
+        (RuntimeError("… pyspark.errors.exceptions.captured.AnalysisException: no such column"), FINAL),
+        (ValueError("other"), FINAL),
+    ],
+)
+def test_exit_code_of_a_run_is_that_of_the_error_which_spark_wraps(error: Exception, code: int) -> None:
+    assert exit_code_of(error) == code
 
 
 class JavaError(Exception):

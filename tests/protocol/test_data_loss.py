@@ -34,8 +34,10 @@ class Brokers:
         self.reset_after_requests: int | None = None
         self.now_ms = 10_000
 
-    def check(self, positions: Offsets, *, after_ms: int = 100, reset_number: int = 0) -> list[str]:
-        """One check. Returns its warnings."""
+    def check(
+        self, positions: Offsets, *, after_ms: int = 100, reset_number: int = 0, revoked: TopicPartition | None = None
+    ) -> list[str]:
+        """One check, in which a partition may be revoked. Returns its warnings."""
         self.now_ms += after_ms
         self.detector.learn_ids({}, reset_number, without_offset=())
         request: ev.ReadLogEnds | None = self.detector.begin(positions, self.now_ms)
@@ -56,7 +58,7 @@ class Brokers:
                 )
             )
             assert len(self.requests) <= 3
-        self.detector.settle(positions)
+        self.detector.settle({tp: at for tp, at in positions.items() if tp != revoked})
         return self.detector.warnings
 
     def confirm(self, positions: Offsets) -> list[str]:
@@ -316,6 +318,16 @@ def test_new_partition_with_deleted_records_is_data_loss() -> None:
     assert isinstance(error, DataLoss)
     assert "the records of orders-0 from 20 on are lost: it starts at 30 now" in str(error)
     assert error.fields == {"topic": "orders", "partition": 0, "expected": 20, "available": 30}
+
+
+def test_records_that_a_partition_lost_are_counted_once_although_it_was_revoked_during_the_check() -> None:
+    brokers = Brokers(fail=False)
+    brokers.firsts[A] = 30
+    brokers.check({A: 20, B: 20}, revoked=A)
+    assert (brokers.detector.records_lost, moved(brokers.detector)) == (0, {})
+    brokers.check({B: 20})
+    brokers.check({A: 20, B: 20})
+    assert (brokers.detector.records_lost, moved(brokers.detector)) == (10, {A: 30})
 
 
 def test_new_partition_continues_at_its_first_record_without_failOnDataLoss() -> None:

@@ -460,5 +460,8 @@ def test_small_ranges_share_a_few_balanced_tasks() -> None:
 
 
 def test_max_records_that_needs_too_many_tasks_is_refused() -> None:
-    with pytest.raises(OptionError, match=rf"'maxRecordsPerPartition' is 1, .* the limit is {TASKS_MAX}"):
-        pack([of(0, 0, TASKS_MAX + 1)], min_partitions=None, max_records=1)
+    ranges = [of(0, 0, 7 * TASKS_MAX + 1), of(1, 0, 5), of(2, 3, 10)]
+    with pytest.raises(OptionError, match=rf"'maxRecordsPerPartition' is 1, .* the limit is {TASKS_MAX}") as caught:
+        pack(ranges, min_partitions=None, max_records=1)
+    least = int(str(caught.value).split("set the option to ")[1].split()[0])
+    assert least == 8 and len(pack(ranges, min_partitions=None, max_records=least)) <= TASKS_MAX
