@@ -48,6 +48,8 @@ UNAVAILABLE = "__debezium_unavailable_value"
 """What Debezium sends in place of a large value that a change did not touch and the database did not log."""
 
 _UNAVAILABLE_64 = base64.b64encode(UNAVAILABLE.encode()).decode()
+_UNAVAILABLE_NUMBERS = ",".join(map(str, UNAVAILABLE.encode()))
+"""As elements of an array of numbers."""
 _ENVELOPE, _ROW = "__envelope", "__row"
 _CHANGES = ("c", "u", "r")
 """Debezium's operations after which there is a row: created, updated, read by a snapshot."""
@@ -363,8 +365,13 @@ def debezium(
         .when(F.col(_ROW).isNull(), F.concat(F.lit("the row is missing in operation "), op))
     )
     for field in rows.schema[_ROW].dataType.fields:  # type: ignore[attr-defined]
-        if isinstance(field.dataType, T.StringType | T.BinaryType):
-            is_unavailable = F.col(_ROW)[field.name].cast("string").isin(UNAVAILABLE, _UNAVAILABLE_64) & (op != "d")
+        value, kind = F.col(_ROW)[field.name], field.dataType
+        if isinstance(kind, T.MapType):
+            value = F.map_keys(value)
+        if isinstance(kind, T.ArrayType | T.MapType):
+            value = F.concat_ws(",", value.cast("array<string>"))
+        if isinstance(kind, T.StringType | T.BinaryType | T.ArrayType | T.MapType):
+            is_unavailable = value.cast("string").isin(UNAVAILABLE, _UNAVAILABLE_64, _UNAVAILABLE_NUMBERS) & (op != "d")
             remedy = "was not logged by the database; set REPLICA IDENTITY FULL for its table"
             reason = reason.when(is_unavailable, f"column {field.name} {remedy}")
     if sequence is not None:

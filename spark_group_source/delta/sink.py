@@ -115,10 +115,11 @@ class DeltaSink:
             the rows lack are null.
         writer: "native": Spark's tasks write Parquet files and ``deltalake`` commits them. "options": Delta's own
             writer, by its documented options for idempotent writes; all sources of the query then share one group.
-            "auto" decides for each batch: natively, except for tables that are not on a local file system, whose
-            commits a catalog manages, or with constraints, NOT NULL, CHAR, VARCHAR, generated or identity columns,
-            column mapping or other features that need Delta's write path, and for batches with other types than the
-            table or with new columns that not every table can have. The reason is logged once.
+            "auto" decides for each batch: natively, except for tables that are not on a local file system, that are on
+            one while executors may run on other hosts, whose commits a catalog manages, or with constraints, NOT NULL,
+            CHAR, VARCHAR, generated or identity columns, column mapping or other features that need Delta's write
+            path, and for batches with other types than the table or with new columns that not every table can have.
+            The reason is logged once.
         storage_options: credentials of the table's storage for ``deltalake``, by its names. With them a table that is
             not on a local file system is written natively.
         checkpoint: the query's ``checkpointLocation``. Needed on Spark Connect only.

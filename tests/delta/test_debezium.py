@@ -111,6 +111,24 @@ def test_a_change_that_cannot_be_decoded_has_no_row_and_the_reason(spark: "Spark
     assert [(value, error) for _, value, _, _, error in found] == [(None, reason) for reason in BROKEN.values()]
 
 
+@pytest.mark.parametrize(
+    ("kind", "value", "other"),
+    [
+        ("ARRAY<STRING>", [decode.UNAVAILABLE], [decode.UNAVAILABLE, "b"]),
+        ("ARRAY<BIGINT>", [*decode.UNAVAILABLE.encode()], []),
+        ("MAP<STRING, STRING>", {decode.UNAVAILABLE: decode.UNAVAILABLE}, {"a": decode.UNAVAILABLE}),
+    ],
+)
+def test_a_change_without_the_elements_of_a_large_value_cannot_be_decoded(
+    spark: "SparkSession", kind: str, value: Any, other: Any
+) -> None:
+    """So Debezium sends arrays and hstore columns that a change did not touch."""
+    changes = [change("u", None, {"id": 1, "tags": tags}) for tags in (value, other, None)]
+    found = decoded(frame(spark, changes), f"id INT, tags {kind}")
+    reason = "column tags was not logged by the database; set REPLICA IDENTITY FULL for its table"
+    assert [error for *_, error in found] == [reason, None, None]
+
+
 def test_the_row_before_a_deletion_may_lack_values_that_were_not_logged(spark: "SparkSession") -> None:
     deletion = change("d", row(1, decode.UNAVAILABLE), None)
     ((_, value, op, _, error),) = decoded(frame(spark, [deletion]), SCHEMA)
