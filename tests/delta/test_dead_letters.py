@@ -365,9 +365,10 @@ def test_G4_replay_writes_again_what_a_restore_removed(query: Query, new_sink: N
 def test_G4_replay_writes_its_records_where_the_number_of_the_last_one_is_unknown(
     query: Query, new_sink: NewSink, table: Path, bad: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The log that Delta describes does not have the numbers, and its oldest commits expire."""
+    """The log that Delta describes does not have the numbers, and its oldest commits expire. Delta's writer shows
+    whether a number is used."""
     query.run(new_sink(), 0, offset(0, one(0, 6)))
-    assert new_sink("offset < 2", transform=as_text).replay(query.spark) == 1
+    assert new_sink("offset < 2", transform=as_text, writer="options").replay(query.spark) == 1
     read = TableHistory.ledger
 
     def ledger(self: TableHistory, group: str, known: Ledger | None = None) -> Ledger | None:
@@ -378,7 +379,7 @@ def test_G4_replay_writes_its_records_where_the_number_of_the_last_one_is_unknow
 
     monkeypatch.setattr(TableHistory, "ledger", ledger)
     for count in (2, 0):
-        assert new_sink("offset < 6", transform=as_text).replay(query.spark) == count
+        assert new_sink("offset < 6", transform=as_text, writer="options").replay(query.spark) == count
         assert offsets(table) == [0, 1, 2, 3, 4, 5]
 
 
