@@ -8,11 +8,13 @@ records were produced, so an id that a producer registered for a record is known
 """
 
 import base64
+import hashlib
 import json
 import logging
 import struct
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -50,6 +52,11 @@ UNAVAILABLE = "__debezium_unavailable_value"
 _UNAVAILABLE_64 = base64.b64encode(UNAVAILABLE.encode()).decode()
 _UNAVAILABLE_NUMBERS = ",".join(map(str, UNAVAILABLE.encode()))
 """As elements of an array of numbers."""
+_UNAVAILABLE_JSON = f'{{"{UNAVAILABLE}":"{UNAVAILABLE}"}}'
+"""As hstore in JSON."""
+_UNAVAILABLE_UUID = str(uuid.UUID(bytes=hashlib.md5(UNAVAILABLE.encode(), usedforsecurity=False).digest(), version=3))
+"""As the element of an array of UUIDs."""
+_UNAVAILABLE_ALL = (UNAVAILABLE, _UNAVAILABLE_64, _UNAVAILABLE_NUMBERS, _UNAVAILABLE_JSON, _UNAVAILABLE_UUID)
 _ENVELOPE, _ROW = "__envelope", "__row"
 _CHANGES = ("c", "u", "r")
 """Debezium's operations after which there is a row: created, updated, read by a snapshot."""
@@ -371,7 +378,7 @@ def debezium(
         if isinstance(kind, T.ArrayType | T.MapType):
             value = F.concat_ws(",", value.cast("array<string>"))
         if isinstance(kind, T.StringType | T.BinaryType | T.ArrayType | T.MapType):
-            is_unavailable = value.cast("string").isin(UNAVAILABLE, _UNAVAILABLE_64, _UNAVAILABLE_NUMBERS) & (op != "d")
+            is_unavailable = value.cast("string").isin(*_UNAVAILABLE_ALL) & (op != "d")
             remedy = "was not logged by the database; set REPLICA IDENTITY FULL for its table"
             reason = reason.when(is_unavailable, f"column {field.name} {remedy}")
     if sequence is not None:

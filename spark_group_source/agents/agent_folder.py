@@ -42,10 +42,10 @@ LAST_LINE_CHARS_MAX = 300
 STALE_FOLDERS_MAX = 100
 """Folders that one search for leftovers checks."""
 PAUSE_S, PAUSE_FACTOR, PAUSE_S_MAX = 8.0, 8, 3_600.0
-PAUSES_MAX = 10
-"""After so many the pause is the longest one. In weeks the power of a count that grows is too large for a float."""
 """Pause after the first failed attempt, the factor of each further pause, and the longest one. What fails twice is
 probably forbidden, and an agent that ends in its start costs a second of CPU time."""
+PAUSES_MAX = 10
+"""After so many the pause is the longest one. In weeks the power of a count that grows is too large for a float."""
 BUFFER_BYTES = 64 << 20
 """Default size of an agent's prefetch buffer."""
 _MAIN = (

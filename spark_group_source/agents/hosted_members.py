@@ -48,9 +48,9 @@ REFUSED_S = 5.0
 """When all addresses refuse connections for this long, the run has ended: the stream reader listens until then. With a
 fixed ``coordinatorPort`` the stream reader of the next run refuses the agent's proof."""
 HEARTBEATS_PER_LEASE = 6
+"""Heartbeats that the agent sends in a lease; each is answered."""
 HEARTBEAT_S_MAX = 20.0
 """Longest time between two heartbeats: the stream reader closes a connection that is silent for 60 s."""
-"""Heartbeats that the agent sends in a lease; each is answered."""
 RECONNECT_SHARE = 1 / 3
 """Share of a lease, two heartbeats: an agent that receives nothing for so long assumes that its connection drops what
 is sent, and opens another one while the lease lasts."""

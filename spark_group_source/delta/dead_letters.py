@@ -13,15 +13,14 @@ import json
 import logging
 import os
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from spark_group_source.delta import kept, persisted, table_names, table_writer
+from spark_group_source.delta import Writer, kept, persisted, table_names, table_writer
 from spark_group_source.delta.checkpoint import PlannedBatch
 from spark_group_source.delta.ledger_format import APP_PREFIX, Ledger
-from spark_group_source.delta.replaced_rows import find_replacement
 from spark_group_source.delta.table_history import LedgerExpired, LogFiles, TableHistory, note_of
 from spark_group_source.delta.table_writer import TableWriter
 from spark_group_source.errors import BadRecords, OptionError
@@ -176,12 +175,14 @@ class DeadLetters:
         return LetterBox(self, table, own, planned)
 
     def open_table(self, table: TableWriter, storage_options: Mapping[str, str] | None) -> TableWriter:
-        """Open the dead-letter table of a sink's table, and create it if it does not exist."""
+        """Open the dead-letter table of a sink's table, and create it if it does not exist. It is written natively
+        where that works; who names the native writer says that all hosts share local folders."""
         try:
             idle_log = self._idle_logs.pop()
         except IndexError:  # also if another table's thread took the last one
             idle_log = None
-        own = TableWriter(table.spark, self.table, storage_options=storage_options, log=idle_log)
+        writer: Writer = "native" if table.writer == "native" else "auto"
+        own = TableWriter(table.spark, self.table, writer=writer, storage_options=storage_options, log=idle_log)
         if not own.exists():
             own.create(table.spark.createDataFrame([], ", ".join(f"{name} {kind}" for name, kind in COLUMNS.items())))
         return own
@@ -581,6 +582,24 @@ def _require_record_columns(rows: "DataFrame", letters: DeadLetters) -> None:
         )
 
 
+def _removed_numbers(history: TableHistory, key: str) -> set[int]:
+    """Return the numbers of the replays whose rows a ``RESTORE`` removed. Of replays before another commit that set the
+    content of the table, and of those that left the log, none is returned: whether their rows are there is unknown."""
+    removed: set[int] = set()
+    below: int | None = None
+    """Commits above this version are undone."""
+    for commit in history.commits():  # newest first
+        is_undone = below is not None and commit.version > below
+        entry = commit.ledger_entry(key)
+        if entry is not None and is_undone:
+            removed.add(int(entry["ledger"]["number"]))
+        if not is_undone and commit.restore is not None:
+            below = history.source.restored_to(commit)
+        if not is_undone and (commit.sets_content or (commit.restore is not None and below is None)):
+            break
+    return removed
+
+
 # --- replay -----------------------------------------------------------------------------------------------------------
 
 
@@ -626,7 +645,7 @@ class LetterReplay:
         last = all_letters.agg(F.max("replay")).collect()[0][0] or 0
         history = self.table.history()
         done = _last_commit(self.table, history, self._key)
-        self._release_removed(history, done.number)
+        self._release(_removed_numbers(history, self._key))
         written = self._write(all_letters, last, done) if last > done.number else 0
         left = all_letters.where(F.col("replay").isNull())
         number = max(last, done.number) + 1
@@ -636,25 +655,14 @@ class LetterReplay:
                 number += 1
         return written
 
-    def _release_removed(self, history: TableHistory, done: int) -> None:
-        """Take the number from records whose rows a ``RESTORE`` of the table removed, so that they are replayed again.
-
-        Args:
-            done: the number of the last replay.
-        """
-        try:
-            restore = find_replacement(history, self._key)
-            if restore is None or restore.restored_to is None:
-                return
-            there = history.at(restore.restored_to).ledger(self._key)
-        except LedgerExpired:
-            return
-        self.own.warn_of_other_drivers("a replay updates it")
-        self.table.spark.sql(
-            f"UPDATE {table_names.sql_name(self.own.table)} SET replay = NULL "
-            f"WHERE table_id = '{self.table.identity()}' "
-            f"AND replay > {0 if there is None else there.number} AND replay <= {done}"
-        )
+    def _release(self, numbers: "Set[int]") -> None:
+        """Take these numbers from their records, so that they are replayed again."""
+        if numbers:
+            self.own.warn_of_other_drivers("a replay updates it")
+            self.table.spark.sql(
+                f"UPDATE {table_names.sql_name(self.own.table)} SET replay = NULL "
+                f"WHERE table_id = '{self.table.identity()}' AND replay IN ({', '.join(map(str, sorted(numbers)))})"
+            )
 
     def _claim(self, letters: "DataFrame", topic_id: str, number: int) -> bool:
         """Give records that are good now a number. Returns whether there are any."""

@@ -37,7 +37,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from types import FunctionType, MappingProxyType
@@ -457,7 +457,7 @@ class BatchCommit:
         )
         if isinstance(decision, AlreadyWritten):
             log.info("table %s: already has batch %d of query %s", self.sink.table, planned.batch_id, planned.query_id)
-            self.write.version = self._version_of_batch(history)
+            self.write.find_version = partial(self._version_of_batch, history)
         else:
             self._commit(history, ledgers, decision)
         return decision.durable
@@ -786,6 +786,8 @@ class TableWrite:
     batch_id: int
     version: int | None = None
     """The version of the table that its commit made; None before that, and if nothing had to be committed."""
+    find_version: Callable[[], int | None] = field(default=lambda: None, repr=False)
+    """Finds that of a commit of an earlier run."""
 
 
 _lock = threading.Lock()
@@ -835,16 +837,16 @@ def _keep_run(runs: dict[str, _Run], query_id: str, run: _Run) -> None:
 
 
 def _second_write(table: str, planned: PlannedBatch, former: TableWrite) -> OptionError:
-    if former.version is None:
+    if (version := former.version or former.find_version()) is None:
         remedy = "The table has no rows of the second write in any version"
     else:
         groups = sorted({offset.group for offset in planned.offsets})
         remedy = (
-            f"Version {former.version} of the table has the batch without the second write. To write the whole batch: "
+            f"Version {version} of the table has the batch without the second write. To write the whole batch: "
             "stop the query, run these commands, and start the corrected query with the same checkpoint:"
         ) + command_line.sequence(
             (
-                table_names.restore_command(table, former.version - 1),
+                table_names.restore_command(table, version - 1),
                 *(table_names.reset_command(group, table, "--to-ledger") for group in groups),
             )
         )
@@ -856,7 +858,7 @@ def _second_write(table: str, planned: PlannedBatch, former: TableWrite) -> Opti
         table=table,
         query_id=planned.query_id,
         batch_id=planned.batch_id,
-        version=former.version,
+        version=version,
     )
 
 

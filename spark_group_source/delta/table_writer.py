@@ -269,11 +269,8 @@ class TableWriter:
                 "its log cannot be opened by deltalake: it is not on a local file system, a catalog manages it, or it "
                 "has a feature that deltalake does not support"
             )
-        if self.writer == "auto" and has_other_hosts(self.spark) and native_writer.local_path(source.location):
-            return (
-                "executors may run on other hosts, which may have another folder of its name; writer='native' says "
-                "that all hosts share it"
-            )
+        if rows is not None and (reason := self._reason_of_hosts()) is not None:
+            return reason
         reason = native_writer.reason_not_native(source.opened)
         if reason is None and rows is not None:
             new = native_writer.new_columns(source.opened, rows)
@@ -286,9 +283,19 @@ class TableWriter:
             return f"it is partitioned by {', '.join(partitions) or 'nothing'}, not by {', '.join(self.partition_by)}"
         return reason
 
+    def _reason_of_hosts(self) -> str | None:
+        """Return why files of executors may not be in the table's folder; None if they are."""
+        is_local = isinstance(self._source, LogFiles) and native_writer.local_path(self._source.location) is not None
+        if self.writer == "native" or not is_local or not has_other_hosts(self.spark):
+            return None
+        return (
+            "executors may run on other hosts, which may have another folder of its name; writer='native' says that "
+            "all hosts share it"
+        )
+
     def described_writer(self) -> str:
         """Return the writer of this table and the reason for it, for a log line."""
-        reason = self.reason_not_native(None)
+        reason = self.reason_not_native(None) or self._reason_of_hosts()
         return "natively" if reason is None else f"by Delta's writer options, because {reason}"
 
     def commit(

@@ -306,7 +306,9 @@ class Publisher:
             seq: the number of this run's last durable batch. The durable mark of a later one stays.
         """
         self._is_closed = True
-        self._remove()
+        if committed is not None:
+            _mark(COMMITTED, committed)
+        self._remove()  # after that mark, by which a drain sees that nothing is left
         stream = self.last.stream if self.last is not None else ""
         if stream and _is_usable():
             with contextlib.suppress(OSError):
@@ -314,8 +316,6 @@ class Publisher:
         if (mark := durable_mark(stream)) != NO_MARK and not is_later(mark, seq):
             with contextlib.suppress(OSError):
                 (directory() / f"{stream}{DURABLE}").unlink()
-        if committed is not None:
-            _mark(COMMITTED, committed)
 
     def _remove(self) -> None:
         if not _is_usable():
@@ -462,8 +462,9 @@ def drain(group: str, *, driver: int | None = None, timeout_s: float = DRAIN_S) 
         killed = {int(doc["pid"]): doc for doc in _published(group)} if seen.keys() - live.keys() else {}
         for pid in seen.keys() - live.keys():
             doc = killed.get(pid, seen[pid])  # a run that stops removes its file
-            is_idle = pid not in killed and doc["committed"] and doc["state"] == RunState.OPEN.value
-            if not (doc["drained"] or is_idle):
+            is_idle = doc["committed"] and doc["state"] == RunState.OPEN.value
+            is_done = is_idle or _marked(doc["stream"], COMMITTED).seq > doc["seq"]  # with its batch in flight
+            if not (doc["drained"] or (is_done and pid not in killed)):
                 raise GroupError(
                     f"the query of group {group!r} in process {pid} {'was killed' if pid in killed else 'ended'} "
                     "during the drain: its last batch may be in the sink without a commit of its offsets. Start it "

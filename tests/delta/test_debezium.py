@@ -116,6 +116,8 @@ def test_a_change_that_cannot_be_decoded_has_no_row_and_the_reason(spark: "Spark
     [
         ("ARRAY<STRING>", [decode.UNAVAILABLE], [decode.UNAVAILABLE, "b"]),
         ("ARRAY<BIGINT>", [*decode.UNAVAILABLE.encode()], []),
+        ("ARRAY<STRING>", ["b68a35a7-17ad-35b3-af2a-ae46edb4545a"], []),  # uuid[]
+        ("STRING", json.dumps({decode.UNAVAILABLE: decode.UNAVAILABLE}, separators=(",", ":")), "{}"),  # hstore
         ("MAP<STRING, STRING>", {decode.UNAVAILABLE: decode.UNAVAILABLE}, {"a": decode.UNAVAILABLE}),
     ],
 )
