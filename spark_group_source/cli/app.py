@@ -195,14 +195,14 @@ def broker_run(
 ) -> None:
     """Run a broker in the foreground until Ctrl-C."""
     from spark_group_source.local import background as local_broker
-    from spark_group_source.local.broker import Broker
+    from spark_group_source.local.broker import Broker, check_free
 
     logging.basicConfig(
         level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s [%(threadName)s] %(name)s: %(message)s"
     )
     topics = local_broker.parse_topics(topic or [])
     stop = stop_on_signals()
-    local_broker.check_free(port)
+    check_free(port)
     with Broker(port=port, data_dir=data_dir) as broker:
         local_broker.create_topics(broker.bootstrap_servers, topics)
         recorded = local_broker.record(broker) if record else None  # locked until this function ends

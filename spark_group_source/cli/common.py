@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from spark_group_source.errors import OptionError
-from spark_group_source.kafka import GroupAdmin
+from spark_group_source.kafka import GroupAdmin, check_settings
 from spark_group_source.local.conf import pairs_in
 from spark_group_source.options.table import Options
 
@@ -83,20 +83,34 @@ def admin_of(
     Args:
         group: the group whose offsets are requested; "-" for none.
         options: settings with the names of the source's options.
+
+    Raises:
+        UsageError: a setting cannot be used. Nothing is sent to a broker without a setting that was meant for it.
     """
     file = None if config is None else str(config.absolute())
-    return GroupAdmin(options_of(servers, group, config, options).admin_settings(), config_file=file, retries=0)
+    found = options_of(servers, group, config, options)
+    if config is not None or options:
+        try:
+            check_settings(found)
+        except OptionError as exc:
+            raise UsageError(str(exc), **exc.fields) from None
+    return GroupAdmin(found.admin_settings(), config_file=file, retries=0)
 
 
 def options_of(
     servers: str, group: str, config: Path | None = None, options: Mapping[str, str] | None = None
 ) -> Options:
-    """The client settings of ``--command-config``, checked and translated like those of a query.
+    """The client settings of ``--command-config``, checked and translated like those of a query. In the file they
+    may have the prefix ``kafka.``, as in a file of ``spark-group run --option-file``.
 
     Raises:
         UsageError: a setting, the group or the servers cannot be used.
     """
-    given = {} if config is None else {f"kafka.{name}": value for name, value in settings_in(config).items()}
+    given = (
+        {}
+        if config is None
+        else {f"kafka.{name.removeprefix('kafka.')}": value for name, value in settings_in(config).items()}
+    )
     own = {"kafka.bootstrap.servers": servers, "kafka.group.id": group, "subscribe": "-"}
     try:
         return Options.parse({**given, **(options or {}), **own})
@@ -107,7 +121,7 @@ def options_of(
 def text_of(path: Path) -> str:
     """The text of a file. Raises OptionError if it cannot be read, or is not UTF-8."""
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")  # Windows programs put a mark at the beginning
     except (OSError, UnicodeError) as exc:
         raise OptionError(f"{path} cannot be read: {exc}") from None
 
@@ -125,7 +139,8 @@ def settings_in(path: Path) -> dict[str, str]:
     for name, value in found.items():
         if absent := [word for word in VARIABLE.findall(value) if word not in os.environ]:
             raise OptionError(f"{path}: {name} uses the variable {absent[0]}, which is not set in the environment")
-        found[name] = VARIABLE.sub(lambda match: os.environ[match[1]], value)
+        # A secret that was read from a file often ends with a newline.
+        found[name] = VARIABLE.sub(lambda match: os.environ[match[1]].rstrip("\r\n"), value)
     return found
 
 

@@ -80,8 +80,8 @@ def reset(
     destination = None if to == "ledger" else _destination(to)
     admin = common.admin_of(bootstrap_servers, group, options=options)
     scope: resetting.Scope = dict.fromkeys([topics] if isinstance(topics, str) else topics, frozenset())
-    session = _session(spark) if table is not None and execute else None
-    since = resetting.table_version(session, table)
+    session = _session(spark) if table is not None else None
+    since = resetting.table_version(session, table) if execute else None
     if destination is None:
         assert table is not None
         destination = resetting.of_ledger(admin, group, table, _session(spark), scope)

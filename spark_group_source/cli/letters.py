@@ -85,7 +85,7 @@ def _sink(text: str) -> "DeltaSink":
     sys.path.insert(0, os.getcwd())
     try:
         found = getattr(importlib.import_module(module), name or "sink")
-    except (ImportError, AttributeError) as exc:
+    except (ImportError, AttributeError, TypeError, ValueError) as exc:  # the last two: of a path, or of no module
         raise common.UsageError(f"{text} cannot be imported: {exc}. Name the DeltaSink as MODULE:NAME") from exc
     if not isinstance(found, DeltaSink):
         raise common.UsageError(f"{text} is {type(found).__name__}; it must be a DeltaSink")

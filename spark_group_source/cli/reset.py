@@ -169,7 +169,7 @@ def resolve_targets(admin: GroupAdmin, group: str, to: Destination, scope: Scope
         return (
             _clamp(admin, dict.fromkeys(tps, to.value))
             if to.kind == "offset"
-            else Targets(start_offsets(admin, tps, to))
+            else Targets(start_offsets(admin, tps, to, admin.committed(group)))
         )
     committed = admin.committed(group)
     if to == "current":  # without a committed offset the end, like Kafka's own tool
@@ -277,15 +277,31 @@ def in_scope(tp: TopicPartition, scope: Scope) -> bool:
     return not scope or (tp.topic in scope and (not scope[tp.topic] or tp.partition in scope[tp.topic]))
 
 
-def start_offsets(admin: GroupAdmin, tps: Iterable[TopicPartition], to: StartAt) -> dict[TopicPartition, int]:
-    """Resolve a position for each partition. Partitions that do not exist any more are left out."""
+def start_offsets(
+    admin: GroupAdmin,
+    tps: Iterable[TopicPartition],
+    to: StartAt,
+    committed: Mapping[TopicPartition, CommittedOffset] = MappingProxyType({}),
+) -> dict[TopicPartition, int]:
+    """Resolve a position for each partition. Partitions that do not exist any more are left out.
+
+    Args:
+        committed: the group's offsets. The end of a log is never before one: a group that reads uncommitted records may
+            be behind the last stable offset.
+    """
     tps = list(tps)
     if to.kind == "time":
         found = admin.offsets_at_time(dict.fromkeys(tps, to.value))
-        end = admin.latest(tp for tp, at in found.items() if at is None)
-        return {tp: at for tp, at in (found | end).items() if at is not None}
-    number = {"earliest": EARLIEST_OFFSET, "latest": LATEST_OFFSET}.get(to.kind, to.value)
-    return resolve_offsets(admin, dict.fromkeys(tps, number))
+        at_end = [tp for tp, at in found.items() if at is None]
+    elif to.kind == "latest":
+        found, at_end = {}, tps
+    else:
+        return resolve_offsets(admin, dict.fromkeys(tps, EARLIEST_OFFSET if to.kind == "earliest" else to.value))
+    ends = admin.latest(at_end)
+    beyond = [tp for tp, end in ends.items() if tp in committed and committed[tp].offset > end]
+    log_ends = admin.latest(beyond, committed=False) if beyond else {}
+    ends |= {tp: min(end, committed[tp].offset) for tp, end in log_ends.items()}
+    return {tp: at for tp, at in (found | ends).items() if at is not None}
 
 
 def resolve_offsets(admin: GroupAdmin, offsets: Mapping[TopicPartition, int]) -> dict[TopicPartition, int]:

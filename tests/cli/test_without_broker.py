@@ -6,18 +6,29 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
-from spark_group_source.cli import common, offsets
+from spark_group_source.cli import common, functions, offsets
+from spark_group_source.cli import reset as resetting
 from spark_group_source.cli.app import EXIT_CODES, app
 from spark_group_source.cli.common import FINAL, RETRIABLE, USAGE
-from spark_group_source.cli.reset import Offsets, Shift, duration_ms, parse_destination, plan_text, read_plan, scope_of
+from spark_group_source.cli.reset import (
+    Offsets,
+    Shift,
+    duration_ms,
+    parse_destination,
+    plan_text,
+    read_plan,
+    resolve_targets,
+    scope_of,
+)
 from spark_group_source.cli.run import exit_code_of
 from spark_group_source.errors import BrokerUnavailable, GroupError, OptionError, SourceError
 from spark_group_source.kafka import CommittedOffset, GroupDescription
-from spark_group_source.model import EARLIEST, StartAt, TopicPartition
+from spark_group_source.model import EARLIEST, LATEST, StartAt, TopicPartition
 
 CLI_S = 600
 NO_BROKER = "127.0.0.1:1"
@@ -127,7 +138,24 @@ def test_wrong_value_in_a_settings_file_is_one_line(tmp_path: Path, setting: str
     shown = CliRunner().invoke(app, words)
     (line,) = shown.output.splitlines()
     assert line.startswith("error: OptionError: ") and why in line and "hunter2" not in line
-    assert shown.exit_code == FINAL
+    assert shown.exit_code == USAGE
+
+
+@pytest.mark.parametrize("mark", ["", "\ufeff"], ids=["plain", "with a byte order mark"])
+def test_settings_with_the_prefix_of_a_query_are_used_and_no_setting_is_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mark: str
+) -> None:
+    """Else the client would connect without encryption."""
+    monkeypatch.setenv("PASSWORD", "from a file\n")
+    path = tmp_path / "client.properties"
+    path.write_text(f"{mark}kafka.security.protocol=SASL_SSL\nkafka.sasl.mechanism=PLAIN\nkafka.sasl.username=a\n")
+    with path.open("a") as file:
+        file.write("sasl.password=${PASSWORD}\n")
+    settings = common.admin_of(NO_BROKER, "-", path)._settings
+    assert settings["security.protocol"] == "SASL_SSL" and settings["sasl.password"] == "from a file"
+    path.write_text("secuirty.protocol=SASL_SSL\n")
+    shown = CliRunner().invoke(app, ["list", "--bootstrap-servers", NO_BROKER, "--command-config", str(path)])
+    assert shown.exit_code == USAGE and 'No such configuration property: "secuirty.protocol"' in shown.output
 
 
 def test_files_that_are_not_text_are_one_line(tmp_path: Path) -> None:
@@ -176,6 +204,40 @@ def test_invalid_plan_line_is_named(line: str, tmp_path: Path) -> None:
     path.write_text("orders,0,5\norders,0,6\n")
     with pytest.raises(OptionError, match="line 2: orders-0 appears twice"):
         read_plan(path, "etl")
+
+
+class OpenTransaction:
+    """A partition whose high watermark is 1000, with a transaction that is open since 400; no record has a time."""
+
+    committed_at = 1_000
+
+    def committed(self, group: str) -> dict[TopicPartition, CommittedOffset]:
+        return {P0: CommittedOffset(self.committed_at, "")}
+
+    def latest(self, tps: list[TopicPartition], *, committed: bool = True) -> dict[TopicPartition, int]:
+        return dict.fromkeys(tps, 400 if committed else 1_000)
+
+    def offsets_at_time(self, times: dict[TopicPartition, int]) -> dict[TopicPartition, None]:
+        return dict.fromkeys(times)
+
+
+@pytest.mark.parametrize("to", [LATEST, StartAt("time", 7)])
+@pytest.mark.parametrize(("committed", "then"), [(1_000, 1_000), (100, 400), (2_000, 1_000)])
+def test_the_end_of_a_log_is_not_before_what_a_group_has_read(to: StartAt, committed: int, then: int) -> None:
+    """A group that reads uncommitted records may be behind the last stable offset."""
+    admin: Any = OpenTransaction()
+    admin.committed_at = committed
+    assert resolve_targets(admin, "etl", to, {}).offsets == {P0: then}
+
+
+def test_the_plan_of_a_reset_in_a_notebook_reads_the_ledger(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It warns of records that would be written again."""
+    given: list[Any] = []
+    monkeypatch.setattr(common, "admin_of", lambda *_, **__: OpenTransaction())
+    monkeypatch.setattr(resetting, "reset", lambda *_, spark, since, **__: given.append((spark, since)))
+    spark: Any = object()
+    functions.reset("etl", "b:1", to="latest", table="/lake/orders", spark=spark)
+    assert given == [(spark, None)]
 
 
 # --- exit codes -----------------------------------------------------------------------------------------------------

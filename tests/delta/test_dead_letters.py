@@ -439,7 +439,15 @@ def test_commands_show_and_replay_bad_records(
     assert "few: offset < 7" in command.invoke(app, ["letters", "show", str(bad)], env={"COLUMNS": "200"}).output
 
 
-@pytest.mark.parametrize(("name", "reason"), [("no_such_module:sink", "imported"), ("json:dumps", "function")])
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("no_such_module:sink", "imported"),
+        ("json:dumps", "function"),
+        ("./job.py:sink", "imported"),
+        (":sink", "imported"),
+    ],
+)
 def test_replay_of_what_is_no_sink_is_refused(name: str, reason: str) -> None:
     refused = CliRunner().invoke(app, ["letters", "replay", name])
     assert refused.exit_code == 2 and reason in refused.output

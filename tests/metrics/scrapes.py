@@ -16,6 +16,8 @@ from prometheus_client.parser import text_string_to_metric_families
 SCRAPE_S = 120
 OPERATORS = {">": operator.gt, "<": operator.lt, "==": operator.eq}
 RULE = re.compile(r"(?:increase\()?(\w+)(?:\[\w+\]\))? ([<>]|==) ([\d.]+)(?: \* (?:increase\()?(\w+)(?:\[\w+\]\))?)?")
+NEW_SERIES = re.compile(r"(increase.*) or \((.*) unless (\w+) offset 15m\)")
+"""What a series gained, or what it began with: the first scrape may be after the first records."""
 ALERTS: dict[str, str] = {
     rule["alert"]: rule["expr"]
     for group in yaml.safe_load((Path(__file__).parents[2] / "conf" / "alerts.yml").read_text())["groups"]
@@ -63,6 +65,9 @@ def value(of: Scrape, name: str, **labels: str) -> float:
 
 def fires(expression: str, now: Scrape, before: Scrape) -> bool:
     """Whether an alert's expression holds for any series; ``before``: the scrape at the start of its window."""
+    if (new := NEW_SERIES.fullmatch(expression)) is not None:
+        began = {sample: value for sample, value in now.items() if Sample(new[3], sample.labels) not in before}
+        return fires(new[1], now, before) or fires(new[2], began, {})
     found = RULE.fullmatch(expression)
     assert found, f"{expression!r} is not of the simple kinds that are evaluated here"
     name, compare, bound, other = found[1], OPERATORS[found[2]], float(found[3]), found[4]

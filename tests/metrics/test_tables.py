@@ -135,6 +135,15 @@ def test_the_alert_on_bad_records_compares_their_share_of_each_table() -> None:
 
     assert not fires(alert, after(1000, 50), before)
     assert fires(alert, after(1000, 51), before)
+    assert fires(alert, after(0, 9), {}), "the first scrape is after the first batch"
+    assert not fires(alert, after(1000, 9), {})
+
+
+def test_the_alert_on_lost_records_fires_if_the_first_scrape_is_after_the_loss() -> None:
+    alert = ALERTS["KafkaGroupSourceLostRecords"]
+    lost, none = of_run(replace(RUN, records_lost=5)), of_run(replace(RUN, records_lost=0))
+    assert fires(alert, lost, {}) and fires(alert, lost, none)
+    assert not (fires(alert, none, {}) or fires(alert, lost, lost))
 
 
 def test_a_reachable_run_exports_zero_unreachable_seconds_and_an_unpublished_run_nothing() -> None:
