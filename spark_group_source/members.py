@@ -299,6 +299,7 @@ class Member(SlotMember):
         except GroupError as exc:
             command.done.set_exception(exc)
         else:
+            self._last_ran_ms = self._environment.boot_ms()  # the broker has just accepted this member, however late
             command.done.set_result(None)
 
     def _close(self) -> None:

@@ -236,7 +236,7 @@ class TransactionalCommitter:
         owned = self._own()
         self._end(owned)
         owned.producer.begin_transaction()
-        owned.transaction, owned.begun_ms = Transaction.OPEN, self._environment.now_ms()
+        owned.transaction, owned.begun_ms = Transaction.OPEN, self._environment.boot_ms()
         return owned
 
     def _end(self, owned: _Owned) -> None:
@@ -283,7 +283,7 @@ class TransactionalCommitter:
         match self._state:
             case _Owned() as owned if fenced:
                 expires_ms = int(self._settings["transaction.timeout.ms"])
-                open_ms = self._environment.now_ms() - owned.begun_ms
+                open_ms = self._environment.boot_ms() - owned.begun_ms  # also while the machine was suspended
                 expired = owned.transaction is not Transaction.NONE and open_ms >= expires_ms
                 self._state = _Uncertain() if expired else _Fenced(error)
             case _Owned() if not (error.retriable() or error.txn_requires_abort()):

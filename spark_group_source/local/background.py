@@ -11,7 +11,6 @@ import fcntl
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import TextIO
 
 from spark_group_source.errors import BrokerUnavailable, OptionError
-from spark_group_source.local.broker import KILL_S, LOG_TAIL_LINES, START_S, STOP_S, Broker
+from spark_group_source.local.broker import KILL_S, LOG_TAIL_LINES, START_S, STOP_S, Broker, check_free
 from spark_group_source.local.jars import java_path, kafka_jars, locked
 
 POLL_S = 0.05
@@ -94,14 +93,27 @@ def start(*, port: int = 9092, data_dir: Path | None = None) -> BrokerState:
             process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True, cwd=home
             )
-        if not _await(lambda: process.poll() is not None or running() is not None, START_S + KILL_S):
-            process.kill()
-            process.wait(KILL_S)
+        try:
+            if not _await(lambda: process.poll() is not None or running() is not None, START_S + KILL_S):
+                process.kill()
+                process.wait(KILL_S)
+        except BaseException:  # such as Ctrl-C: nothing would know of this broker
+            _end(process)
+            raise
         state = running()
         if state is None:
             tail = log.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_TAIL_LINES:]
             raise BrokerUnavailable(f"the broker did not start; the end of {log}:\n" + "\n".join(tail), op="start")
         return state
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    process.terminate()
+    try:
+        process.wait(STOP_S + KILL_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait(KILL_S)
 
 
 def stop() -> BrokerState | None:
@@ -140,20 +152,6 @@ def record(broker: Broker) -> TextIO:
     file.flush()
     unfinished.replace(_state_file())
     return file
-
-
-def check_free(port: int) -> None:
-    """Check that a port is free.
-
-    Raises:
-        OptionError: the port is in use.
-    """
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of a former broker may linger
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError as exc:
-            raise OptionError(f"port {port} of 127.0.0.1 is in use; choose another one with --port", port=port) from exc
 
 
 def parse_topics(texts: Sequence[str]) -> dict[str, int]:

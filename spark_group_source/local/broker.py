@@ -30,7 +30,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from spark_group_source.errors import BrokerUnavailable
+from spark_group_source.errors import BrokerUnavailable, OptionError
 from spark_group_source.local import supervise
 from spark_group_source.local.conf import conf_path, read_conf
 from spark_group_source.local.jars import cache_dir, java_path, kafka_jars, kafka_tools_jars
@@ -168,6 +168,7 @@ class Broker:
 
     def _boot(self) -> None:
         port, controller = [*self._ports, *free_ports(2)][:2]
+        check_free(port)
         self._servers = f"127.0.0.1:{port}"
         settings = read_conf("broker.properties") | {
             "node.id": "1",
@@ -218,11 +219,14 @@ class Broker:
         """
         started = time.monotonic()
         pause = threading.Event()
-        while not ready():
-            nodes = {number: self._nodes[number] for number in numbers}
-            for number, node in nodes.items():
+        nodes = {number: self._nodes[number] for number in numbers}
+        while True:
+            is_ready = ready()
+            for number, node in nodes.items():  # also if another process answers at the port
                 if not node.running:
                     raise BrokerUnavailable(f"node {number} ended with code {node.code}{node.tail()}", op="start")
+            if is_ready:
+                return
             waited_s = time.monotonic() - started
             if waited_s > START_S:
                 tails = "".join(node.tail() for node in nodes.values())
@@ -410,6 +414,20 @@ def kafka_uuid() -> str:
         text = urlsafe_b64encode(uuid.uuid4().bytes).decode().rstrip("=")
         if not text.startswith("-"):
             return text
+
+
+def check_free(port: int) -> None:
+    """Check that a port is free.
+
+    Raises:
+        OptionError: the port is in use.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of a former broker may linger
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as exc:
+            raise OptionError(f"port {port} of 127.0.0.1 is in use; choose another one with --port", port=port) from exc
 
 
 def free_ports(count: int) -> list[int]:

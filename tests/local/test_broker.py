@@ -9,6 +9,8 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from confluent_kafka import KafkaException, Producer
@@ -211,7 +213,35 @@ def test_port_in_use_is_named() -> None:
             OptionError, match=rf"port {(port := taken.getsockname()[1])} of 127\.0\.0\.1 is in use.* --port"
         ),
     ):
-        local_broker.check_free(port)
+        Broker(port=port).start()
+
+
+def test_a_node_that_has_ended_is_not_ready_although_another_process_answers_at_its_port() -> None:
+    broker = Broker()
+    broker._nodes = {1: SimpleNamespace(running=False, code=1, tail=lambda: "")}  # type: ignore[dict-item]  # only what is used
+    with pytest.raises(BrokerUnavailable, match="node 1 ended with code 1"):
+        broker._await([1], lambda: True)
+
+
+def test_a_background_broker_whose_start_is_interrupted_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+    popen = subprocess.Popen
+
+    def sleeping(_: object, **more: Any) -> "subprocess.Popen[bytes]":
+        started.append(popen(["sleep", "600"], **more))
+        return started[-1]
+
+    def interrupted(*_: object) -> bool:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(local_broker, "state_dir", lambda: tmp_path)
+    monkeypatch.setattr(local_broker, "java_path", lambda: None)
+    monkeypatch.setattr(local_broker, "kafka_jars", lambda: None)
+    monkeypatch.setattr(subprocess, "Popen", sleeping)
+    monkeypatch.setattr(local_broker, "_await", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        local_broker.start(port=free_ports(1)[0])
+    assert started[0].poll() is not None
 
 
 @pytest.mark.parametrize("text", ["orders:", "orders:0", "orders:x", ":3"])

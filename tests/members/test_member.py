@@ -9,6 +9,7 @@ import pytest
 from confluent_kafka import KafkaError
 from manual_environment import A0, A1, ManualConsumer, ManualEnvironment, metadata, refusal
 
+from spark_group_source.errors import GroupError
 from spark_group_source.kafka import Environment, Identity, MemberStale, OffsetNote
 from spark_group_source.kafka.consumer import TAKE_OVER_MS_MAX
 from spark_group_source.members import Member, MemberCommit
@@ -186,6 +187,25 @@ def test_a_stall_between_two_polls_is_detected(scene: Scene) -> None:
     scene.member._report = report
     scene.run(scene.assign)
     assert scene.doubts() == [False]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_long_commit_is_a_stall_only_if_it_fails(scene: Scene, fails: bool) -> None:
+    """A coordinator that answers late has accepted the member."""
+
+    def slow(*_: object) -> None:
+        scene.freeze()
+        if fails:
+            raise GroupError("no answer")
+
+    scene.run(
+        scene.assign,
+        lambda: setattr(scene.member._consumer, "commit", slow),
+        scene.commit(A0),
+        *([] if fails else [scene.leave]),
+    )
+    assert scene.doubts() == ([False] if fails else [])
+    assert (scene.done[0].exception() is None) != fails
 
 
 def test_a_short_pause_is_no_stall(scene: Scene) -> None:

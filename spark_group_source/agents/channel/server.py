@@ -5,10 +5,12 @@ broken or hostile is closed at a named bound, and does not delay the other peers
 """
 
 import asyncio
+import errno
 import logging
 import resource
 import socket
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -32,6 +34,10 @@ log = logging.getLogger(__name__)
 
 START_S: Final = 10.0
 """Limit for the start of the server's thread; after it the query fails."""
+PORT_WAIT_S: Final = 12.0
+"""How long to wait until a fixed port is free: the previous run of the query may take some seconds to stop."""
+PORT_RETRY_S: Final = 0.2
+"""Interval of the attempts."""
 STOP_S: Final = 3.0
 """Limit for sending the last messages; then the connections are closed."""
 REFUSAL_LOG_INTERVAL_S: Final = 60.0
@@ -259,7 +265,7 @@ class ChannelServer:
         Raises:
             ChannelBroken: the port is taken, an address is not this host's, or the thread does not start.
         """
-        self._listening = listen(self._hosts, self._port)
+        self._listening = listen(self._hosts, self._port, wait_s=PORT_WAIT_S if self._port else 0.0)
         port = int(self._listening[0].getsockname()[1])
         self._thread = threading.Thread(target=self._run, name="channel", daemon=True)
         try:
@@ -420,28 +426,43 @@ def _log_loop_error(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> No
     log.warning("control channel: %s: %r", context.get("message"), context.get("exception"))
 
 
-def listen(hosts: Sequence[str], port: int) -> list[socket.socket]:
+def listen(hosts: Sequence[str], port: int, *, wait_s: float = 0.0) -> list[socket.socket]:
     """Open listening sockets at these addresses of this host, all with one port; without addresses, one for all.
+
+    Args:
+        wait_s: how long to wait until the port is free.
 
     Raises:
         ChannelBroken: the port is taken, or an address is not this host's.
     """
-    try:
-        if not hosts:
-            return [_listen_everywhere(port)]
-        sockets: list[socket.socket] = []
-        for host in hosts:
-            family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            chosen = sockets[0].getsockname()[1] if sockets else port
-            sockets.append(socket.create_server((host, chosen), family=family, backlog=BACKLOG))
-        return sockets
-    except OSError as exc:
-        where = ", ".join(hosts) or "all addresses of this host"
-        raise ChannelBroken(
-            f"the control channel cannot listen at {where}, port {port or 'any'}: {exc.strerror or exc}. Set "
-            "coordinatorPort to a free port, and coordinatorHost to an address of the driver's host",
-            port=port,
-        ) from exc
+    until_s, pause = time.monotonic() + wait_s, threading.Event()
+    while True:
+        try:
+            return _listen(hosts, port)
+        except OSError as exc:
+            if exc.errno != errno.EADDRINUSE or time.monotonic() >= until_s:
+                raise _cannot_listen(hosts, port, exc) from exc
+        pause.wait(PORT_RETRY_S)
+
+
+def _listen(hosts: Sequence[str], port: int) -> list[socket.socket]:
+    if not hosts:
+        return [_listen_everywhere(port)]
+    sockets: list[socket.socket] = []
+    for host in hosts:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        chosen = sockets[0].getsockname()[1] if sockets else port
+        sockets.append(socket.create_server((host, chosen), family=family, backlog=BACKLOG))
+    return sockets
+
+
+def _cannot_listen(hosts: Sequence[str], port: int, exc: OSError) -> ChannelBroken:
+    where = ", ".join(hosts) or "all addresses of this host"
+    return ChannelBroken(
+        f"the control channel cannot listen at {where}, port {port or 'any'}: {exc.strerror or exc}. Set "
+        "coordinatorPort to a free port, and coordinatorHost to an address of the driver's host",
+        port=port,
+    )
 
 
 def _listen_everywhere(port: int) -> socket.socket:

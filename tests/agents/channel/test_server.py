@@ -75,6 +75,32 @@ def test_messages_of_several_threads_arrive_whole_and_in_each_threads_order() ->
             assert [n % 1000 for n in received if n // 1000 == number] == list(range(200))
 
 
+@pytest.mark.parametrize("is_freed", [True, False])
+def test_a_server_waits_until_its_fixed_port_is_free(monkeypatch: pytest.MonkeyPatch, is_freed: bool) -> None:
+    """The previous run of a query may take some seconds to stop."""
+    monkeypatch.setattr(server, "PORT_RETRY_S", 0.01)
+    taken = socket.create_server(("127.0.0.1", 0))
+    attempts = []
+    listen_once = server._listen
+
+    def listen(hosts: list[str], port: int) -> list[socket.socket]:
+        attempts.append(port)
+        if is_freed and len(attempts) == 3:
+            taken.close()
+        return listen_once(hosts, port)
+
+    monkeypatch.setattr(server, "_listen", listen)
+    monkeypatch.setattr(server, "PORT_WAIT_S", SOON_S if is_freed else 0.1)
+    if is_freed:
+        (found,) = server.listen(["127.0.0.1"], taken.getsockname()[1], wait_s=server.PORT_WAIT_S)
+        found.close()
+        assert len(attempts) == 3
+    else:
+        with taken, pytest.raises(ChannelBroken, match="Address already in use"):
+            server.listen(["127.0.0.1"], taken.getsockname()[1], wait_s=server.PORT_WAIT_S)
+        assert len(attempts) > 2
+
+
 def test_both_ends_report_why_a_connection_ended() -> None:
     with RecordingServer() as there:
         with there.client() as client:
