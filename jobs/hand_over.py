@@ -88,7 +88,7 @@ def main(
 
 
 def _settings_in(path: Path) -> dict[str, str]:
-    lines = (line.strip() for line in path.read_text(encoding="utf-8").splitlines())
+    lines = (line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines())
     pairs = [line.partition("=") for line in lines if line and not line.startswith("#")]
     return {name.strip(): value.strip() for name, _, value in pairs}
 

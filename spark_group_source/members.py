@@ -299,7 +299,9 @@ class Member(SlotMember):
         except GroupError as exc:
             command.done.set_exception(exc)
         else:
-            self._last_ran_ms = self._environment.boot_ms()  # the broker has just accepted this member, however late
+            self._last_ran_ms = (
+                self._environment.boot_ms()
+            )  # the broker has accepted this member, however late it answered
             command.done.set_result(None)
 
     def _close(self) -> None:

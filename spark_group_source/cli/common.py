@@ -106,11 +106,12 @@ def options_of(
     Raises:
         UsageError: a setting, the group or the servers cannot be used.
     """
-    given = (
-        {}
-        if config is None
-        else {f"kafka.{name.removeprefix('kafka.')}": value for name, value in settings_in(config).items()}
-    )
+    found = {} if config is None else settings_in(config)
+    if twice := [name for name in found if f"kafka.{name}" in found]:
+        raise UsageError(
+            f"{config} has both {twice[0]} and kafka.{twice[0]}, which are one setting; remove one of them"
+        )
+    given = {f"kafka.{name.removeprefix('kafka.')}": value for name, value in found.items()}
     own = {"kafka.bootstrap.servers": servers, "kafka.group.id": group, "subscribe": "-"}
     try:
         return Options.parse({**given, **(options or {}), **own})

@@ -82,10 +82,12 @@ def _sink(text: str) -> "DeltaSink":
     from spark_group_source.delta.sink import DeltaSink
 
     module, _, name = text.partition(":")
+    if not all(part.isidentifier() for part in module.split(".")):
+        raise common.UsageError(f"{text} cannot be imported. Name the DeltaSink as MODULE:NAME")
     sys.path.insert(0, os.getcwd())
     try:
         found = getattr(importlib.import_module(module), name or "sink")
-    except (ImportError, AttributeError, TypeError, ValueError) as exc:  # the last two: of a path, or of no module
+    except (ImportError, AttributeError) as exc:
         raise common.UsageError(f"{text} cannot be imported: {exc}. Name the DeltaSink as MODULE:NAME") from exc
     if not isinstance(found, DeltaSink):
         raise common.UsageError(f"{text} is {type(found).__name__}; it must be a DeltaSink")

@@ -158,7 +158,7 @@ def resolve_targets(admin: GroupAdmin, group: str, to: Destination, scope: Scope
     """
     if isinstance(to, Offsets):
         chosen = {tp: at for tp, at in to.each.items() if in_scope(tp, scope)}
-        found = _clamp(admin, chosen)
+        found = _clamp(admin, group, chosen)
         if to.explicit and (gone := sorted(chosen.keys() - found.offsets.keys())):
             raise OptionError(f"partition {gone[0]} does not exist; create the topic, or leave the partition out")
         return found
@@ -167,20 +167,20 @@ def resolve_targets(admin: GroupAdmin, group: str, to: Destination, scope: Scope
         raise missing_group(admin, group, "to create it, name the topics with --topic")
     if isinstance(to, StartAt):
         return (
-            _clamp(admin, dict.fromkeys(tps, to.value))
+            _clamp(admin, group, dict.fromkeys(tps, to.value))
             if to.kind == "offset"
             else Targets(start_offsets(admin, tps, to, admin.committed(group)))
         )
     committed = admin.committed(group)
     if to == "current":  # without a committed offset the end, like Kafka's own tool
-        return _clamp(admin, {tp: committed[tp].offset if tp in committed else LATEST_OFFSET for tp in tps})
+        return _clamp(admin, group, {tp: committed[tp].offset if tp in committed else LATEST_OFFSET for tp in tps})
     if without := [tp for tp in tps if tp not in committed]:
         raise OptionError(f"--shift-by {to.by}: group {group!r} has no committed offset of {without[0]} to shift")
-    return _clamp(admin, {tp: max(0, committed[tp].offset + to.by) for tp in tps})
+    return _clamp(admin, group, {tp: max(0, committed[tp].offset + to.by) for tp in tps})
 
 
-def _clamp(admin: GroupAdmin, offsets: Mapping[TopicPartition, int]) -> Targets:
-    found = resolve_offsets(admin, offsets)
+def _clamp(admin: GroupAdmin, group: str, offsets: Mapping[TopicPartition, int]) -> Targets:
+    found = resolve_offsets(admin, offsets, admin.committed(group) if LATEST_OFFSET in offsets.values() else {})
     return Targets(found, {tp: offsets[tp] for tp, at in found.items() if 0 <= offsets[tp] != at})
 
 
@@ -297,21 +297,35 @@ def start_offsets(
         found, at_end = {}, tps
     else:
         return resolve_offsets(admin, dict.fromkeys(tps, EARLIEST_OFFSET if to.kind == "earliest" else to.value))
-    ends = admin.latest(at_end)
+    return {tp: at for tp, at in (found | _latest(admin, at_end, committed)).items() if at is not None}
+
+
+def _latest(
+    admin: GroupAdmin, tps: Iterable[TopicPartition], committed: Mapping[TopicPartition, CommittedOffset]
+) -> dict[TopicPartition, int]:
+    """The last stable offsets, or those that the group has read beyond them."""
+    ends = admin.latest(tps)
     beyond = [tp for tp, end in ends.items() if tp in committed and committed[tp].offset > end]
     log_ends = admin.latest(beyond, committed=False) if beyond else {}
-    ends |= {tp: min(end, committed[tp].offset) for tp, end in log_ends.items()}
-    return {tp: at for tp, at in (found | ends).items() if at is not None}
+    return ends | {tp: min(end, committed[tp].offset) for tp, end in log_ends.items()}
 
 
-def resolve_offsets(admin: GroupAdmin, offsets: Mapping[TopicPartition, int]) -> dict[TopicPartition, int]:
+def resolve_offsets(
+    admin: GroupAdmin,
+    offsets: Mapping[TopicPartition, int],
+    committed: Mapping[TopicPartition, CommittedOffset] = MappingProxyType({}),
+) -> dict[TopicPartition, int]:
     """Resolve an offset for each partition (-1 latest, -2 earliest); one outside the log becomes its nearest end.
 
-    Latest is the last stable offset. A named offset may be behind it: a group that reads uncommitted records has such
-    positions while a transaction is open.
+    Latest is the last stable offset, or what the group has read beyond it. A named offset may be behind it: a group
+    that reads uncommitted records has such positions while a transaction is open.
+
+    Args:
+        committed: the group's offsets.
     """
     named = {tp for tp, at in offsets.items() if at not in (EARLIEST_OFFSET, LATEST_OFFSET)}
-    first, end = admin.earliest(offsets), admin.latest(offsets.keys() - named) | admin.latest(named, committed=False)
+    first = admin.earliest(offsets)
+    end = _latest(admin, offsets.keys() - named, committed) | admin.latest(named, committed=False)
     words = {EARLIEST_OFFSET: first, LATEST_OFFSET: end}
     return {
         tp: words[at][tp] if at in words else min(max(at, first[tp]), end[tp])

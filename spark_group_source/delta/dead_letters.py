@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from spark_group_source.delta import Writer, kept, persisted, table_names, table_writer
+from spark_group_source.delta import kept, persisted, table_names, table_writer
 from spark_group_source.delta.checkpoint import PlannedBatch
 from spark_group_source.delta.ledger_format import APP_PREFIX, Ledger
 from spark_group_source.delta.table_history import LedgerExpired, LogFiles, TableHistory, note_of
@@ -176,13 +176,19 @@ class DeadLetters:
 
     def open_table(self, table: TableWriter, storage_options: Mapping[str, str] | None) -> TableWriter:
         """Open the dead-letter table of a sink's table, and create it if it does not exist. It is written natively
-        where that works; who names the native writer says that all hosts share local folders."""
+        where that works, unless its sink is not."""
         try:
             idle_log = self._idle_logs.pop()
         except IndexError:  # also if another table's thread took the last one
             idle_log = None
-        writer: Writer = "native" if table.writer == "native" else "auto"
-        own = TableWriter(table.spark, self.table, writer=writer, storage_options=storage_options, log=idle_log)
+        own = TableWriter(
+            table.spark,
+            self.table,
+            writer="options" if table.writer == "options" else "auto",
+            share_folders=table.writer == "native",
+            storage_options=storage_options,
+            log=idle_log,
+        )
         if not own.exists():
             own.create(table.spark.createDataFrame([], ", ".join(f"{name} {kind}" for name, kind in COLUMNS.items())))
         return own

@@ -806,9 +806,11 @@ def guarded_write(table_id: str, table: str, planned: PlannedBatch) -> Iterator[
     with _lock:
         writes = _writes_of_run(planned)
         former = writes.get(table_id)
-        if former is not None and former.batch_id == write.batch_id:
-            raise _second_write(table, planned, former)
-        writes[table_id] = write
+        is_second = former is not None and former.batch_id == write.batch_id
+        if not is_second:
+            writes[table_id] = write
+    if former is not None and is_second:
+        raise _second_write(table, planned, former)
     try:
         yield write
     except BaseException:
@@ -837,7 +839,11 @@ def _keep_run(runs: dict[str, _Run], query_id: str, run: _Run) -> None:
 
 
 def _second_write(table: str, planned: PlannedBatch, former: TableWrite) -> OptionError:
-    if (version := former.version or former.find_version()) is None:
+    version = former.version
+    if version is None:
+        with suppress(Exception):  # of the storage: the error is another one
+            version = former.find_version()
+    if version is None:
         remedy = "The table has no rows of the second write in any version"
     else:
         groups = sorted({offset.group for offset in planned.offsets})

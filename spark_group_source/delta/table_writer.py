@@ -112,6 +112,7 @@ class TableWriter:
         writer: "native" and "options" name a writer; "auto" uses the native one where it works.
         partition_by, merge_schema, merge: as in :class:`spark_group_source.DeltaSink`.
         storage_options: for ``deltalake``; None opens the table's files natively on a local file system only.
+        share_folders: whether all hosts share local folders. Who names the native writer says so.
         log: the log that an earlier writer opened and no longer uses; opening a log reads the names of all files.
     """
 
@@ -125,11 +126,13 @@ class TableWriter:
         merge_schema: bool = False,
         merge: Merge | None = None,
         storage_options: Mapping[str, str] | None = None,
+        share_folders: bool = False,
         log: LogFiles | None = None,
     ) -> None:
         self.spark, self.table, self.writer = spark, table_names.qualified(spark, table), writer
         self.partition_by, self.merge_schema, self.merge = partition_by, merge_schema, merge
         self.storage_options = dict(storage_options) if storage_options is not None else None
+        self.share_folders = share_folders or writer == "native"
         self._source: CommitSource | None = log if log is not None and log.newest() >= 0 else None
         self._described: Any = None
         """The row of ``DESCRIBE DETAIL``; None until it is read."""
@@ -286,7 +289,7 @@ class TableWriter:
     def _reason_of_hosts(self) -> str | None:
         """Return why files of executors may not be in the table's folder; None if they are."""
         is_local = isinstance(self._source, LogFiles) and native_writer.local_path(self._source.location) is not None
-        if self.writer == "native" or not is_local or not has_other_hosts(self.spark):
+        if self.share_folders or not is_local or not has_other_hosts(self.spark):
             return None
         return (
             "executors may run on other hosts, which may have another folder of its name; writer='native' says that "
@@ -353,8 +356,11 @@ class TableWriter:
             Exception: that of Delta or ``deltalake``, also where another writer changed the files meanwhile. The table
                 is as it was.
         """
-        is_shared = self.storage_options is not None and self.reason_not_native(None) is None
-        if has_delta(self.spark) and not is_shared:  # commits of Delta and deltalake may replace each other there
+        is_native = (self.reason_not_native(None) or self._reason_of_hosts()) is None
+        by_deltalake = (
+            is_native and self.storage_options is not None
+        )  # whose commits and Delta's may replace each other
+        if has_delta(self.spark) and not by_deltalake:
             with session_lock:  # it would take the settings of a merge
                 self.spark.sql(f"OPTIMIZE {table_names.sql_name(self.table)}").collect()
             return

@@ -462,8 +462,9 @@ def drain(group: str, *, driver: int | None = None, timeout_s: float = DRAIN_S) 
         killed = {int(doc["pid"]): doc for doc in _published(group)} if seen.keys() - live.keys() else {}
         for pid in seen.keys() - live.keys():
             doc = killed.get(pid, seen[pid])  # a run that stops removes its file
-            is_idle = doc["committed"] and doc["state"] == RunState.OPEN.value
-            is_done = is_idle or _marked(doc["stream"], COMMITTED).seq > doc["seq"]  # with its batch in flight
+            is_open = doc["state"] == RunState.OPEN.value  # else a batch is in flight, whose mark has a later number
+            at_end = _marked(doc["stream"], COMMITTED).seq
+            is_done = (is_open and (doc["committed"] or at_end >= doc["seq"])) or at_end > doc["seq"]
             if not (doc["drained"] or (is_done and pid not in killed)):
                 raise GroupError(
                     f"the query of group {group!r} in process {pid} {'was killed' if pid in killed else 'ended'} "

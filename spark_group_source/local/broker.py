@@ -115,6 +115,7 @@ class Broker:
 
         Raises:
             SetupError: no usable Java, or Kafka's jars cannot be downloaded.
+            OptionError: the given port is in use.
             BrokerUnavailable: the node ended or did not answer in time; the message ends with its log.
         """
         if self._base is not None:
@@ -168,7 +169,8 @@ class Broker:
 
     def _boot(self) -> None:
         port, controller = [*self._ports, *free_ports(2)][:2]
-        check_free(port)
+        if self._ports:
+            check_free(port)
         self._servers = f"127.0.0.1:{port}"
         settings = read_conf("broker.properties") | {
             "node.id": "1",

@@ -153,6 +153,9 @@ def test_settings_with_the_prefix_of_a_query_are_used_and_no_setting_is_dropped(
         file.write("sasl.password=${PASSWORD}\n")
     settings = common.admin_of(NO_BROKER, "-", path)._settings
     assert settings["security.protocol"] == "SASL_SSL" and settings["sasl.password"] == "from a file"
+    path.write_text("kafka.security.protocol=SASL_SSL\nsecurity.protocol=PLAINTEXT\n")
+    with pytest.raises(common.UsageError, match=r"both security\.protocol and kafka\.security\.protocol"):
+        common.options_of(NO_BROKER, "-", path)
     path.write_text("secuirty.protocol=SASL_SSL\n")
     shown = CliRunner().invoke(app, ["list", "--bootstrap-servers", NO_BROKER, "--command-config", str(path)])
     assert shown.exit_code == USAGE and 'No such configuration property: "secuirty.protocol"' in shown.output
@@ -217,13 +220,16 @@ class OpenTransaction:
     def latest(self, tps: list[TopicPartition], *, committed: bool = True) -> dict[TopicPartition, int]:
         return dict.fromkeys(tps, 400 if committed else 1_000)
 
+    def earliest(self, tps: list[TopicPartition]) -> dict[TopicPartition, int]:
+        return dict.fromkeys(tps, 0)
+
     def offsets_at_time(self, times: dict[TopicPartition, int]) -> dict[TopicPartition, None]:
         return dict.fromkeys(times)
 
 
-@pytest.mark.parametrize("to", [LATEST, StartAt("time", 7)])
+@pytest.mark.parametrize("to", [LATEST, StartAt("time", 7), Offsets({P0: -1})])
 @pytest.mark.parametrize(("committed", "then"), [(1_000, 1_000), (100, 400), (2_000, 1_000)])
-def test_the_end_of_a_log_is_not_before_what_a_group_has_read(to: StartAt, committed: int, then: int) -> None:
+def test_the_end_of_a_log_is_not_before_what_a_group_has_read(to: Any, committed: int, then: int) -> None:
     """A group that reads uncommitted records may be behind the last stable offset."""
     admin: Any = OpenTransaction()
     admin.committed_at = committed

@@ -271,28 +271,44 @@ def test_a_run_that_was_killed_before_it_drained_is_not_counted(
 
 @pytest.mark.parametrize(
     ("state", "committed", "is_drained"),
-    [("open", True, True), ("open", False, False), ("reading", True, False), ("reading", False, True)],
+    [("open", True, True), ("open", False, False), ("reading", True, False)],
 )
 def test_a_run_that_stopped_during_the_drain_is_drained_if_it_had_no_batch_left(
     directory: Path, monkeypatch: pytest.MonkeyPatch, state: str, committed: bool, is_drained: bool
 ) -> None:
     """A run that stops removes its file."""
-
-    def stop(file: Path) -> None:
-        run = run_files.Publisher("etl")
-        run.publish(statistics())
-        run.close(batch(4))
-        file.unlink()
-
     directory.mkdir(mode=0o700)
     with other_run(directory, driver=1) as stopped:
         file = directory / f"{stopped}.json"
         file.write_text(json.dumps(json.loads(file.read_text()) | {"state": state, "committed": committed}))
         monkeypatch.setattr(run_files, "request_drain", lambda pid: file.unlink())
-        if (
-            state == "reading" and not committed
-        ):  # its last batch was durable, and its offsets committed, when it stopped
-            monkeypatch.setattr(run_files, "request_drain", lambda pid: stop(file))
+        if is_drained:
+            assert run_files.drain("etl", timeout_s=0) == 1
+        else:
+            with pytest.raises(GroupError, match=f"process {stopped} ended during the drain"):
+                run_files.drain("etl", timeout_s=0)
+
+
+@pytest.mark.parametrize(
+    ("state", "seq", "is_drained"), [("reading", 3, True), ("reading", 4, False), ("open", 4, True), ("open", 5, False)]
+)
+def test_a_run_whose_last_batch_was_committed_when_it_stopped_is_drained(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, state: str, seq: int, is_drained: bool
+) -> None:
+    """By the mark that it leaves: batch 4. A batch in flight has the number after that of the run."""
+    directory.mkdir(mode=0o700)
+    with other_run(directory, driver=1) as stopped:
+        file = directory / f"{stopped}.json"
+        doc = json.loads(file.read_text()) | {"state": state, "seq": seq, "committed": False}
+        file.write_text(json.dumps(doc))
+
+        def stop(pid: int) -> None:
+            run = run_files.Publisher("etl")
+            run.publish(statistics())
+            run.close(batch(4))
+            file.unlink()
+
+        monkeypatch.setattr(run_files, "request_drain", stop)
         if is_drained:
             assert run_files.drain("etl", timeout_s=0) == 1
         else:

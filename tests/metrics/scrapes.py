@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 SCRAPE_S = 120
 OPERATORS = {">": operator.gt, "<": operator.lt, "==": operator.eq}
 RULE = re.compile(r"(?:increase\()?(\w+)(?:\[\w+\]\))? ([<>]|==) ([\d.]+)(?: \* (?:increase\()?(\w+)(?:\[\w+\]\))?)?")
-NEW_SERIES = re.compile(r"(increase.*) or \((.*) unless (\w+) offset 15m\)")
+NEW_SERIES = re.compile(r"(increase.*) or \((.*) unless last_over_time\((\w+)\[15m\] offset 15m\)\)")
 """What a series gained, or what it began with: the first scrape may be after the first records."""
 ALERTS: dict[str, str] = {
     rule["alert"]: rule["expr"]
