@@ -407,9 +407,11 @@ class Placement:
             while len(slots) < wanted:
                 self._slots.add()
         elif wanted < len(slots) and misfit_ms >= self._rules.shrink_ms:
-            self._out.log(f"{len(slots) - wanted} members are too many for the agents and topics; they leave the group")
+            before = len(slots)
             while len(slots) > wanted and self._may_leave(slots[-1]):
                 self._slots.remove_last()
+            if left := before - len(slots):
+                self._out.log(f"{left} members were too many for the agents and topics; they leave the group")
             self._moving.intersection_update(range(len(slots)))
 
     def _may_leave(self, slot: Slot) -> bool:

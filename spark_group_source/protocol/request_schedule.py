@@ -190,8 +190,8 @@ class CommitSchedule:
         """Whether a commit may be ordered now."""
         return isinstance(self._state, Idle)
 
-    def batch_durable(self, now_ms: int) -> None:
-        """A batch became durable: the commit latency counts from here."""
+    def batch_durable(self, now_ms: int | None) -> None:
+        """A batch became durable: the commit latency counts from here. None: it left nothing to commit."""
         self._durable_at_ms = now_ms
 
     def started(self, offsets: Mapping[TopicPartition, int], slots: Iterable[int]) -> None:

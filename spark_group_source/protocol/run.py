@@ -189,7 +189,13 @@ class Run:
     def is_drained(self) -> bool:
         """Whether all offsets are committed and no batch will follow."""
         idle = self.is_draining and self.state is RunState.OPEN  # Spark's next trigger may be far away
-        return self.state is RunState.DRAINED or (idle and self.all_committed)
+        return self.state is RunState.DRAINED or (idle and self._may_drain)
+
+    @property
+    def _may_drain(self) -> bool:
+        """Whether Kafka has all durable offsets, also those of partitions that members are about to get."""
+        is_joined = self.slots.all_assigned or not self._is_resumed
+        return self.all_committed and is_joined and self._has_positions()
 
     @property
     def last_batch(self) -> int:
@@ -569,8 +575,8 @@ class Run:
             _require(offset.seq <= self.seq, f"batch {offset.seq} is durable, but this run did not plan it")
             return
         self.plan, self._last_durable = None, self.plan
-        self._commits.batch_durable(self._now_ms)
         self.lookups.started -= self.partitions.complete_batch(offset.seq)
+        self._commits.batch_durable(self._now_ms if self.partitions.due else None)
         if self.state in (RunState.PLANNED, RunState.READING):
             self._move(ev.Durable)
 
@@ -681,6 +687,8 @@ class Run:
     def _tick(self) -> None:
         self._commits.tick(self._now_ms)
         self.lookups.tick()
+        if self.partitions.all_known():  # no lookup is repeated: the partitions of the failed one were revoked
+            self._broker_answered(Requester.LOOKUP)
         self._renew_offsets()
         self.slots.tick()
         self.placement.tick()
@@ -883,7 +891,7 @@ class Run:
 
     def _draining(self) -> ev.Step | None:
         """Plan no more batches; wait until all durable offsets are committed."""
-        if self.all_committed:
+        if self._may_drain:
             self._move(ev.AllCommitted)
             return None
         if (wait := self._wait(COMMIT_MS_MAX)) is not None:

@@ -200,6 +200,7 @@ class Slots:
         self.missing_topics: tuple[str, ...] = ()
         """Topics that the query names and that do not exist, since members have joined."""
         self._former_topics: tuple[str, ...] = ()
+        self._former_count = 0  # slots from this number on were added while the query runs
         self._unlisted = Suspicions(GRACE_MS)  # subscribed topics that the last lists lack
         self._resubscribed_in: dict[int, int] = {}  # by slot: the generation in which it got the present topics
         self.all = [Slot(number) for number in range(rules.slots)]
@@ -239,6 +240,7 @@ class Slots:
         self.all += [Slot(number) for number in range(len(self.all), min(former_slots, SLOTS_MAX))]
         self._set_topics(topics)
         self._unassigned_since_ms = self._out.now_ms
+        self._former_count = len(self.all)
         for slot in self.all:
             self.join(slot)
 
@@ -526,7 +528,7 @@ class Slots:
 
     def _is_rejoining(self, slot: Slot) -> bool:
         """Whether its members have had no assignment yet and subscribe to the former topics until they have one."""
-        return slot.generation < 0 and bool(self._former_topics)
+        return slot.generation < 0 and bool(self._former_topics) and slot.number < self._former_count
 
     def _subscribe(self, slot: Slot) -> None:
         slot.topics = self._topics
