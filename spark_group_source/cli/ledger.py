@@ -253,19 +253,30 @@ class LedgerReader:
 
 class _Table:
     def __init__(self, table: str) -> None:
-        from spark_group_source.delta import table_names, table_writer
+        from spark_group_source.delta import table_names
 
         self._table = table_names.canonical(table)
+        self._is_failing = False
+        try:
+            self._open()
+        except FileNotFoundError:
+            raise OptionError(
+                f"--table {table}: there is no Delta table at a local path whose log can be opened"
+            ) from None
+
+    def _open(self) -> None:
+        """Open the table's log. Raises FileNotFoundError if there is none."""
+        from spark_group_source.delta import table_names, table_writer
+
         opened = table_writer.open_log(self._table, self._table, None) if table_names.is_path(self._table) else None
         if opened is None:
-            raise OptionError(f"--table {table}: there is no Delta table at a local path whose log can be opened")
+            raise FileNotFoundError("there is no Delta table")
         self._log: LogFiles = opened
         self._version = -1
         """Up to which version of the table the log was read."""
         self._written_ms: dict[str, int] = {}
         """When each group committed last."""
         self._ledgers: dict[str, Ledger] = {}
-        self._is_failing = False
 
     def read_if_possible(self) -> "list[LedgerSnapshot]":
         """Read the ledgers; none if the log cannot be read now, of which the begin and the end are logged."""
@@ -290,6 +301,9 @@ class _Table:
         from spark_group_source.metrics.groups import LedgerSnapshot
 
         history = TableHistory(self._log)
+        if history.version < max(0, self._version):  # the table was deleted, and maybe created again
+            self._open()
+            history = TableHistory(self._log)
         for commit in history.commits(after=self._version):
             for entry in commit.entries:
                 if "ledger" in entry:

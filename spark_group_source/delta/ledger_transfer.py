@@ -16,7 +16,7 @@ from spark_group_source import command_line
 from spark_group_source.delta import table_names, table_writer
 from spark_group_source.delta.ledger_format import Ledger
 from spark_group_source.delta.replaced_rows import ledger_of_rows
-from spark_group_source.delta.table_history import LedgerExpired, TableHistory
+from spark_group_source.delta.table_history import CommitRace, LedgerExpired, TableHistory
 from spark_group_source.errors import GroupError, LedgerConflict, OptionError
 from spark_group_source.protocol.offsets import StreamOffset
 
@@ -188,19 +188,23 @@ def transfer_ledger(
         taken = OptionError(
             f"table {table} has a ledger of group {group!r} already. Nothing was written; reset with --table moves it"
         )
+        is_unknown = False
         try:
             present = history.ledger(group)
-        except LedgerExpired:
-            raise taken from None
+        except LedgerExpired as expired:
+            if expired.number is not None:
+                raise taken from None
+            present, is_unknown = None, True  # Delta refuses the first number below if there is a ledger
         if present is not None:
             if ledger.has_same_content(present):
                 return present  # this command ran before
             raise taken
         what = f"the ledger of group {former_group} in table {source}"
-        return (
-            writer.commit_ledger(history, ledger.with_next_number(), f"copy of {what}", decided_at)
-            if execute
-            else ledger
-        )
+        if not execute:
+            return ledger
+        try:
+            return writer.commit_ledger(history, ledger.with_next_number(), f"copy of {what}", decided_at)
+        except CommitRace:
+            raise (taken if is_unknown else CommitRace(f"another commit of group {group}")) from None
 
     return table_writer.retry_races(attempt, what=f"setting the ledger of group {group!r} in table {table}")

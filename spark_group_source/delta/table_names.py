@@ -141,9 +141,10 @@ def _sql_type(kind: "DataType") -> str:
             return kind.simpleString()
 
 
-def read(spark: "SparkSession", table: str) -> "DataFrame":
-    """Return the rows of the table."""
-    return spark.read.format("delta").load(table) if is_path(table) else spark.table(table)
+def read(spark: "SparkSession", table: str, *, version: int | None = None) -> "DataFrame":
+    """Return the rows of the table, or of one of its versions."""
+    reader = spark.read if version is None else spark.read.option("versionAsOf", version)
+    return reader.format("delta").load(table) if is_path(table) else reader.table(table)
 
 
 def no_table(spark: "SparkSession", table: str) -> str:

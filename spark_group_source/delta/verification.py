@@ -38,7 +38,10 @@ OPERATIONS_THAT_KEEP_ROWS = {
 }
 """Operations of Delta that remove no row."""
 
-OPERATIONS_THAT_ADD_ROWS = {"WRITE", "STREAMING UPDATE", "MERGE", "CREATE TABLE AS SELECT", "COPY INTO"}
+OPERATIONS_THAT_ADD_ROWS = {
+    *("WRITE", "STREAMING UPDATE", "MERGE", "COPY INTO", "CONVERT", "CREATE TABLE AS SELECT"),
+    *("CREATE OR REPLACE TABLE AS SELECT", "REPLACE TABLE AS SELECT"),
+}
 """Operations whose files may have rows that no file before had."""
 
 SHOWN_MAX = 5
@@ -80,6 +83,8 @@ class _Rows:
     """The names of files with rows of other writers."""
     added: int = 0
     """How many rows the groups' commits added."""
+    are_counted: bool = True
+    """Whether the statistics of all these files have their number."""
     removing: set[str] = field(default_factory=set)
     """Operations that removed rows."""
     foreign_versions: list[int] = field(default_factory=list)
@@ -108,9 +113,7 @@ def verify(spark: "SparkSession", table: str, *, rows_per_record: int = 1) -> Ve
         if ledger is not None:
             ledgers[group] = ledger
     found = _read_log(history, commits)
-    row_findings, notes, row_count, own_count = _check_rows(
-        spark, history.table, ledgers, again, found, rows_per_record
-    )
+    row_findings, notes, row_count, own_count = _check_rows(spark, history, ledgers, again, found, rows_per_record)
     count_findings, count_notes = _check_row_count(history, commits, found, own_count)
     return Verification(
         findings + row_findings + count_findings, groups, len(commits), row_count, notes + count_notes, ledgers
@@ -188,7 +191,11 @@ def _read_log(history: TableHistory, commits: Iterable[Commit]) -> _Rows:
         elif not own and commit.operation in OPERATIONS_THAT_ADD_ROWS:
             found.foreign_versions.append(commit.version)
         if own:
-            found.added += sum(int(json.loads(add.get("stats") or "{}").get("numRecords", 0)) for add in adds)
+            counts = [json.loads(add.get("stats") or "{}").get("numRecords") for add in adds]
+            found.added += sum(int(count or 0) for count in counts)
+            found.are_counted &= None not in counts
+            if removes:  # a merge writes the rows of the files that it changes again
+                found.removing.add(commit.operation)
             continue
         replaced = {_name(path) in found.foreign for path in removes}
         adds_rows = commit.operation in OPERATIONS_THAT_ADD_ROWS and bool(adds)
@@ -209,7 +216,7 @@ def _name(path: str) -> str:
 
 def _check_rows(
     spark: "SparkSession",
-    table: str,
+    history: TableHistory,
     ledgers: Mapping[str, Ledger],
     again: set[TopicPartition],
     found: _Rows,
@@ -222,7 +229,7 @@ def _check_rows(
     """
     from pyspark.sql import functions as F
 
-    rows = table_names.read(spark, table)
+    rows = table_names.read(spark, history.table, version=history.version)  # a query may write meanwhile
     own, notes = rows, []
     row_count = rows.count()
     own_count = row_count
@@ -313,6 +320,8 @@ def _check_row_count(
     not_compared = "the number of rows is not compared"
     if not isinstance(history.source, LogFiles):
         return [], [f"{not_compared}: the files of the table's log cannot be read from here"]
+    if not found.are_counted:
+        return [], [f"{not_compared}: the log has files without statistics"]
     if found.removing or commits[0].version > 0:
         listed = ", ".join(sorted(found.removing))
         why = f"the log has {listed}" if found.removing else "the log does not reach back to version 0"

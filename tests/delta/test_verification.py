@@ -13,9 +13,11 @@ from sink_helpers import NewQuery, Query, actions, commits, one, records
 from sink_source import SCHEMA, offset
 from typer.testing import CliRunner
 
+from spark_group_source import Merge
 from spark_group_source.cli import common
 from spark_group_source.cli.app import app
 from spark_group_source.cli.ledger import compare_with_kafka
+from spark_group_source.delta import verification
 from spark_group_source.delta.ledger_format import Ledger
 from spark_group_source.delta.ledger_store import set_ledger
 from spark_group_source.delta.verification import verify
@@ -56,6 +58,42 @@ def test_a_doubled_file_and_a_missing_file_are_found(query: Query, written: Path
     gone = {"path": copy.name, "deletionTimestamp": 1, "dataChange": True}
     inject(written, {"remove": gone}, {"remove": {**gone, "path": add["path"]}})
     assert kinds(query, written) == ["restore", "missing"], "a commit of no known command has removed the rows"
+
+
+def test_rows_that_a_query_writes_meanwhile_are_not_corrupt(
+    query: Query, written: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read_log = verification._read_log
+
+    def and_write(*args: Any) -> Any:
+        query.run(query.sink(written), 3, offset(3, one(30, 40)))
+        return read_log(*args)
+
+    monkeypatch.setattr(verification, "_read_log", and_write)
+    found = verify(query.spark, str(written))
+    assert (found.findings, found.rows) == ([], 33)
+
+
+def test_rows_that_a_merge_wrote_again_are_not_counted(query: Query, tmp_path: Path) -> None:
+    def changes(df: Any) -> Any:
+        return df.selectExpr("offset % 4 AS id", "topic", "partition", "offset")
+
+    sink = query.sink(tmp_path / "merged", transform=changes, merge=Merge(["id"]))
+    for n in range(2):
+        query.run(sink, n, offset(n, one(8 * n, 8 * n + 8)))
+    found = verify(query.spark, str(tmp_path / "merged"))
+    assert (found.findings, found.rows) == ([], 4)
+    assert any("the number of rows is not compared: the log has MERGE" in note for note in found.notes)
+
+
+def test_files_without_statistics_are_not_counted(query: Query, written: Path) -> None:
+    newest = max((written / "_delta_log").glob("*.json"))
+    lines = [json.loads(line) for line in newest.read_text().splitlines()]
+    for line in lines:
+        line.get("add", {}).pop("stats", None)
+    newest.write_text("\n".join(map(json.dumps, lines)))
+    found = verify(query.spark, str(written))
+    assert found.findings == [] and any("files without statistics" in note for note in found.notes)
 
 
 def test_rows_of_several_groups_transforms_and_foreign_writers_are_not_corrupt(

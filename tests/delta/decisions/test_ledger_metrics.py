@@ -2,13 +2,14 @@
 
 import time
 from pathlib import Path
+from shutil import rmtree
 from types import SimpleNamespace
 
 import pytest
 from deltalake import DeltaTable
 from metrics.scrapes import ALERTS, Scrape, firing, parsed, value, values
 from prometheus_client import CollectorRegistry, generate_latest
-from sink_helpers import Query, one
+from sink_helpers import NewQuery, Query, one
 from sink_source import offset
 
 from spark_group_source.cli.ledger import LedgerReader
@@ -113,6 +114,22 @@ def test_a_log_that_cannot_be_read_for_a_while_has_no_values(
     assert read() == ()
     begins, ends = (sum(text in line for line in caplog.messages) for text in ("cannot be read; no metrics", "again"))
     assert (begins, ends) == (2, 1)
+
+
+@pytest.mark.parametrize("batches", [1, 4], ids=["with fewer commits", "with more commits"])
+def test_a_table_that_was_deleted_and_created_again_has_metrics_again(
+    query: Query, table: Path, new_query: NewQuery, batches: int
+) -> None:
+    for n in range(3):
+        query.run(query.sink(table), n, offset(n, one(10 * n, 10 * n + 10)))
+    read = LedgerReader([str(table)])
+    assert [found.offsets for found in read()] == [{P0: 30}]
+    rmtree(table)
+    assert read() == ()
+    other = new_query("other")
+    for n in range(batches):
+        other.run(other.sink(table), n, offset(n, one(100 + n, 101 + n), stream="s2"))
+    assert [found.offsets for found in read()] == [{P0: 100 + batches}]
 
 
 def test_a_table_that_cannot_be_read_without_spark_is_refused(tmp_path: Path) -> None:
