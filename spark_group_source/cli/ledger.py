@@ -300,10 +300,11 @@ class _Table:
         from spark_group_source.delta.table_history import LedgerExpired, TableHistory
         from spark_group_source.metrics.groups import LedgerSnapshot
 
-        history = TableHistory(self._log)
-        if history.version < max(0, self._version):  # the table was deleted, and maybe created again
+        if self._is_failing:  # the table may have been deleted and created again
             self._open()
-            history = TableHistory(self._log)
+        history = TableHistory(self._log)
+        if history.version < max(0, self._version):
+            raise FileNotFoundError("the table was deleted or replaced")
         for commit in history.commits(after=self._version):
             for entry in commit.entries:
                 if "ledger" in entry:

@@ -8,6 +8,7 @@ import re
 import shlex
 from pathlib import Path
 from shutil import copytree
+from typing import Any
 
 import pytest
 from offset_model import SERVERS, OffsetModel
@@ -16,6 +17,11 @@ from sink_source import offset
 from typer.testing import CliRunner
 
 from spark_group_source.cli.app import app
+from spark_group_source.delta.ledger_format import Ledger
+from spark_group_source.delta.ledger_transfer import transfer_ledger
+from spark_group_source.delta.table_history import CommitRace, LedgerExpired, TableHistory
+from spark_group_source.delta.table_writer import TableWriter
+from spark_group_source.errors import OptionError
 
 PAGE = Path(__file__).parents[3] / "docs" / "recovery.md"
 FOLLOWED = [("orders", 0)]
@@ -127,3 +133,32 @@ def test_a_mirrored_cluster(new_query: NewQuery, lake: Path, admin: OffsetModel)
     run_typed(command, lake)
     continue_anew(new_query, lake / "orders", admin, 130, topic_id="id-2")
     assert rows(lake / "orders") == sorted(records(0, 20) + records(118, 130))
+
+
+@pytest.mark.parametrize("races", [0, 1])
+def test_a_ledger_gets_another_name_although_it_is_unknown_whether_there_is_one(
+    query: Query, table: Path, monkeypatch: pytest.MonkeyPatch, races: int
+) -> None:
+    """The log that Delta describes shows no numbers, and an old one does not reach back to the first commit. Delta
+    refuses the first number of a name that has a ledger."""
+    query.run(query.sink(table), 0, offset(0, one(0, 5)))
+    read, commit = TableHistory.ledger, TableWriter.commit_ledger
+
+    def ledger(self: TableHistory, group: str, known: Ledger | None = None) -> Ledger | None:
+        if group == "renamed":
+            raise LedgerExpired(group, None)
+        return read(self, group, known)
+
+    def commit_ledger(*args: Any, **more: Any) -> Ledger:
+        if races:
+            raise CommitRace("another commit has the number")
+        return commit(*args, **more)
+
+    monkeypatch.setattr(TableHistory, "ledger", ledger)
+    monkeypatch.setattr(TableWriter, "commit_ledger", commit_ledger)
+    names = (query.spark, str(table), "etl", str(table), "renamed")
+    if races:
+        with pytest.raises(OptionError, match="has a ledger of group 'renamed' already"):
+            transfer_ledger(*names, execute=True)
+    else:
+        assert transfer_ledger(*names, execute=True).number == 1
