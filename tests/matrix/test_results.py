@@ -89,13 +89,15 @@ def test_an_environment_is_made_again_for_another_dependency(
         return ""
 
     monkeypatch.setattr(environments, "_run", venv)
+    monkeypatch.setattr(environments, "java_path", lambda: Path("java"))
+    monkeypatch.setattr(environments, "_java_version", lambda _java: "17")
     monkeypatch.setattr(environments, "_pip", lambda _python, *_words: "[]")
     monkeypatch.setattr(environments, "python_of", lambda _version: "python3")
     monkeypatch.setattr(environments, "ROOT", tmp_path)
     for required in ('"a>=1"', '"a>=1"', '"a>=1", "b"'):
         (tmp_path / "pyproject.toml").write_text(f"[project]\ndependencies = [{required}]\n")
-        with environments.made(cells.SPARKS[-1], Path("a.whl"), lambda _text: None):
-            pass
+        with environments.made(cells.SPARKS[-1], Path("a.whl"), lambda _text: None) as (_, versions):
+            assert versions["after"]["java"] == "17"
     assert len(made) == 2
 
 
@@ -110,7 +112,9 @@ def test_tables_show_what_was_run_and_what_was_not(stored: Results) -> None:
     stored.add(CELL, OTHER, Result("2026-11-25", passed=3, failed=2))
     table = columns(results.spark_table(stored))
     assert table[KILLS.shows][0] == "20 kills 2026-11-25" and table[OTHER.shows][0] == "**2 failed** 2026-11-25"
-    assert [texts[0] for texts in table.values()].count(results.NOT_RUN) == len(table) - 7
+    assert [texts[0] for texts in table.values()].count(results.NOT_RUN) == len(table) - 6
+    stored.add_versions(CELL, {"before": {}, "after": {"java": "17"}})
+    assert columns(results.spark_table(stored))["Java"][:2] == ["17", results.NOT_RUN]
     without = cells.SPARKS.index(cells.BY_NAME["Spark 4.3.0"])
     assert (table["Delta Lake"][without], table["DeltaSink, both writers"][without]) == ("none", results.LEFT_OUT)
     assert columns(results.broker_table(stored))["members and rebalances, `consumer`"][0] == results.LEFT_OUT
