@@ -103,6 +103,7 @@ class Cluster:
             "table": self.table,
             "checkpoint": self.checkpoint,
             "trigger": "500 milliseconds",
+            "writer": "native",  # all hosts share the folder
         }
         arguments = [word for name, value in job.items() for word in (f"--{name}", str(value))]
         arguments += ["--option", f"kafka.session.timeout.ms={SESSION_MS}", "--option", f"minPartitions={PARTITIONS}"]

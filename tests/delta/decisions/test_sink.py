@@ -495,10 +495,10 @@ def test_a_table_with_a_feature_that_deltalake_does_not_support_is_left_to_delta
     [("spark://host:7077", "auto", False), ("yarn", "native", True), ("local-cluster[2,1,1024]", "auto", True)],
 )
 def test_a_local_folder_is_written_natively_by_executors_of_other_hosts_only_if_the_user_says_that_they_share_it(
-    query: Query, table: Path, master: str, writer: Writer, is_native: bool
+    query: Query, table: Path, master: str, writer: Writer, is_native: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Spark does not report a folder that the driver does not see: it finds no files there, and no error."""
-    query.spark.conf.set("spark.master", master)
+    monkeypatch.setitem(query.spark.conf._values, "spark.master", master)  # type: ignore[attr-defined]  # of the fake
     opened = TableWriter(query.spark, str(table), writer=writer)
     assert opened.reason_not_native(None) is None, "a ledger alone is written by the driver"
     assert ("may have another folder" in opened.described_writer()) != is_native
