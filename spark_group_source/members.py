@@ -299,9 +299,8 @@ class Member(SlotMember):
         except GroupError as exc:
             command.done.set_exception(exc)
         else:
-            self._last_ran_ms = (
-                self._environment.boot_ms()
-            )  # the broker has accepted this member, however late it answered
+            # The broker has accepted this member, however late it answered.
+            self._last_ran_ms = self._environment.boot_ms()
             command.done.set_result(None)
 
     def _close(self) -> None:

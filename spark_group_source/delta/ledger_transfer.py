@@ -205,6 +205,8 @@ def transfer_ledger(
         try:
             return writer.commit_ledger(history, ledger.with_next_number(), f"copy of {what}", decided_at)
         except CommitRace:
-            raise (taken if is_unknown else CommitRace(f"another commit of group {group}")) from None
+            if is_unknown:
+                raise taken from None
+            raise
 
     return table_writer.retry_races(attempt, what=f"setting the ledger of group {group!r} in table {table}")

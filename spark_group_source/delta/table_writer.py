@@ -357,9 +357,8 @@ class TableWriter:
                 is as it was.
         """
         is_native = (self.reason_not_native(None) or self._reason_of_hosts()) is None
-        by_deltalake = (
-            is_native and self.storage_options is not None
-        )  # whose commits and Delta's may replace each other
+        # On S3 the commits of deltalake and of Delta may replace each other.
+        by_deltalake = is_native and self.storage_options is not None
         if has_delta(self.spark) and not by_deltalake:
             with session_lock:  # it would take the settings of a merge
                 self.spark.sql(f"OPTIMIZE {table_names.sql_name(self.table)}").collect()

@@ -230,6 +230,7 @@ class Publisher:
         self.metrics_port = 0
         """The port on which the run serves Prometheus metrics; 0: none."""
         self._path = directory() / f"{os.getpid()}.json"
+        self._process = {"pid": os.getpid(), "started": _started(os.getpid())}
         self._drain_request = self._path.with_suffix(DRAIN)
         self._written: tuple[Statistics, bool, int, bool] | None = None
         """What was written last."""
@@ -268,8 +269,7 @@ class Publisher:
                 statistics.partitions_lost,
             )
         self.last = statistics
-        pid = os.getpid()
-        run = {"pid": pid, "started": _started(pid), "driver": os.getppid(), "connection": self._to_brokers}
+        run = {**self._process, "driver": os.getppid(), "connection": self._to_brokers}
         run |= {"drained": drained, "last_batch": last_batch, "committed": committed}
         try:
             if _is_created():

@@ -269,6 +269,15 @@ def test_a_run_that_was_killed_before_it_drained_is_not_counted(
                 run_files.drain("etl", timeout_s=0)
 
 
+def drain_ended(stopped: int, *, is_drained: bool) -> None:
+    """A drain of a run that stops when it is requested."""
+    if is_drained:
+        assert run_files.drain("etl", timeout_s=0) == 1
+    else:
+        with pytest.raises(GroupError, match=f"process {stopped} ended during the drain"):
+            run_files.drain("etl", timeout_s=0)
+
+
 @pytest.mark.parametrize(
     ("state", "committed", "is_drained"),
     [("open", True, True), ("open", False, False), ("reading", True, False)],
@@ -282,11 +291,7 @@ def test_a_run_that_stopped_during_the_drain_is_drained_if_it_had_no_batch_left(
         file = directory / f"{stopped}.json"
         file.write_text(json.dumps(json.loads(file.read_text()) | {"state": state, "committed": committed}))
         monkeypatch.setattr(run_files, "request_drain", lambda pid: file.unlink())
-        if is_drained:
-            assert run_files.drain("etl", timeout_s=0) == 1
-        else:
-            with pytest.raises(GroupError, match=f"process {stopped} ended during the drain"):
-                run_files.drain("etl", timeout_s=0)
+        drain_ended(stopped, is_drained=is_drained)
 
 
 @pytest.mark.parametrize(
@@ -309,11 +314,7 @@ def test_a_run_whose_last_batch_was_committed_when_it_stopped_is_drained(
             file.unlink()
 
         monkeypatch.setattr(run_files, "request_drain", stop)
-        if is_drained:
-            assert run_files.drain("etl", timeout_s=0) == 1
-        else:
-            with pytest.raises(GroupError, match=f"process {stopped} ended during the drain"):
-                run_files.drain("etl", timeout_s=0)
+        drain_ended(stopped, is_drained=is_drained)
 
 
 def test_a_run_that_was_killed_is_not_live_because_a_thread_has_its_number(directory: Path) -> None:
