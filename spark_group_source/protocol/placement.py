@@ -261,11 +261,10 @@ class Placement:
         now_ms = self._out.now_ms
         if not self.transactional:
             self._recall_all()
-        self._adjust_slot_count()
+        are_waiting = self._adjust_slot_count()
         self._moving = {n for n in self._moving if self._is_on_the_move(self._slots.all[n])}
         if self._moves_since_ms is None and now_ms < self._next_check_ms:
             return
-        are_waiting = False
         for slot, agent in self._misplaced():
             if all(map(self._is_committed, slot.partitions)):
                 self._move(slot, agent)
@@ -380,12 +379,12 @@ class Placement:
 
     # --- changes ----------------------------------------------------------------------------------------------------
 
-    def _adjust_slot_count(self) -> None:
+    def _adjust_slot_count(self) -> bool:
         """With ``auto_slots``: one slot for each ready agent, as far as Kafka can store the group. Slots are added at
         once for all agents that connected together, and removed only when agents are gone for long, because each change
-        is a rebalance."""
+        is a rebalance. Returns whether a slot has to leave, and waits for the commit of its offsets."""
         if not (self._rules.auto_slots and self._may_place):
-            return
+            return False
         now_ms, slots = self._out.now_ms, self._slots.all
         ready, most = len(self._ready()), self._slots.members_max
         wanted = max(1, min(ready, most))
@@ -398,7 +397,7 @@ class Placement:
             )
         if wanted == len(slots):
             self._misfit_since_ms = None
-            return
+            return False
         if self._misfit_since_ms is None or (wanted < len(slots)) != self._has_too_many:
             self._misfit_since_ms, self._has_too_many = now_ms, wanted < len(slots)
         misfit_ms = now_ms - self._misfit_since_ms
@@ -413,6 +412,8 @@ class Placement:
             if left := before - len(slots):
                 self._out.log(f"{left} members were too many for the agents and topics; they leave the group")
             self._moving.intersection_update(range(len(slots)))
+            return wanted < len(slots) and self._slots.may_move(slots[-1])
+        return False
 
     def _may_leave(self, slot: Slot) -> bool:
         return self._slots.may_move(slot) and all(map(self._is_committed, slot.partitions))

@@ -38,7 +38,7 @@ from spark_group_source.protocol.planner import Planner
 from spark_group_source.protocol.request_schedule import CommitSchedule, Outage, Requester
 from spark_group_source.protocol.rules import Rules
 from spark_group_source.protocol.slots import IN_READER, Slot, Slots, shown
-from spark_group_source.protocol.states import RUN, RunState, SlotState, next_state
+from spark_group_source.protocol.states import BEFORE_PLAN, RUN, RunState, SlotState, next_state
 from spark_group_source.protocol.statistics import Skips, Statistics
 
 SETTLE_MS_MAX = 10_000
@@ -716,6 +716,9 @@ class Run:
     # --- steps of Spark's call, by state ----------------------------------------------------------------------------
 
     def _next(self) -> ev.Step | None:
+        if self.is_draining and self.state in BEFORE_PLAN:
+            self._ends_request = None
+            self._move(ev.DrainRequested)
         match self.state:
             case RunState.NEW | RunState.OPEN | RunState.CLOSED:
                 return ev.ReturnOffset(offset=self._start)
@@ -753,9 +756,6 @@ class Run:
 
     def _gathering(self) -> ev.Step | None:
         """Wait until the slots have their partitions, and each partition has its position."""
-        if self.is_draining:
-            self._move(ev.DrainRequested)
-            return None
         if self.placement.has_agents and (wait := self._move_slots()) is not None:
             return wait
         has_enough = self.is_gathered if self._is_first or self._must_read_all else self._has_positions()

@@ -77,6 +77,9 @@ class AgentState(State):
 ENDED = frozenset({RunState.FAILED, RunState.STOPPING, RunState.CLOSED})
 """States in which the run plans no further batch and can only close."""
 
+BEFORE_PLAN = (RunState.GATHERING, RunState.SETTLING, RunState.PAUSING, RunState.FETCHING_ENDS)
+"""States of a call that has not planned its batch: a drain ends it without one."""
+
 RUN: Mapping[tuple[RunState, type], RunState] = {
     (RunState.NEW, ev.TargetRequested): RunState.TARGETING,
     (RunState.TARGETING, ev.TargetRead): RunState.NEW,
@@ -87,7 +90,6 @@ RUN: Mapping[tuple[RunState, type], RunState] = {
     (RunState.STARTING, ev.Replay): RunState.READING,
     (RunState.OPEN, ev.NextBatchRequested): RunState.GATHERING,
     (RunState.GATHERING, ev.PositionsKnown): RunState.SETTLING,
-    (RunState.GATHERING, ev.DrainRequested): RunState.DRAINING,
     (RunState.SETTLING, ev.GroupStable): RunState.PAUSING,
     (RunState.PAUSING, ev.PauseEnded): RunState.FETCHING_ENDS,
     (RunState.FETCHING_ENDS, ev.Planned): RunState.PLANNED,
@@ -100,6 +102,7 @@ RUN: Mapping[tuple[RunState, type], RunState] = {
     (RunState.READING, ev.NextBatchRequested): RunState.READING,
     (RunState.READING, ev.BatchStarted): RunState.READING,
     (RunState.READING, ev.Durable): RunState.OPEN,
+    **{(state, ev.DrainRequested): RunState.DRAINING for state in BEFORE_PLAN},
     (RunState.DRAINING, ev.NextBatchRequested): RunState.DRAINING,
     (RunState.DRAINING, ev.AllCommitted): RunState.DRAINED,
     (RunState.DRAINED, ev.NextBatchRequested): RunState.DRAINED,

@@ -456,6 +456,7 @@ class SparkRun:
             "the drain request": self.publisher.drain
             and run.plan is None
             and run.all_committed
+            and run.partitions.all_known()  # one without a leader has a bound of its own
             and not self.publisher.drained
             and run.state in (RunState.OPEN, RunState.DRAINED),
         }

@@ -442,6 +442,21 @@ def test_surplus_slot_leaves_when_its_agent_is_gone_for_long() -> None:
     assert g.feed(ev.MemberFailed(slot=1, client=3, reason="late")) == []
 
 
+def test_surplus_slot_leaves_between_two_batches_of_a_busy_query() -> None:
+    """At the end of a batch its offsets are not committed yet: the next plan waits for that, within a bound."""
+    g = growing("h1", slots=2)
+    begun(g)
+    back(g, A, B)
+    g.send_heartbeats(SHRINK_MS)
+    g.plan({A: (100, 150), B: (100, 150)})
+    g.durable()
+    assert begun(g) == []
+    assert g.run.placement.waits_until_ms() == g.clock() + MOVE_START_MS_MAX
+    g.commit_succeeds()
+    assert g.feed(ev.BatchBoundary()) == [ev.Leave(slot=1, leave=True)]
+    assert g.run.placement.waits_until_ms() is None
+
+
 @pytest.mark.parametrize(("classic", "members"), [(True, 2), (False, 3)])
 def test_no_more_slots_are_added_than_kafka_can_store(classic: bool, members: int) -> None:
     """The record of a classic group has the topic names of each member."""

@@ -29,7 +29,7 @@ from spark_group_source.protocol.run import (
     SETTLE_MS_MAX,
     STOP_COMMIT_MS_MAX,
 )
-from spark_group_source.protocol.states import RunState
+from spark_group_source.protocol.states import BEFORE_PLAN, RunState
 
 A, B, C = tps("orders", 0, 1, 2)
 BEGAN_MS = 1_000
@@ -568,6 +568,29 @@ def test_drain_waits_for_the_batch_in_flight() -> None:
     run.start = planned
     assert run.latest(drain=True) is planned
     assert run.drained() and run.committed[A].offset == 10
+
+
+@pytest.mark.parametrize("state", BEFORE_PLAN)
+def test_a_drain_in_mid_call_plans_no_batch(state: RunState) -> None:
+    run = RunHarness()
+    for _ in range(2 * (state is RunState.PAUSING)):  # a pause follows a look in vain
+        run.batch()
+    run.ends[A] = 10
+    run.begin(ev.NextBatchRequested(start=run.start, new_stream=STREAM), state)
+    run.feed(ev.DrainRequested())
+    assert run.continue_call() is run.start
+    assert run.drained()
+
+
+def test_a_drain_ends_the_wait_of_a_bounded_run_for_its_group() -> None:
+    run = RunHarness()
+    run.set_target(run.ends)
+    run.batch()
+    run.group_state = "rebalancing"
+    run.later(ev.DrainRequested(), ms=5_000)
+    began_ms = run.clock()
+    assert run.latest() is run.start
+    assert run.drained() and run.clock() - began_ms < 10_000
 
 
 def test_drain_without_a_commit_returns_after_its_bound_and_is_not_drained() -> None:

@@ -15,6 +15,7 @@ from spark_group_source.protocol.offsets import StreamOffset
 from spark_group_source.protocol.placement import READY_AFTER_MS
 from spark_group_source.protocol.states import (
     AGENTS,
+    BEFORE_PLAN,
     PARTITIONS,
     RUN,
     SLOTS,
@@ -396,6 +397,10 @@ RUN_STATES: dict[RunState, Callable[[], RunHarness]] = {
 }
 
 
+def drained_in(way: Callable[[], RunHarness]) -> None:
+    fed(way, ev.DrainRequested()).continue_call()
+
+
 def call_in(state: RunState) -> None:
     RUN_STATES[state]().latest()
 
@@ -410,7 +415,7 @@ RUN_PATHS: dict[Row, Callable[[], object]] = {
     (RunState.STARTING, ev.Replay): lambda: continued(ev.BatchStarted),
     (RunState.OPEN, ev.NextBatchRequested): resting,
     (RunState.GATHERING, ev.PositionsKnown): at(RunState.SETTLING),
-    (RunState.GATHERING, ev.DrainRequested): draining,
+    **{(state, ev.DrainRequested): partial(drained_in, RUN_STATES[state]) for state in BEFORE_PLAN},
     (RunState.SETTLING, ev.GroupStable): at(RunState.FETCHING_ENDS),
     (RunState.PAUSING, ev.PauseEnded): at(RunState.FETCHING_ENDS),
     (RunState.FETCHING_ENDS, ev.Planned): at(RunState.PLANNED),
