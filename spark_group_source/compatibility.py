@@ -42,7 +42,10 @@ DELTA_TESTED: Final = ("4.0", "4.1", "4.4")
 DELTA_SPARK: Final = ("4.0", "4.1", "4.2")
 """The versions of Spark that :data:`DELTA` is released for."""
 PYTHON_MIN, PYTHON_MAX = (3, 11), (3, 14)
-JAVA: Final = ("17", "21")
+JAVA_TESTED: Final = ("17", "21", "25")
+"""The versions of Java that the tests of ``tests/matrix`` use. Spark 4 starts on none before 17."""
+PACKAGES: Final = ("spark_group_source", "confluent_kafka", "numpy", "pyarrow")
+"""The packages without which no process can read or plan."""
 
 FEATURES: Final = {"pyspark.sql.datasource": ("DataSource", "DataSourceStreamReader", "InputPartition")}
 """The classes of Spark that the source uses, by module. Spark 3.5 lacks the module."""
@@ -54,7 +57,7 @@ lack the module."""
 
 REQUIREMENTS: Final = (
     f"this release is for Spark {SPARK_TESTED[0]} and newer, Python {'.'.join(map(str, PYTHON_MIN))} to "
-    f"{'.'.join(map(str, PYTHON_MAX))}, Java {' or '.join(JAVA)}, Delta Lake {DELTA_TESTED[0]} and newer"
+    f"{'.'.join(map(str, PYTHON_MAX))}, Java {JAVA_TESTED[0]} and newer, Delta Lake {DELTA_TESTED[0]} and newer"
 )
 
 
@@ -83,7 +86,19 @@ def problem() -> str | None:
     if missing is not None:
         remedy = f"Install a supported version, for example `pip install 'pyspark=={SPARK}.*'`, or use another platform"
         return f"Spark {_spark_version()} has no {missing}: {REQUIREMENTS}. {remedy}"
-    _log_untested()
+    for name in PACKAGES:
+        if name not in sys.modules and importlib.util.find_spec(name) is None:
+            return (
+                f"{sys.executable} has no package {name}: {REQUIREMENTS}. Install it there with "
+                f"`pip install {name.replace('_', '-')}`, or install this package with all that it requires"
+            )
+    _log_untested(
+        "Spark",
+        _spark_version(),
+        spark_minor(),
+        SPARK_TESTED,
+        "; it has the classes that the source uses, so it is accepted",
+    )
     return None
 
 
@@ -104,14 +119,16 @@ def spark_minor() -> str:
 
 
 @functools.cache
-def _log_untested() -> None:
-    """Log once that this Spark is accepted although no test uses it."""
-    if spark_minor() not in SPARK_TESTED:
+def _log_untested(name: str, version: str, minor: str, tested: tuple[str, ...], more: str = "") -> None:
+    """Log once that this version is accepted although no test uses it."""
+    if minor not in tested:
         log.warning(
-            "Spark %s is not tested with this release, which is tested with Spark %s; it has the classes that the "
-            "source uses, so it is accepted",
-            _spark_version(),
-            ", ".join(SPARK_TESTED),
+            "%s %s is not tested with this release, which is tested with %s %s%s",
+            name,
+            version,
+            name,
+            ", ".join(tested),
+            more,
         )
 
 
@@ -137,34 +154,17 @@ def _spark_version() -> str:
 
 
 def check_session(spark: "SparkSession") -> None:
-    """Refuse an unsupported Java of a driver, and log once that its Delta Lake is not tested. Does nothing on Spark
-    Connect, where neither is visible, nor for Delta Lake on a platform that has its classes under other names.
-
-    Raises:
-        SetupError: as in :func:`check`.
-    """
+    """Log once that a driver's Java or Delta Lake is not tested. Does nothing on Spark Connect, where neither is
+    visible, nor for Delta Lake on a platform that has its classes under other names."""
     jvm: Any = getattr(spark, "_jvm", None) if hasattr(spark, "_jsparkSession") else None
     if jvm is None:
         return
     java = str(jvm.java.lang.System.getProperty("java.specification.version"))
-    if java not in JAVA:
-        raise SetupError(
-            f"Java {java} is not supported: {REQUIREMENTS}. Set JAVA_HOME to a supported Java and restart Spark"
-        )
+    _log_untested("Java", java, java, JAVA_TESTED)
     delta = jvm.io.delta.package
     if type(delta).__name__ == "JavaClass":
-        _log_untested_delta(str(delta.VERSION()))
-
-
-@functools.cache
-def _log_untested_delta(version: str) -> None:
-    """Log once that this Delta Lake is accepted although no test uses it."""
-    if ".".join(version.split(".")[:2]) not in DELTA_TESTED:
-        log.warning(
-            "Delta Lake %s is not tested with this release, which is tested with Delta Lake %s",
-            version,
-            ", ".join(DELTA_TESTED),
-        )
+        version = str(delta.VERSION())
+        _log_untested("Delta Lake", version, ".".join(version.split(".")[:2]), DELTA_TESTED)
 
 
 def has_delta_release() -> bool:
@@ -214,10 +214,10 @@ class CheckedPickle:
 
         state = self.__getstate__()
         content = cloudpickle.dumps((type(self), state))
-        return _BY_VALUE, (spark_group_source.__version__, tuple(sys.path), content)
+        return _BY_VALUE, (spark_group_source.__version__, PACKAGES, tuple(sys.path), content)
 
 
-def _unpickle(version: str, path: Sequence[str], content: bytes) -> Any:
+def _unpickle(version: str, packages: Sequence[str], path: Sequence[str], content: bytes) -> Any:
     """Check the packages, then unpickle. It runs where this module may be missing, so it uses only its arguments."""
     import importlib.util
     import pickle
@@ -231,7 +231,7 @@ def _unpickle(version: str, path: Sequence[str], content: bytes) -> Any:
         sys.path[:] = [*path, *(entry for entry in sys.path if entry not in path)]
     where = f"{sys.executable} on {socket.gethostname()}"
     problem = ""
-    for name in ("spark_group_source", "confluent_kafka", "numpy", "pyarrow"):
+    for name in packages:
         if not problem and name not in sys.modules and importlib.util.find_spec(name) is None:
             problem = (
                 f"{where} has no package {name}. Install spark-group-source on every executor, or ship it with "

@@ -184,8 +184,9 @@ class CheckpointMismatch(GroupError):
     """The offsets in the checkpoint belong to another group, were written by a newer release, or are damaged."""
 
     remedy = (
-        "Use a new `checkpointLocation`, or set `kafka.group.id` back. With `DeltaSink` a new checkpoint neither loses "
-        "nor duplicates rows, because the table stores the group's offsets."
+        "If `kafka.group.id` was changed, set it back: another group has other offsets, and reads records again. "
+        "`docs/recovery.md` shows how to rename one. Otherwise use a new `checkpointLocation`: with `DeltaSink` it "
+        "neither loses nor duplicates rows, because the table stores the group's offsets."
     )
 
 

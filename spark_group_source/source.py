@@ -223,7 +223,9 @@ class GroupStreamReader(compatibility.CheckedPickle, DataSourceStreamReader):
         if offset.group != self._options.group_id:
             raise CheckpointMismatch(
                 f"the checkpoint belongs to group {offset.group!r}, but kafka.group.id is {self._options.group_id!r}. "
-                f"Use a new checkpointLocation, or set kafka.group.id back to {offset.group!r}",
+                f"Set kafka.group.id back to {offset.group!r}. A query of group {self._options.group_id!r} needs a "
+                "checkpointLocation of its own; it starts at the offsets of that group, or at startingOffsets if it "
+                "has none",
                 found=offset.group,
                 wanted=self._options.group_id,
             )
@@ -333,7 +335,8 @@ if TYPE_CHECKING or compatibility.has_admission_control():
 
         def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:
             unlimited = isinstance(limit, ReadAllAvailable)
-            if self._options.trigger == "availableNow" and not (unlimited or self._is_available_now):
+            is_other = {"processingTime": unlimited, "availableNow": not (unlimited or self._is_available_now)}
+            if is_other.get(self._options.trigger, False):
                 raise _other_trigger(self._options)
             return self._plan_after(start, unlimited=unlimited)
 

@@ -130,7 +130,7 @@ TESTED: dict[str, tuple[int, str]] = {
     "reader/broker_checks.py: unreadable_record": (1, BROKER),
     # installations and conversions
     "cli/run.py: _check_delta": (1, f"{HERE}test_the_options_of_spark_submit_are_those_of_a_session_with_delta_lake"),
-    "compatibility.py: problem": (2, INSTALL),
+    "compatibility.py: problem": (3, INSTALL),
     "decode.py: _new_client": (1, INSTALL),
     "librdkafka.py: Library.__init__": (1, INSTALL),
     "librdkafka.py: _loaded": (1, INSTALL),

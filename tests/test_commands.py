@@ -240,6 +240,12 @@ def old_spark(patch: pytest.MonkeyPatch) -> str:
     return compatibility.problem() or ""
 
 
+def no_numpy(patch: pytest.MonkeyPatch) -> str:
+    patch.delitem(sys.modules, "numpy")
+    without("numpy", patch)
+    return compatibility.problem() or ""
+
+
 def no_jars(patch: pytest.MonkeyPatch) -> str:
     without("pyspark", patch)
     return error(jars._spark_jars)
@@ -287,6 +293,7 @@ def no_prometheus(patch: pytest.MonkeyPatch) -> str:
     [
         no_spark,
         old_spark,
+        no_numpy,
         no_jars,
         no_client,
         other_client,

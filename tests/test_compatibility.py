@@ -134,25 +134,47 @@ def session(java: str, delta: str | None) -> Any:
     return SimpleNamespace(_jvm=jvm, _jsparkSession=object())
 
 
-def test_an_unsupported_java_is_refused() -> None:
-    with pytest.raises(SetupError, match=r"Java 25 is not supported: .*JAVA_HOME"):
-        compatibility.check_session(session("25", "4.4.0"))
-
-
 @pytest.mark.parametrize(
-    ("java", "delta", "is_logged"),
-    [("17", "4.0.0", False), ("21", "4.4.2", False), ("17", "4.17.0", True), ("17", None, False)],
+    ("java", "delta", "logged"),
+    [
+        ("17", "4.0.0", []),
+        ("25", "4.4.2", []),
+        ("17", "4.17.0", ["Delta Lake 4.17.0"]),
+        ("26", None, ["Java 26"]),
+    ],
 )
-def test_a_supported_java_and_any_delta_are_accepted(
-    java: str, delta: str | None, is_logged: bool, caplog: pytest.LogCaptureFixture
+def test_any_java_and_delta_are_accepted_and_logged_once_if_no_test_uses_them(
+    java: str, delta: str | None, logged: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    compatibility._log_untested_delta.cache_clear()
+    compatibility._log_untested.cache_clear()
     for _ in range(2):
         compatibility.check_session(session(java, delta))
     compatibility.check_session(SimpleNamespace())  # type: ignore[arg-type]  # Spark Connect has neither
-    assert [record.message.partition(" is not tested")[0] for record in caplog.records] == [
-        f"Delta Lake {delta}"
-    ] * is_logged
+    assert [record.message.partition(" is not tested")[0] for record in caplog.records] == logged
+
+
+@pytest.mark.parametrize("name", ["confluent_kafka", "numpy", "pyarrow"])
+def test_a_missing_package_is_refused_at_load_and_breaks_no_other_source(name: str) -> None:
+    """Spark imports the module of each source in one process."""
+    program = f"""
+import importlib.util
+import sys
+found = importlib.util.find_spec
+importlib.util.find_spec = lambda module, *rest: None if module == "{name}" else found(module, *rest)
+class Missing:
+    def find_spec(self, module, path=None, target=None):
+        if module == "{name}":
+            raise ModuleNotFoundError(module)
+sys.meta_path.insert(0, Missing())
+import pyspark_kafka_group
+try:
+    pyspark_kafka_group.DefaultSource({{}})
+except Exception as exc:
+    print(type(exc).__name__, exc)
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert ended.stdout.startswith(f"SetupError {sys.executable} has no package {name}: "), ended.stderr
+    assert f"`pip install {name.replace('_', '-')}`" in ended.stdout
 
 
 @pytest.mark.spark

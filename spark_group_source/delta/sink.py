@@ -138,7 +138,6 @@ class DeltaSink:
         CheckpointMismatch: the query has no kafka-group source, or its offset cannot be read.
         BadRecords: more records are bad than ``dead_letters`` allows. Nothing was written.
         OptionError: an argument cannot work in this session.
-        SetupError: the session's Java or Delta Lake version is not supported.
         Exception: Delta's own errors (schema, constraints, storage), unchanged. Nothing was written.
     """
 

@@ -209,8 +209,11 @@ class LoadLock:
             other = "unknown"  # the other process has just removed the file
         except FileNotFoundError:
             other = "unknown"
-        except OSError:
+        except BlockingIOError:
             other = file.read(PID_DIGITS_MAX) or "unknown"
+        except OSError as exc:  # the file system has no locks
+            log.warning("cannot check whether another stream of the same load() runs: %s", exc)
+            other = None
         file.close()
         return other
 

@@ -119,6 +119,8 @@ class SweepResult:
 class _GroupState:
     """What is kept of a group between sweeps, and its answers in the current sweep."""
 
+    is_asked: bool = False
+    """Whether this sweep has asked for it."""
     described: GroupDescription | None = None
     """Its description in this sweep; None: unanswered."""
     committed: Mapping[TopicPartition, int] = field(default_factory=dict)
@@ -146,7 +148,8 @@ class GroupSweeper:
         settings: librdkafka settings of an admin client.
         groups: the groups; None: all that the user may describe.
         isolation_level: that of their consumers; decides end offsets and which records they read.
-        bound_s: no request of a sweep starts later than this after the start of the sweep.
+        bound_s: a sweep in which a request failed asks for no further group after this. With that of healthy brokers it
+            takes as long as the groups need. Ages of records are read for as long.
         wall_s: the clock for the ages of records.
     """
 
@@ -179,10 +182,10 @@ class GroupSweeper:
         until_ms = started_ms + self._bound_ms
         self._failures = {}
         for watched in self._watched.values():
-            watched.described, watched.committed = None, {}
+            watched.is_asked, watched.described, watched.committed = False, None, {}
         if reached := self._attempt("the cluster", self._list):
-            for name in sorted(self._watched, key=lambda name: self._watched[name].answered_ms):
-                if self._environment.now_ms() >= until_ms:
+            for name in sorted(self._watched, key=lambda name: (self._watched[name].answered_ms, name)):
+                if self._failures and self._environment.now_ms() >= until_ms:
                     break
                 self._attempt(f"group {name}", partial(self._read_group, name))
         wall_ms = round(self._wall_s() * 1000)
@@ -193,10 +196,10 @@ class GroupSweeper:
                 "end offsets",
                 lambda: ends.update(self._admin.latest(tps, committed=self._committed_only, require_all=False)),
             )
-        self._read_ages(ends, until_ms)
+        self._read_ages(ends, self._environment.now_ms() + self._bound_ms)
         self._update_silence(reached, started_ms)
         return SweepResult(
-            groups=tuple(self._snapshot(name, ends, wall_ms) for name in sorted(self._watched)),
+            groups=tuple(self._snapshot(name, ends, wall_ms) for name in sorted(self._watched) if self._is_known(name)),
             unreachable_since_ms=self._silent_since_ms,
             took_s=(self._environment.now_ms() - started_ms) / 1000,
             ended_s=self._wall_s(),
@@ -242,6 +245,7 @@ class GroupSweeper:
     def _read_group(self, name: str) -> None:
         """Read the description and the committed offsets of a group."""
         watched = self._watched[name]
+        watched.is_asked = True
         described = self._admin.describe_group(name)
         owned = {tp for member in described.members for tp in member.partitions}
         searching = watched.searched_ms is None or watched.searched_ms != self._listed_ms
@@ -303,7 +307,7 @@ class GroupSweeper:
             if watched.described is not None:
                 watched.answered_ms, watched.silent_since_ms = self._environment.now_ms(), None
                 self._count_rebalance(watched, watched.described)
-            elif watched.silent_since_ms is None:
+            elif watched.silent_since_ms is None and (watched.is_asked or silent):
                 watched.silent_since_ms = started_ms
                 if not silent:
                     log.warning(
@@ -323,6 +327,11 @@ class GroupSweeper:
         owned = {m.instance_id or m.member_id: frozenset(m.partitions) for m in described.members}
         watched.rebalances += watched.owned is not None and owned != watched.owned
         watched.owned = owned
+
+    def _is_known(self, name: str) -> bool:
+        """Whether this sweep knows about a group that it answered or did not answer. Others have no values."""
+        watched = self._watched[name]
+        return watched.described is not None or watched.silent_since_ms is not None
 
     def _snapshot(self, name: str, ends: Mapping[TopicPartition, int], wall_ms: int) -> GroupSnapshot:
         watched = self._watched[name]

@@ -7,6 +7,7 @@ each process that makes a client imports the function.
 """
 
 import logging
+import re
 import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
@@ -58,6 +59,8 @@ REFUSED: Final[Mapping[str, str]] = {
     "opaque": _CALLBACK,
     "enabled_events": _CALLBACK,
     "log.queue": "the source reads the client's log itself",
+    "logger": "the source reads the client's log itself",
+    "default.topic.config": _CALLBACK,
 }
 """Settings that are refused with any value, and the reason."""
 
@@ -127,6 +130,21 @@ def prepare(given: Mapping[str, str]) -> dict[str, str]:
     settings = translate(given)
     _check_token_callable(settings)
     return settings
+
+
+def check_integers(settings: Mapping[str, str]) -> None:
+    """Refuse values of these settings that the client would accept, such as 0x10, and this package does not read.
+
+    Raises:
+        OptionError: a value is no decimal integer.
+    """
+    for name in ("topic.metadata.refresh.interval.ms", "connections.max.idle.ms"):
+        text = settings.get(name, "0")
+        if not re.fullmatch(r"\s*-?[0-9]{1,10}\s*", text):
+            raise OptionError(
+                f"option 'kafka.{name}' is {text!r}; it must be a decimal integer, in milliseconds",
+                option=f"kafka.{name}",
+            )
 
 
 def setting_ms(settings: Mapping[str, str], name: str, default: int) -> int:

@@ -106,13 +106,19 @@ def _store_type(settings: dict[str, str], store: str) -> str:
     return settings.pop(f"ssl.{store}.type", STORE_TYPES.get(extension, "")).strip().upper()
 
 
+def _converted(path: str, suffix: str) -> str:
+    """The name of a converted store, which is another one than that of the store."""
+    target = str(PurePath(path).with_suffix(suffix))
+    return target if target != path else path + suffix
+
+
 def _to_pkcs12(path: str) -> str:
-    source, target = shlex.quote(path), shlex.quote(str(PurePath(path).with_suffix(".p12")))
+    source, target = shlex.quote(path), shlex.quote(_converted(path, ".p12"))
     return f"keytool -importkeystore -srckeystore {source} -destkeystore {target} -deststoretype PKCS12"
 
 
 def _to_pem(path: str) -> str:
-    source, target = shlex.quote(path), shlex.quote(str(PurePath(path).with_suffix(".pem")))
+    source, target = shlex.quote(path), shlex.quote(_converted(path, ".pem"))
     return f"openssl pkcs12 -in {source} -nokeys -out {target}"
 
 
@@ -127,12 +133,12 @@ def _truststore(settings: dict[str, str]) -> None:
     if kind != "PEM":
         convert = _to_pem(path)
         if kind != "PKCS12":
-            convert = f"{_to_pkcs12(path)} && {_to_pem(str(PurePath(path).with_suffix('.p12')))}"
+            convert = f"{_to_pkcs12(path)} && {_to_pem(_converted(path, '.p12'))}"
         raise _refused(
             "ssl.truststore.location",
             f"is {path!r}, a {kind or 'JKS'} store; trusted certificates must be in PEM format. Convert it with "
             f"`{convert}`, then set "
-            "kafka.ssl.truststore.location to the .pem file and kafka.ssl.truststore.type to PEM",
+            "kafka.ssl.truststore.location to that .pem file and kafka.ssl.truststore.type to PEM",
         )
     _put(settings, "ssl.ca.location", path, "ssl.truststore.location")
 
@@ -149,7 +155,7 @@ def _keystore(settings: dict[str, str]) -> None:
         raise _refused(
             "ssl.keystore.location",
             f"is {path!r}, a {kind} store; it must be PKCS12 or PEM. Convert it with `{_to_pkcs12(path)}`, then set "
-            "kafka.ssl.keystore.location to the .p12 file and kafka.ssl.keystore.type to PKCS12",
+            "kafka.ssl.keystore.location to that .p12 file and kafka.ssl.keystore.type to PKCS12",
         )
     del settings["ssl.keystore.location"]  # one file with the key and its chain
     settings.pop("ssl.keystore.password", None)

@@ -184,8 +184,8 @@ def environment_variable(text: str) -> str:
 
 def broker_list(text: str) -> str:
     """Parse a comma-separated list of brokers; blanks are removed."""
-    items = [item.strip() for item in text.split(",")]
-    if not all(items):
+    items = list(filter(None, (item.strip() for item in text.split(","))))
+    if not items:
         raise ValueError("it must be a comma-separated list of host:port")
     return ",".join(items)
 
@@ -400,7 +400,7 @@ class Options:
         doc="How often a failed offset request is repeated after a pause of fetchOffset.retryIntervalMs, within 10 s; "
         "after that it is sent again and again until brokerTimeoutMs.")
     fetch_offset_retry_interval_ms: int = _option(
-        "fetchOffset.retryIntervalMs", integer(0, DAY_MS), "ms", default=1_000,
+        "fetchOffset.retryIntervalMs", integer(0, 10_000), "ms", default=1_000,
         doc="The pause between two attempts of an offset request.")
     settings: tuple[tuple[str, str], ...] = _option(
         "kafka.*", str, "Kafka client setting", default=(), shown="the client's",
@@ -433,6 +433,7 @@ class Options:
         _check_required(values)
         _check_together(values)
         settings = client_settings.prepare(kafka)
+        client_settings.check_integers(settings)
         if values.get("group_protocol") != "consumer":  # there the broker controls them, and librdkafka refuses them
             client_settings.check_heartbeats(settings)
         return cls(**values, settings=tuple(sorted(settings.items())))

@@ -452,6 +452,19 @@ def test_the_lock_is_acquired_when_the_earlier_run_stops_or_is_killed(directory:
     assert list(directory.glob("*.load")) == []
 
 
+def test_without_locks_of_the_file_system_every_stream_runs(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As on Lustre or NFS without their locks."""
+
+    def flock(_file: object, _operation: int) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    run_files.LoadLock("a1").acquire(wait_s=0)
+    assert "cannot check whether another stream of the same load() runs: [Errno" in caplog.text
+
+
 def test_without_usable_run_files_every_stream_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "runs").write_text("no directory")
     monkeypatch.setattr(run_files, "directory", lambda: tmp_path / "runs")

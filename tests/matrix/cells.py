@@ -68,6 +68,7 @@ SPARKS: Final = (
     ),
     Cell(BROKERS_SPARK, "4.2.0", platform=NEWEST),
     Cell(f"{BROKERS_SPARK} Java 21", "4.2.0", java="21.0.8.2", platform=NEWEST),
+    Cell(f"{BROKERS_SPARK} Java 25", "4.2.0", java="25.0.2.1", platform=NEWEST),
     Cell("Spark 4.2.1", "4.2.1", connector="4.2.0", python="3.13", platform=NEWEST),
     Cell("Spark 4.3.0", "4.3.0", connector="4.2.0", platform=NEWEST),
 )

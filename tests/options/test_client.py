@@ -131,6 +131,20 @@ def test_assignors_may_have_java_class_names(given: str, strategy: str) -> None:
     check_settings(made)
 
 
+@pytest.mark.parametrize("name", ["topic.metadata.refresh.interval.ms", "connections.max.idle.ms"])
+@pytest.mark.parametrize("text", ["0x10", "", "1e4", "30 s"])
+def test_an_integer_that_only_the_client_would_read_is_refused(name: str, text: str) -> None:
+    with pytest.raises(OptionError, match=f"'kafka.{name}' is .*must be a decimal integer, in milliseconds"):
+        Options.parse(ORDERS | {f"kafka.{name}": text})
+    Options.parse(ORDERS | {f"kafka.{name}": "-1"})
+
+
+@pytest.mark.parametrize("name", ["logger", "log.queue", "default.topic.config"])
+def test_a_setting_whose_value_is_an_object_is_refused(name: str) -> None:
+    with pytest.raises(OptionError, match=f"'kafka.{name}' cannot be set"):
+        Options.parse(ORDERS | {f"kafka.{name}": "x"})
+
+
 # ---- the settings of each client
 
 
@@ -343,10 +357,12 @@ PEM_OF_JKS = f"keytool -importkeystore -srckeystore /t.jks -destkeystore /t.p12 
         (jaas("com.example.LdapLoginModule", ""), "names 'LdapLoginModule'; it must be PlainLoginModule"),
         ({"ssl.keystore.location": "/my tls/c.jks", "ssl.keystore.type": "JKS"}, f"Convert it with `{P12_OF_JKS}`"),
         ({"ssl.keystore.location": "/my tls/c.jks", "ssl.keystore.password": "hunter2"},
-         f"{P12_OF_JKS}`, then set kafka.ssl.keystore.location to the .p12 file"),
+         f"{P12_OF_JKS}`, then set kafka.ssl.keystore.location to that .p12 file"),
         ({"ssl.truststore.location": "/t.jks", "ssl.truststore.password": "hunter2"},
-         f"Convert it with `{PEM_OF_JKS}`, then set kafka.ssl.truststore.location to the .pem file"),
+         f"Convert it with `{PEM_OF_JKS}`, then set kafka.ssl.truststore.location to that .pem file"),
         ({"ssl.truststore.location": "/t.p12", "ssl.truststore.type": "PKCS12"}, f"Convert it with `{PEM_OF_P12}`"),
+        ({"ssl.truststore.location": "/t.pem", "ssl.truststore.type": "PKCS12"}, "-in /t.pem -nokeys -out /t.pem.pem"),
+        ({"ssl.keystore.location": "/k.p12", "ssl.keystore.type": "JKS"}, "/k.p12 -destkeystore /k.p12.p12 "),
         ({"ssl.truststore.location": "/trust"}, "keytool -importkeystore -srckeystore /trust -destkeystore /trust.p12"),
     ],
 )  # fmt: skip

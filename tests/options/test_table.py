@@ -284,11 +284,17 @@ WRONG = {
     ("kafka.group.protocol", "classic or consumer"): ["streams"],
     ("kafka.isolation.level", "read_committed or read_uncommitted"): ["none"],
     ("kafka.group.id", "it must not be empty"): ["  "],
-    ("kafka.bootstrap.servers", "a comma-separated list of host:port"): ["a:1,,b:1"],
+    ("kafka.bootstrap.servers", "a comma-separated list of host:port"): [" , "],
     ("kafkaConsumer.pollTimeoutMs", "from 1 to 86400000"): ["0"],
     ("fetchOffset.numRetries", "from 0 to 1000"): ["-1"],
+    ("fetchOffset.retryIntervalMs", "from 0 to 10000"): ["10001"],
 }  # fmt: skip
 """Invalid values by option and part of the error."""
+
+
+def test_blanks_and_empty_entries_of_a_list_of_brokers_are_left_out() -> None:
+    """As Kafka's own clients do."""
+    assert Options.parse(ORDERS | {"kafka.bootstrap.servers": " a:1, ,b:1,"}).bootstrap_servers == "a:1,b:1"
 
 
 @pytest.mark.parametrize(

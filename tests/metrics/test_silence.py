@@ -1,0 +1,86 @@
+"""Which groups the exporter reports as unreachable: those that were asked and did not answer."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from spark_group_source.errors import BrokerUnavailable
+from spark_group_source.kafka import Environment
+from spark_group_source.metrics import groups
+from spark_group_source.metrics.groups import GroupSweeper
+
+GROUPS = [f"g{number:03}" for number in range(1000)]
+BOUND_S, ANSWER_MS = 15.0, 50
+
+
+class Clock(Environment):
+    ms = 1_000_000
+
+    def now_ms(self) -> int:
+        return self.ms
+
+
+class Brokers:
+    """Brokers with a thousand groups, each of which answers after some time; of some the coordinator is down."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock, self.down = clock, set[str]()
+
+    def __call__(self, *_: object, **__: object) -> Any:
+        return self
+
+    def groups(self) -> list[SimpleNamespace]:
+        return [SimpleNamespace(group=name) for name in GROUPS]
+
+    def list_topics(self) -> dict[str, object]:
+        return {}
+
+    def describe_group(self, name: str) -> SimpleNamespace:
+        self._clock.ms += ANSWER_MS
+        if name in self.down:
+            raise BrokerUnavailable("no coordinator", servers="b:9092", waited_ms=ANSWER_MS)
+        return SimpleNamespace(state="stable", members=())
+
+    def read(self, *_: object, **__: object) -> dict[object, object]:
+        return {}
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def brokers(monkeypatch: pytest.MonkeyPatch) -> Brokers:
+    made = Brokers(Clock())
+    for name in ("GroupAdmin", "RecordTimes", "GroupOffsets"):
+        monkeypatch.setattr(groups, name, made)
+    return made
+
+
+def sweeper(brokers: Brokers) -> GroupSweeper:
+    return GroupSweeper(
+        {"bootstrap.servers": "b"}, None, isolation_level="read_committed", bound_s=BOUND_S, environment=brokers._clock
+    )
+
+
+def test_a_sweep_that_takes_longer_than_its_interval_reads_every_group(
+    brokers: Brokers, caplog: pytest.LogCaptureFixture
+) -> None:
+    seen = sweeper(brokers).sweep()
+    assert [(group.group, group.state) for group in seen.groups] == [(name, "stable") for name in GROUPS]
+    assert seen.took_s > BOUND_S
+    assert not caplog.records
+
+
+def test_a_group_that_was_not_asked_is_not_unreachable(brokers: Brokers, caplog: pytest.LogCaptureFixture) -> None:
+    """A coordinator that is down takes the time of the others."""
+    brokers.down = {"g005"}
+    made = sweeper(brokers)
+    seen = made.sweep()
+    assert [group.group for group in seen.groups if group.unreachable_since_ms is not None] == ["g005"]
+    assert len(seen.groups) == round(BOUND_S * 1000) // ANSWER_MS
+    assert len(caplog.records) == 1
+    names = {group.group for group in seen.groups}
+    for _ in range(3):
+        names |= {group.group for group in made.sweep().groups}
+    assert names == set(GROUPS), "the next sweeps begin with the others"
