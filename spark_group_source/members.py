@@ -23,9 +23,11 @@ from spark_group_source.kafka import (
     MemberStale,
     Notes,
     Queue,
+    RefusedOnce,
     Thread,
     take_over_membership,
 )
+from spark_group_source.kafka.retry import CONFIRM_S
 from spark_group_source.model import TopicPartition
 from spark_group_source.options.client import SESSION_TIMEOUT_MS, setting_ms
 from spark_group_source.protocol import events as ev
@@ -38,6 +40,9 @@ HOLD_CHECK_S = 0.25
 """While a revocation is held: the interval at which the thread checks that the member is still in the group."""
 COMMANDS_MAX = 100
 """Queued commands. The protocol sends a slot one command at a time; more than this is a bug."""
+EMPTY_AFTER_MS = 2_000
+"""Time after which a KIP-848 member without a callback has no partition. Its epoch comes with the same response as its
+partitions; their names, which the response does not have, take another request."""
 STALL_SHARE = 0.5
 """A thread that did not run for longer than this fraction of the session timeout was stalled: its membership may belong
 to another process."""
@@ -165,6 +170,8 @@ class Member(SlotMember):
         self._assigned = False  # whether an assignment was reported since the last time all partitions were revoked
         self._stall_ms_max = STALL_SHARE * setting_ms(self._settings, "session.timeout.ms", SESSION_TIMEOUT_MS)
         self._last_ran_ms = 0  # when the thread last ran, by the clock that counts while the machine is suspended
+        self._last_identity: Identity | None = None
+        self._identified_ms = 0  # since when the identity is this one
         self._thread: Thread | None = None
 
     def start(self) -> None:
@@ -225,7 +232,7 @@ class Member(SlotMember):
 
     def _serve_or_take_over(self) -> None:
         try:
-            self._serve()
+            self._serve_confirmed()
         except GroupError as exc:
             if not (self._join.takes_over and exc.fields.get("unreleased")):
                 raise
@@ -238,7 +245,22 @@ class Member(SlotMember):
                 own_member_ids=self._own_member_ids,
                 is_cancelled=self._is_leaving,
             )
+            self._serve_confirmed()
+
+    def _serve_confirmed(self) -> None:
+        """Serve the membership; a refusal that ends the consumer counts when the next consumer is refused as well."""
+        try:
             self._serve()
+        except RefusedOnce:
+            if self._assigned or self._leaving is not None:
+                raise  # the next member of the slot joins, and reports it if it is refused
+            assert self._consumer is not None
+            self._consumer.close(leave=False)
+            self._environment.pause(CONFIRM_S)
+            try:
+                self._serve()
+            except RefusedOnce as exc:
+                raise exc.denied from None
 
     def _is_leaving(self) -> bool:
         self._execute_all()
@@ -268,8 +290,16 @@ class Member(SlotMember):
             consumer.poll(POLL_S)
             self._execute_all()
             # No callback: for an empty assignment (KIP-848), or because no topic matches the subscription yet.
-            if not self._assigned and (not self._topics or (consumer.incremental and consumer.generation > 0)):
+            if not self._assigned and (not self._topics or self._has_empty_assignment(consumer)):
                 self._on_assigned((), consumer.generation)
+
+    def _has_empty_assignment(self, consumer: MemberConsumer) -> bool:
+        """Whether the broker has assigned no partition to a KIP-848 member: nothing was reported for a while since its
+        epoch changed."""
+        if consumer.identity != self._last_identity:
+            self._last_identity, self._identified_ms = consumer.identity, self._environment.now_ms()
+        waited_ms = self._environment.now_ms() - self._identified_ms
+        return consumer.is_kip_848 and consumer.generation > 0 and waited_ms >= EMPTY_AFTER_MS
 
     def _execute_all(self) -> None:
         while True:

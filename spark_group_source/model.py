@@ -81,3 +81,12 @@ class StartAt(NamedTuple):
 
 EARLIEST = StartAt("earliest")
 LATEST = StartAt("latest")
+
+
+NO_TOPIC_ID = "A" * 22
+"""The library's text of the zero id, with which brokers without topic ids answer (before Kafka 2.8)."""
+
+
+def topic_id(text: str) -> str:
+    """The id of a topic; empty if its brokers have no ids."""
+    return "" if text == NO_TOPIC_ID else text

@@ -91,5 +91,7 @@ class StreamRun(RunHarness):
         partitions = self.kafka.partitions
         self.ids = {self.kafka.topic: self.kafka.topic_id}
         self.firsts, self.ends = dict.fromkeys(partitions, 0), dict.fromkeys(partitions, self.kafka.end)
-        offsets = {tp: parse_committed(at, 0) for tp, at in self.kafka.offsets.items()}
+        offsets = {
+            tp: parse_committed(at, wall_ms=self.clock(), now_ms=self.clock()) for tp, at in self.kafka.offsets.items()
+        }
         self.committed = {tp: at for tp, at in offsets.items() if at is not None}

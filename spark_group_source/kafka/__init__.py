@@ -7,7 +7,7 @@ errors become this package's exceptions.
 
 from spark_group_source.kafka.admin import Admin, EpochEnds
 from spark_group_source.kafka.committer import TransactionalCommitter
-from spark_group_source.kafka.consumer import Identity, MemberConsumer, take_over_membership
+from spark_group_source.kafka.consumer import Identity, MemberConsumer, RefusedOnce, take_over_membership
 from spark_group_source.kafka.environment import Empty, Environment, Queue, Thread, check_settings
 from spark_group_source.kafka.group_admin import GroupAdmin
 from spark_group_source.kafka.group_offsets import GroupOffsets
@@ -42,6 +42,7 @@ __all__ = [
     "Queue",
     "RecordTime",
     "RecordTimes",
+    "RefusedOnce",
     "Thread",
     "Topic",
     "TransactionalCommitter",

@@ -31,7 +31,7 @@ from spark_group_source.kafka.translation import (
     request_batches,
     to_kafka,
 )
-from spark_group_source.model import StartAt, TopicPartition
+from spark_group_source.model import StartAt, TopicPartition, topic_id
 
 REQUEST_TIMEOUT_S = 6.0
 """The timeout of a request, including the search for the right broker. A client keeps sending to a broker that died, so
@@ -145,7 +145,7 @@ class Admin:
         op = "describing topics"
         answers = self._collect(Request.TOPICS, op, lambda bound: self._client.describe_topics(topics, **bound))
         return {
-            name: Topic(str(found.topic_id), len(found.partitions))
+            name: Topic(topic_id(str(found.topic_id)), len(found.partitions))
             for name, found in answers.items()
             if not isinstance(found, Missing)
         }
@@ -449,9 +449,10 @@ class Admin:
                 self._slow += not is_short
                 self._client.poll(0)  # runs the error callback
                 transient = meaning(request, exc.args[0].code()) is Meaning.RETRY
-                token_error = self._token_error if transient else None
+                # Blocking requests, such as list_topics, do not report why no connection came about.
+                cause = (self._refusal.error or self._token_error) if transient else None
                 self._renew()
-                raise exc if token_error is None else KafkaException(token_error) from exc
+                raise exc if cause is None else KafkaException(cause) from exc
 
         answer = self._retry(request, op, send_once)
         self._forget_errors()  # errors of the meantime are obsolete: the request succeeded

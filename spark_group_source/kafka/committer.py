@@ -3,6 +3,7 @@
 Runs in: the stream reader's request thread. Deliberately absent: which offsets are committed and when (``protocol``).
 """
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -30,6 +31,11 @@ REQUEST_TIMEOUT_MS = 10_000
 """The timeout of a request to a broker that is connected but does not respond, such as a frozen one. With the library's
 default of a minute, lookups would wait that long behind a commit. ``kafka.socket.timeout.ms`` overrides it, up to the
 transaction's timeout: librdkafka refuses a longer one."""
+
+FORGOTTEN = frozenset({KafkaError.INVALID_PRODUCER_ID_MAPPING, KafkaError.UNKNOWN_PRODUCER_ID})
+"""Answers of a coordinator that does not know this producer any more: it was idle for longer than
+``transactional.id.expiration.ms``, or the coordinator's log was lost. The library keeps such a producer, and would get
+the same answer for ever."""
 
 
 class Transaction(Enum):
@@ -258,7 +264,8 @@ class TransactionalCommitter:
         refused = meaning(Request.TRANSACTION, error.code(), error.str()) is Meaning.REFUSED
         if fenced is not None or (refused and not self._client_info.token_may_have_expired(error)):
             op = "committing offsets"
-            topic = next((tp.topic for tp in offsets if f"{tp.topic}(" in error.str()), "")  # named in the text only
+            named = r"(?<![\w.-]){}\("  # in the text only, before "(id)[partition]"
+            topic = next((tp.topic for tp in offsets if re.search(named.format(re.escape(tp.topic)), error.str())), "")
             return translate(
                 fenced or error, request=Request.TRANSACTION, op=op, client_info=self._client_info, name=topic
             )
@@ -286,7 +293,7 @@ class TransactionalCommitter:
                 open_ms = self._environment.boot_ms() - owned.begun_ms  # also while the machine was suspended
                 expired = owned.transaction is not Transaction.NONE and open_ms >= expires_ms
                 self._state = _Uncertain() if expired else _Fenced(error)
-            case _Owned() if not (error.retriable() or error.txn_requires_abort()):
+            case _Owned() if error.code() in FORGOTTEN or not (error.retriable() or error.txn_requires_abort()):
                 self._state = _Uncertain()
             case _ if fenced:
                 self._state = _Fenced(error)

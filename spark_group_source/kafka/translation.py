@@ -245,7 +245,10 @@ class CommitSizes:
 
     def shrink(self, code: int, refused: list[KafkaPartition]) -> bool:
         """Learn from a request that was refused. Returns whether smaller ones are worth another attempt."""
-        if code not in TOO_LARGE or len(refused) < 2:
+        if code not in TOO_LARGE:
+            return False
+        if len(refused) < 2:  # a single offset is not too large: the answer had another reason
+            self._bytes_max = COMMIT_BYTES_MAX
             return False
         self._bytes_max = sum(self._size(p.topic, p.metadata or "") for p in refused) // 2
         self._accepted = 0
@@ -269,7 +272,7 @@ class Topic:
     """A topic as the cluster describes it now."""
 
     id: str
-    """Changes when the topic is deleted and recreated (KIP-516)."""
+    """Changes when the topic is deleted and recreated (KIP-516); empty if its brokers have no ids."""
     partitions: int
     """The partition count."""
 

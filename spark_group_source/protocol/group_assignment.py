@@ -46,14 +46,18 @@ class GroupAssignment:
 
     def next_step(self, since_ms: int) -> ev.Step | GroupError:
         """Wait for assignments and positions since ``since_ms``, with a warning after a while; the error follows after
-        the joining budget, and after one more request: in an outage it fails, and the outage has its own limit."""
+        the joining budget. Each follows one request for the group: in an outage it fails, and the outage has its own
+        limit. And a user without permission on the group is refused; the library tells a member so once only."""
         budget_ms, now_ms = self._rules.joining_budget_ms, self._out.now_ms
         waited_ms = now_ms - since_ms
-        if waited_ms >= budget_ms:
-            return ev.DescribeGroup() if self._described is None else self.timeout("assigned partitions", waited_ms)
-        self._described = None
         warn_after_ms = min(ASSIGNMENT_WARNING_MS, budget_ms)
-        if waited_ms >= warn_after_ms and not self._has_warned:
+        is_warning_due = waited_ms >= warn_after_ms and not self._has_warned
+        if (waited_ms >= budget_ms or is_warning_due) and self._described is None:
+            return ev.DescribeGroup()
+        if waited_ms >= budget_ms:
+            return self.timeout("assigned partitions", waited_ms)
+        self._described = None
+        if is_warning_due:
             self._has_warned = True
             self._out.log(
                 f"{self._uncommitted()}; waiting up to {budget_ms / 1000:.0f} s"

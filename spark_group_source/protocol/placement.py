@@ -22,7 +22,7 @@ from spark_group_source.model import TopicPartition
 from spark_group_source.protocol import events as ev
 from spark_group_source.protocol.outbox import Outbox
 from spark_group_source.protocol.rules import SLOTS_MAX, Rules
-from spark_group_source.protocol.slots import IN_READER, MovingState, Slot, Slots
+from spark_group_source.protocol.slots import IN_READER, Slot, Slots
 from spark_group_source.protocol.states import AGENTS, AgentState, SlotState, next_state
 from spark_group_source.protocol.statistics import Statistics
 
@@ -34,8 +34,6 @@ MOVE_START_MS_MAX = 2_000
 """How long the next plan waits for a move that cannot start, because an offset is not committed yet."""
 MOVE_RETRY_MS = 5_000
 """When moves that did not start within that time are tried again."""
-CLOSE_MS_MAX = 3_000
-"""How long a moving slot waits for its last member to close, before the next member joins anyway."""
 RETURN_MS_MAX = 5_000
 """How long the next plan waits in all for a moving slot."""
 GATHER_MS_MAX = 15_000
@@ -278,17 +276,13 @@ class Placement:
             self._moves_since_ms, self._next_check_ms = None, now_ms + MOVE_RETRY_MS
 
     def tick(self) -> None:
-        """Recall slots from agents whose lease has expired, and from those where they stay unassigned. A moving slot
-        joins if its last member does not close in time."""
+        """Recall slots from agents whose lease has expired, and from those where they stay unassigned."""
         if not self.has_agents:
             return
         now_ms = self._out.now_ms
         self._recall_from(self.agents.tick())
         for slot in self._slots.all:
-            if isinstance(slot.state, MovingState) and now_ms >= slot.state.since_ms + CLOSE_MS_MAX:
-                slot.may_be_alive = True
-                self._slots.join(slot)
-            elif slot.agent != IN_READER and slot.unassigned_since_ms is not None and now_ms >= self._recall_ms(slot):
+            if slot.agent != IN_READER and slot.unassigned_since_ms is not None and now_ms >= self._recall_ms(slot):
                 self._recall(slot)
 
     # --- queries ----------------------------------------------------------------------------------------------------
@@ -321,9 +315,8 @@ class Placement:
     def deadlines_ms(self) -> list[int]:
         """When :meth:`tick` has something to do."""
         slots = self._slots.all if self.has_agents else ()
-        closing = [slot.state.since_ms + CLOSE_MS_MAX for slot in slots if isinstance(slot.state, MovingState)]
         unassigned = [slot for slot in slots if slot.agent != IN_READER and slot.unassigned_since_ms is not None]
-        return self.agents.deadlines_ms() + closing + [self._recall_ms(slot) for slot in unassigned]
+        return self.agents.deadlines_ms() + [self._recall_ms(slot) for slot in unassigned]
 
     # --- where slots belong -----------------------------------------------------------------------------------------
 

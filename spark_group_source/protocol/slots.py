@@ -24,6 +24,8 @@ from spark_group_source.protocol.statistics import Statistics
 IN_READER = ""
 """In place of an agent's id: the member lives in the stream reader."""
 
+CLOSE_MS_MAX = 3_000
+"""How long a moving slot waits for its last member to close, before the next member joins anyway."""
 STEADY_MS = 10_000
 """How long a member must be in the group after its first assignment before its slot counts as recovered from earlier
 failures. By then it has polled and sent heartbeats several times."""
@@ -110,8 +112,6 @@ class MovingState:
 
     kind: ClassVar = SlotState.MOVING
     member: ClassVar[None] = None
-    since_ms: int
-    """When the last member was ordered to close."""
     closing_on: str
     """Where the last member is closing."""
 
@@ -135,6 +135,8 @@ class Slot:
     """How often they failed since then."""
     topics: tuple[str, ...] = ()
     """The topics that its member subscribes to, or the last one did."""
+    is_rejoining: bool = False
+    """Whether its members subscribe to the topics of the run before, until one has an assignment."""
     may_be_alive: bool = False
     """Whether the broker may still see its last member, because that did not report that it closed."""
     agent: str = IN_READER
@@ -200,13 +202,12 @@ class Slots:
         self.missing_topics: tuple[str, ...] = ()
         """Topics that the query names and that do not exist, since members have joined."""
         self._former_topics: tuple[str, ...] = ()
-        self._former_count = 0  # slots from this number on were added while the query runs
         self._unlisted = Suspicions(GRACE_MS)  # subscribed topics that the last lists lack
         self._resubscribed_in: dict[int, int] = {}  # by slot: the generation in which it got the present topics
         self.all = [Slot(number) for number in range(rules.slots)]
         self._removed: dict[int, int] = {}  # slots that left: their last client
         self._held: dict[int, RevokingState] = {}  # by slot, so that a tick does not visit thousands of others
-        self._wake_at_ms: dict[int, int] = {}  # when a slot joins again, or checks again whether it was replaced
+        self._wake_at_ms: dict[int, int] = {}  # when a slot joins anyway, or checks again whether it was replaced
         self._assigned_count = 0
         self._unassigned_since_ms = 0
         """Since when no slot has had an assignment, while none has one."""
@@ -240,8 +241,8 @@ class Slots:
         self.all += [Slot(number) for number in range(len(self.all), min(former_slots, SLOTS_MAX))]
         self._set_topics(topics)
         self._unassigned_since_ms = self._out.now_ms
-        self._former_count = len(self.all)
         for slot in self.all:
+            slot.is_rejoining = bool(self._former_topics)
             self.join(slot)
 
     def apply(self, event: ev.MemberReport) -> SourceError | None:
@@ -333,17 +334,19 @@ class Slots:
         self._out.log(f"the subscription matches {len(topics)} topics now: {shown(topics)}")
         self._set_topics(topics)
         for slot in self.all:
-            if slot.state.member is not None and not self._is_rejoining(slot):
+            if slot.state.member is not None and not slot.is_rejoining:
                 self._subscribe(slot)
 
     def tick(self) -> None:
-        """Let slots rejoin and check memberships when their pauses are over. Release holds that exceed their budget."""
+        """Let slots rejoin and check memberships when their pauses are over. A moving slot joins if its last member
+        does not close in time. Release holds that exceed their budget."""
         now_ms = self._out.now_ms
         for number in [number for number, at_ms in self._wake_at_ms.items() if now_ms >= at_ms]:
             del self._wake_at_ms[number]
             if isinstance(state := self.all[number].state, CheckingState):
                 self._out.order(ev.CheckReplaced(slot=number, confirmed=state.is_fenced))
             else:
+                self.all[number].may_be_alive |= isinstance(state, MovingState)
                 self.join(self.all[number])
         for number, revoking in sorted(self._held.items()):
             if now_ms - revoking.since_ms >= self._rules.hold_budget_ms:
@@ -396,8 +399,9 @@ class Slots:
         """
         slot.missing = set(slot.partitions)
         self._drop(slot, tuple(slot.partitions), ev.SlotMoves)
-        self._change(slot, ev.SlotMoves, MovingState(self._out.now_ms, slot.agent))
+        self._change(slot, ev.SlotMoves, MovingState(slot.agent))
         slot.moved_ms, slot.unassigned_since_ms = self._out.now_ms, None
+        self._wake_at_ms[slot.number] = self._out.now_ms + CLOSE_MS_MAX
         self._place_on(slot, agent)
         self._out.order(ev.Leave(slot=slot.number, leave=leave))
 
@@ -526,10 +530,6 @@ class Slots:
         fitting = members_max(self._topics, cooperative=rules.cooperative) if rules.classic else None
         return SLOTS_MAX if fitting is None else fitting
 
-    def _is_rejoining(self, slot: Slot) -> bool:
-        """Whether its members have had no assignment yet and subscribe to the former topics until they have one."""
-        return slot.generation < 0 and bool(self._former_topics) and slot.number < self._former_count
-
     def _subscribe(self, slot: Slot) -> None:
         slot.topics = self._topics
         self._out.order(ev.Subscribe(slot=slot.number, topics=self._topics))
@@ -542,9 +542,10 @@ class Slots:
             slot.placed_since_ms = self._out.now_ms
             slot.unassigned_since_ms = self._out.now_ms if agent != IN_READER else None
         if not is_moving:  # the broker ignores a new subscription of a member that returns under its instance id
-            slot.topics = self._former_topics if self._is_rejoining(slot) else self._topics
+            slot.topics = self._former_topics if slot.is_rejoining else self._topics
         slot.client += 1
         self._resubscribed_in.pop(slot.number, None)
+        self._wake_at_ms.pop(slot.number, None)
         self._change(slot, ev.Join, JoiningState(Membership()))
         self._out.order(
             ev.Join(
@@ -570,7 +571,8 @@ class Slots:
             late = tuple(tp for tp in slot.state.partitions if self._must_hold(tp))
             self._lose(slot, late, "the group completed a rebalance while they were held")
             self._drop(slot, tuple(slot.state.partitions), ev.Release)
-        if self._is_rejoining(slot) and {*self._topics} <= {*slot.topics}:  # joined with all topics: see join_all
+        is_rejoining, slot.is_rejoining = slot.is_rejoining, False
+        if is_rejoining and {*self._topics} <= {*slot.topics}:  # joined with all topics: see join_all
             slot.generation, slot.topics = event.generation, self._topics
             self.move(slot, slot.agent, leave=True)
             return
@@ -596,7 +598,8 @@ class Slots:
             )
         if slot.topics != self._topics:
             self._subscribe(slot)
-            self._resubscribed_in[slot.number] = event.generation
+            if self._rules.classic:  # else the broker need not tell a member whose partitions stay the same
+                self._resubscribed_in[slot.number] = event.generation
         elif event.generation != self._resubscribed_in.get(slot.number, -1):
             self._resubscribed_in.pop(slot.number, None)
         if has_restarted:

@@ -52,7 +52,7 @@ from spark_group_source.librdkafka import (
     Signatures,
     text,
 )
-from spark_group_source.model import TopicPartition
+from spark_group_source.model import TopicPartition, topic_id
 from spark_group_source.reader.record_headers import NotHeaders, RecordHeaders, parse
 from spark_group_source.reader.records import (
     ClientEvent,
@@ -87,8 +87,6 @@ EARLIEST, LATEST = -2, -1
 """Offset specifications of ListOffsets."""
 TIMED_OUT = -185
 """librdkafka's ``_TIMED_OUT``."""
-NO_ID = "A" * 22
-"""The topic id of brokers before 2.8: zeros."""
 
 _MESSAGE_BYTES = 104
 """The bytes read of each message: the public struct of 72, and the private fields up to the timestamp."""
@@ -453,8 +451,7 @@ class AdminRequests:
             lib.TopicDescription_partitions(topic, c.byref(partitions))
             id_ = text(lib.Uuid_base64str(lib.TopicDescription_topic_id(topic)))
             name = text(lib.TopicDescription_name(topic))
-            id_ = "" if code or id_ == NO_ID else id_
-            topics[name] = TopicDescription(code, words, id_, 0 if code else partitions.value)
+            topics[name] = TopicDescription(code, words, "" if code else topic_id(id_), 0 if code else partitions.value)
         return topics
 
     def offset_of(self, event: int, tp: TopicPartition) -> tuple[int, int] | ClientEvent:

@@ -185,11 +185,11 @@ class RequestThread:
                 self._handle(self._commits.commit(request))
 
     def _read_committed(self, order: ev.FetchCommittedOffsets) -> ev.CommittedOffsetsRead:
-        clock_start_ms = self._environment.wall_ms() - self._environment.now_ms()
+        wall_ms, now_ms = self._environment.wall_ms(), self._environment.now_ms()
         # A topic that is not subscribed any more may be refused: nothing of it is read.
         optional = {tp for tp in order.notes_only if not self._options.is_subscribed(tp.topic)}
         read = self._offsets.read(order.partitions + order.notes_only, optional=optional)
-        found = {tp: parse_committed(at, clock_start_ms) for tp, at in read.items()}
+        found = {tp: parse_committed(at, wall_ms=wall_ms, now_ms=now_ms) for tp, at in read.items()}
         reset_number = max((at.reset_number for at in found.values() if at is not None), default=0)
         offsets = {tp: found[tp] for tp in order.partitions if tp in found}
         silent = tuple(tp for tp in order.notes_only if tp not in found)
@@ -211,8 +211,9 @@ class RequestThread:
     def _prepare(self) -> None:
         """Take over the transactional id. Lookups come later, so that an older driver cannot commit after them."""
         assert self._commits is not None
-        self._prepare_at_ms = self._environment.now_ms() + PREPARE_EVERY_S * 1000
         self._is_prepared = self._commits.prepare()
+        # After the attempt, which may take longer than the interval: other requests go on in between.
+        self._prepare_at_ms = self._environment.now_ms() + PREPARE_EVERY_S * 1000
 
     def _any_partition(self) -> TopicPartition:
         """Return a partition of the first subscribed topic that exists, for a request that must name one."""
@@ -222,14 +223,15 @@ class RequestThread:
         return TopicPartition(topic, 0)
 
 
-def parse_committed(at: CommittedOffset | None, clock_start_ms: int) -> ev.Committed | None:
+def parse_committed(at: CommittedOffset | None, *, wall_ms: int, now_ms: int) -> ev.Committed | None:
     """Parse a committed offset's metadata.
 
     Args:
-        clock_start_ms: wall-clock time of the zero of the run's monotonic clock.
+        wall_ms, now_ms: this moment, by the wall clock and by the run's monotonic clock. The clock of the host that
+            committed may have been ahead: a time in the future counts as now.
     """
     if at is None:
         return None
     note = identifiers.parse_note(at.metadata)
-    at_ms = None if note.at_ms is None else note.at_ms - clock_start_ms
+    at_ms = None if note.at_ms is None else min(note.at_ms - wall_ms, 0) + now_ms
     return ev.Committed(offset=at.offset, leader_epoch=at.leader_epoch, **note._replace(at_ms=at_ms)._asdict())

@@ -56,6 +56,17 @@ def test_one_offset_that_is_refused_is_not_split(
         committer.commit([(ME, many(1))], dict.fromkeys(many(1), NOTE))
 
 
+def test_requests_keep_their_size_after_an_error_that_was_not_about_it() -> None:
+    """Brokers answer with an unknown error also for other reasons, for a moment."""
+    commits, offsets = CommitSizes("g"), many(64)
+    notes = dict.fromkeys(offsets, NOTE)
+    refused = next(commits.split(offsets, notes))
+    while commits.shrink(KafkaError.UNKNOWN, refused):
+        refused = next(commits.split(offsets, notes))
+    assert len(refused) == 1
+    assert [len(batch) for batch in commits.split(offsets, notes)] == [64]
+
+
 def test_larger_requests_are_tried_again_after_many_commits() -> None:
     commits, offsets = CommitSizes("g"), many(64)
     notes = dict.fromkeys(offsets, NOTE)

@@ -1,11 +1,12 @@
 """The transactional offset commit, with a scripted producer."""
 
 import pytest
-from confluent_kafka import KafkaError
+from confluent_kafka import KafkaError, KafkaException
 from manual_environment import A0, A1, ManualEnvironment, metadata, refusal
 
 from spark_group_source.errors import AccessDenied, CommitFailed, Fenced
 from spark_group_source.kafka import Identity, MemberStale, OffsetNote, TransactionalCommitter
+from spark_group_source.model import TopicPartition
 
 ONE, TWO = Identity(1, "one", metadata(1, "one")), Identity(2, "two", metadata(2, "two"))
 NOTES = {A0: OffsetNote("note 0", 3), A1: OffsetNote("note 1")}
@@ -85,7 +86,9 @@ def test_G6_a_fenced_process_never_takes_the_id_back(
 
 
 BROKEN = {
-    "an id that expired while idle": ("send_offsets", refusal(KafkaError.INVALID_PRODUCER_ID_MAPPING, fatal=True)),
+    "an id that expired while idle": ("send_offsets", refusal(KafkaError.INVALID_PRODUCER_ID_MAPPING, abort=True)),
+    "a coordinator that lost its log": ("send_offsets", refusal(KafkaError.UNKNOWN_PRODUCER_ID, abort=True)),
+    "a producer that failed for good": ("send_offsets", refusal(KafkaError.UNKNOWN_PRODUCER_ID, fatal=True)),
     "an outage in the middle": ("commit_transaction", refusal(KafkaError.INVALID_TXN_STATE, fatal=True)),
 }
 
@@ -133,6 +136,18 @@ def test_a_producer_is_usable_after_a_refused_commit(
         committer.commit([(ONE, {A0: 5})], NOTES)
     committer.commit([(ONE, {A0: 5})], NOTES)
     assert len(environment.producers) == 1
+
+
+def test_a_denied_topic_is_named_although_another_name_ends_like_it(
+    environment: ManualEnvironment, committer: TransactionalCommitter
+) -> None:
+    """The library's text has the topic only."""
+    text = "Failed to commit offsets to transaction on broker b: web-a((null))[0](Broker: Topic authorization failed)"
+    denied = KafkaError(KafkaError.TOPIC_AUTHORIZATION_FAILED, text, txn_requires_abort=True)
+    environment.will("send_offsets", KafkaException(denied))
+    offsets = {A0: 5, TopicPartition("web-a", 0): 5}
+    with pytest.raises(AccessDenied, match="topic 'web-a'"):
+        committer.commit([(ONE, offsets)], dict.fromkeys(offsets, OffsetNote("")))
 
 
 def test_denied_transactions_raise_access_denied(

@@ -4,9 +4,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from confluent_kafka import KafkaError, KafkaException
+from confluent_kafka import KafkaError, KafkaException, Uuid
 from confluent_kafka import TopicPartition as KafkaPartition
-from manual_environment import A0, A1, ManualEnvironment, refusal
+from manual_environment import A0, A1, ManualAdmin, ManualEnvironment, refusal
 
 from spark_group_source.errors import AccessDenied, BrokerUnavailable, CommitFailed
 from spark_group_source.kafka import (
@@ -108,6 +108,26 @@ def test_a_refused_connection_is_remembered_although_another_one_is_lost() -> No
         watch.check()
     watch.clear()
     watch.check()
+
+
+def test_a_blocking_request_reports_why_no_connection_came_about(
+    environment: ManualEnvironment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client reports it to its error callback only."""
+    admin = Admin(SETTINGS, environment=environment)
+    refused = KafkaError(KafkaError._SSL, "certificate verify failed")
+    monkeypatch.setattr(ManualAdmin, "poll", lambda *_: admin._on_error(refused))
+    environment.will("list_topics", *[refusal(KafkaError._TRANSPORT)] * 2)
+    with pytest.raises(AccessDenied, match="certificate verify failed"):
+        admin.list_topics()
+
+
+def test_topics_of_brokers_without_ids_have_none(environment: ManualEnvironment) -> None:
+    """The library answers with the text of the zero id."""
+    found = [SimpleNamespace(topic_id=Uuid(*id_), partitions=[None]) for id_ in ((0, 0), (0, 7))]
+    environment.will("describe_topics", dict(zip(("old", "new"), found, strict=True)))
+    topics = Admin(SETTINGS, environment=environment).describe_topics(["old", "new"])
+    assert (topics["old"].id, bool(topics["new"].id)) == ("", True)
 
 
 def test_partitions_that_a_broker_reports_missing_are_left_out(

@@ -9,10 +9,10 @@ import pytest
 from confluent_kafka import KafkaError
 from manual_environment import A0, A1, ManualConsumer, ManualEnvironment, metadata, refusal
 
-from spark_group_source.errors import GroupError
+from spark_group_source.errors import AccessDenied, GroupError
 from spark_group_source.kafka import Environment, Identity, MemberStale, OffsetNote
 from spark_group_source.kafka.consumer import TAKE_OVER_MS_MAX
-from spark_group_source.members import Member, MemberCommit
+from spark_group_source.members import EMPTY_AFTER_MS, Member, MemberCommit
 from spark_group_source.model import TopicPartition
 from spark_group_source.protocol import events as ev
 
@@ -124,6 +124,34 @@ def test_a_member_without_topics_reports_an_empty_assignment_and_does_not_join(s
     scene.run(lambda: None, scene.leave)
     assert scene.reported == [ev.Assigned(slot=3, client=2, partitions=(), generation=-1)]
     assert "subscribe" not in scene.environment.called()
+
+
+def test_a_member_of_a_classic_group_has_no_assignment_before_its_callback(scene: Scene) -> None:
+    """Its generation comes with the answer to its join; the leader may assign partitions much later, or never."""
+    scene.make(COOPERATIVE)
+
+    def join() -> None:
+        scene.consumer.metadata = metadata(5)
+
+    scene.run(join, *[lambda: None] * 100, lambda: scene.consumer.assign_callback(generation=5), scene.leave)
+    assert scene.reported == [ev.Assigned(slot=3, client=2, partitions=(), generation=5)]
+
+
+def test_a_kip_848_member_without_a_callback_has_no_partitions_after_a_while(scene: Scene) -> None:
+    """Its epoch comes before its partitions: their names take another request."""
+    scene.make(KIP_848)
+    reported_ms: list[int] = []
+    began_ms = scene.environment.clock_ms
+
+    def join(epoch: int) -> Callable[[], None]:
+        return lambda: setattr(scene.consumer, "metadata", metadata(epoch))
+
+    def look() -> None:
+        reported_ms.extend([scene.environment.clock_ms - began_ms] * (len(scene.reported) > len(reported_ms)))
+
+    scene.run(join(5), *[look] * 15, join(6), *[look] * 30, scene.leave)
+    assert scene.reported == [ev.Assigned(slot=3, client=2, partitions=(), generation=6)]
+    assert reported_ms[0] >= 1_600 + EMPTY_AFTER_MS
 
 
 def test_a_member_that_lost_a_deleted_topic_keeps_its_other_partitions(scene: Scene) -> None:
@@ -288,6 +316,31 @@ def test_events_of_a_member_that_ends(scene: Scene, call: str, answer: Any, expe
     assert scene.kinds() == [expected]
     assert scene.doubts() == [True] * (expected == "MemberFenced")
     assert len(scene.environment.called("Consumer")) == 1
+
+
+NOT_PERMITTED = "Fatal consumer error: Broker: Group authorization failed"
+
+
+@pytest.mark.parametrize("refusals", [1, 2])
+def test_a_refusal_that_ends_the_consumer_counts_when_it_is_repeated(scene: Scene, refusals: int) -> None:
+    scene.make(KIP_848)
+    scene.environment.will("poll", *[Message(KafkaError._FATAL, NOT_PERMITTED)] * refusals)
+    scene.run(*[lambda: None] * refusals, *([scene.assign, scene.leave] if refusals == 1 else []))
+    assert len(scene.environment.called("Consumer")) == 2
+    if refusals == 1:
+        assert scene.kinds() == ["Assigned"]
+    else:
+        (failure,) = scene.reported
+        assert isinstance(failure, ev.InternalFailure) and isinstance(failure.error, AccessDenied)
+        assert "Read and Describe on the group 'g'" in str(failure.error)
+
+
+def test_a_member_that_is_refused_later_is_replaced_first(scene: Scene) -> None:
+    """Its partitions are lost with its consumer."""
+    scene.make(KIP_848)
+    scene.environment.will("poll", None, Message(KafkaError._FATAL, NOT_PERMITTED))
+    scene.run(scene.assign, lambda: None)
+    assert scene.kinds() == ["Assigned", "MemberFailed"]
 
 
 def test_a_refused_membership_is_taken_over_from_a_vanished_member(scene: Scene) -> None:

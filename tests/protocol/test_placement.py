@@ -10,7 +10,6 @@ from spark_group_source.protocol import events as ev
 from spark_group_source.protocol.identifiers import slot_of
 from spark_group_source.protocol.placement import (
     AVOID_MS,
-    CLOSE_MS_MAX,
     GATHER_MS_MAX,
     MOVE_INTERVAL_MS,
     MOVE_RETRY_MS,
@@ -19,6 +18,7 @@ from spark_group_source.protocol.placement import (
     READY_AFTER_MS,
     RETURN_MS_MAX,
 )
+from spark_group_source.protocol.slots import CLOSE_MS_MAX
 from spark_group_source.protocol.states import SlotState
 
 A, B, C = tps("orders", 0, 1, 2)
@@ -238,6 +238,18 @@ def test_instance_id_is_taken_only_from_a_member_that_does_not_close_in_time() -
     assert begun(g) == [0, 1]
     assert [join.takes_over for join in only(ev.Join, g.member_ended(0))] == [False]
     assert [(join.agent, join.takes_over) for join in only(ev.Join, g.tick(ms=CLOSE_MS_MAX))] == [("h1", True)]
+
+
+def test_kip_848_slot_that_moved_while_topics_changed_may_move_again() -> None:
+    """The broker tells a member nothing if its partitions stay the same."""
+    g = lent(classic=False)
+    g.agent_connects("h2")
+    g.tick(ms=MOVE_INTERVAL_MS)
+    g.run.slots.move(g.run.slots.all[0], "h1")
+    g.feed(ev.TopicsChanged(topics=("orders", "new")))
+    g.member_ended(0)
+    g.settled(A)
+    assert g.run.slots.all_assigned and g.run.slots.may_move(g.run.slots.all[0])
 
 
 def test_moving_slot_keeps_its_topics_until_it_is_assigned() -> None:

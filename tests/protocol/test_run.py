@@ -8,6 +8,7 @@ from kit.harness import GROUP, JOINING_BUDGET_MS, STREAM, only, tps
 from kit.run_harness import ANSWER_MS, RunHarness
 
 from spark_group_source.errors import (
+    AccessDenied,
     BrokerUnavailable,
     CommitFailed,
     Fenced,
@@ -128,6 +129,20 @@ def test_missing_assignment_is_logged_and_fails_the_run_after_its_budget() -> No
     assert "Join(slot=0" in str(failure.value)
     (warning,) = run.warned()
     assert "not all 1 members of this query have an assignment after 10 s; waiting up to 75 s" in warning
+
+
+def test_a_user_without_permission_on_the_group_learns_it_before_a_warning_guesses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The library reports a refused search for the coordinator to a member once only, which could be a moment's."""
+    run = RunHarness()
+    run.silent = {ev.Join}
+    denied = ev.InternalFailure(error=AccessDenied("the user needs Describe on the group"))
+    answer = run.answer
+    monkeypatch.setattr(run, "answer", lambda step: denied if isinstance(step, ev.DescribeGroup) else answer(step))
+    with pytest.raises(AccessDenied):
+        run.latest()
+    assert waited_ms(run) == ASSIGNMENT_WARNING_MS and run.warned() == []
 
 
 @pytest.mark.parametrize("reason", ["GROUP_MAX_SIZE_REACHED", ""])
@@ -508,6 +523,15 @@ def test_G3_a_revocation_between_two_triggers_is_released_when_the_sink_has_the_
     run.pass_time(1_000)
     assert run.committed[A].offset == 10
     assert len(only(ev.Release, run.history)) == 1
+
+
+def test_a_batch_that_a_query_reads_twice_may_be_durable_before_the_second_time() -> None:
+    """A union of one load() with itself, after a kill behind the sink's mark: the mark of the run before is found
+    between the two calls."""
+    run, batch = reading()
+    run.feed(ev.BatchMarked(batch=BatchKey.of(batch)))
+    run.call(ev.BatchStarted(offset=batch))
+    assert run.state() is RunState.OPEN
 
 
 def test_a_mark_of_another_batch_with_this_number_changes_nothing() -> None:

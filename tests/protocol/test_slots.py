@@ -13,6 +13,7 @@ from spark_group_source.protocol.data_loss import GRACE_MS
 from spark_group_source.protocol.offsets import StreamOffset
 from spark_group_source.protocol.rules import Rules
 from spark_group_source.protocol.slots import (
+    CLOSE_MS_MAX,
     STEADY_MS,
     ClosedState,
     Membership,
@@ -337,6 +338,18 @@ def test_slot_rejoins_with_the_former_subscription_and_changes_it_then() -> None
     assert group.tick(ms=100) == [group.join(client=2, topics=both)]
 
 
+def test_slot_that_was_without_topics_subscribes_to_new_ones() -> None:
+    """Its member left the group, which reports an empty assignment without a generation."""
+    g, _ = came_back("orders", "payments", known={"orders": 1})
+    g.assigned(A, generation=5)
+    for _ in range(2):
+        g.feed(ev.TopicsChanged(topics=()))
+        g.tick(ms=GRACE_MS)
+    g.lost(A)
+    g.assigned(generation=-1)
+    assert only(ev.Subscribe, g.feed(ev.TopicsChanged(topics=("other",)))) == [ev.Subscribe(slot=0, topics=("other",))]
+
+
 def test_slot_that_rejoins_with_the_same_subscription_causes_no_rebalance() -> None:
     group, commands = came_back("orders", known={"orders": 4, "a former topic": 1})
     assert commands[:1] == [group.join(topics=("orders",))]
@@ -361,6 +374,13 @@ def test_slot_none_of_whose_former_topics_is_subscribed_leaves_the_group_and_joi
     assert group.feed(ev.MemberEnded(slot=0, client=1)) == [group.join(client=2, topics=("payments",))]
     assert not only(ev.Leave, group.assigned(PAYMENTS, generation=2)), "once"
     assert list(group.run.partitions.ours) == [PAYMENTS]
+
+
+def test_slot_joins_again_although_its_member_does_not_close() -> None:
+    """Also without agents, whose losses have a bound of their own."""
+    group, _ = came_back("payments", known={"orders": 4})
+    group.assigned(A)
+    assert group.tick(ms=CLOSE_MS_MAX) == [group.join(client=2, topics=("payments",))]
 
 
 def test_late_assignment_does_not_take_a_partition_from_its_new_slot(

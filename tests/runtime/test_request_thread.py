@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from confluent_kafka import KafkaError
 from confluent_kafka import TopicPartition as KafkaPartition
-from manual_environment import A0, A1, ManualEnvironment, metadata, refusal
+from manual_environment import A0, A1, WALL_MS, ManualEnvironment, ManualProducer, metadata, refusal
 
 from spark_group_source.errors import (
     AccessDenied,
@@ -15,13 +15,14 @@ from spark_group_source.errors import (
     CommitFailed,
     InvariantBroken,
 )
-from spark_group_source.kafka import Admin, Identity, MemberStale
+from spark_group_source.kafka import Admin, CommittedOffset, Identity, MemberStale
 from spark_group_source.members import Member
 from spark_group_source.model import LATEST, TopicPartition
 from spark_group_source.options.table import Options
 from spark_group_source.protocol import events as ev
+from spark_group_source.protocol import identifiers
 from spark_group_source.runtime.offset_commits import COMMIT_DENIED_MS, TRANSACTION_RETRY_MS, commit_order
-from spark_group_source.runtime.request_thread import RequestThread
+from spark_group_source.runtime.request_thread import RequestThread, parse_committed
 
 TIMED_OUT = refusal(KafkaError._TIMED_OUT, retriable=True)
 DENIED = refusal(KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED, fatal=True)
@@ -178,6 +179,29 @@ def test_a_lookup_returns_its_partitions_and_parsed_notes(scene: Scene) -> None:
             requested=(A0, A1, B0),
         )
     ]
+
+
+@pytest.mark.parametrize(("stamp_ms", "at_ms"), [(WALL_MS - 5_000, -5_000), (WALL_MS + 86_400_000, 0)])
+def test_a_commit_in_the_future_counts_as_one_of_now(stamp_ms: int, at_ms: int) -> None:
+    """The clock of the host that committed was ahead: the offset would not be renewed for so long."""
+    note = identifiers.note_text("s", 3, at_ms=stamp_ms)
+    parsed = parse_committed(CommittedOffset(9, note), wall_ms=WALL_MS, now_ms=1_000)
+    assert parsed is not None and parsed.at_ms == 1_000 + at_ms
+
+
+def test_requests_go_on_between_long_attempts_to_take_over_the_transactional_id(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each attempt blocks for longer than the interval between two, while another coordinator answers lookups."""
+
+    def fail(producer: ManualProducer, _timeout: float) -> None:
+        producer.environment.clock_ms += 10_000
+        producer.environment.answer("init_transactions")
+
+    monkeypatch.setattr(ManualProducer, "init_transactions", fail)
+    scene.environment.will("init_transactions", TIMED_OUT, TIMED_OUT)
+    scene.run(scene.order(FETCH, FETCH, FETCH))
+    assert scene.environment.called("init_transactions", "committed") == ["init_transactions", *["committed"] * 3]
 
 
 @pytest.mark.parametrize(("level", "requested"), [("read_committed", "READ_COMMITTED"), ("read_uncommitted",) * 2])
