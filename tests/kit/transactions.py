@@ -1,7 +1,8 @@
 """Kafka's transaction coordinator, for transactions that contain only a group's offsets.
 
 Runs in: tests. A transactional id has an epoch: taking over the id increments it, which fences all producers with an
-older epoch (KIP-98). Deliberately absent: records in transactions, producer ids (the epoch identifies a producer).
+older epoch (KIP-98). Deliberately absent: records in transactions, producer ids (the epoch identifies a producer; an
+id that was forgotten gets another one).
 """
 
 from collections.abc import Callable, Mapping
@@ -20,6 +21,8 @@ TRANSACTION_MS = 60_000
 @dataclass
 class _Transaction:
     epoch: int = 0
+    forgotten: bool = False  # the coordinator does not know the id any more
+    since: int = 0  # the first epoch since it was last forgotten; producers before it have another producer id
     groups: dict[int, Group] = field(default_factory=dict)  # groups whose offsets it may contain, by identity
     open: bool = False
     ending: bool = False
@@ -46,6 +49,8 @@ class Transactions:
         if found.ending:
             return Code.CONCURRENT, 0
         found.epoch += 1
+        if found.forgotten:
+            found.forgotten, found.since = False, found.epoch
         found.committed = None
         return Code.OK, found.epoch
 
@@ -72,7 +77,9 @@ class Transactions:
         """Add offsets as a member (id, generation, instance id) or as none. Offsets that arrive after the end of the
         transaction are refused, as by brokers since 3.8 (KIP-890: they verify with the transaction coordinator)."""
         found = self._known.get(id_)
-        if found is None or found.epoch != epoch:
+        if found is None or found.forgotten or epoch < found.since:
+            return Code.UNKNOWN_PRODUCER
+        if found.epoch != epoch:
             return Code.FENCED_PRODUCER
         if not found.open:
             return Code.INVALID_TXN_STATE
@@ -92,13 +99,20 @@ class Transactions:
                 code = Code.INVALID_TXN_STATE
         done(code)
 
+    def forget(self) -> bool:
+        """Forget the ids without an open transaction, as after their expiration; return whether there is one."""
+        idle = [found for found in self._known.values() if not (found.open or found.ending or found.forgotten)]
+        for found in idle:
+            found.forgotten = True
+        return bool(idle)
+
     def taken_twice(self, by: str) -> bool:
         """Whether a process fenced itself: its first request arrived after the retry that replaced it."""
         return any(found.by[-2:] == [by, by] for found in self._known.values())
 
     def _check(self, id_: str, epoch: int) -> Code:
         found = self._known.get(id_)
-        if found is None:
+        if found is None or found.forgotten or epoch < found.since:
             return Code.UNKNOWN_PRODUCER
         if found.epoch != epoch:
             return Code.FENCED_PRODUCER

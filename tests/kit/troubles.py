@@ -40,6 +40,9 @@ LEADERLESS_MS = (2_000, 15_000, 60_000, 200_000)
 CALM_LEADERLESS_MS = 45_000
 """How long such a partition waits while nothing else happens: no call may wait with it."""
 LEADERLESS_EVERY_MS = (3_000, 20_000)
+FORGOTTEN_SHARE = 0.2
+"""Share of the histories in which the transaction coordinator forgets ids: they have expired, or its log is lost."""
+FORGOTTEN_EVERY_MS = (5_000, 40_000)
 ELECTIONS_SHARE = 0.3
 """Share of the histories with elections of leaders that answer at once, with and without all records."""
 ELECTIONS_EVERY_MS = (1_000, 15_000)
@@ -63,6 +66,7 @@ class Troubles:
             "commit by timer",
             "reader dies alone",
             "topic denied",
+            "transactional ids forgotten",
             "election without loss",
             "truncation between triggers",
             "truncation of a planned batch",
@@ -112,9 +116,21 @@ class Troubles:
         if draws.chance(DENIED_SHARE):
             self.world.at(draws.between(*DENIED_FROM_MS), lambda: self._deny(draws))
 
+        draws = self.world.draws("trouble: transactional ids")
+        if draws.chance(FORGOTTEN_SHARE):
+            self.world.at(draws.between(*FORGOTTEN_EVERY_MS), lambda: self._forget_ids(draws))
+
         draws = self.world.draws("trouble: elections")
         if draws.chance(ELECTIONS_SHARE):
             self.world.at(draws.between(*ELECTIONS_EVERY_MS), lambda: self._elect(draws))
+
+    def _forget_ids(self, draws: Draws) -> None:
+        if self.scene.is_calm:
+            return
+        self.world.at(draws.between(*FORGOTTEN_EVERY_MS), lambda: self._forget_ids(draws))
+        if self.scene.cluster.transactions.forget():
+            self.world.note("transactional ids are forgotten")
+            self.happened["transactional ids forgotten"] += 1
 
     def _grow(self, count: int) -> None:
         """A topic gets so many partitions that no request has room for all."""

@@ -455,6 +455,13 @@ MUTANTS = [
         "the transaction of the offsets is committed",
     ),
     Mutant(
+        "keeps-a-forgotten-id",
+        "kafka/committer.py",
+        "error.code() in FORGOTTEN or not",
+        "not",
+        "an id that the coordinator has forgotten is taken over again",
+    ),
+    Mutant(
         "stops-at-a-failed-commit",
         "runtime/request_thread.py",
         "            self._on_failure(request, exc)",
@@ -619,6 +626,7 @@ MUTANTS = [
 ]
 
 FOUND_BY: dict[str, tuple[str, int]] = {
+    "keeps-a-forgotten-id": ("eager", 1),
     "takes-no-epoch-from-a-commit": ("eager", 779),
     "believes-another-streams-check": ("eager", 50_632),
     "believes-foreign-epochs": ("cooperative", 1),
