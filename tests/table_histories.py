@@ -21,7 +21,7 @@ import traceback
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -606,7 +606,7 @@ class History:
             changed: list[tuple[Any, str, Any]] = [
                 (run_files, "directory", lambda: self.home / "runs"),
                 (common, "session", session),
-                (common, "admin_of", lambda servers, group, config=None: self.sources[group].kafka),
+                (common, "admin_of", lambda servers, group, config=None: nullcontext(self.sources[group].kafka)),
                 (table_writer, "RACE_WAIT_MAX_S", 0.0),
                 (NativeWriter, "_files", before("", NativeWriter._files, "written")),
                 (NativeWriter, "commit", before("decided", NativeWriter.commit, "committed")),

@@ -61,7 +61,7 @@ GIVEN = {
     "agents.main:ProcessWatch.wait_ended poll": "{agents.main.CHECK_S}",
     "agents.prefetch.prefetcher:SharedBuffers.wait_changed wait_for": "{agents.prefetch.prefetcher.ROOM_S}",
     "agents.prefetch.prefetcher:Prefetcher.stop join": "{agents.main.END_S} Then the process ends",
-    "cli.group:watch wait": "`--interval-s`, or a signal; then the next snapshot",
+    "cli.group:_watch wait": "`--interval-s`, or a signal; then the next snapshot",
     "host.run_files:drain_runs wait": "{host.run_files.POLL_S} In all `--timeout-s`; then the command fails",
     "kafka.consumer:MemberConsumer.poll poll": "{members.POLL_S}",
     "kafka.environment:Environment.pause wait": "the pause between a bounded number of attempts; each is in this table "

@@ -75,10 +75,12 @@ ConfigOption = Annotated[
 ]
 
 
+@contextmanager
 def admin_of(
     servers: str, group: str, config: Path | None = None, options: Mapping[str, str] | None = None
-) -> GroupAdmin:
-    """An admin client with the settings of ``--command-config``.
+) -> Iterator[GroupAdmin]:
+    """An admin client with the settings of ``--command-config``, which is closed at the end: one that is left to the
+    garbage collection may be destroyed on its own thread, and the library then aborts the process.
 
     Args:
         group: the group whose offsets are requested; "-" for none.
@@ -94,7 +96,11 @@ def admin_of(
             check_settings(found)
         except OptionError as exc:
             raise UsageError(str(exc), **exc.fields) from None
-    return GroupAdmin(found.admin_settings(), config_file=file, retries=0)
+    admin = GroupAdmin(found.admin_settings(), config_file=file, retries=0)
+    try:
+        yield admin
+    finally:
+        admin.close()
 
 
 def options_of(

@@ -47,7 +47,8 @@ def describe(
 
         found = read_ledger(_session(spark), table, group)
         ledger = {} if found is None else found.offsets
-    return report.describe(common.admin_of(bootstrap_servers, group, options=options), group, ledger)
+    with common.admin_of(bootstrap_servers, group, options=options) as admin:
+        return report.describe(admin, group, ledger)
 
 
 def reset(
@@ -78,15 +79,15 @@ def reset(
     if to == "ledger" and table is None:
         raise OptionError("to='ledger' needs table=, the Delta table with the ledger")
     destination = None if to == "ledger" else _destination(to)
-    admin = common.admin_of(bootstrap_servers, group, options=options)
     scope: resetting.Scope = dict.fromkeys([topics] if isinstance(topics, str) else topics, frozenset())
     session = _session(spark) if table is not None else None
-    since = resetting.table_version(session, table) if execute else None
-    if destination is None:
-        assert table is not None
-        destination = resetting.of_ledger(admin, group, table, _session(spark), scope)
-    targets = resetting.resolve_targets(admin, group, destination, scope)
-    return resetting.reset(admin, group, targets, spark=session, table=table, since=since, execute=execute)
+    with common.admin_of(bootstrap_servers, group, options=options) as admin:
+        since = resetting.table_version(session, table) if execute else None
+        if destination is None:
+            assert table is not None
+            destination = resetting.of_ledger(admin, group, table, _session(spark), scope)
+        targets = resetting.resolve_targets(admin, group, destination, scope)
+        return resetting.reset(admin, group, targets, spark=session, table=table, since=since, execute=execute)
 
 
 def _destination(to: Any) -> Destination:

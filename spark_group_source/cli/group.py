@@ -32,6 +32,7 @@ from spark_group_source.cli.common import (
 )
 from spark_group_source.cli.report import UNASSIGNED, GroupReport, group_view, name_of, spans
 from spark_group_source.errors import BrokerUnavailable
+from spark_group_source.kafka import GroupAdmin
 from spark_group_source.protocol.slots import shown
 from spark_group_source.protocol.statistics import Statistics
 
@@ -68,7 +69,8 @@ def list_groups(
     if states and not state:
         raise common.UsageError(f"{states!r} needs --state before it: --state {states}")
     wanted = _states(states)
-    groups = common.admin_of(bootstrap_servers, "-", command_config).groups()
+    with common.admin_of(bootstrap_servers, "-", command_config) as admin:
+        groups = admin.groups()
     found = [one for one in groups if not wanted or one.state in wanted]
     if as_json:
         fields = ({"group": one.group, "state": one.state, "protocol": one.protocol} for one in found)
@@ -101,34 +103,34 @@ def describe(
         raise common.UsageError("give either --group (repeatable) or --all-groups")
     if checkpoint is not None and len(group or []) != 1:
         raise common.UsageError("--checkpoint belongs to one query: give exactly one --group with it")
-    admin = common.admin_of(bootstrap_servers, group[0] if group else "-", command_config)
-    names = list(dict.fromkeys(group or [one.group for one in admin.groups()]))
-    ledgers = {}
-    if table is not None:
-        from spark_group_source.delta import ledger_store
-
-        with common.table_history(table) as history:
-            for name, ledger in ledger_store.read_ledgers(history, names).items():
-                if ledger is not None:
-                    ledgers[name] = ledger.offsets
-                else:
-                    typer.echo(f"the ledger of group {name} is older than the log of table {table}", err=True)
-    elsewhere = []
-    if checkpoint is not None:
-        from spark_group_source.delta import checkpoint_status
-
-        with common.checkpoint_files(checkpoint) as (files, root):
-            elsewhere = [checkpoint_status.last_status(checkpoint_status.StatusFiles(files, root), names[0])]
     everything = not (offsets or members or state)
     asked = offsets or everything or as_json
-    found = []
-    for name in names:
-        reported = elsewhere if name == names[0] else []
-        one = report.read_group(admin, name, ledgers.get(name), offsets=asked, elsewhere=reported)
-        if one is not None:
-            found.append(one)
-        elif group:
-            raise report.missing_group(admin, name)  # a group may be deleted after --all-groups listed it
+    with common.admin_of(bootstrap_servers, group[0] if group else "-", command_config) as admin:
+        names = list(dict.fromkeys(group or [one.group for one in admin.groups()]))
+        ledgers = {}
+        if table is not None:
+            from spark_group_source.delta import ledger_store
+
+            with common.table_history(table) as history:
+                for name, ledger in ledger_store.read_ledgers(history, names).items():
+                    if ledger is not None:
+                        ledgers[name] = ledger.offsets
+                    else:
+                        typer.echo(f"the ledger of group {name} is older than the log of table {table}", err=True)
+        elsewhere = []
+        if checkpoint is not None:
+            from spark_group_source.delta import checkpoint_status
+
+            with common.checkpoint_files(checkpoint) as (files, root):
+                elsewhere = [checkpoint_status.last_status(checkpoint_status.StatusFiles(files, root), names[0])]
+        found = []
+        for name in names:
+            reported = elsewhere if name == names[0] else []
+            one = report.read_group(admin, name, ledgers.get(name), offsets=asked, elsewhere=reported)
+            if one is not None:
+                found.append(one)
+            elif group:
+                raise report.missing_group(admin, name)  # a group may be deleted after --all-groups listed it
     if as_json:
         shown = [one.as_dict() for one in found]
         typer.echo(json.dumps(shown[0] if group and len(shown) == 1 else shown, indent=2))
@@ -226,7 +228,11 @@ def watch(
 
     Without a terminal it prints one snapshot, then one line for each event. It waits for a group that does not exist.
     """
-    admin = admin_of(bootstrap_servers, group, command_config)
+    with admin_of(bootstrap_servers, group, command_config) as admin:
+        _watch(admin, group, interval_s, once=once)
+
+
+def _watch(admin: GroupAdmin, group: str, interval_s: float, *, once: bool) -> None:
     before = report.describe(admin, group) if once else report.read_group(admin, group) or report.no_group(group)
     if before.state == report.DEAD and not console.is_terminal:
         typer.echo(f"group {group} does not exist; waiting for it")

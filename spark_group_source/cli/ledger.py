@@ -91,8 +91,8 @@ def verify(
         findings, notes = list(found.findings), list(found.notes)
         if bootstrap_servers is not None:
             try:
-                admin = common.admin_of(bootstrap_servers, "-", command_config)
-                findings += compare_with_kafka(admin, found.ledgers)
+                with common.admin_of(bootstrap_servers, "-", command_config) as admin:
+                    findings += compare_with_kafka(admin, found.ledgers)
             except BrokerUnavailable as exc:
                 notes.append(f"topics are not compared with Kafka: {exc}")
     if as_json:

@@ -85,17 +85,17 @@ def migrate(
     if wrong := [name for name, given in (there if to_checkpoint else back).items() if given]:
         raise common.UsageError(f"{wrong[0]} cannot be used with --{'to' if to_checkpoint else 'from'}-checkpoint")
     scope = scope_of(topic or [])
-    admin = common.admin_of(bootstrap_servers, group, command_config)
-    if from_checkpoint is None:
-        text = json.dumps(_starting_offsets(admin, group, table, scope))
-        if out is None:
-            typer.echo(text)
-        else:
-            _write(out, f"{text}\n")
-        return
-    with common.checkpoint_files(from_checkpoint) as (files, root):
-        found = progress(files, root, source or [], to_brokers=admin.connection)
-    done = reset.reset(admin, group, reset.Targets(group_offsets(admin, found, scope)), execute=execute)
+    with common.admin_of(bootstrap_servers, group, command_config) as admin:
+        if from_checkpoint is None:
+            text = json.dumps(_starting_offsets(admin, group, table, scope))
+            if out is None:
+                typer.echo(text)
+            else:
+                _write(out, f"{text}\n")
+            return
+        with common.checkpoint_files(from_checkpoint) as (files, root):
+            found = progress(files, root, source or [], to_brokers=admin.connection)
+        done = reset.reset(admin, group, reset.Targets(group_offsets(admin, found, scope)), execute=execute)
     if as_json:
         more = {"batch": found.batch, "stateful": found.stateful, "other_sources": found.others}
         typer.echo(json.dumps(done.as_dict() | more, indent=2))

@@ -186,12 +186,12 @@ def delete_offsets(
     Exit code 1: an offset still exists.
     """
     scope = scope_of(topic)
-    admin = admin_of(bootstrap_servers, group, command_config)
-    described, committed = admin.describe_group(group), admin.committed(group)
-    if described.state == DEAD and not committed:
-        raise missing_group(admin, group)
-    offsets = select_offsets(scope, committed)
-    results = delete(admin, group, offsets) if execute else predict_deletion(offsets, described)
+    with admin_of(bootstrap_servers, group, command_config) as admin:
+        described, committed = admin.describe_group(group), admin.committed(group)
+        if described.state == DEAD and not committed:
+            raise missing_group(admin, group)
+        offsets = select_offsets(scope, committed)
+        results = delete(admin, group, offsets) if execute else predict_deletion(offsets, described)
     _show(group, results, executed=execute, as_json=as_json)
     if stay := not_deleted(results):
         why = "; ".join(sorted({results[tp].reason for tp in stay}))
@@ -211,19 +211,19 @@ def delete_group(
 
     Exit code 1: the group still exists.
     """
-    admin = admin_of(bootstrap_servers, group, command_config)
-    found = admin.describe_group(group)
-    offsets = admin.committed(group)
-    if found.state == DEAD and not offsets:
-        raise missing_group(admin, group)
-    if found.members:
-        raise GroupError(
-            f"group {group!r} has {len(found.members)} members, and Kafka deletes only groups without members. Stop "
-            "its queries and consumers, and wait for their session timeout",
-            group=group,
-        )
-    if execute:
-        admin.delete_group(group)
+    with admin_of(bootstrap_servers, group, command_config) as admin:
+        found = admin.describe_group(group)
+        offsets = admin.committed(group)
+        if found.state == DEAD and not offsets:
+            raise missing_group(admin, group)
+        if found.members:
+            raise GroupError(
+                f"group {group!r} has {len(found.members)} members, and Kafka deletes only groups without members. "
+                "Stop its queries and consumers, and wait for their session timeout",
+                group=group,
+            )
+        if execute:
+            admin.delete_group(group)
     if as_json:
         shown = {"group": group, "state": found.state, "offsets": len(offsets), "executed": execute}
         typer.echo(json.dumps(shown, indent=2))

@@ -583,8 +583,10 @@ def reset_command(
     _refuse_both({"--export": export, "--json": as_json})
     _refuse_both({"--topic": bool(topic), "--all-topics": all_topics})
     scope = scope_of(topic or [])
-    admin = common.admin_of(bootstrap_servers, group, command_config)
-    with common.session(table is not None) as spark:
+    with (
+        common.admin_of(bootstrap_servers, group, command_config) as admin,
+        common.session(table is not None) as spark,
+    ):
         since = table_version(spark, table) if execute else None
         if to == "checkpoint":
             to = _of_checkpoint(admin, group, str(to_checkpoint), batch, scope, spark, table)

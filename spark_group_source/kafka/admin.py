@@ -452,6 +452,8 @@ class Admin:
                 # Blocking requests, such as list_topics, do not report why no connection came about.
                 cause = (self._refusal.error or self._token_error) if transient else None
                 self._renew()
+                # Without the traceback, whose frames of the library would keep the client alive after close().
+                exc.with_traceback(None)
                 raise exc if cause is None else KafkaException(cause) from exc
 
         answer = self._retry(request, op, send_once)

@@ -1,6 +1,7 @@
 """What a reset commits: reset number, offsets and metadata of every partition. No broker, no Spark."""
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import datetime
 from types import SimpleNamespace
@@ -152,7 +153,7 @@ def test_the_topics_of_a_reset_may_be_one_name(topics: Any, monkeypatch: pytest.
         committed=lambda _: {},
         existing_topics=lambda _: {},
     )
-    monkeypatch.setattr(common, "admin_of", lambda *_, **__: admin)
+    monkeypatch.setattr(common, "admin_of", lambda *_, **__: nullcontext(admin))
     done = reset("etl", "nowhere:1", to="earliest", topics=topics)
     assert [(move.topic, move.partition) for move in done.moves] == [("ab", 0), ("ab", 1)]
 

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import UTC, datetime
 from types import SimpleNamespace
@@ -97,7 +98,7 @@ def test_watch_waits_for_a_group_that_does_not_exist_yet(monkeypatch: pytest.Mon
     stop = SimpleNamespace(wait=lambda _: not looks)
     monkeypatch.setattr(reporting, "read_group", lambda *_: looks.pop(0))
     monkeypatch.setattr(group, "stop_on_signals", lambda: stop)
-    monkeypatch.setattr(group, "admin_of", lambda *_: SimpleNamespace(connection=()))
+    monkeypatch.setattr(group, "admin_of", lambda *_: nullcontext(SimpleNamespace(connection=())))
     watching = ["watch", "--group", "g", "--bootstrap-servers", "b:1"]
     shown = CliRunner().invoke(app, watching)
     assert shown.exit_code == 0, shown.output

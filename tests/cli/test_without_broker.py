@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -151,7 +152,8 @@ def test_settings_with_the_prefix_of_a_query_are_used_and_no_setting_is_dropped(
     path.write_text(f"{mark}kafka.security.protocol=SASL_SSL\nkafka.sasl.mechanism=PLAIN\nkafka.sasl.username=a\n")
     with path.open("a") as file:
         file.write("sasl.password=${PASSWORD}\n")
-    settings = common.admin_of(NO_BROKER, "-", path)._settings
+    with common.admin_of(NO_BROKER, "-", path) as admin:
+        settings = admin._settings
     assert settings["security.protocol"] == "SASL_SSL" and settings["sasl.password"] == "from a file"
     path.write_text("kafka.security.protocol=SASL_SSL\nsecurity.protocol=PLAINTEXT\n")
     with pytest.raises(common.UsageError, match=r"both security\.protocol and kafka\.security\.protocol"):
@@ -239,7 +241,7 @@ def test_the_end_of_a_log_is_not_before_what_a_group_has_read(to: Any, committed
 def test_the_plan_of_a_reset_in_a_notebook_reads_the_ledger(monkeypatch: pytest.MonkeyPatch) -> None:
     """It warns of records that would be written again."""
     given: list[Any] = []
-    monkeypatch.setattr(common, "admin_of", lambda *_, **__: OpenTransaction())
+    monkeypatch.setattr(common, "admin_of", lambda *_, **__: nullcontext(OpenTransaction()))
     monkeypatch.setattr(resetting, "reset", lambda *_, spark, since, **__: given.append((spark, since)))
     spark: Any = object()
     functions.reset("etl", "b:1", to="latest", table="/lake/orders", spark=spark)
@@ -378,7 +380,7 @@ def test_names_are_printed_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
         committed=lambda _: {P0: CommittedOffset(5, "")},
         delete_group=lambda _: None,
     )
-    monkeypatch.setattr(offsets, "admin_of", lambda *_: admin)
+    monkeypatch.setattr(offsets, "admin_of", lambda *_: nullcontext(admin))
     for group in ("etl[a]", "etl[/x]", "shop:fire:1"):
         shown = CliRunner().invoke(
             app, ["delete-group", "--bootstrap-servers", NO_BROKER, "--group", group, "--execute"]

@@ -15,8 +15,9 @@ from kafka_helpers import await_until
 from scenes import Scene
 from streams import Engine
 
+from spark_group_source import describe, reset
 from spark_group_source.errors import BrokerUnavailable, OptionError
-from spark_group_source.kafka import Admin, Environment
+from spark_group_source.kafka import Admin, Environment, admin
 
 
 class Watching(Environment):
@@ -37,11 +38,29 @@ class Watching(Environment):
 
 def test_replaced_admin_clients_are_destroyed_when_the_admin_is_closed() -> None:
     environment = Watching()
-    admin = Admin({"bootstrap.servers": "127.0.0.1:1"}, environment=environment, retries=0)
+    client = Admin({"bootstrap.servers": "127.0.0.1:1"}, environment=environment, retries=0)
     with pytest.raises(BrokerUnavailable):
-        admin.describe_group("g")
+        client.describe_group("g")
     assert len(environment.made) > 1 and not environment.ended()
-    admin.close()
+    client.close()
+    assert environment.ended()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [lambda to: describe("g", to), lambda to: reset("g", to, to="earliest")],
+    ids=["describe", "reset"],
+)
+def test_the_admin_clients_of_a_call_are_destroyed_when_it_ends(
+    call: Callable[[str], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A notebook goes on: if the clients were left to the garbage collection, it might run on the thread of one."""
+    environment = Watching()
+    monkeypatch.setattr(admin, "Environment", lambda: environment)
+    for name in ("ANSWER_S_MAX", "REQUEST_TIMEOUT_S"):
+        monkeypatch.setattr(admin, name, 0.5)
+    with pytest.raises(BrokerUnavailable):
+        call("127.0.0.1:1")
     assert environment.ended()
 
 

@@ -103,10 +103,11 @@ def admin(query: Query, monkeypatch: pytest.MonkeyPatch) -> OffsetModel:
     def session(wanted: bool) -> Iterator[Session | None]:
         yield query.spark if wanted else None  # type: ignore[misc]
 
-    def admin_of(servers: str, group: str, config: Path | None = None) -> OffsetModel:
+    @contextmanager
+    def admin_of(servers: str, group: str, config: Path | None = None) -> Iterator[OffsetModel]:
         assert (servers, group) == (SERVERS, kafka.group)
         kafka.settings = common.options_of(servers, group, config).admin_settings()
-        return kafka
+        yield kafka
 
     monkeypatch.setattr(common, "session", session)
     monkeypatch.setattr(common, "admin_of", admin_of)

@@ -2,7 +2,7 @@
 
 import json
 import re
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -86,7 +86,7 @@ def test_describe_reads_the_ledger_of_a_table_by_path_without_spark(
         return report.no_group(name)
 
     monkeypatch.setattr(report, "read_group", read_group)
-    monkeypatch.setattr(common, "admin_of", lambda *_: SimpleNamespace())
+    monkeypatch.setattr(common, "admin_of", lambda *_: nullcontext(SimpleNamespace()))
     words = ["describe", "--bootstrap-servers", "b:1", "--table", str(table), "--json"]
     shown = CliRunner().invoke(app, [*words, "--group", "etl", "--group", "old", "--group", "other"])
     assert shown.exit_code == 0, shown.output
