@@ -10,7 +10,7 @@ import signal
 import tempfile
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -233,11 +233,20 @@ def table_history(table: str) -> "Iterator[TableHistory]":
 
 
 @contextmanager
-def checkpoint_files(root: str) -> "Iterator[tuple[CheckpointFiles, str]]":
-    """Access to the files of a checkpoint, and its path. Spark is started only if Python cannot read them."""
+def checkpoint_files(root: str, spark: "SparkSession | None" = None) -> "Iterator[tuple[CheckpointFiles, str]]":
+    """Access to the files of a checkpoint, and its path. Spark is started only if Python cannot read them.
+
+    Args:
+        spark: the caller's session, which is used instead of a new one: a second :func:`session` would be the same one
+            and would stop it.
+    """
     from spark_group_source.delta.checkpoint import local_files, spark_files
     from spark_group_source.delta.native_writer import local_path
 
     path = local_path(root)
-    with session(path is None) as spark:
-        yield (local_files(), str(Path(path or ""))) if spark is None else (spark_files(spark), root.rstrip("/"))
+    if path is not None:
+        yield local_files(), str(Path(path))
+        return
+    with session(True) if spark is None else nullcontext(spark) as found:
+        assert found is not None
+        yield spark_files(found), root.rstrip("/")

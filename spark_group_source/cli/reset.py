@@ -657,7 +657,7 @@ def _of_checkpoint(
     from spark_group_source.delta import ledger_store
     from spark_group_source.delta.checkpoint import positions
 
-    with common.checkpoint_files(checkpoint) as (files, root):
+    with common.checkpoint_files(checkpoint, spark) as (files, root):
         record = positions(files, root, group, batch)
     ledger = None
     if spark is not None and table is not None:

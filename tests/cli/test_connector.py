@@ -4,12 +4,18 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from spark_group_source.cli import common, migrate
+from spark_group_source.cli import reset as resetting
 from spark_group_source.cli.migrate import Progress
+from spark_group_source.delta import checkpoint as checkpoint_module
+from spark_group_source.delta import ledger_store
 from spark_group_source.delta.checkpoint import local_files
+from spark_group_source.delta.ledger_format import Ledger
 from spark_group_source.errors import CheckpointMismatch, OptionError, SourceError
 from spark_group_source.model import TopicPartition
 from spark_group_source.options.table import OPTIONS, REFUSED
@@ -119,6 +125,27 @@ def test_a_checkpoint_of_another_file_system_is_read_by_spark(monkeypatch: pytes
     for place in ("s3a://bucket/chk", "abfss://c@a.dfs.core.windows.net/chk", "dbfs:/chk", "hdfs://nn/chk"):
         with common.checkpoint_files(f"{place}/") as (_, root):
             assert root == place
+
+
+def test_a_reset_to_a_checkpoint_of_another_file_system_uses_the_session_of_its_table(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A second session would be the same one, and stopping it would stop the one that reads the table's ledger."""
+    table_session: Any = object()
+    used: list[object] = []
+
+    @contextmanager
+    def session(wanted: bool) -> Iterator[object]:
+        assert not wanted, "a second session"
+        yield None
+
+    monkeypatch.setattr(common, "session", session)
+    monkeypatch.setattr(checkpoint_module, "spark_files", used.append)
+    monkeypatch.setattr(checkpoint_module, "positions", lambda *_: Ledger(group="etl"))
+    monkeypatch.setattr(ledger_store, "read_ledger", lambda spark, *_, **__: used.append(spark))
+    admin: Any = SimpleNamespace(existing_topics=lambda _: {})
+    resetting._of_checkpoint(admin, "etl", "s3a://bucket/chk", 3, {}, table_session, "s3a://bucket/table")
+    assert used == [table_session, table_session]
 
 
 # --- options of the connector ---------------------------------------------------------------------------------------
