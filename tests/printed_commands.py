@@ -150,6 +150,10 @@ TESTED: dict[str, tuple[int, str]] = {
     "errors.py: CommitFailed": (1, DOCUMENTS),
     "errors.py: LedgerConflict": (2, DOCUMENTS),
     "errors.py: RebalanceTimeout": (1, DOCUMENTS),
+    "cli/reset.py: _completion": (
+        1,
+        f"{SINK}test_command_that_completes_a_relative_reset_does_not_move_the_group_twice",
+    ),
     "cli/reset.py: recorded_offsets": (
         1,
         f"{SINK}test_a_reset_to_offsets_of_a_topic_that_was_recreated_is_refused_and_its_command_loses_nothing",

@@ -76,10 +76,14 @@ class _Commands(TyperGroup):
             return super().invoke(ctx)
         except BrokenPipeError:  # the reader of the output closed it
             raise
+        except KeyboardInterrupt as exc:
+            _print_notes(exc)
+            raise
         except (SourceError, OSError) as exc:
             wrong_options = isinstance(exc, common.UsageError)
             name = OptionError.__name__ if wrong_options else type(exc).__name__
             typer.echo(f"error: {name}: {exc}", err=True)
+            _print_notes(exc)
             retriable = RETRIABLE if getattr(exc, "retriable", False) else FINAL
             raise typer.Exit(USAGE if wrong_options else getattr(exc, "exit_code", retriable)) from exc
         except ModuleNotFoundError as exc:  # Spark is no dependency, and most commands do not need it
@@ -89,9 +93,17 @@ class _Commands(TyperGroup):
             raise typer.Exit(getattr(exc, "exit_code", FINAL)) from exc
         except Exception as exc:
             if not type(exc).__module__.startswith(SPARKS):  # of this package: the traceback is needed
+                _print_notes(exc)
                 raise
             typer.echo(f"error: Spark: {common.spark_error(exc)}", err=True)
+            _print_notes(exc)
             raise typer.Exit(getattr(exc, "exit_code", FINAL)) from exc
+
+
+def _print_notes(exc: BaseException) -> None:
+    """Print what must be done after an interrupted change."""
+    for note in getattr(exc, "__notes__", ()):
+        typer.echo(note, err=True)
 
 
 app = typer.Typer(

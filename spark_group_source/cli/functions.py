@@ -83,11 +83,15 @@ def reset(
     session = _session(spark) if table is not None else None
     with common.admin_of(bootstrap_servers, group, options=options) as admin:
         since = resetting.table_version(session, table) if execute else None
+        again: tuple[str, ...] = ()
         if destination is None:
             assert table is not None
             destination = resetting.of_ledger(admin, group, table, _session(spark), scope)
+            again = ("--to-ledger", *resetting.scope_words(scope))
         targets = resetting.resolve_targets(admin, group, destination, scope)
-        return resetting.reset(admin, group, targets, spark=session, table=table, since=since, execute=execute)
+        return resetting.reset(
+            admin, group, targets, spark=session, table=table, since=since, again=again, execute=execute
+        )
 
 
 def _destination(to: Any) -> Destination:

@@ -41,6 +41,7 @@ from spark_group_source.cli.common import (
     table_of,
 )
 from spark_group_source.cli.report import DEAD, missing_group
+from spark_group_source.delta import table_names
 from spark_group_source.delta.ledger_format import Ledger, LedgerDamaged
 from spark_group_source.errors import GroupError, OptionError
 from spark_group_source.kafka import CommittedOffset, GroupAdmin, Topic
@@ -219,7 +220,7 @@ def recorded_offsets(
                 admin.connection,
                 record.group,
                 *at,
-                *(word for name in sorted(of) for word in ("--topic", _scope_text(name, scope))),
+                *scope_words({name: scope.get(name, frozenset()) for name in of}),
                 *(() if table is None else ("--table", table)),
                 "--execute",
             )
@@ -248,11 +249,6 @@ def recorded_offsets(
         },
         explicit=False,
     )
-
-
-def _scope_text(name: str, scope: Scope) -> str:
-    """The value of ``--topic`` that selects the same partitions of a topic."""
-    return f"{name}:{','.join(map(str, sorted(scope[name])))}" if scope.get(name) else name
 
 
 def partitions_of(admin: GroupAdmin, group: str, scope: Scope) -> list[TopicPartition]:
@@ -420,6 +416,7 @@ def reset(
     spark: "SparkSession | None" = None,
     table: str | None = None,
     since: int | None = None,
+    again: tuple[str, ...] = (),
     execute: bool,
 ) -> GroupReset:
     """Plan a reset to these offsets; with ``execute``, move the group and then, with a table, its ledger.
@@ -430,9 +427,12 @@ def reset(
 
     Args:
         since: the version of the table when the offsets were planned; None without a table.
+        again: the options of a position that is read from the table, for the command that completes the reset after a
+            failure; empty: the command names the offsets. (A relative position would move the group twice.)
 
     Raises:
-        GroupError: the group has members; stop them first.
+        GroupError: the group has members; stop them first. If Kafka may have moved offsets before any failure, a note
+            of the exception has the command that completes the reset.
         OptionError: there is nothing to move, or rows of the table were replaced meanwhile.
         LedgerConflict: the table's ledger is of a newer release.
     """
@@ -466,23 +466,46 @@ def reset(
     if not execute:
         return GroupReset(group, moves, None)
     found = plan_reset(targets.offsets, committed, ledger, topics)
-    admin.move_committed(group, found.offsets, notes=found.notes)
+    completion = _completion(admin, group, again or table_names.to_offsets(targets.offsets), table)
+    try:
+        admin.move_committed(group, found.offsets, notes=found.notes)
+    except GroupError as exc:
+        if exc.fields.get("moved") != 0:
+            exc.add_note(f"Offsets of group {group} may be moved in Kafka already. {completion}")
+        raise
     if spark is not None and table is not None:
         ids = {tp.topic: topics[tp.topic].id for tp in found.offsets}
         gone = {tp.topic for tp in known} - topics.keys()
         reason = f"spark-group reset {found.reset_number}"
-        ledger_store.set_ledger(
-            spark,
-            table,
-            group,
-            found.offsets,
-            reason=reason,
-            topic_ids=ids,
-            reset_number=found.reset_number,
-            deleted=gone,
-            since=since,
-        )
+        try:
+            ledger_store.set_ledger(
+                spark,
+                table,
+                group,
+                found.offsets,
+                reason=reason,
+                topic_ids=ids,
+                reset_number=found.reset_number,
+                deleted=gone,
+                since=since,
+            )
+        except BaseException as exc:
+            exc.add_note(f"The offsets of group {group} are moved in Kafka already. {completion}")
+            raise
     return GroupReset(group, moves, found.reset_number)
+
+
+def _completion(admin: GroupAdmin, group: str, position: tuple[str, ...], table: str | None) -> str:
+    """The sentence with the command that completes a reset of which Kafka has a part."""
+    of_table = () if table is None else ("--table", table)
+    command = command_line.spark_group("reset", admin.connection, group, *position, *of_table, "--execute")
+    return f"To complete this reset:{command_line.sequence([command])}"
+
+
+def scope_words(scope: Scope) -> tuple[str, ...]:
+    """The options that select these topics and partitions."""
+    texts = (f"{name}:{','.join(map(str, sorted(each)))}" if each else name for name, each in sorted(scope.items()))
+    return tuple(word for text in texts for word in ("--topic", text))
 
 
 def _require_movable(admin: GroupAdmin, group: str, targets: Mapping[TopicPartition, int]) -> None:
@@ -588,6 +611,7 @@ def reset_command(
         common.session(table is not None) as spark,
     ):
         since = table_version(spark, table) if execute else None
+        again = (f"--to-{to}", *scope_words(scope)) if to in ("ledger", "further") else ()
         if to == "checkpoint":
             to = _of_checkpoint(admin, group, str(to_checkpoint), batch, scope, spark, table)
         elif to == "ledger":
@@ -598,7 +622,7 @@ def reset_command(
             to = _of_further(admin, group, table, spark, scope)
         targets = resolve_targets(admin, group, to, scope)
         new = not admin.committed(group) and admin.describe_group(group).state == DEAD
-        done = reset(admin, group, targets, spark=spark, table=table, since=since, execute=execute)
+        done = reset(admin, group, targets, spark=spark, table=table, since=since, again=again, execute=execute)
     if export:
         typer.echo(plan_text(targets.offsets), nl=False)
         for line in done.warnings():

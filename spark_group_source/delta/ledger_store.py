@@ -177,7 +177,7 @@ def set_ledger(
         if reset_number < old.reset_number:
             raise OptionError(
                 f"table {table} already knows reset #{old.reset_number} of group {group!r}, so reset #{reset_number} "
-                "is too old. Nothing was written; run the reset again",
+                "is too old. Nothing was written to the table",
                 table=table,
                 group=group,
             )
@@ -193,8 +193,7 @@ def _refuse_replacement_since(history: TableHistory, since: int) -> None:
         if commit.unsettles_ledger:
             raise OptionError(
                 f"table {history.table} was changed by {commit.operation} (its version {commit.version}) while the "
-                "reset was running, so its ledger was not set, and the query's next batch is refused. Run the reset "
-                "again",
+                "reset was running, so its ledger was not set, and the query's next batch is refused",
                 table=history.table,
             )
 

@@ -9,7 +9,7 @@ import ctypes as c
 import functools
 import time
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from confluent_kafka import ConsumerGroupTopicPartitions, KafkaError, KafkaException
 
@@ -158,29 +158,29 @@ class GroupAdmin(Admin):
             notes: the metadata of each partition's offset; empty for partitions that are not in it.
 
         Raises:
-            AccessDenied: the user may not commit for the group.
+            AccessDenied: the user may not commit for the group, or offsets of a topic.
             CommitFailed: Kafka refused an offset, for example because the group has members; or a request was not
-                answered, and may still take effect. The message says whether others of the offsets were moved.
+                answered, and may still take effect.
+                The field ``moved`` of both is the number of offsets that were moved nevertheless, which the message
+                contains too; None: not known.
         """
         sizes, left = CommitSizes(group), dict(offsets)
         texts = {tp: OffsetNote((notes or {}).get(tp, "")) for tp in offsets}
         while left:
             sent = next(sizes.split(left, texts))
-            moved = len(offsets) - len(left)
-            part = f" ({moved} of {len(offsets)} are moved, so repeat the command)" if moved else ""
-            if failed := self._move(group, sent, part):
-                if sizes.shrink(failed[0].error.code(), sent):
-                    continue
-                reasons = ", ".join(f"{p.topic}-{p.partition}: {p.error.str()}" for p in failed[:10])
-                raise CommitFailed(f"Kafka refused new offsets of group {group!r}{part}: {reasons}")
+            failed = self._move(group, sent, _Moved(len(offsets) - len(left), len(offsets)))
+            refused = {TopicPartition(p.topic, p.partition) for p in failed}
             for tp in from_kafka(sent):
-                del left[tp]
+                if tp not in refused:  # the broker decides about each partition
+                    del left[tp]
+            if failed and not sizes.shrink(failed[0].error.code(), sent):
+                raise self._refused(group, failed, _Moved(len(offsets) - len(left), len(offsets)))
 
-    def _move(self, group: str, entries: list[Any], part: str) -> list[Any]:
+    def _move(self, group: str, entries: list[Any], moved: "_Moved") -> list[Any]:
         """Send one request; return the partitions whose offsets were refused, each with its error.
 
         Args:
-            part: for messages: which offsets were moved by other requests.
+            moved: the offsets that were moved by other requests.
         """
         request = [ConsumerGroupTopicPartitions(group, entries)]
         try:
@@ -191,24 +191,49 @@ class GroupAdmin(Admin):
             if error.code() < 0:  # librdkafka's own code: no broker has answered
                 describe = command_line.spark_group("describe", self.connection, group)
                 raise CommitFailed(
-                    f"Kafka did not confirm the new offsets of group {group!r}{part} ({error.str()}). They may still "
-                    f"be committed. Check with {command_line.in_sentence(describe)}, then try again"
+                    f"Kafka did not confirm the new offsets of group {group!r}{moved} ({error.str()}). They may still "
+                    f"be committed: check with {command_line.in_sentence(describe)}",
+                    moved=None,
                 ) from exc
-            refused = f"Kafka refused new offsets of group {group!r}{part}: {error.str()}"
-            if missing := self._client_info.missing_permission(Request.ALTER, error.code(), group):
-                raise AccessDenied(
-                    f"{refused}. {self._client_info.user} needs {missing}", op="committing offsets of the group"
-                ) from exc
-            raise CommitFailed(refused) from exc
+            raise self._refusal_of(group, error, error.str(), group, moved) from exc
         if isinstance(answer, Missing):
-            raise CommitFailed(f"Kafka refused new offsets of group {group!r}{part}: a topic does not exist")
-        failed = [p for p in answer.topic_partitions if p.error is not None]
-        if any(p.error.code() == KafkaError.UNKNOWN_MEMBER_ID for p in failed):
             raise CommitFailed(
-                f"Kafka refused new offsets of group {group!r}{part}, because a member has joined. Stop the group's "
-                "queries and consumers, then repeat the command"
+                f"Kafka refused new offsets of group {group!r}{moved}: a topic does not exist", moved=moved.done
             )
-        return failed
+        return [p for p in answer.topic_partitions if p.error is not None]
+
+    def _refused(self, group: str, failed: list[Any], moved: "_Moved") -> CommitFailed | AccessDenied:
+        if any(p.error.code() == KafkaError.UNKNOWN_MEMBER_ID for p in failed):
+            return CommitFailed(
+                f"Kafka refused new offsets of group {group!r}{moved}, because a member has joined. Stop the group's "
+                f"queries and consumers{'' if moved.done else ', then repeat the command'}",
+                moved=moved.done,
+            )
+        reasons = ", ".join(f"{p.topic}-{p.partition}: {p.error.str()}" for p in failed[:10])
+        return self._refusal_of(group, failed[0].error, reasons, failed[0].topic, moved)
+
+    def _refusal_of(
+        self, group: str, error: KafkaError, reasons: str, name: str, moved: "_Moved"
+    ) -> CommitFailed | AccessDenied:
+        """Return the exception for a broker's error; ``name``: the topic or group that it is about."""
+        refused = f"Kafka refused new offsets of group {group!r}{moved}: {reasons}"
+        if missing := self._client_info.missing_permission(Request.ALTER, error.code(), name):
+            return AccessDenied(
+                f"{refused}. {self._client_info.user} needs {missing}",
+                op="committing offsets of the group",
+                moved=moved.done,
+            )
+        return CommitFailed(refused, moved=moved.done)
+
+
+class _Moved(NamedTuple):
+    """The number of offsets that a move has committed, of all that it should; in messages empty if there is none."""
+
+    done: int
+    total: int
+
+    def __str__(self) -> str:
+        return f" ({self.done} of {self.total} are moved)" if self.done else ""
 
 
 # --- deletion of committed offsets, by a ctypes call of librdkafka -------------------------------------------------

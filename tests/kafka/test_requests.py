@@ -286,23 +286,35 @@ def test_an_unanswered_commit_for_a_group_is_not_reported_as_refused(
         GroupAdmin(SETTINGS, environment=environment).move_committed("g", {A0: 4})
 
 
+def moved(**codes: int) -> dict[str, Any]:
+    """The answer to a move: the error code of each partition, by topic and number; 0: moved."""
+    entries = [
+        SimpleNamespace(topic=name[0], partition=int(name[1:]), error=KafkaError(code) if code else None)
+        for name, code in codes.items()
+    ]
+    return {"g": SimpleNamespace(topic_partitions=entries)}
+
+
 def test_a_move_that_failed_in_part_is_reported_as_such(environment: ManualEnvironment) -> None:
     """A part that is too large is split; what was moved remains."""
     offsets = dict.fromkeys((A0, A1), 4)
-
-    def answer(*codes: int) -> dict[str, Any]:
-        errors = [KafkaError(code) if code else None for code in codes]
-        return {
-            "g": SimpleNamespace(topic_partitions=[SimpleNamespace(topic="a", partition=0, error=e) for e in errors])
-        }
-
-    joined = answer(KafkaError.UNKNOWN_MEMBER_ID)
-    environment.will("alter_consumer_group_offsets", answer(*[KafkaError.UNKNOWN] * 2), answer(0), joined)
-    with pytest.raises(CommitFailed, match=r"group 'g' \(1 of 2 are moved, so repeat the command\), because a member"):
+    too_large, joined = KafkaError.UNKNOWN, KafkaError.UNKNOWN_MEMBER_ID
+    environment.will("alter_consumer_group_offsets", moved(a0=too_large, a1=too_large), moved(a0=0), moved(a1=joined))
+    with pytest.raises(CommitFailed, match=r"group 'g' \(1 of 2 are moved\), because a member") as failed:
         GroupAdmin(SETTINGS, environment=environment).move_committed("g", offsets)
+    assert failed.value.fields["moved"] == 1 and "repeat" not in str(failed.value)
     requests = environment.called("alter_consumer_group_offsets")
     sent = [[(p.partition, p.offset, p.metadata) for p in request.topic_partitions] for (request,) in requests]
     assert sent == [[(0, 4, ""), (1, 4, "")], [(0, 4, "")], [(1, 4, "")]]
+
+
+def test_partitions_that_were_moved_beside_a_refused_one_are_counted(environment: ManualEnvironment) -> None:
+    """The broker decides about each partition of a request."""
+    denied = KafkaError.TOPIC_AUTHORIZATION_FAILED
+    environment.will("alter_consumer_group_offsets", moved(a0=0, a1=0, b0=denied))
+    with pytest.raises(AccessDenied, match=r"\(2 of 3 are moved\): b-0: .* needs Read on the topic 'b'") as failed:
+        GroupAdmin(SETTINGS, environment=environment).move_committed("g", dict.fromkeys((A0, A1, B0), 4))
+    assert failed.value.fields["moved"] == 2
 
 
 def test_many_offsets_are_deleted_in_requests_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import json
 import re
 import shlex
 import shutil
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,10 +22,11 @@ from sink_source import Ranges, offset
 from typer.testing import CliRunner
 
 from spark_group_source.cli.app import app
-from spark_group_source.delta import checkpoint
+from spark_group_source.delta import checkpoint, ledger_store
 from spark_group_source.delta.checkpoint import QUERY_ID, RUN_ID
 from spark_group_source.delta.ledger_store import read_ledger, set_ledger
 from spark_group_source.delta.table_writer import open_existing
+from spark_group_source.errors import CommitFailed, LedgerConflict
 from spark_group_source.model import TopicPartition
 from spark_group_source.protocol.offsets import RECREATED
 
@@ -89,6 +91,52 @@ def test_the_command_that_leaves_records_out_after_lost_offsets_writes_none_of_a
     run_command(leave_out)
     ledger = read_ledger(query.spark, str(table), "etl")
     assert ledger is not None and ledger.offsets == {P0: 15, p1: 10}
+
+
+@pytest.mark.parametrize("failed", ["Kafka", "the table"])
+def test_command_that_completes_a_relative_reset_does_not_move_the_group_twice(
+    query: Query, table: Path, admin: OffsetModel, monkeypatch: pytest.MonkeyPatch, failed: str
+) -> None:
+    query.run(query.sink(table), 0, offset(0, one(0, 10)))
+    admin.commit(10)
+    move = admin.move_committed
+
+    def unanswered(group: str, offsets: Mapping[TopicPartition, int], *, notes: Mapping[TopicPartition, str]) -> None:
+        move(group, offsets, notes=notes)
+        raise CommitFailed("Kafka did not confirm the new offsets", moved=None)
+
+    def lose_the_race(*_: object, **__: object) -> None:
+        raise LedgerConflict("other writers won every attempt")
+
+    command = f"spark-group reset --bootstrap-servers {SERVERS} --group etl --shift-by -4 --table {table} --execute"
+    with monkeypatch.context() as patched:
+        if failed == "Kafka":
+            patched.setattr(admin, "move_committed", unanswered)
+        else:
+            patched.setattr(ledger_store, "set_ledger", lose_the_race)
+        shown = CliRunner().invoke(app, shlex.split(command)[1:])
+    assert shown.exit_code and admin.position == 6
+    (completion,) = commands(shown.output)
+    assert "moved in Kafka already. To complete this reset:" in shown.output
+    run_command(completion)
+    ledger = read_ledger(query.spark, str(table), "etl")
+    assert ledger is not None and ledger.offsets == {P0: 6} and admin.position == 6
+    continue_query(query, table, admin, 1, 20)
+    assert rows(table) == sorted(records(0, 20) + records(6, 10))
+
+
+def test_a_reset_that_kafka_refused_as_a_whole_names_no_command(
+    query: Query, table: Path, admin: OffsetModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    query.run(query.sink(table), 0, offset(0, one(0, 10)))
+    admin.commit(10)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise CommitFailed("Kafka refused new offsets", moved=0)
+
+    monkeypatch.setattr(admin, "move_committed", refuse)
+    words = f"reset --bootstrap-servers {SERVERS} --group etl --shift-by -4 --table {table} --execute"
+    assert CliRunner().invoke(app, words.split()).output == "error: CommitFailed: Kafka refused new offsets\n"
 
 
 @pytest.mark.parametrize("position", ["ledger", "checkpoint", "checkpoint and table"])

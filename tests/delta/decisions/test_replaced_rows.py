@@ -421,6 +421,7 @@ def test_a_reset_during_a_restore_leaves_the_ledger_and_works_when_it_is_repeate
         patched.setattr(admin, "move_committed", restore_meanwhile)
         shown = CliRunner().invoke(app, shlex.split(reset)[1:])
     assert shown.exit_code == 1 and "was changed by RESTORE (its version 3) while the reset was running" in shown.output
+    assert commands(shown.output) == [reset], "the ledger is read again: other offsets than before fit the rows"
     refused(lambda: query.run(query.sink(table), 2, offset(2, one(20, 30), followed=FOLLOWED, reset_number=1)))
     run_command(reset)
     query.run(query.sink(table), 2, offset(2, one(20, 30), followed=FOLLOWED, reset_number=1))
