@@ -274,6 +274,9 @@ class ManualAdmin:
     def alter_consumer_group_offsets(self, groups: list[Any], **bounds: float) -> dict[str, "Future[Any]"]:
         return self._done(self.environment.answer("alter_consumer_group_offsets", groups, {}))
 
+    def delete_consumer_groups(self, groups: list[str], **bounds: float) -> dict[str, "Future[Any]"]:
+        return self._done(self.environment.answer("delete_consumer_groups", tuple(groups), {}))
+
     def list_consumer_groups(self, **bounds: float) -> "Future[Any]":
         return self._done({0: self.environment.answer("list_consumer_groups")})[0]
 

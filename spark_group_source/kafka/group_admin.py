@@ -138,13 +138,21 @@ class GroupAdmin(Admin):
         """Delete a group that has no members, with all of its offsets.
 
         Raises:
-            GroupError: it has members, or does not exist (reported twice).
+            GroupError: it has members, or does not exist (reported twice), unless an earlier request of this call was
+                not answered: that one has deleted it.
             AccessDenied: the user needs Delete on the group, refused twice.
         """
+        is_unanswered = False
 
         def send(_: Bound) -> None:
+            nonlocal is_unanswered
             future = self._client.delete_consumer_groups([group], **COORDINATOR_BOUND)[group]
-            if isinstance(self._answer(Request.DELETE, future, group), Missing):
+            try:
+                answer = self._answer(Request.DELETE, future, group)
+            except KafkaException as exc:
+                is_unanswered |= exc.args[0].code() < 0  # librdkafka's own code
+                raise
+            if isinstance(answer, Missing) and not is_unanswered:
                 raise KafkaException(KafkaError(KafkaError.GROUP_ID_NOT_FOUND), group)
 
         self._request(Request.DELETE, f"deleting group {group!r}", send)

@@ -8,7 +8,7 @@ from confluent_kafka import KafkaError, KafkaException, Uuid
 from confluent_kafka import TopicPartition as KafkaPartition
 from manual_environment import A0, A1, ManualAdmin, ManualEnvironment, refusal
 
-from spark_group_source.errors import AccessDenied, BrokerUnavailable, CommitFailed
+from spark_group_source.errors import AccessDenied, BrokerUnavailable, CommitFailed, GroupError
 from spark_group_source.kafka import (
     Admin,
     CommittedOffset,
@@ -284,6 +284,18 @@ def test_an_unanswered_commit_for_a_group_is_not_reported_as_refused(
     environment.will("alter_consumer_group_offsets", {"g": refusal(code)})
     with pytest.raises(CommitFailed, match=message):
         GroupAdmin(SETTINGS, environment=environment).move_committed("g", {A0: 4})
+
+
+def test_a_deletion_whose_answer_was_lost_is_no_failure_although_the_group_is_gone(
+    environment: ManualEnvironment,
+) -> None:
+    lost, gone = {"g": refusal(KafkaError._TRANSPORT)}, {"g": refusal(KafkaError.GROUP_ID_NOT_FOUND)}
+    admin = GroupAdmin(SETTINGS, environment=environment, retries=2)
+    environment.will("delete_consumer_groups", lost, gone)
+    admin.delete_group("g")
+    environment.will("delete_consumer_groups", gone, gone)
+    with pytest.raises(GroupError, match="group 'g' does not exist"):
+        admin.delete_group("g")
 
 
 def moved(**codes: int) -> dict[str, Any]:
