@@ -18,6 +18,8 @@ from rich.text import Text
 
 from spark_group_source.cli import common, report
 from spark_group_source.cli.common import (
+    FINAL,
+    RETRIABLE,
     CheckpointOption,
     ConfigOption,
     GroupOption,
@@ -31,7 +33,7 @@ from spark_group_source.cli.common import (
     table_of,
 )
 from spark_group_source.cli.report import UNASSIGNED, GroupReport, group_view, name_of, spans
-from spark_group_source.errors import BrokerUnavailable
+from spark_group_source.errors import BrokerUnavailable, GroupError
 from spark_group_source.kafka import GroupAdmin
 from spark_group_source.protocol.slots import shown
 from spark_group_source.protocol.statistics import Statistics
@@ -98,13 +100,14 @@ def describe(
     """Show a group's members, offsets and lag, and the statistics of its queries on this host.
 
     JSON always contains everything: one object for one --group, a list otherwise.
+
+    With --all-groups a group that cannot be read is reported on stderr, and sets the exit code at the end.
     """
     if all_groups == bool(group):
         raise common.UsageError("give either --group (repeatable) or --all-groups")
     if checkpoint is not None and len(group or []) != 1:
         raise common.UsageError("--checkpoint belongs to one query: give exactly one --group with it")
-    everything = not (offsets or members or state)
-    asked = offsets or everything or as_json
+    asked = offsets or not (members or state) or as_json
     with common.admin_of(bootstrap_servers, group[0] if group else "-", command_config) as admin:
         names = list(dict.fromkeys(group or [one.group for one in admin.groups()]))
         ledgers = {}
@@ -123,10 +126,17 @@ def describe(
 
             with common.checkpoint_files(checkpoint) as (files, root):
                 elsewhere = [checkpoint_status.last_status(checkpoint_status.StatusFiles(files, root), names[0])]
-        found = []
+        found, failed = [], list[GroupError]()
         for name in names:
             reported = elsewhere if name == names[0] else []
-            one = report.read_group(admin, name, ledgers.get(name), offsets=asked, elsewhere=reported)
+            try:
+                one = report.read_group(admin, name, ledgers.get(name), offsets=asked, elsewhere=reported)
+            except GroupError as exc:
+                if not all_groups:
+                    raise
+                failed.append(exc)
+                typer.echo(f"error: {type(exc).__name__}: {exc}", err=True)
+                continue
             if one is not None:
                 found.append(one)
             elif group:
@@ -134,7 +144,14 @@ def describe(
     if as_json:
         shown = [one.as_dict() for one in found]
         typer.echo(json.dumps(shown[0] if group and len(shown) == 1 else shown, indent=2))
-        return
+    else:
+        _show(found, offsets=offsets, members=members, state=state, verbose=verbose)
+    if failed:
+        raise typer.Exit(RETRIABLE if all(exc.retriable for exc in failed) else FINAL)
+
+
+def _show(found: list[GroupReport], *, offsets: bool, members: bool, state: bool, verbose: bool) -> None:
+    everything = not (offsets or members or state)
     if state or (everything and verbose):
         _show_states(found)
     for one in found:

@@ -151,7 +151,7 @@ def read_group(
         elsewhere: statistics of runs on other hosts.
     """
     described = admin.describe_group(group)
-    committed = admin.committed(group) if offsets or described.state == DEAD else {}
+    committed = admin.committed(group, stable=False) if offsets or described.state == DEAD else {}
     here = run_files.read(group)
     mine = {(doc["stream"], doc["pid"]) for doc in here}
     running = (*here, *(doc for doc in elsewhere if (doc["stream"], doc["pid"]) not in mine))

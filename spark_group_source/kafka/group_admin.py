@@ -47,11 +47,15 @@ from spark_group_source.model import TopicPartition
 class GroupAdmin(Admin):
     """An :class:`Admin` that also reads and changes the committed offsets of whole groups."""
 
-    def committed(self, group: str) -> dict[TopicPartition, CommittedOffset]:
+    def committed(self, group: str, *, stable: bool = True) -> dict[TopicPartition, CommittedOffset]:
         """Return every committed offset of the group, in the topics that the user may describe.
 
         Requests every partition explicitly: the library's request for all offsets of a group aborts the whole process
         if the coordinator answers that it is not available (librdkafka 2.16).
+
+        Args:
+            stable: an offset in an open transaction, which may move it, is not answered. False: the offset before the
+                transaction is returned, to show it.
 
         Raises:
             BrokerUnavailable: some partitions were not answered.
@@ -64,11 +68,12 @@ class GroupAdmin(Admin):
                 group=group,
             )
         tps = [TopicPartition(name, p) for name, topic in listed.items() for p in topic.partitions]
-        found = self.read_offsets(group, tps)
+        found = self.read_offsets(group, tps, stable=stable)
         if unanswered := [tp for tp in tps if tp not in found]:
             raise BrokerUnavailable(
-                f"group {group!r}: no answer for {len(unanswered)} partitions, such as {unanswered[0]}: a transaction "
-                "with its offset is open, or brokers do not know the partition yet. Try again in a moment",
+                f"group {group!r}: no answer for {len(unanswered)} partitions, such as {unanswered[0]}: "
+                f"{'a transaction with its offset is open, or ' if stable else ''}brokers do not know the partition "
+                "yet. Try again in a moment",
                 group=group,
             )
         return {tp: at for tp, at in found.items() if at is not None}
@@ -122,15 +127,18 @@ class GroupAdmin(Admin):
             )
         return codes
 
-    def read_offsets(self, group: str, tps: Iterable[TopicPartition]) -> dict[TopicPartition, CommittedOffset | None]:
-        """Read committed offsets of the group; None: there is none. Unanswered partitions are left out.
+    def read_offsets(
+        self, group: str, tps: Iterable[TopicPartition], *, stable: bool = True
+    ) -> dict[TopicPartition, CommittedOffset | None]:
+        """Read committed offsets of the group; None: there is none. Unanswered partitions are left out. ``stable``: as
+        of :meth:`committed`.
 
         Raises:
             BrokerUnavailable: no answer.
         """
         offsets = GroupOffsets(self._settings, group=group, environment=self._environment)
         try:
-            return offsets.read(tps)
+            return offsets.read(tps, stable=stable)
         finally:
             offsets.close()
 

@@ -118,7 +118,7 @@ def test_partition_without_a_leader_hides_no_other() -> None:
     there, leaderless = (TopicPartition("t", p) for p in range(2))
     admin: Any = SimpleNamespace(
         describe_group=lambda _: GroupDescription("empty", "classic", "", ()),
-        committed=lambda _: dict.fromkeys((there, leaderless), CommittedOffset(5, "")),
+        committed=lambda _, **__: dict.fromkeys((there, leaderless), CommittedOffset(5, "")),
         latest=lambda _, *, require_all: {there: 5} if not require_all else 1 / 0,
         retention_ms=lambda _: None,
     )

@@ -27,8 +27,8 @@ from spark_group_source.cli.reset import (
     scope_of,
 )
 from spark_group_source.cli.run import exit_code_of
-from spark_group_source.errors import BrokerUnavailable, GroupError, OptionError, SourceError
-from spark_group_source.kafka import CommittedOffset, GroupDescription
+from spark_group_source.errors import AccessDenied, BrokerUnavailable, GroupError, OptionError, SourceError
+from spark_group_source.kafka import CommittedOffset, GroupDescription, ListedGroup
 from spark_group_source.model import EARLIEST, LATEST, StartAt, TopicPartition
 
 CLI_S = 600
@@ -386,6 +386,50 @@ def test_names_are_printed_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
             app, ["delete-group", "--bootstrap-servers", NO_BROKER, "--group", group, "--execute"]
         )
         assert shown.exit_code == 0 and f"deleted group {group} with 1 committed offsets" in shown.output, shown
+
+
+class ThreeGroups:
+    """The offset of orders-1 of each group is in an open transaction; one group does not answer at all."""
+
+    error: GroupError = BrokerUnavailable("the coordinator of group 'silent' did not answer")
+
+    def groups(self) -> list[ListedGroup]:
+        return [ListedGroup(name, "empty", "classic") for name in ("one", "silent", "two")]
+
+    def describe_group(self, group: str) -> GroupDescription:
+        if group == "silent":
+            raise self.error
+        return GroupDescription("empty", "classic", "", ())
+
+    def committed(self, group: str, *, stable: bool = True) -> dict[TopicPartition, CommittedOffset]:
+        if stable:
+            raise BrokerUnavailable("no answer for 1 partitions, such as orders-1")
+        return {P0: CommittedOffset(5, ""), P1: CommittedOffset(7, "")}
+
+    def latest(self, tps: list[TopicPartition], *, require_all: bool) -> dict[TopicPartition, int]:
+        return dict.fromkeys(tps, 9)
+
+    def retention_ms(self, _: object) -> None:
+        return None
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(ThreeGroups.error, RETRIABLE), (AccessDenied("the user needs Describe"), FINAL)]
+)
+def test_groups_are_described_during_a_transaction_and_without_one_that_does_not_answer(
+    error: GroupError, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ThreeGroups, "error", error)
+    monkeypatch.setattr(common, "admin_of", lambda *_: nullcontext(ThreeGroups()))
+    shown = CliRunner().invoke(app, ["describe", "--bootstrap-servers", NO_BROKER, "--all-groups", "--json"])
+    found = json.loads(shown.stdout)
+    assert [(one["group"], [row["committed"] for row in one["partitions"]]) for one in found] == [
+        ("one", [5, 7]),
+        ("two", [5, 7]),
+    ]
+    assert (shown.exit_code, shown.stderr) == (code, f"error: {type(error).__name__}: {error}\n")
+    named = CliRunner().invoke(app, ["describe", "--bootstrap-servers", NO_BROKER, "--group", "silent"])
+    assert (named.exit_code, named.stdout) == (code, "")
 
 
 def test_broker_commands_print_json(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -412,5 +412,10 @@ def test_committed_offsets_require_an_answer_for_every_partition(
         GroupAdmin(SETTINGS, environment=environment).committed("g")
     environment.will("list_topics", SimpleNamespace(topics={"a": SimpleNamespace(partitions={0: None, 1: None})}))
     environment.will("committed", [at(A0, 5), at(A1, -1001, error=KafkaError.UNSTABLE_OFFSET_COMMIT)])
-    with pytest.raises(BrokerUnavailable, match="no answer for 1 partitions, such as a-1"):
+    with pytest.raises(BrokerUnavailable, match="no answer for 1 partitions, such as a-1: a transaction"):
         GroupAdmin(SETTINGS, environment=environment).committed("g")
+    environment.will("list_topics", SimpleNamespace(topics={"a": SimpleNamespace(partitions={0: None})}))
+    environment.will("committed", [at(A0, 5)])
+    assert GroupAdmin(SETTINGS, environment=environment).committed("g", stable=False) == {A0: CommittedOffset(5, "")}
+    levels = [settings["isolation.level"] for settings in environment.called("Consumer")]
+    assert levels == ["read_committed", "read_uncommitted"], "which decides whether the coordinator waits"
