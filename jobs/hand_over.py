@@ -14,6 +14,7 @@ Spark job takes some time. It stops the old application with SIGTERM (``--stop``
 and leaves, and waits until the new one owns all partitions. The other direction is the same with the names exchanged.
 """
 
+import contextlib
 import os
 import signal
 import threading
@@ -53,7 +54,7 @@ def main(
     group: Annotated[str, typer.Option(help="The group of both applications.")],
     to: Annotated[str, typer.Option(help="Prefix of the new application's client ids; spark-group for the Spark job.")],
     stop: Annotated[
-        int | None, typer.Option(help="Process to stop (SIGTERM) when the new application commits.")
+        int | None, typer.Option(min=1, help="Process to stop (SIGTERM) when the new application commits.")
     ] = None,
     wait_s: Annotated[float, typer.Option(help="Bound of each wait.")] = 120.0,
     config: Annotated[
@@ -66,21 +67,19 @@ def main(
     """Wait for the new application, stop the old one, wait until the new one owns all partitions."""
     settings: dict[str, Any] = {"bootstrap.servers": bootstrap_servers}
     settings |= {} if config is None else _settings_in(config)
-    if stop is not None:
-        _require_process(stop)
+    old = None if stop is None else Process(stop)
     try:
         admin = AdminClient(settings)
+        offsets = Offsets(settings, group)
     except KafkaException as exc:
         raise typer.BadParameter(f"--command-config {config}: {exc.args[0].str()}") from None
-    offsets = Offsets(settings, group)
     started_s = time.monotonic()
     both = _wait(admin, group, to, lambda now: now.newcomer > 0, wait_s, f"partitions at {to}…")
     _say(started_s, f"{to}… has {both.newcomer} partitions, others have {both.others}")
     _wait(admin, group, to, lambda now: offsets.moved(now.partitions), wait_s, f"commit of {to}…")
     _say(started_s, f"{to}… commits what it reads")
-    if stop is not None:
-        os.kill(stop, signal.SIGTERM)
-        _say(started_s, f"sent SIGTERM to process {stop}")
+    if old is not None:
+        _say(started_s, f"sent SIGTERM to process {stop}" if old.terminate() else f"process {stop} has ended already")
     else:
         _say(started_s, "stop the other application now; it must commit and leave the group")
     done = _wait(admin, group, to, lambda now: now.members > 0 and not now.others, wait_s, "all partitions there")
@@ -93,12 +92,32 @@ def _settings_in(path: Path) -> dict[str, str]:
     return {name.strip(): value.strip() for name, _, value in pairs}
 
 
-def _require_process(pid: int) -> None:
-    """Check before anything waits that the process can be stopped."""
-    try:
-        os.kill(pid, 0)
-    except OSError as exc:
-        raise typer.BadParameter(f"--stop {pid}: {exc.strerror}") from None
+class Process:
+    """The process to stop. Before anything waits, it must exist and belong to this user.
+
+    On Linux a file descriptor stands for it, because its number may belong to another process after the waits.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self._pid, self._fd = pid, None
+        try:
+            os.kill(pid, 0)
+        except OSError as exc:
+            raise typer.BadParameter(f"--stop {pid}: {exc.strerror}") from None
+        if hasattr(os, "pidfd_open"):
+            with contextlib.suppress(OSError):  # some sandboxes lack the call
+                self._fd = os.pidfd_open(pid)
+
+    def terminate(self) -> bool:
+        """Send SIGTERM. Returns False if the process has ended already."""
+        try:
+            if self._fd is None:
+                os.kill(self._pid, signal.SIGTERM)
+            else:
+                signal.pidfd_send_signal(self._fd, signal.SIGTERM)
+        except ProcessLookupError:
+            return False
+        return True
 
 
 class Offsets:
@@ -109,21 +128,16 @@ class Offsets:
         self._before: dict[TopicPartition, int] = {}
 
     def moved(self, partitions: Sequence[TopicPartition]) -> bool:
-        """Whether an offset was committed since the first call, or no partition has records to read."""
-        try:
-            now = self._consumer.committed(list(partitions), timeout=ANSWER_S)
-            behind = [tp for tp in now if tp.offset < self._consumer.get_watermark_offsets(tp, timeout=ANSWER_S)[1]]
-        except KafkaException:
-            return False
+        """Whether an offset was committed since the first call, or no partition has records to read. Raises
+        KafkaException if that cannot be read now."""
+        now = self._consumer.committed(list(partitions), timeout=ANSWER_S)
+        behind = [tp for tp in now if tp.offset < self._consumer.get_watermark_offsets(tp, timeout=ANSWER_S)[1]]
         return not behind or any(tp.offset > self._before.setdefault(tp, tp.offset) for tp in now)
 
 
-def shares(admin: AdminClient, group: str, to: str) -> Shares | None:
-    """Describe the group; None if it does not answer."""
-    try:
-        found = admin.describe_consumer_groups([group], request_timeout=LIBRARY_S)[group].result(ANSWER_S)
-    except (KafkaException, TimeoutError):
-        return None
+def shares(admin: AdminClient, group: str, to: str) -> Shares:
+    """Describe the group. Raises KafkaException or TimeoutError if it is not answered."""
+    found = admin.describe_consumer_groups([group], request_timeout=LIBRARY_S)[group].result(ANSWER_S)
     parts = [(m.client_id.startswith(to), m.assignment.topic_partitions) for m in found.members]
     return Shares(
         state=found.state.name.lower(),
@@ -136,12 +150,19 @@ def shares(admin: AdminClient, group: str, to: str) -> Shares | None:
 def _wait(admin: AdminClient, group: str, to: str, holds: Callable[[Shares], bool], wait_s: float, what: str) -> Shares:
     pause = threading.Event()
     deadline_s = time.monotonic() + wait_s
+    now, error = None, ""
     while True:
-        now = shares(admin, group, to)
-        if now is not None and now.state == "stable" and holds(now):
-            return now
+        try:
+            now = shares(admin, group, to)
+            if now.state == "stable" and holds(now):
+                return now
+            error = ""
+        except KafkaException as exc:
+            error = f"; the last request failed: {exc.args[0].str()}"
+        except TimeoutError:
+            error = f"; the last request was not answered within {ANSWER_S:.0f} s"
         if time.monotonic() > deadline_s:
-            typer.echo(f"no {what} within {wait_s:.0f} s; the group: {now}", err=True)
+            typer.echo(f"no {what} within {wait_s:.0f} s; the group: {now or 'unknown'}{error}", err=True)
             raise typer.Exit(1)
         pause.wait(LOOK_S)
 
@@ -150,5 +171,9 @@ def _say(started_s: float, text: str) -> None:
     typer.echo(f"{time.monotonic() - started_s:6.1f} s  {text}")
 
 
+# Older releases of typer show the values of variables in a traceback, and the settings have passwords.
+app = typer.Typer(pretty_exceptions_show_locals=False)
+app.command()(main)
+
 if __name__ == "__main__":
-    typer.run(main)
+    app()

@@ -1,14 +1,21 @@
 """A group is handed from an ordinary application to the source and back (jobs/hand_over.py; G3, G5)."""
 
 import os
+import re
+import runpy
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import pytest
+import typer
+from confluent_kafka import KafkaError, KafkaException
 from kafka_helpers import await_progress, await_until
 from typer.testing import CliRunner
 
@@ -176,8 +183,13 @@ class SparkJob:
 
 @pytest.mark.parametrize(
     ("config", "stop", "message"),
-    [("security.protocol=none", os.getpid(), "security.protocol"), ("", 2**22 + 1, "--stop 4194305: No such process")],
-    ids=["a setting", "a process"],
+    [
+        ("security.protocol=none", os.getpid(), "security.protocol"),
+        ("session.timeout.ms=400000", os.getpid(), "max.poll.interval.ms"),
+        ("", 2**22 + 1, "--stop 4194305: No such process"),
+        ("", -1, "--stop"),
+    ],
+    ids=["a setting", "settings of a consumer", "a process", "all processes of the user"],
 )
 def test_a_hand_over_that_cannot_work_is_refused_before_it_waits(
     config: str, stop: int, message: str, tmp_path: Path
@@ -188,3 +200,44 @@ def test_a_hand_over_that_cannot_work_is_refused_before_it_waits(
     command += ["--command-config", str(file), "--stop", str(stop)]
     ended = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | {"COLUMNS": "200"})
     assert ended.returncode == 2 and message in ended.stderr
+
+
+@pytest.fixture
+def job() -> dict[str, Any]:
+    """The names of the program's module."""
+    return runpy.run_path(str(JOB), run_name="hand_over")
+
+
+def test_tracebacks_of_a_hand_over_show_no_values(job: dict[str, Any]) -> None:
+    """The settings have passwords, and releases of typer before 0.24 show variables by default."""
+    assert job["app"].pretty_exceptions_show_locals is False
+
+
+def test_a_process_that_ended_during_the_waits_is_not_stopped(job: dict[str, Any]) -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+        old = job["Process"](other.pid)
+        assert other.stdin is not None
+        other.stdin.close()
+        other.wait(SPARK_S)
+    assert not old.terminate()
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+        assert job["Process"](other.pid).terminate()
+        assert other.wait(SPARK_S) == -signal.SIGTERM
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (KafkaException(KafkaError(KafkaError.GROUP_AUTHORIZATION_FAILED)), "the last request failed: .*authoriz"),
+        (TimeoutError(), "the last request was not answered within 10 s"),
+    ],
+)
+def test_a_hand_over_that_waits_in_vain_prints_the_last_error(
+    error: Exception, text: str, job: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    answer = Future[Any]()
+    answer.set_exception(error)
+    admin = SimpleNamespace(describe_consumer_groups=lambda groups, **_: dict.fromkeys(groups, answer))
+    with pytest.raises(typer.Exit):
+        job["_wait"](admin, "etl", "spark-group", bool, -1.0, "partitions")
+    assert re.search(f"the group: unknown; {text}", capsys.readouterr().err)
