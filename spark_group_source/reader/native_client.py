@@ -196,7 +196,8 @@ def _is_known_layout(lists: Library) -> bool:
 
 
 class NativeChunk:
-    """The messages of one poll. Their memory is librdkafka's: convert it, then ``free`` it, before the next poll."""
+    """The messages of one poll. Their memory is librdkafka's: ``read`` and convert it, then ``free`` it, before the
+    next poll, and before the client is closed, which would wait for it without end."""
 
     def __init__(self, client: "NativeClient", block: int, count: int) -> None:
         self._lib, self._client = client.lib, client
@@ -209,11 +210,12 @@ class NativeChunk:
         self._headers: RecordHeaders | None = None
         self._header_rows: list[HeaderRow] = []
         """The headers of each row, if they were read one by one."""
-        self._addresses: Words = words_at(block + 8, count) if count else np.zeros(0, dtype=np.uint64)
-        if count:
-            self._read()
 
-    def _read(self) -> None:
+    def read(self) -> None:
+        """Find the rows and the events among the messages."""
+        if not self._count:
+            return
+        self._addresses: Words = words_at(self._block + 8, self._count)
         # The structs are scattered over memory: copy each one only once.
         rows = gather(self._addresses, _MESSAGE_BYTES, 8).view(np.uint64).reshape(-1, _MESSAGE_BYTES // 8)
         failed = rows[:, _ERR].astype(np.uint32) != 0
@@ -611,10 +613,15 @@ class NativeClient(Client):
         count = max(0, self.lib.consume_batch_queue(self._queue, round(wait_s * 1000), block + 8, rows_max))
         c.c_uint64.from_address(block).value = count
         chunk = NativeChunk(self, block, count)
-        self.serve()
-        while self.errors:
-            code, words = self.errors.popleft()
-            chunk.events.append(ClientEvent(code, words, None, -1))
+        try:
+            chunk.read()
+            self.serve()
+            while self.errors:
+                code, words = self.errors.popleft()
+                chunk.events.append(ClientEvent(code, words, None, -1))
+        except BaseException:  # such as a MemoryError: the caller has no chunk to free
+            chunk.free()
+            raise
         return chunk
 
     def positions(self, tps: Sequence[TopicPartition]) -> dict[TopicPartition, int]:

@@ -4,6 +4,8 @@ import subprocess
 import sys
 
 import pytest
+from confluent_kafka import Producer
+from kit.mock_cluster import MockCluster
 
 from spark_group_source.reader import native_client
 from spark_group_source.reader.native_client import list_calls
@@ -61,3 +63,48 @@ def test_a_release_that_is_not_tested_falls_back(
     assert list_calls() is list_calls() is None
     assert caplog.text.count("tested in 2.1 only; destroying messages one by one") == 1
     list_calls.cache_clear()
+
+
+NO_MEMORY = """
+import sys
+from spark_group_source.model import OffsetRange, Piece, TopicPartition
+from spark_group_source.reader import native_client, range_reader
+
+def fail(*_):
+    raise MemoryError("no memory")
+
+failing, servers = sys.argv[1:]
+if failing == "rows":
+    native_client.gather = fail
+elif failing == "addresses":
+    native_client.words_at = fail
+else:
+    gather = native_client.gather
+
+    def fail_next_serve(*arguments):
+        native_client.NativeClient.serve = fail
+        return gather(*arguments)
+
+    native_client.gather = fail_next_serve
+piece = Piece((OffsetRange(TopicPartition("t", 0), 0, 100),))
+try:
+    for _ in range_reader.read_ranges(piece, range_reader.ReadOptions({"bootstrap.servers": servers})):
+        pass
+except MemoryError:
+    print("the task failed")
+"""
+HANG_S = 60
+"""More than a process needs to read some records; a client whose messages are not freed is never closed."""
+
+
+@pytest.mark.parametrize("failing", ["addresses", "rows", "events"])
+def test_a_poll_without_memory_fails_the_task_and_does_not_hang_it(failing: str) -> None:
+    with MockCluster() as cluster:
+        cluster.create_topic("t")
+        producer = Producer({"bootstrap.servers": cluster.bootstrap_servers})
+        for _ in range(100):
+            producer.produce("t", b"value", partition=0)
+        producer.flush()
+        command = [sys.executable, "-c", NO_MEMORY, failing, cluster.bootstrap_servers]
+        ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=HANG_S)
+    assert (ran.returncode, ran.stdout.strip()) == (0, "the task failed"), ran.stderr
