@@ -206,6 +206,11 @@ class ReadDeadline:
             return self._progress_s + self._progress_timeout_s - now_s
         return self._outage_s + self._outage_timeout_s - now_s
 
+    @property
+    def is_outage(self) -> bool:
+        """Whether brokers do not respond."""
+        return self._outage_s is not None
+
     def waited_s(self, now_s: float) -> float:
         """The time without progress, or without a response."""
         return now_s - (self._progress_s if self._outage_s is None else self._outage_s)
@@ -273,11 +278,15 @@ def read_timeout(
     waited_s: float,
     last_error: str,
     in_transaction: Sequence[TopicPartition],
+    *,
+    may_be_aborted: bool,
 ) -> ReadTimeout:
     """Build the error for ranges without progress.
 
     Args:
         in_transaction: partitions whose remaining records belong to an open transaction.
+        may_be_aborted: whether the client may be fetching records of an aborted transaction. librdkafka drops them, and
+            its position stays before them until it returns the next record.
     """
     named = ", ".join(map(str, remaining[:RANGES_IN_MESSAGE_MAX])) or "nothing"
     more = len(remaining) - RANGES_IN_MESSAGE_MAX
@@ -286,7 +295,9 @@ def read_timeout(
         f"no records from {servers} for {waited_s:.1f} s; still to read: {named}"
         + f" and {more} more" * (more > 0)
         + f". Last error: {last_error or 'none'}."
-        + "".join(hint.format(tp) for tp in in_transaction[:1]),
+        + "".join(hint.format(tp) for tp in in_transaction[:1])
+        + " A large aborted transaction before the planned end is another cause: fetching it is no progress. Raise "
+        "kafkaConsumer.pollTimeoutMs if there is one." * may_be_aborted,
         ranges=[(r.tp.topic, r.tp.partition, r.start, r.end) for r in remaining],
         waited_ms=int(waited_s * 1000),
     )

@@ -589,8 +589,15 @@ class RangeReader:
         if self._deadline.remaining_s(now) <= 0:
             remaining = [self._remaining(tp) for tp in sorted(self._ranges)]
             in_transaction = [r.tp for r in remaining if self._ranges[r.tp].log_end is LogEnd.OPEN_TRANSACTION]
-            waited_s, last = self._deadline.waited_s(now), self._failures.last_text
-            raise broker_checks.read_timeout(self._options.servers, remaining, waited_s, last, in_transaction)
+            skips_aborted = self._options.settings.get("isolation.level") != "read_uncommitted"
+            raise broker_checks.read_timeout(
+                self._options.servers,
+                remaining,
+                self._deadline.waited_s(now),
+                self._failures.last_text,
+                in_transaction,
+                may_be_aborted=skips_aborted and not in_transaction and not self._deadline.is_outage,
+            )
 
     # --- topic checks
 

@@ -454,7 +454,8 @@ class FixedLease(range_reader.ClientLease):
 def offsets_by(client: FakeClient, *wanted: OffsetRange, **options: Any) -> Iterator[tuple[int, int]]:
     """(partition, offset) of each row that a reader with this client hands over."""
     epochs, ids = options.pop("leader_epochs", {}), options.pop("topic_ids", {})
-    given = range_reader.ReadOptions({}, **{"progress_timeout_s": LONG_S, "outage_timeout_s": LONG_S, **options})
+    settings = options.pop("settings", {})
+    given = range_reader.ReadOptions(settings, **{"progress_timeout_s": LONG_S, "outage_timeout_s": LONG_S, **options})
     reader = range_reader.RangeReader(FixedLease(client), Piece(wanted, ids, epochs), given, range_reader.ReadCounts())
     for batch in reader.batches():
         yield from ((row["partition"], row["offset"]) for row in batch.to_pylist())
@@ -604,6 +605,22 @@ def test_a_timeout_names_a_known_open_transaction_while_the_next_check_is_pendin
     with pytest.raises(ReadTimeout, match=r"t-0 has an open transaction before the planned end"):
         list(offsets_by(client, of("t", 5, 9), progress_timeout_s=0.2, outage_timeout_s=0.2))
     assert client.checks == 2
+
+
+class OnlyAborted(Silent):
+    """Fetches records of aborted transactions, of which librdkafka returns nothing, while the broker responds."""
+
+    def positions(self, tps: Sequence[TopicPartition]) -> dict[TopicPartition, int]:
+        return dict.fromkeys(tps, -1001)
+
+
+@pytest.mark.parametrize(("isolation", "named"), [("read_committed", True), ("read_uncommitted", False)])
+def test_a_timeout_while_brokers_respond_names_aborted_transactions_as_a_cause(isolation: str, named: bool) -> None:
+    options = {"progress_timeout_s": 0.2, "settings": {"isolation.level": isolation}}
+    with pytest.raises(ReadTimeout, match=r"still to read: t-0\[0,9\)") as caught:
+        list(offsets_by(OnlyAborted(), of("t", 0, 9), **options))
+    assert ("large aborted transaction" in str(caught.value)) == named
+    assert ("kafkaConsumer.pollTimeoutMs" in str(caught.value)) == named
 
 
 class NewerLeader(Silent):
