@@ -40,7 +40,10 @@ LOG_BYTES_MAX = 1 << 20
 """Size limit of an agent's log."""
 LAST_LINE_CHARS_MAX = 300
 STALE_FOLDERS_MAX = 100
-"""Folders that one search for leftovers checks."""
+"""Folders that one search for leftovers removes."""
+UNUSED_S = 86_400
+"""A folder of another container, whose processes are not visible here, is left over if nothing in it changed for so
+long."""
 PAUSE_S, PAUSE_FACTOR, PAUSE_S_MAX = 8.0, 8, 3_600.0
 """Pause after the first failed attempt, the factor of each further pause, and the longest one. What fails twice is
 probably forbidden, and an agent that ends in its start costs a second of CPU time."""
@@ -57,6 +60,8 @@ _ENVIRONMENT = {"MALLOC_ARENA_MAX": "2", "OPENBLAS_NUM_THREADS": "1"}
 numpy, one for each core otherwise, which an agent never uses."""
 ENDED_STATES = ("Z", "X")
 """States in proc(5) of a process that has ended and that its parent has not waited for yet."""
+_UNKNOWN_START = 0
+"""In the name of a folder: the start time of a process that cannot be determined."""
 _EXECUTOR_THREAD = b"executor-heartb"
 """The first 15 characters of the name of a thread that each executor has until it ends; Linux keeps no more."""
 
@@ -147,21 +152,33 @@ class AgentFolder:
     def of(cls, run: str, executor: ProcessId | None) -> "AgentFolder":
         """The folder of a run's agent on an executor. Where the executor cannot be determined no agent can run, and the
         folder of the worker's parent has the other files."""
-        executor = executor or ProcessId(os.getppid(), 0)
+        executor = executor or ProcessId(os.getppid(), _UNKNOWN_START)
         # Containers may share a temporary directory.
-        digest = hashlib.sha256(f"{run}\0{pid_namespace()}".encode()).hexdigest()[:16]
-        return cls(agents_directory() / f"{executor.pid}-{executor.started}-{digest}")
+        digest = hashlib.sha256(run.encode()).hexdigest()[:16]
+        return cls(agents_directory() / f"{executor.pid}-{executor.started}-{pid_namespace()}-{digest}")
 
-    def create(self) -> None:
-        """Create the folder, for this user only.
+    def create(self) -> bool:
+        """Create the folder, for this user only. Returns whether it did not exist.
 
         Raises:
             OSError: it cannot be created, or the path belongs to another user.
         """
+        is_new = not self.path.exists()
         for folder in (directory(), agents_directory(), self.path):
             folder.mkdir(mode=0o700, exist_ok=True)
             if why := unusable_reason(folder):
                 raise OSError(why)
+        return is_new
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether its executor has ended, or seems to. Raises OSError, and ValueError for another folder."""
+        pid, started, namespace, _ = self.path.name.split("-")
+        if int(namespace) != pid_namespace():
+            changed_s = max(path.lstat().st_mtime for path in (self.path, *self.path.iterdir()))
+            return time.time() - changed_s > UNUSED_S
+        process = ProcessId.of(int(pid))
+        return process is None or int(started) not in (process.started, _UNKNOWN_START)
 
     def try_lock(self) -> int | None:
         """The lock, as a file descriptor to close; None while an agent holds it."""
@@ -300,17 +317,26 @@ def agents_directory() -> Path:
     return directory() / "agents"
 
 
-def remove_stale_folders() -> None:
-    """Remove the folders of agents that were killed together with their executors."""
+def remove_stale_folders(but: AgentFolder) -> None:
+    """Remove the folders of executors that have ended: no agent ran in them, or it was killed together with its
+    executor.
+
+    Args:
+        but: a folder in use, whose executor may have ended just now.
+    """
+    if ProcessId.of(os.getpid()) is None:  # without /proc, every executor seems to have ended
+        return
+    removed = 0
     with contextlib.suppress(OSError):
-        for path in sorted(agents_directory().iterdir())[:STALE_FOLDERS_MAX]:
+        for path in agents_directory().iterdir():
             with contextlib.suppress(OSError, ValueError):
-                pid, started, _ = path.name.split("-")
                 folder = AgentFolder(path)
-                executor = ProcessId(int(pid), int(started))
-                if not executor.is_alive() and (fd := folder.try_lock()) is not None:
+                if path != but.path and folder.is_stale and (fd := folder.try_lock()) is not None:
                     folder.remove()
                     os.close(fd)
+                    removed += 1
+            if removed == STALE_FOLDERS_MAX:
+                return
 
 
 def is_same_user(connection: socket.socket) -> bool:
@@ -343,14 +369,16 @@ class AgentSettings:
 
 
 def open_folder(run: str, executor: ProcessId | None) -> AgentFolder | None:
-    """The folder of this executor's agent, whether it runs or not; None if there can be none.
+    """The folder of this executor's agent, whether it runs or not; None if there can be none. The first task of an
+    executor creates it, and removes those of executors that have ended.
 
     Args:
         executor: None if it cannot be determined.
     """
     try:
         folder = AgentFolder.of(run, executor)
-        folder.create()
+        if folder.create():
+            remove_stale_folders(but=folder)
     except OSError as exc:
         _warn(None, exc)
         return None
@@ -379,7 +407,6 @@ def start_agent(settings: AgentSettings, executor: ProcessId | None, folder: Age
             try:
                 if not _is_due(folder):
                     return False
-                remove_stale_folders()
                 _spawn(settings, folder, executor, lock)
             finally:
                 os.close(lock)

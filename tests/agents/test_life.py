@@ -258,6 +258,48 @@ def test_the_next_agent_removes_folders_of_killed_ones(agent: Callable[..., Agen
     assert not left.path.exists()
 
 
+@pytest.fixture
+def ended() -> ProcessId:
+    """A process that has ended."""
+    with subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE) as process:
+        found = ProcessId.of(process.pid)
+    assert found is not None
+    return found
+
+
+def test_folders_of_ended_executors_are_removed_where_no_agent_starts(
+    ended: ProcessId, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent_folder, "STALE_FOLDERS_MAX", 1)
+    used = [agent_folder.open_folder(f"run-{number}", ProcessId.of(os.getpid())) for number in range(5)]
+    used.append(agent_folder.open_folder("of an executor that cannot be determined", None))
+    left = agent_folder.open_folder("run", ended)
+    assert left is not None and left.path.exists()
+    used.append(agent_folder.open_folder("next run", ProcessId.of(os.getpid())))
+    assert set(agents_directory().iterdir()) == {folder.path for folder in used if folder is not None}
+    assert len(used) == 7
+
+
+def test_a_folder_of_another_container_is_removed_after_a_day_without_a_change(
+    ended: ProcessId, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its executor may run, although no process here has its id."""
+    with monkeypatch.context() as there:
+        there.setattr(agent_folder, "pid_namespace", lambda: 4026530000)
+        left = agent_folder.open_folder("run", ended)
+    assert left is not None
+    left.attempts.touch()
+    agent_folder.open_folder("run-1", ProcessId.of(os.getpid()))
+    assert left.path.exists()
+    past_s = time.time() - agent_folder.UNUSED_S - 1
+    os.utime(left.path, (past_s, past_s))
+    agent_folder.open_folder("run-2", ProcessId.of(os.getpid()))
+    assert left.path.exists(), "a task has counted an attempt since"
+    os.utime(left.attempts, (past_s, past_s))
+    agent_folder.open_folder("run-3", ProcessId.of(os.getpid()))
+    assert not left.path.exists()
+
+
 def test_the_socket_works_in_a_folder_with_a_long_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, agent: Callable[..., AgentFolder]
 ) -> None:
