@@ -4,10 +4,10 @@ Runs in: executor workers and agents, on Linux. Deliberately absent: listening (
 does when its executor ends (``main``).
 
 The folder contains the agent's lock, its socket, its log, and what the executor's workers share: failed attempts to
-start the agent and to reach the stream reader, and which warnings are logged. The folders of all
-agents of a user on a host are in one directory (``host.run_files``). A folder is named after the run and the executor.
-An agent holds the lock as long as it lives: it inherits the locked file from the task that starts it, so there is no
-moment without the lock.
+start the agent, to reach the stream reader and to get a response of the agent, and which warnings are logged. The
+folders of all agents of a user on a host are in one directory (``host.run_files``). A folder is named after the run and
+the executor. An agent holds the lock as long as it lives: it inherits the locked file from the task that starts it, so
+there is no moment without the lock.
 
 A task finds a running agent, or starts one that later tasks find; it never waits until an agent is ready. If an agent
 cannot be started, or ends soon after its start, the next attempt is delayed, each time for longer. The reason is logged
@@ -147,6 +147,8 @@ class AgentFolder:
         """Of starting the agent, until one keeps running: :class:`Attempts`."""
         self.unreached = path / "unreached"
         """Attempts to reach the stream reader since it was reached last: :class:`Attempts`."""
+        self.unanswered = path / "unanswered"
+        """Requests to the agent that timed out since its last response: :class:`Attempts`."""
 
     @classmethod
     def of(cls, run: str, executor: ProcessId | None) -> "AgentFolder":
@@ -442,7 +444,7 @@ def _spawn(settings: AgentSettings, folder: AgentFolder, executor: ProcessId, lo
         "buffer_bytes": settings.buffer_bytes,
         "connection": dict(settings.connection),
     }
-    for leftover in (folder.path / "socket", folder.log):
+    for leftover in (folder.path / "socket", folder.log, folder.unanswered):
         leftover.unlink(missing_ok=True)
     with (
         os.fdopen(os.memfd_create("agent", os.MFD_CLOEXEC), "wb+") as stdin,  # a pipe may be too small for all of it

@@ -19,6 +19,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from spark_group_source.agents import agent_folder
 from spark_group_source.agents.agent_folder import AgentFolder
 from spark_group_source.agents.channel.wire import WireError, frame
 from spark_group_source.agents.messages import ClaimGranted, PrefetchPositions, ServedRange, ServedRanges
@@ -145,6 +146,32 @@ def test_a_long_transfer_is_accepted_while_it_progresses(tmp_path: Path, monkeyp
         batches, rest, _ = client.request_buffered(slow, Piece((wanted,)), COLUMNS)
         thread.join(ENDED_S)
     assert (sum(each.num_rows for each in batches), rest) == (5, [])
+
+
+def test_an_agent_that_does_not_respond_delays_one_task_and_is_tried_again_after_a_pause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "RESPONSE_S", 0.2)
+    folder, piece = AgentFolder(tmp_path), Piece((OffsetRange(TopicPartition("t", 0), 0, 5),))
+    with socket.socket(socket.AF_UNIX) as frozen, folder.socket_path() as path:
+        frozen.bind(path)
+        frozen.listen()
+        for _ in range(3):
+            assert client.request_buffered(folder, piece, COLUMNS).rest == list(piece.ranges)
+        frozen.setblocking(False)
+        frozen.accept()[0].close()
+        with pytest.raises(BlockingIOError):
+            frozen.accept()
+    (tmp_path / "socket").unlink()
+    monkeypatch.setattr(agent_folder, "PAUSE_S", 0.0)
+    monkeypatch.setattr(client, "RESPONSE_S", ENDED_S)
+    thawed = server.PrefetchServer(folder, SharedBuffers(1 << 20), pytest.fail, COLUMNS)
+    thawed.start()
+    try:
+        client.request_buffered(folder, piece, COLUMNS)
+    finally:
+        thawed.stop()
+    assert not folder.unanswered.exists(), "its response ends the pauses"
 
 
 def test_a_task_requests_the_rest_after_a_response_that_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

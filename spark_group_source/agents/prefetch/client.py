@@ -4,7 +4,8 @@ Runs in: executor workers. Deliberately absent: starting the agent (``agents.age
 (``reader.range_reader``).
 
 A task receives the agent's whole response before it yields any of it. If the agent ends or is too slow meanwhile, the
-rows of that response are dropped, and they and all that follows are read from the brokers: no row is read twice. A
+rows of that response are dropped, and they and all that follows are read from the brokers: no row is read twice. After
+a timeout, the executor's tasks send no request for a while: an agent that is frozen would delay each of them. A
 response has a bound in bytes; the task requests the rest after it has yielded these rows.
 """
 
@@ -17,7 +18,7 @@ from typing import NamedTuple, TypeVar
 
 import pyarrow as pa
 
-from spark_group_source.agents.agent_folder import AgentFolder, is_same_user
+from spark_group_source.agents.agent_folder import AgentFolder, Attempts, is_same_user
 from spark_group_source.agents.channel.wire import Codec, WireError, frame, receive_frame, set_deadline
 from spark_group_source.agents.messages import ClaimGranted, ServedRange, ServedRanges
 from spark_group_source.model import OffsetRange, Piece
@@ -70,10 +71,12 @@ class BufferedRows(NamedTuple):
 def request_buffered(
     folder: AgentFolder, piece: Piece, columns: Sequence[str], counts: ReadCounts | None = None
 ) -> BufferedRows:
-    """Request the rows that the agent has buffered from the start of a piece's ranges."""
+    """Request the rows that the agent has buffered from the start of a piece's ranges; after a request that timed out,
+    not before the pause is over."""
     ranges = piece.ranges
     nothing = BufferedRows([], list(ranges), is_cut=False)
-    if not ranges:
+    unanswered, began_s = Attempts(folder.unanswered), time.time()
+    if not ranges or not unanswered.is_due:
         return nothing
     request = ClaimGranted(piece)
     until_s = time.monotonic() + RESPONSE_S
@@ -89,10 +92,13 @@ def request_buffered(
     except FileNotFoundError:
         return nothing  # the agent is still starting, or has ended
     except (OSError, WireError, pa.ArrowException) as exc:
+        if isinstance(exc, TimeoutError):
+            unanswered.add(began_s)
         log.info(
             "no response from the agent in %s: %s: %s; reading from the brokers", folder.path, type(exc).__name__, exc
         )
         return nothing
+    unanswered.clear()
     if counts is not None:
         counts.rows_from_memory.update({ranges[one.index].tp: one.rows for one in served.ranges if one.rows})
         for one in served.ranges:
