@@ -139,7 +139,8 @@ class Member(SlotMember):
         settings: librdkafka settings with group.id; the names from ``join`` are added here.
         environment: threads, clock and Kafka clients.
         own_member_ids: receives each member id that the group assigns to it.
-        report: receives each event; never raises. A thread that cannot be started is reported inside :meth:`start`.
+        report: receives each event; never raises. If the thread cannot be started, the failure and the end are reported
+            inside :meth:`start`.
         before_join: blocks until the member may join. Called on the member's thread.
         on_identity: receives the member's identity whenever it changes. Called on the member's thread.
     """
@@ -172,6 +173,7 @@ class Member(SlotMember):
         self._last_ran_ms = 0  # when the thread last ran, by the clock that counts while the machine is suspended
         self._last_identity: Identity | None = None
         self._identified_ms = 0  # since when the identity is this one
+        self._has_run = False
         self._thread: Thread | None = None
 
     def start(self) -> None:
@@ -209,6 +211,7 @@ class Member(SlotMember):
     # --- the thread -------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        self._has_run = True
         try:
             self._before_join()
             self._serve_or_take_over()
@@ -268,6 +271,8 @@ class Member(SlotMember):
 
     def _died(self, exc: BaseException) -> None:
         self._report(ev.InternalFailure(error=InvariantBroken(f"the thread of slot {self.slot} died: {exc!r}")))
+        if not self._has_run:  # otherwise the thread has reported its end
+            self._report(ev.MemberEnded(**self._ids()))
 
     def _serve(self) -> None:
         self._consumer = consumer = MemberConsumer(

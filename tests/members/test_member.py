@@ -374,6 +374,7 @@ def test_a_thread_that_cannot_be_started_is_reported(scene: Scene, monkeypatch: 
     monkeypatch.setattr(scene.environment, "spawn", none_left)
     scene.member.start()
     assert scene.kinds() == ["InternalFailure"]
+    assert scene.ended == [ev.MemberEnded(slot=3, client=2)]
     assert scene.member.wait_ended(0)
 
 

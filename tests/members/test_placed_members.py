@@ -1,6 +1,7 @@
 """A member that is placed on an agent, seen from both ends of a channel that a test closes."""
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -296,6 +297,17 @@ def test_a_member_ends_when_it_reports_its_end_or_its_agent_is_dismissed(pair: P
     other = pair.connected.create_member(JOIN)
     pair.connected.dismiss("h1", "its lease is over")
     assert other.wait_ended(0) and other.identity is None
+
+
+def test_a_member_whose_thread_cannot_be_started_on_its_agent_ends(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_left(name: str, run: object, *, died: Callable[[BaseException], None]) -> None:
+        died(RuntimeError("can't start new thread"))
+
+    monkeypatch.setattr(pair.there, "spawn", none_left)
+    member = pair.place()
+    assert [type(event) for event in pair.reported()] == [ev.MemberFailed, ev.MemberEnded]
+    assert member.wait_ended(0)
+    assert not pair.agent._members
 
 
 def test_orders_arrive_once_over_several_connections(pair: Pair) -> None:
