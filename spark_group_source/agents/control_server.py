@@ -244,7 +244,7 @@ def _source_addresses(bootstrap_servers: str) -> list[str]:
 
 
 def _resolve(host: str) -> Iterator[str]:
-    with suppress(OSError):
+    with suppress(OSError, UnicodeError):
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
         yield from dict.fromkeys(str(address[0]) for *_, address in found)
 

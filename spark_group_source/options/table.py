@@ -175,6 +175,18 @@ def non_empty(text: str) -> str:
     return text.strip()
 
 
+def host(text: str) -> str:
+    """Parse the name or the address of a host, as Python's sockets accept it."""
+    name = non_empty(text)
+    try:
+        name.encode("idna")
+    except UnicodeError:
+        raise ValueError(
+            "it must be a host name or an address: each part of a name between dots has 1 to 63 characters"
+        ) from None
+    return name
+
+
 def environment_variable(text: str) -> str:
     """Parse the name of an environment variable."""
     if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", text.strip()):
@@ -347,7 +359,7 @@ class Options:
         doc="The port on which the stream reader listens for agents and tasks. With memberHost=driver "
         "it is used only if failOnDataLoss is false or maxBytesPerTrigger is set, for the reports of tasks.")
     coordinator_host: str | None = _option(
-        "coordinatorHost", non_empty, "name or address", default=None,
+        "coordinatorHost", host, "name or address", default=None,
         shown="the address that connects to the brokers, then the host name; 127.0.0.1 in local mode",
         doc="The address at which executors connect to the stream reader.")
     agent_memory_bytes: int = _option(
@@ -364,7 +376,7 @@ class Options:
         "Prometheus, without authentication. Each query needs its own port; 0 picks a free one and reports it in the "
         "log and in the statistics. The query does not start if the port stays in use.")
     metrics_host: str | None = _option(
-        "metricsHost", non_empty, "name or address", default=None, shown="all addresses of the driver's host",
+        "metricsHost", host, "name or address", default=None, shown="all addresses of the driver's host",
         doc="The address on which metricsPort listens; `127.0.0.1` allows only local connections.")
     leave_on_stop: Literal["auto", "always", "never"] = _option(
         "leaveOnStop", one_of("auto", "always", "never"), "auto, always or never", default="auto",

@@ -25,6 +25,7 @@ def test_coordinatorHost_is_the_only_advertised_host_and_a_local_address_is_the_
     assert listen_addresses("127.0.0.1", "b:9092") == ListenAddresses(("127.0.0.1",), ("127.0.0.1",))
     # Executors may know an address that this host does not: NAT, a Kubernetes service.
     assert listen_addresses("192.0.2.7", "b:9092") == ListenAddresses((), ("192.0.2.7",))
+    assert listen_addresses("driver..svc", "b:9092") == ListenAddresses((), ("driver..svc",))
     assert listen_addresses("no.such.host.invalid", "b:9092") == ListenAddresses((), ("no.such.host.invalid",))
 
 

@@ -280,6 +280,7 @@ WRONG = {
     ("includeHeaders", "it must be true or false"): ["1"],
     ("columns", "a comma-separated list of key, value, topic"): ["", "key,", "values"],
     ("columns", "did you mean 'timestampType'?"): ["timestamptyp"],
+    ("coordinatorHost", "between dots has 1 to 63 characters"): ["driver..svc", "a" * 64],
     ("clientRackEnv", "the name of an environment variable"): ["$RACK"],
     ("kafka.group.protocol", "classic or consumer"): ["streams"],
     ("kafka.isolation.level", "read_committed or read_uncommitted"): ["none"],

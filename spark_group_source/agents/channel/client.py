@@ -58,7 +58,8 @@ class ChannelClient:
 
     Raises:
         ChannelBroken: no address answered; the text names each address and its error. The field ``refused`` is true if
-            nothing listens at any of them, or the stream reader of another run.
+            nothing listens at any of them, or the stream reader of another run; names that cannot be resolved do not
+            count.
     """
 
     def __init__(self, addresses: Sequence[Address], codec: Codec, secret: Secret, within_s: float) -> None:
@@ -77,18 +78,21 @@ class ChannelClient:
     def _connect(self, addresses: Sequence[Address], within_s: float) -> tuple[Address, socket.socket]:
         until_s = monotonic() + within_s
         errors: dict[Address, str] = {}
-        refused: set[Address] = set()
+        refused: dict[Address, bool] = {}
+        """Of the addresses that can be resolved: whether the last attempt was refused."""
         while True:
             for address in addresses:
                 try:
                     return address, self._connect_to(address, until_s)
                 except TimeoutError:  # the error of an earlier round says more
                     errors.setdefault(address, "no answer in time")
-                    refused.discard(address)
+                    refused[address] = False
+                except (socket.gaierror, UnicodeError) as exc:  # UnicodeError: no possible name of a host
+                    errors[address] = _text(exc)
+                    refused.pop(address, None)
                 except (OSError, HandshakeRefused, WireError) as exc:
                     errors[address] = _text(exc)
-                    is_refusal = isinstance(exc, ConnectionRefusedError | HandshakeRefused)
-                    (refused.add if is_refusal else refused.discard)(address)
+                    refused[address] = isinstance(exc, ConnectionRefusedError | HandshakeRefused)
             pause_s = random.uniform(RETRY_S / 2, RETRY_S)  # many clients that were turned away do not return together
             if monotonic() + pause_s >= until_s:
                 break
@@ -97,7 +101,7 @@ class ChannelClient:
         raise ChannelBroken(
             f"the stream reader could not be reached within {within_s:.1f} s: {named or 'no address is known'}",
             waited_ms=int(within_s * 1000),
-            refused=bool(errors) and refused == errors.keys(),
+            refused=bool(refused) and all(refused.values()),
         )
 
     def _connect_to(self, address: Address, until_s: float) -> socket.socket:

@@ -1,6 +1,7 @@
 """How an executor finds the stream reader among the addresses that it was error."""
 
 import queue
+import re
 import socket
 import threading
 from collections.abc import Iterator
@@ -83,6 +84,27 @@ def test_the_error_reports_that_nothing_listens_at_any_address() -> None:
     with pytest.raises(ChannelBroken) as failed:
         ScopedClient([closed_port(), closed_port()], Secret.new(), 0.3)
     assert failed.value.fields["refused"]
+
+
+def test_a_name_that_cannot_be_resolved_does_not_hide_that_nothing_listens() -> None:
+    unknown = ("no.such.host.invalid", 1)
+    with pytest.raises(ChannelBroken) as failed:
+        ScopedClient([closed_port(), unknown], Secret.new(), 0.3)
+    assert failed.value.fields["refused"]
+    with pytest.raises(ChannelBroken) as failed:
+        ScopedClient([unknown], Secret.new(), 0.3)
+    assert not failed.value.fields["refused"], "the stream reader may listen there"
+
+
+@pytest.mark.parametrize("impossible", ["driver..svc", "a" * 64])
+def test_an_impossible_name_of_a_host_is_an_error_of_its_address(impossible: str) -> None:
+    with (
+        RecordingServer() as there,
+        ScopedClient([(impossible, 1), ("127.0.0.1", there.port)], there.secret) as client,
+    ):
+        assert client.request(Ping(number=3), SOON_S) == Pong(number=3)
+    with pytest.raises(ChannelBroken, match=rf"{re.escape(impossible)}:1: .*idna"):
+        ScopedClient([(impossible, 1)], Secret.new(), 0.3)
 
 
 def test_a_server_that_does_not_know_the_secret_is_refused() -> None:
