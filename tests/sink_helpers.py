@@ -192,6 +192,14 @@ def expire_log(table: Path) -> None:
     assert not any("group" in info.get("userMetadata", "") for c in commits(table) for info in actions(c, "commitInfo"))
 
 
+def cut_log(table: Path, first: int) -> None:
+    """Delete the log files of the versions before this one, as a clean-up does that finds them too old."""
+    DeltaTable(table).create_checkpoint()
+    for file in (table / "_delta_log").glob("*.json"):
+        if int(file.stem) < first:
+            file.unlink()
+
+
 FAR = 1_005
 """More commits than any search reads at once."""
 

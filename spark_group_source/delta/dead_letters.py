@@ -429,8 +429,8 @@ def _last_commit(table: TableWriter, history: TableHistory, key: str) -> Ledger:
     """Return the newest number of a key, as a ledger without offsets."""
     try:
         return history.ledger(key) or Ledger(group=key)
-    except LedgerExpired as expired:
-        number = expired.number
+    except LedgerExpired:
+        number = history.number(key)
         found = table.commit_first_ledger(history, key) if number is None else number
         return found if isinstance(found, Ledger) else Ledger(group=key, number=found)
 

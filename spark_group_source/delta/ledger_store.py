@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from spark_group_source import command_line
 from spark_group_source.delta import table_names, table_writer
-from spark_group_source.delta.ledger_format import APP_PREFIX, Ledger, LedgerDamaged
+from spark_group_source.delta.ledger_format import Ledger, LedgerDamaged
 from spark_group_source.delta.replaced_rows import RowsReplaced, ledger_of_rows, ledger_to_reset
 from spark_group_source.delta.table_history import LedgerExpired, TableHistory
 from spark_group_source.errors import OptionError
@@ -200,7 +200,7 @@ def _refuse_replacement_since(history: TableHistory, since: int) -> None:
 
 def _replaced_ledger(writer: table_writer.TableWriter, history: TableHistory, group: str) -> Ledger:
     """Return the ledger that is about to be replaced; if it cannot be read, an empty one with its number."""
-    number = history.source.number(APP_PREFIX + group)
+    number = history.number(group)
     try:
         newest = history.ledger(group)
         return Ledger(group=group) if newest is None else ledger_to_reset(history, group) or newest

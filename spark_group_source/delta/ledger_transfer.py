@@ -191,8 +191,8 @@ def transfer_ledger(
         is_unknown = False
         try:
             present = history.ledger(group)
-        except LedgerExpired as expired:
-            if expired.number is not None:
+        except LedgerExpired:
+            if history.number(group) is not None:
                 raise taken from None
             present, is_unknown = None, True  # Delta refuses the first number below if there is a ledger
         if present is not None:

@@ -208,11 +208,16 @@ class NativeWriter:
 
         Raises:
             CommitRace: another writer committed one of the numbers, or changed the table's columns or protocol; or
-                this one added columns.
+                this one added columns; or a number is not above that of the table.
         """
         from deltalake import CommitProperties, Transaction
         from deltalake.exceptions import CommitFailedError
 
+        for app_id, number in numbers.items():
+            # deltalake compares a number only with those of commits since the version that it opened.
+            used = self._log.number(app_id)
+            if used >= number:
+                raise CommitRace(f"{app_id} has the number {used} already, and the commit has {number}")
         if rows is not None and (new := new_columns(self._log.opened, rows)):
             self._add_columns(new)
         actions = [] if rows is None else self._files(rows)

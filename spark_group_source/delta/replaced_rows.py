@@ -106,7 +106,7 @@ def find_replacement(history: TableHistory, group: str, *, after: int = -1) -> R
         if batch_version is None and commit.ledger_entry(group) is not None:
             decided_at, batch_version = commit.read, commit.version
     if oldest_read > max(after, decided_at) + 1:
-        raise LedgerExpired(group, None)
+        raise LedgerExpired(group)
     return None
 
 
@@ -157,9 +157,9 @@ def _find_ledger_of_rows(history: TableHistory, group: str, replacement: Replace
         if (entry := commit.ledger_entry(group)) is not None:
             starts = first_offsets(entry["ledger"]) | starts  # an older one is of a former topic of that name
             first_number = entry["ledger"]["number"]
+    if oldest_read > replacement.restored_to + 1:
+        raise _Unknown(replacement)
     try:
-        if oldest_read > replacement.restored_to + 1:
-            raise LedgerExpired(group, None)
         is_before_first = first_number == 1  # then the log need not reach back further
         restored = None if is_before_first else _find_ledger_of_rows(history.at(replacement.restored_to), group)
         restored = restored or Ledger(group=group)

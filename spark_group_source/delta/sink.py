@@ -514,8 +514,8 @@ class BatchCommit:
             if ledger is not None:
                 self._refuse_replaced_rows(history, ledger)
                 self._ledgers[group] = ledger.at_version(history.version)
-        except LedgerExpired as expired:
-            return self._new_ledger(history, group, expired)
+        except LedgerExpired:
+            return self._new_ledger(history, group)
         return ledger
 
     def _refuse_replaced_rows(self, history: TableHistory, ledger: Ledger) -> None:
@@ -585,7 +585,7 @@ class BatchCommit:
             ", ".join(sorted(others)) or "none",
         )
 
-    def _new_ledger(self, history: TableHistory, group: str, expired: LedgerExpired) -> Ledger:
+    def _new_ledger(self, history: TableHistory, group: str) -> Ledger:
         """Start a ledger in place of one that expired with the table's log.
 
         Positions from the query's checkpoint, or committed in Kafka by a stream of the group, are those of the table,
@@ -596,11 +596,13 @@ class BatchCommit:
             LedgerConflict: the batch starts at another position, or the rows do not end there; or the group may be new,
                 and rows could be written twice.
         """
-        if expired.number is None:  # the group may be new, and no ledger can be copied to it after its first commit
-            self._check_new_group(history, group)
-        number = self.table.commit_first_ledger(history, group) if expired.number is None else expired.number
-        if isinstance(number, Ledger):
-            return number
+        number = history.number(group)
+        if number is None:  # DESCRIBE HISTORY shows none, so the group may be new
+            self._check_new_group(history, group)  # no ledger can be copied to it after its first commit
+            first = self.table.commit_first_ledger(history, group)
+            if isinstance(first, Ledger):
+                return first
+            number = first
         batch_id, table = self.planned.batch_id, self.table.table
         offsets = [offset for offset in self.planned.offsets if offset.group == group]
         unknown = sorted({tp for offset in offsets for tp in offset.followed | offset.started})

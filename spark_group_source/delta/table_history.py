@@ -172,12 +172,11 @@ class Commit(NamedTuple):
 
 
 class LedgerExpired(Exception):
-    """The group wrote to the table, and the table's log does not reach back to the group's last full ledger."""
+    """The group wrote to the table, and the table's log does not reach back to the group's last full ledger, or to the
+    version by which its newest commit was decided."""
 
-    def __init__(self, group: str, number: int | None) -> None:
+    def __init__(self, group: str) -> None:
         super().__init__(group)
-        self.number = number
-        """The ``SetTransaction`` number of that commit; None where the commit source cannot report it."""
 
 
 class CommitRace(Exception):
@@ -225,6 +224,11 @@ class TableHistory:
         """Yield the commits newer than version ``after``, newest first, as far as the log reaches back."""
         return self.source.commits(self.version, after)
 
+    def number(self, group: str) -> int | None:
+        """Return the ``SetTransaction`` number of the group's newest commit; -1 if there is none, None where the commit
+        source does not report numbers."""
+        return self.source.number(APP_PREFIX + group)
+
     def groups(self) -> list[str]:
         """Return the groups that have a ledger in the log, sorted."""
         return sorted(self.topics())
@@ -249,8 +253,7 @@ class TableHistory:
             LedgerExpired: the group wrote, and the log does not reach back to its last full ledger.
             LedgerConflict: the ledger is damaged, or a newer release wrote it.
         """
-        number = self.source.number(APP_PREFIX + group)
-        if number == -1:
+        if self.number(group) == -1:
             return None
         after = -1 if known is None else known.table_version
         oldest_read = self.version + 1
@@ -269,7 +272,7 @@ class TableHistory:
         if found is None:
             if oldest_read == 0 and not changes:
                 return None
-            raise LedgerExpired(group, number)
+            raise LedgerExpired(group)
         for version, doc in reversed(changes):
             found = found.with_changes(doc, table=self.table, table_version=version)
         return found
@@ -326,7 +329,7 @@ class LogFiles:
         except FileNotFoundError:
             return None
 
-    def number(self, app_id: str) -> int | None:
+    def number(self, app_id: str) -> int:
         found = self.opened.transaction_version(app_id)
         return -1 if found is None else int(found)
 

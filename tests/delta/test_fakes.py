@@ -66,8 +66,8 @@ def read(table: Path) -> dict[str, Any]:
     try:
         ledger = history.ledger("etl")
         replacement = find_replacement(history, "etl")
-    except LedgerExpired as exc:
-        ledger = replacement = exc.number
+    except LedgerExpired:
+        ledger = replacement = "expired"
     clones = [
         {**commit.clone, "source": commit.clone["source"].replace(str(table.parent), "")}
         for commit in found

@@ -16,6 +16,7 @@ from sink_helpers import (
     Query,
     actions,
     commits,
+    cut_log,
     expire_log,
     foreign_commits,
     next_offsets,
@@ -27,11 +28,12 @@ from sink_helpers import (
 )
 from sink_source import SCHEMA, offset
 
-from spark_group_source.delta import table_names, table_writer, verification
+from spark_group_source.delta import ledger_format, table_names, table_writer, verification
 from spark_group_source.delta.ledger_format import Ledger
 from spark_group_source.delta.ledger_store import read_ledger, set_ledger
 from spark_group_source.delta.table_history import (
     Commit,
+    CommitRace,
     TableHistory,
     note_of,
 )
@@ -137,6 +139,41 @@ def test_with_an_expired_log_the_query_continues_at_its_checkpoint(
     assert next_offsets(table) == {("orders", 0): 45}
     numbers = [txn["version"] for commit in commits(table) for txn in actions(commit, "txn")]
     assert numbers == [4, 5], "the numbers continue, so that an older writer loses"
+
+
+@pytest.fixture
+def cut(query: Query, table: Path, before_next_commit: BeforeNextCommit, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A table whose log has the group's newest ledger, number 3, and not the version by which it was decided."""
+    sink = query.sink(table)
+    for n in range(2):
+        query.run(sink, n, offset(n, one(n * 10, n * 10 + 10)))
+    monkeypatch.setattr(ledger_format, "FULL_EVERY", 1)
+    before_next_commit(lambda: foreign_commits(table, 4))
+    query.run(sink, 2, offset(2, one(20, 30)))
+    cut_log(table, 5)
+    return table
+
+
+def test_with_a_log_cut_before_the_newest_ledger_the_query_continues_and_its_numbers_too(
+    query: Query, cut: Path
+) -> None:
+    query.run(query.sink(cut), 3, offset(3, one(30, 40)))
+    assert offsets_in(cut) == list(range(40))
+    numbers = [txn["version"] for commit in commits(cut) for txn in actions(commit, "txn")]
+    assert numbers == [3, 4], "a number that is used would not stop another writer"
+
+
+@pytest.mark.parametrize(
+    ("seq", "batch", "reason"),
+    [(2, one(20, 30), "its rows of orders-0 end at offset 30"), (3, one(50, 60), "it has no row 49 of orders-0")],
+    ids=["replay", "gap"],
+)
+def test_with_a_log_cut_before_the_newest_ledger_a_batch_is_refused_where_the_rows_do_not_end(
+    query: Query, cut: Path, seq: int, batch: Any, reason: str
+) -> None:
+    with pytest.raises(LedgerConflict, match=reason):
+        query.run(query.sink(cut), seq, offset(seq, batch))
+    assert offsets_in(cut) == list(range(30))
 
 
 def test_with_an_expired_log_a_batch_whose_rows_are_in_the_table_is_not_written_again(
@@ -287,6 +324,19 @@ def test_foreign_appends_before_between_and_during_batches_do_not_affect_the_que
     query.run(query.sink(table), 1, offset(1, one(10, 20)))
     assert rows(table) == sorted(records(0, 20) + records(0, 4, topic="foreign"))
     assert next_offsets(table) == {("orders", 0): 20}
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_native_commit_with_a_number_that_the_table_has_already_is_a_lost_race(
+    query: Query, table: Path, number: int
+) -> None:
+    """``deltalake`` compares it only with the numbers of commits that came in between."""
+    for n in range(2):
+        query.run(query.sink(table), n, offset(n, one(n * 10, n * 10 + 10)))
+    there = TableWriter(query.spark, str(table))
+    with pytest.raises(CommitRace, match=f"has the number 2 already, and the commit has {number}"):
+        there.commit(there.history(), None, {"spark-group-source.etl": number}, "note", needed=True)
+    assert DeltaTable(table).version() == 2
 
 
 def test_two_writers_that_race_for_every_number_write_each_record_once(

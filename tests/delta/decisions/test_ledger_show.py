@@ -75,7 +75,7 @@ def test_describe_reads_the_ledger_of_a_table_by_path_without_spark(
         if name == "damaged":
             raise LedgerConflict("it is damaged")
         if name == "old":
-            raise LedgerExpired(name, 1)
+            raise LedgerExpired(name)
         return replaced_rows.ledger_to_reset(history, name)
 
     monkeypatch.setattr(f"{ledger_store.__name__}.ledger_to_reset", ledger_to_reset)
