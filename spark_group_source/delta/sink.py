@@ -513,6 +513,7 @@ class BatchCommit:
                 self._check_new_group(history, group)
             if ledger is not None:
                 self._refuse_replaced_rows(history, ledger)
+                self._check_new_partitions(history, ledger)
                 self._ledgers[group] = ledger.at_version(history.version)
         except LedgerExpired:
             return self._new_ledger(history, group)
@@ -539,30 +540,69 @@ class BatchCommit:
 
         for offset in (o for o in self.planned.offsets if o.group == group):
             ledger_transfer.check_new_group(self.df.sparkSession, history, offset, ways)
-        self._refuse_uncounted_rows(history, group)
+        if any(commit.version == 0 for commit in history.commits()):
+            return
+        # The log had the CLONE that names the table with the ledger.
+        self._refuse_uncounted_rows(
+            group, self._starts(group), "no ledger", "it may be a clone of a table that has the ledger"
+        )
 
-    def _refuse_uncounted_rows(self, history: TableHistory, group: str) -> None:
-        """Refuse the first batch of a group if the table has rows at or behind its start, and the table's log does not
-        reach back to its creation: it may be a clone, and the log had the CLONE that names the table with the ledger.
+    def _check_new_partitions(self, history: TableHistory, ledger: Ledger) -> None:
+        """Check partitions that the ledger does not know: it may have begun anew after an older one expired, with the
+        partitions of one batch, so other partitions may have rows that no ledger counts.
+
+        Not those of a topic of which a former one had the name: its rows cannot be distinguished. Nor those of a batch
+        that was planned before a reset, of which no row is written.
 
         Raises:
             LedgerConflict: rows would be written twice.
         """
-        if any(commit.version == 0 for commit in history.commits()):
-            return
-        starts = self._starts(group)
+        former = {topic.name for topic in ledger.former.values()}
+        new = {}
+        for offset in (o for o in self.planned.offsets if o.group == ledger.group):
+            if offset.reset_number < ledger.reset_number:
+                continue
+            for tp, (start, _) in offset.ranges.items():
+                topic = ledger.topic(tp.topic, offset.topic_ids.get(tp.topic, ""))
+                is_former = tp.topic in former or not ledger.knows_topic(tp.topic, topic.id)
+                if not is_former and tp.partition not in topic.offsets:
+                    new[tp] = start
+        # One look at the oldest version: the whole log of a table that is written for weeks is long.
+        if new and next(history.at(0).commits(), None) is None:
+            why = "the ledger may have begun anew after an older one expired"
+            self._refuse_uncounted_rows(ledger.group, new, "a ledger without that partition", why, ledger.offsets)
+
+    def _refuse_uncounted_rows(
+        self,
+        group: str,
+        starts: Mapping[TopicPartition, int],
+        found: str,
+        why: str,
+        counted: Mapping[TopicPartition, int] = MappingProxyType({}),
+    ) -> None:
+        """Refuse a batch if the table has rows at or behind the start of a partition that its ledger does not know, and
+        the table's log does not reach back to its creation.
+
+        Args:
+            starts: where the ranges of these partitions start.
+            found: what the table has of the ledger.
+            why: where the rows may come from.
+            counted: the next offset of each partition that the ledger knows.
+
+        Raises:
+            LedgerConflict: rows would be written twice.
+        """
         ends = self.table.row_ends(starts)
         behind = sorted((tp, end) for tp, end in (ends or {}).items() if end > starts[tp])
         if not behind:
             return
         table, (tp, end) = self.table.table, behind[0]
         raise LedgerConflict(
-            f"table {table} has no ledger of group {group!r}, has rows of {tp} up to offset {end - 1}, and batch "
-            f"{self.planned.batch_id} starts at {starts[tp]}. The table's log does not reach back to its creation "
-            "(delta.logRetentionDuration), so it may be a clone of a table that has the ledger. Which records of the "
-            "batch it has is not recorded there, so nothing was written. Stop the query, run one of these commands, "
-            "and start the query with the same checkpoint:"
-            + command_line.alternatives(self._ways_to_continue(group, ends)),
+            f"table {table} has rows of {tp} up to offset {end - 1}, and batch {self.planned.batch_id} starts at "
+            f"{starts[tp]}; it has {found} of group {group!r}. The table's log does not reach back to its creation "
+            f"(delta.logRetentionDuration), so {why}. Which records of the batch the table has is not recorded there, "
+            "so nothing was written. Stop the query, run one of these commands, and start the query with the same "
+            "checkpoint:" + command_line.alternatives(self._ways_to_continue(group, ends, counted)),
             table=table,
             group=group,
         )
@@ -645,11 +685,17 @@ class BatchCommit:
         offsets = (offset for offset in self.planned.offsets if offset.group == group)
         return {tp: start for offset in offsets for tp, (start, _) in offset.ranges.items()}
 
-    def _ways_to_continue(self, group: str, ends: Mapping[TopicPartition, int] | None) -> dict[str, str]:
+    def _ways_to_continue(
+        self,
+        group: str,
+        ends: Mapping[TopicPartition, int] | None,
+        counted: Mapping[TopicPartition, int] = MappingProxyType({}),
+    ) -> dict[str, str]:
         """Return the commands by which a group continues whose ledger is unknown, by purpose.
 
         Args:
             ends: the offset after the last row of each partition; None if it is unknown.
+            counted: the next offset of each partition that the ledger knows.
         """
         table, batch_id, starts = self.table.table, self.planned.batch_id, self._starts(group)
         here = table_names.reset_command(group, table, "--to-checkpoint", self.planned.root, "--batch", str(batch_id))
@@ -658,7 +704,9 @@ class BatchCommit:
         # Of all partitions: after a reset the query reads the committed offsets of those that are not named, which may
         # be behind the rows, or above rows that a RESTORE removed.
         all_ends = self.table.row_ends() or {}
-        behind = {tp: all_ends.get(tp, start) for tp, start in starts.items()}
+        behind = {
+            tp: max(start, counted[tp]) if tp in counted else all_ends.get(tp, start) for tp, start in starts.items()
+        }
         to_ends = table_names.reset_command(group, table, *table_names.to_offsets(behind))
         return {
             "continue behind the rows in the table": to_ends,

@@ -436,6 +436,38 @@ def test_commands_for_a_clone_whose_log_no_longer_has_the_clone(
     assert offsets_in(clone) == sorted([*range(30), *(range(15, 20) if again else ())])
 
 
+@pytest.mark.parametrize("again", [False, True], ids=["left out", "written again"])
+def test_commands_for_a_partition_that_a_ledger_does_not_know_which_began_anew(
+    new_query: NewQuery, table: Path, admin: OffsetModel, again: bool
+) -> None:
+    """Two queries of one group: the ledger expires, the first one begins a new one, and the second one, which was
+    killed before Spark's checkpoint had its last batch, writes that batch again."""
+    p1 = TopicPartition("orders", 1)
+    queries = [new_query(name) for name in ("s1", "s2")]
+    for n in range(2):
+        for p, query in enumerate(queries):
+            ranges = one(n * 10, n * 10 + 10, partition=p)
+            query.run(query.sink(table), n, offset(n, ranges, stream=query.root.name))
+    expire_log(table)
+    first, second = queries
+    first.run(first.sink(table), 2, offset(2, one(20, 30)))
+    admin.partitions.append(p1)
+    admin.commit(30)
+    admin.offsets[p1] = replace(admin.offsets[P0], offset=10)
+    last = offset(1, one(10, 20, partition=1), stream="s2")
+    before = offsets_in(table)
+    for _ in range(2):
+        message = refused(lambda: second.run(second.sink(table), 1, last))
+        assert "rows of orders-1 up to offset 19, and batch 1 starts at 10; it has a ledger without" in str(message)
+    assert offsets_in(table) == before
+    run_command(commands(message)[again])
+    second.run(second.sink(table), 1, last)
+    at = admin.offsets[p1].offset
+    second.run(second.sink(table), 2, offset(2, one(at, 30, partition=1), stream="s2", reset_number=admin.resets))
+    first.run(first.sink(table), 3, offset(3, one(30, 40), reset_number=admin.resets))
+    assert offsets_in(table) == sorted([*range(40), *range(30), *(range(10, 20) if again else ())])
+
+
 def test_a_group_starts_at_the_end_of_the_rows_of_a_table_whose_log_was_cleaned_up(query: Query, table: Path) -> None:
     query.run(query.sink(table), 0, offset(0, one(0, 10)))
     clone = clone_of(table, 1, table.parent / "clone")

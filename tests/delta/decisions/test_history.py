@@ -141,6 +141,30 @@ def test_with_an_expired_log_the_query_continues_at_its_checkpoint(
     assert numbers == [4, 5], "the numbers continue, so that an older writer loses"
 
 
+@pytest.mark.parametrize("new", [one(0, 5, partition=1), one(5, 9, partition=1), one(0, 5, topic="clicks")])
+def test_with_a_log_that_was_cut_a_new_partition_is_written_where_the_table_has_no_rows_behind_its_start(
+    query: Query, table: Path, new: Any
+) -> None:
+    query.run(query.sink(table), 0, offset(0, one(0, 10)))
+    expire_log(table)
+    query.run(query.sink(table), 1, offset(1, one(10, 20)))
+    query.run(query.sink(table), 2, offset(2, one(20, 22) | new))
+    ((start, end),) = new.values()
+    assert offsets_in(table) == sorted([*range(22), *range(start, end)])
+
+
+def test_with_a_log_that_was_cut_rows_of_a_former_topic_do_not_refuse_the_one_that_has_its_name(
+    query: Query, table: Path
+) -> None:
+    both = one(0, 10) | one(0, 10, partition=1)
+    query.run(query.sink(table), 0, offset(0, both))
+    expire_log(table)
+    query.run(query.sink(table), 1, offset(1, one(10, 12)))
+    query.run(query.sink(table), 2, offset(2, one(0, 2), topic_id="id-2"))
+    query.run(query.sink(table), 3, offset(3, one(2, 4) | one(0, 4, partition=1), topic_id="id-2"))
+    assert offsets_in(table) == sorted([*range(10), *range(12), *range(4), *range(4)])
+
+
 @pytest.fixture
 def cut(query: Query, table: Path, before_next_commit: BeforeNextCommit, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A table whose log has the group's newest ledger, number 3, and not the version by which it was decided."""

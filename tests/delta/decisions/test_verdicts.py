@@ -9,7 +9,7 @@ from pathlib import Path
 import pyarrow.compute as pc
 import pytest
 from deltalake import DeltaTable, write_deltalake
-from sink_helpers import NewQuery, Query, one, rewrite, rows
+from sink_helpers import NewQuery, Query, expire_log, one, rewrite, rows
 from sink_source import offset
 from table_changes import ByFiles
 
@@ -63,6 +63,14 @@ def planned_before_a_reset(start: Start) -> Iterator[list[str]]:
 def at_the_ledger(start: Start) -> Iterator[list[str]]:
     yield [start().verdict(NEXT)]
     yield [start().verdict(offset(2, {ORDERS_0: (20, 20), ("orders", 1): (5, 9)}))]
+
+
+def unknown_after_an_expired_ledger(start: Start) -> Iterator[list[str]]:
+    query = start()
+    query.run(query.sink(query.table), 2, offset(2, one(0, 9, partition=1)))
+    expire_log(query.table)
+    query.run(query.sink(query.table), 3, offset(3, one(20, 30)))
+    yield [query.verdict(offset(4, one(5, 10, partition=1)))]
 
 
 def planned_before_a_truncation(start: Start) -> Iterator[list[str]]:
@@ -124,6 +132,8 @@ CASES: dict[str, Callable[[Start], Iterator[list[str]]]] = {
     "has a number that the ledger already has for this query": replayed,
     "was planned before a `spark-group reset`": planned_before_a_reset,
     "`from` = L, or the ledger does not know the partition": at_the_ledger,
+    "the ledger does not know the partition, the table has rows at or behind `from`, and its log does not reach back "
+    "to its creation": unknown_after_an_expired_ledger,
     "`from` > L": batch(offset(2, one(25, 30))),
     "`from` > L, and no member's commit explains it: `startingOffsets` chose `from`, because Kafka had no committed "
     "offset, or only the start position of a query that wrote nothing; or a checkpoint that is older than a reset "
