@@ -185,7 +185,7 @@ class NativeWriter:
         self._written: tuple[DataFrame, str, list[Any]] | None = None
         """The rows that were written, the table's schema then, and the actions that add their files."""
         self.rows = 0
-        """How many rows the last commit has."""
+        """How many rows the last commit has, or would have."""
 
     def commit(
         self,
@@ -209,6 +209,8 @@ class NativeWriter:
         Raises:
             CommitRace: another writer committed one of the numbers, or changed the table's columns or protocol; or
                 this one added columns; or a number is not above that of the table.
+            Exception: that of ``deltalake`` or the storage. The commit may have been made: ``deltalake`` then writes a
+                checkpoint of the log and cleans it up, and reports their failures, too.
         """
         from deltalake import CommitProperties, Transaction
         from deltalake.exceptions import CommitFailedError
@@ -223,6 +225,7 @@ class NativeWriter:
         actions = [] if rows is None else self._files(rows)
         if not (actions or needed):
             return False
+        self.rows = sum(json.loads(action.stats)["numRecords"] for action in actions)
         opened = self._log.opened
         properties = CommitProperties(
             custom_metadata={"userMetadata": note, "isBlindAppend": True},
@@ -236,7 +239,6 @@ class NativeWriter:
             )
         except CommitFailedError as exc:
             raise CommitRace(str(exc)) from exc
-        self.rows = sum(json.loads(action.stats)["numRecords"] for action in actions)
         return True
 
     def _add_columns(self, new: list[dict[str, Any]]) -> None:

@@ -138,7 +138,8 @@ class DeltaSink:
         CheckpointMismatch: the query has no kafka-group source, or its offset cannot be read.
         BadRecords: more records are bad than ``dead_letters`` allows. Nothing was written.
         OptionError: an argument cannot work in this session.
-        Exception: Delta's own errors (schema, constraints, storage), unchanged. Nothing was written.
+        Exception: Delta's own errors (schema, constraints, storage), unchanged. Nothing was written, or the storage
+            fails so that this cannot be read; a batch that was written is skipped when it runs again.
     """
 
     def __init__(

@@ -39,6 +39,7 @@ from spark_group_source.delta.native_writer import NativeWriter
 from spark_group_source.delta.table_history import (
     NOT_A_TABLE,
     ChangedRows,
+    Commit,
     CommitRace,
     CommitSource,
     DescribedHistory,
@@ -320,13 +321,14 @@ class TableWriter:
         Raises:
             CommitRace: another writer committed first, or columns were added; read the history and decide again.
             OptionError: the commit needs a writer that does not work here.
-            Delta's own errors, unchanged. Nothing was written.
+            Exception: that of Delta, ``deltalake`` or the storage, unchanged. Nothing was written, unless the storage
+                fails so that it cannot be read, either.
         """
         reason = self.reason_not_native(rows)
         if reason is None:
             assert self.log is not None
             self._native = self._native or NativeWriter(self.spark, self.log)
-            committed = self._native.commit(rows, numbers, note, needed=needed)
+            committed = self._commit_natively(self._native, history, rows, numbers, note, needed=needed)
         elif self.writer == "native" or not has_delta(self.spark):
             raise OptionError(
                 f"table {self.table} cannot be written natively: {reason}. Nothing was written. Use a Spark session "
@@ -339,14 +341,46 @@ class TableWriter:
             committed = self._options.commit(rows, numbers, note, needed=needed, columns=columns)
         if not committed:
             return None
-        for commit in self.history().commits(after=history.version):
-            if commit.note == note:
-                native = self._native if reason is None else None
-                self.changed = commit.changed if native is None else ChangedRows(native.rows)
-                return commit.version
+        if (commit := self._find_commit(history, note)) is not None:
+            native = self._native if reason is None else None
+            self.changed = commit.changed if native is None else ChangedRows(native.rows)
+            return commit.version
         if reason is not None and not any(app_id.startswith(APP_PREFIX) for app_id in numbers):
             return None  # notes without a ledger are not read; if Delta skipped the number, the batch is there
         raise CommitRace(f"another commit has the number {dict(numbers)}")
+
+    def _find_commit(self, history: TableHistory, note: str) -> Commit | None:
+        """Return the commit with this note that is newer than a version of the table; None if there is none."""
+        return next((found for found in self.history().commits(after=history.version) if found.note == note), None)
+
+    def _commit_natively(
+        self,
+        writer: NativeWriter,
+        history: TableHistory,
+        rows: "DataFrame | None",
+        numbers: Mapping[str, int],
+        note: str,
+        *,
+        needed: bool,
+    ) -> bool:
+        """Commit like :meth:`NativeWriter.commit`, also if what ``deltalake`` does after the commit fails."""
+        try:
+            return writer.commit(rows, numbers, note, needed=needed)
+        except CommitRace:
+            raise
+        except Exception as exc:
+            found = None
+            with contextlib.suppress(Exception):  # of the storage: the error is the first one
+                found = self._find_commit(history, note)
+            if found is None:
+                raise
+            log.warning(
+                "table %s: version %d is committed, and a checkpoint of the log or its clean-up failed after that: %s",
+                self.table,
+                found.version,
+                str(exc).partition("\n")[0],
+            )
+            return True
 
     def compact(self) -> None:
         """Combine small files: by Delta's ``OPTIMIZE``; or by ``deltalake`` in a session without Delta Lake, and where

@@ -7,6 +7,7 @@ import pickle
 import sys
 from collections import Counter
 from pathlib import Path
+from shutil import rmtree
 from types import SimpleNamespace
 from typing import Any
 
@@ -46,7 +47,7 @@ from spark_group_source.delta.native_writer import (
     session_setting,
 )
 from spark_group_source.delta.sink import DeltaSink, is_called_by_spark
-from spark_group_source.delta.table_history import CommitRace
+from spark_group_source.delta.table_history import CommitRace, LogFiles
 from spark_group_source.delta.table_writer import OptionsWriter, TableWriter
 from spark_group_source.errors import CheckpointMismatch, LedgerConflict, OptionError
 from spark_group_source.host import run_files
@@ -555,6 +556,41 @@ def test_native_commits_write_delta_s_checkpoints_at_the_table_s_interval(query:
     content = pq.read_table(log / f"{newest:020}.checkpoint.parquet", columns=["add", "txn"]).to_pylist()
     assert sum(row["add"] is not None for row in content) == newest - 1, "all batches up to that version"
     assert [row["txn"]["version"] for row in content if row["txn"] is not None] == [newest - 1]
+
+
+def test_a_failure_of_delta_s_checkpoint_after_a_native_commit_does_not_end_the_query(
+    query: Query, table: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    DeltaTable(table).alter.set_table_properties({"delta.checkpointInterval": "2"}, raise_if_not_exists=False)
+    sink = query.sink(table, writer="native")
+    blocked = [table / "_delta_log" / f"{version:020}.checkpoint.parquet" for version in range(2, 6)]
+    for checkpoint in blocked:
+        (checkpoint / "a folder, which no file replaces").mkdir(parents=True)
+    for n in range(3):
+        query.run(sink, n, offset(n, one(n * 5, n * 5 + 5)))
+    for checkpoint in blocked:
+        rmtree(checkpoint)
+    assert rows(table) == records(0, 15)
+    assert f"table {table}: version 3 is committed, and a checkpoint of the log" in caplog.text
+
+
+@pytest.mark.parametrize("is_readable", [True, False])
+def test_a_failure_of_a_native_commit_is_raised_unchanged_where_the_commit_is_not_found(
+    query: Query, table: Path, monkeypatch: pytest.MonkeyPatch, is_readable: bool
+) -> None:
+    real = LogFiles.newest
+
+    def newest(self: LogFiles) -> int:
+        raise OSError("no route to the storage")
+
+    def commit(self: NativeWriter, *args: Any, **kwargs: Any) -> bool:
+        monkeypatch.setattr(LogFiles, "newest", real if is_readable else newest)
+        raise DeltaError("the storage is full")
+
+    monkeypatch.setattr(NativeWriter, "commit", commit)
+    with pytest.raises(DeltaError, match="the storage is full"):
+        query.run(query.sink(table), 0, offset(0, one(0, 5)))
+    assert DeltaTable(table).version() == 0
 
 
 # New columns
