@@ -619,7 +619,11 @@ class History:
             if isinstance(self.spark, frames.Session):
                 changed += [
                     (sinks, "without_ranges", frames.without_ranges),
-                    (table_writer.TableWriter, "row_ends", table_writer.TableWriter._row_ends_by_files),
+                    (
+                        table_writer.TableWriter,
+                        "_last_offsets",
+                        table_writer.TableWriter._last_offsets_by_deltalake,
+                    ),
                 ]
             for place, name, value in changed:
                 stack.enter_context(patch.object(place, name, value))

@@ -25,7 +25,7 @@ import random
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
 from urllib.parse import urlsplit
 
@@ -232,34 +232,41 @@ class TableWriter:
         Returns:
             None if the table does not have the columns by which they are found.
         """
-        if not has_delta(self.spark):
-            return self._row_ends_by_files(starts)
+        if not table_names.RECORD_COLUMNS.items() <= {f.name: f.dataType.simpleString() for f in self.schema()}.items():
+            return None
+        if starts is not None and not starts:
+            return {}
+        lowest = None if starts is None else min(starts.values(), default=0) - 1
+        last = self._last_offsets if has_delta(self.spark) else self._last_offsets_by_deltalake
+        found = last(sorted({tp.topic for tp in starts or ()}), lowest)
+        ends = {TopicPartition(topic, partition): offset + 1 for topic, partition, offset in found}
+        return {tp: end for tp, end in ends.items() if starts is None or (tp in starts and end >= starts[tp])}
+
+    def _last_offsets(self, topics: Sequence[str], lowest: int | None) -> list[tuple[str, int, int]]:
+        """Return the partitions that have rows, with their highest offset.
+
+        Args:
+            lowest: only these topics and rows from this offset on are read; None: all.
+        """
         from pyspark.sql import functions as F
 
         rows = table_names.read(self.spark, self.table)
-        if not table_names.RECORD_COLUMNS.items() <= {f.name: f.dataType.simpleString() for f in rows.schema}.items():
-            return None
-        if starts is not None:
-            lowest = min(starts.values(), default=0) - 1
-            rows = rows.where(F.col("topic").isin(sorted({tp.topic for tp in starts})) & (F.col("offset") >= lowest))
-        found: Any = rows.groupBy("topic", "partition").agg(F.max("offset")).collect()
-        return _ends(starts, found)
+        if lowest is not None:
+            rows = rows.where(F.col("topic").isin(topics) & (F.col("offset") >= lowest))
+        found = rows.groupBy("topic", "partition").agg(F.max("offset")).collect()
+        return [(row[0], row[1], row[2]) for row in found]
 
-    def _row_ends_by_files(
-        self, starts: Mapping[TopicPartition, int] | None = None
-    ) -> dict[TopicPartition, int] | None:
-        """Return what :meth:`row_ends` returns, in a session without Delta Lake."""
-        import pyarrow.dataset as ds
+    def _last_offsets_by_deltalake(self, topics: Sequence[str], lowest: int | None) -> list[tuple[str, int, int]]:
+        """Return what :meth:`_last_offsets` returns, in a session without Delta Lake."""
+        import pyarrow as pa
+        from deltalake import QueryBuilder
 
         assert self.log is not None
-        rows = self.log.opened.to_pyarrow_dataset()
-        if not table_names.RECORD_COLUMNS.keys() <= set(rows.schema.names):
-            return None
-        # No filter by topic: pyarrow cannot compare it with the statistics of string views, which deltalake writes.
-        wanted = None if starts is None else ds.field("offset") >= min(starts.values(), default=0) - 1
-        columns = rows.to_table(columns=list(table_names.RECORD_COLUMNS), filter=wanted)
-        found = columns.group_by(["topic", "partition"]).aggregate([("offset", "max")])
-        return _ends(starts, ((row["topic"], row["partition"], row["offset_max"]) for row in found.to_pylist()))
+        named = ", ".join("'" + topic.replace("'", "''") + "'" for topic in topics)
+        where = "" if lowest is None else f' WHERE "offset" >= {lowest} AND topic IN ({named})'
+        query = f'SELECT topic, "partition", max("offset") AS last FROM t{where} GROUP BY topic, "partition"'
+        found = pa.table(QueryBuilder().register("t", self.log.opened).execute(query).read_all())
+        return [(row["topic"], row["partition"], row["last"]) for row in found.to_pylist()]
 
     def reason_not_native(self, rows: "DataFrame | None") -> str | None:
         """Return why a commit of these rows cannot be written natively; None if it can."""
@@ -485,15 +492,6 @@ class TableWriter:
                 if exc.getCondition() not in NOT_A_TABLE:
                     raise
         return self._described is not None
-
-
-def _ends(
-    starts: Mapping[TopicPartition, int] | None, last: Iterable[tuple[str, int, int]]
-) -> dict[TopicPartition, int]:
-    ends = {TopicPartition(topic, partition): offset + 1 for topic, partition, offset in last}
-    if starts is None:
-        return ends
-    return {tp: end for tp, end in ends.items() if tp in starts and end >= starts[tp]}
 
 
 def now_ms() -> int:

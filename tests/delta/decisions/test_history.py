@@ -6,8 +6,9 @@ from pathlib import Path
 from shutil import rmtree
 from typing import Any
 
+import pyarrow as pa
 import pytest
-from deltalake import DeltaTable
+from deltalake import DeltaTable, write_deltalake
 from sink_helpers import (
     FAR,
     BeforeNextCommit,
@@ -24,6 +25,7 @@ from sink_helpers import (
     offsets_in,
     one,
     records,
+    rewrite,
     rows,
 )
 from sink_source import SCHEMA, offset
@@ -163,6 +165,35 @@ def test_with_a_log_that_was_cut_rows_of_a_former_topic_do_not_refuse_the_one_th
     query.run(query.sink(table), 2, offset(2, one(0, 2), topic_id="id-2"))
     query.run(query.sink(table), 3, offset(3, one(2, 4) | one(0, 4, partition=1), topic_id="id-2"))
     assert offsets_in(table) == sorted([*range(10), *range(12), *range(4), *range(4)])
+
+
+def ends_of_rows(query: Query, table: Path, starts: Any = None) -> Any:
+    return TableWriter(query.spark, str(table)).row_ends(starts)
+
+
+def test_row_ends_without_delta_lake_are_those_of_the_wanted_partitions(query: Query, table: Path) -> None:
+    assert ends_of_rows(query, table) == {}
+    query.run(query.sink(table), 0, offset(0, one(0, 10) | one(3, 7, partition=1) | one(0, 5, topic="it's")))
+    other = TopicPartition("it's", 0)
+    assert ends_of_rows(query, table) == {P0: 10, P1: 7, other: 5}
+    assert ends_of_rows(query, table, {}) == {}
+    assert ends_of_rows(query, table, {P0: 10, P1: 8}) == {P0: 10}
+    assert ends_of_rows(query, table, {other: 0}) == {other: 5}
+
+
+def test_row_ends_without_delta_lake_are_read_from_a_table_with_deletion_vectors(query: Query, table: Path) -> None:
+    features = {
+        "readerFeatures": ["deletionVectors"],
+        "writerFeatures": ["deletionVectors", "appendOnly", "invariants"],
+    }
+    rewrite(table, 0, "protocol", lambda found: found.update(minReaderVersion=3, minWriterVersion=7, **features))
+    query.run(query.sink(table), 0, offset(0, one(0, 10)))
+    assert ends_of_rows(query, table) == {P0: 10}
+
+
+def test_rows_whose_offsets_have_another_type_than_the_source_s_have_no_ends(query: Query, new_table: Path) -> None:
+    write_deltalake(new_table, pa.table({"topic": ["orders"], "partition": pa.array([0], pa.int32()), "offset": ["7"]}))
+    assert ends_of_rows(query, new_table) is None
 
 
 @pytest.fixture
