@@ -37,9 +37,12 @@ ONLY_RUN = "-"
 """The run id where there is no such property: on Spark Connect a worker for ``foreachBatch`` serves one run."""
 
 _BEFORE_GROUP = r'("followed"\s*:\s*\{.*?\}\s*,\s*)?'
-_OURS = re.compile(r"\{\s*" + _BEFORE_GROUP + r'"group"\s*:\s*(?!\{)')
+_OURS = re.compile(r"\{\s*" + _BEFORE_GROUP + r'"group"\s*:(?!\s*\{)')
 """Matches the start of an offset of this source, whose keys are sorted, also of a damaged one. An offset of Spark's own
 connector has topics as keys, with objects as values."""
+
+_OUR_KEYS = '"seq"', '"stream"'
+"""Further keys of each offset of this source, which other sources whose offsets begin like it do not have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +116,8 @@ def source_lines(text: str) -> dict[str, str]:
 
 def is_kafka_group(line: str) -> bool:
     """Return whether a source's offset is one of ``kafka-group``."""
-    return _OURS.match(line) is not None
+    is_cut = not line.rstrip().endswith("}")  # parse() reports it
+    return _OURS.match(line) is not None and (is_cut or all(key in line for key in _OUR_KEYS))
 
 
 def read_planned(spark: "SparkSession", batch_id: int, checkpoint: str | None) -> PlannedBatch:

@@ -48,6 +48,12 @@ READS_MAX = 20
 """How often a file is read until it is complete: most file systems replace it in two steps."""
 READ_AGAIN_S = 0.25
 """The pause between two of these reads."""
+WRITERS = {
+    "run": f"the query writes it within {POLL_S:.0f} s, so run the command again, and delete the file if that does not "
+    "help",
+    "drain": "a drain command writes it, and was interrupted, so drain the query again",
+}
+"""What writes a file of each kind, and what to do if it stays incomplete."""
 
 
 class StatusFiles(NamedTuple):
@@ -71,8 +77,7 @@ class StatusFiles(NamedTuple):
             reads += 1
             if reads == READS_MAX:
                 raise GroupError(
-                    f"{path} stays incomplete ({len(text)} characters); the query writes it within {POLL_S:.0f} s, "
-                    "so run the command again, and delete the file if that does not help",
+                    f"{path} stays incomplete ({len(text)} characters); {WRITERS[kind]}",
                     group=group,
                 )
             threading.Event().wait(READ_AGAIN_S)
@@ -159,7 +164,7 @@ class _StatusReporter:
         if self._is_drain_requested and not doc["drained"]:  # waits for the end of the drain
             return
         status = self._open_files()
-        request = status.read(self._group, "drain") or {}
+        request = self._request(status)
         is_requested = request.get("run") == self._run
         doc = {**doc, "answered": request.get("id") if is_requested and doc["drained"] else None}
         if doc != self._reported:
@@ -169,6 +174,14 @@ class _StatusReporter:
         if is_requested and not doc["drained"]:
             run_files.request_drain(self._pid)
             self._is_drain_requested = True
+
+    def _request(self, status: StatusFiles) -> dict[str, Any]:
+        """Return the drain request; empty if there is none, or only a part: its command was killed."""
+        try:
+            return status.read(self._group, "drain") or {}
+        except GroupError as exc:
+            log.debug("group %s: no drain request: %s", self._group, exc)
+            return {}
 
 
 # --- commands --------------------------------------------------------------------------------------------------------

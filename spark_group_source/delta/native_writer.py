@@ -27,6 +27,8 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
+from pyspark.errors import PySparkException
+
 from spark_group_source.delta import table_names
 from spark_group_source.delta.table_history import CommitRace, LogFiles
 
@@ -109,7 +111,7 @@ def reason_not_native(opened: "DeltaTable") -> str | None:
 def _reason_of(column: str, part: Any) -> str | None:
     """Return why Delta itself must write a field or a type of a column, nested ones included; None if not."""
     if not isinstance(part, dict):
-        return None
+        return f"its column {column} has values of type void" if part == "void" else None
     if False in (part.get(key) for key in _NULLABILITY):
         return f"its column {column} is NOT NULL" if "nullable" in part else f"its column {column} has NOT NULL values"
     if found := [key for key in part.get("metadata", ()) if key.startswith(_COLUMN_PROPERTIES)]:
@@ -117,6 +119,14 @@ def _reason_of(column: str, part: Any) -> str | None:
     nested = [(f"{column}.{field['name']}", field) for field in part.get("fields", ())]
     nested += [(column, part[key]) for key in ("type", "elementType", "keyType", "valueType") if key in part]
     return next(filter(None, (_reason_of(*each) for each in nested)), None)
+
+
+def has_void(part: Any) -> bool:
+    """Return whether a field or a type is void, or has a nested one that is."""
+    if not isinstance(part, dict):
+        return bool(part == "void")
+    nested = (part[key] for key in ("type", "elementType", "keyType", "valueType") if key in part)
+    return any(map(has_void, (*nested, *part.get("fields", ()))))
 
 
 def _fields(opened: "DeltaTable") -> list[dict[str, Any]]:
@@ -271,7 +281,7 @@ class NativeWriter:
         writer = rows.select(*map(table_names.quoted, columns)).write.mode("error")
         writer = writer.option("mapreduce.fileoutputcommitter.marksuccessfuljobs", "false")
         # Parquet keeps minimum and maximum of such timestamps; Spark's default, INT96, has none.
-        with session_setting(self._spark, "spark.sql.parquet.outputTimestampType", "TIMESTAMP_MICROS"):
+        with allowed_setting(self._spark, "spark.sql.parquet.outputTimestampType", "TIMESTAMP_MICROS"):
             (writer.partitionBy(*partitions) if partitions else writer).parquet(f"{self._log.location}/{folder}")
         actions = list(add_actions(self._log.files, folder, columns, partitions))
         self._written = rows, schema, actions
@@ -317,6 +327,15 @@ def session_setting(spark: "SparkSession", key: str, value: str, *, only_if_unse
                 spark.conf.unset(key)
             else:
                 spark.conf.set(key, before)
+
+
+@contextlib.contextmanager
+def allowed_setting(spark: "SparkSession", key: str, value: str, *, only_if_unset: bool = False) -> Iterator[None]:
+    """Change a setting like :func:`session_setting`, unless the platform forbids it."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(PySparkException):
+            stack.enter_context(session_setting(spark, key, value, only_if_unset=only_if_unset))
+        yield
 
 
 # --- the actions of the log ------------------------------------------------------------------------------------------
@@ -424,11 +443,9 @@ def _timestamp(value: datetime) -> str:
 def _number_or_date(value: Any) -> Any:
     if isinstance(value, bool | bytes | Decimal):
         return None
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
     if isinstance(value, date):
         return value.isoformat()
-    return value if isinstance(value, int) else None
+    return value if isinstance(value, int | float) else None
 
 
 def local_path(location: str) -> str | None:

@@ -178,6 +178,14 @@ class TableWriter:
         from deltalake import CommitProperties, DeltaTable, Schema
         from deltalake.exceptions import CommitFailedError
 
+        if void := [
+            field["name"] for field in json.loads(rows.schema.json())["fields"] if native_writer.has_void(field)
+        ]:
+            raise OptionError(
+                f"table {self.table} cannot be created: column {void[0]} of the batch has values of type void, "
+                "such as lit(None), and Spark writes none to Parquet files. Cast them: lit(None).cast('string')",
+                table=self.table,
+            )
         schema = native_writer.nullable_types(json.loads(rows.schema.json()))
         try:
             DeltaTable.create(
@@ -723,7 +731,7 @@ class OptionsWriter:
         if not needed:
             return False  # a batch with records always moves a position
         if len(numbers) > 1:
-            groups = sorted(name.rpartition(".")[2] for name in numbers)
+            groups = sorted(name.removeprefix(APP_PREFIX) for name in numbers)
             raise OptionError(
                 f"the sources of this query have the groups {', '.join(groups)}, and a commit of Delta's writer has "
                 f"one SetTransaction number, so a query can write only one group to table {self._table}. Nothing was "
@@ -731,14 +739,15 @@ class OptionsWriter:
                 groups=groups,
             )
         ((app_id, number),) = numbers.items()
+        few_tasks = native_writer.allowed_setting(self._spark, SNAPSHOT_PARTITIONS, "2", only_if_unset=True)
         if self._merging is not None and rows is not None:
-            with _few_snapshot_tasks(self._spark), _races():
+            with few_tasks, _races():
                 self._merging.commit(rows, app_id, number, note)
             return True
         frame = self._empty(columns) if rows is None else rows
         writer = frame.write.format("delta").mode("append")
         writer = writer.option("txnAppId", app_id).option("txnVersion", number).option("userMetadata", note)
-        with _few_snapshot_tasks(self._spark):
+        with few_tasks:
             self._save(writer.option("mergeSchema", self._merge_schema))
         return True
 
@@ -766,12 +775,3 @@ def _races() -> Iterator[None]:
         if is_race(exc):
             raise CommitRace(str(exc)) from exc
         raise
-
-
-@contextlib.contextmanager
-def _few_snapshot_tasks(spark: "SparkSession") -> Iterator[None]:
-    """Set SNAPSHOT_PARTITIONS for one write, unless the user has set it or the platform forbids it."""
-    with contextlib.ExitStack() as stack:
-        with contextlib.suppress(PySparkException):
-            stack.enter_context(native_writer.session_setting(spark, SNAPSHOT_PARTITIONS, "2", only_if_unset=True))
-        yield

@@ -98,6 +98,19 @@ def test_a_status_that_is_being_written_is_read_again(part: str, monkeypatch: py
         checkpoint_status.last_status(place, "etl")
 
 
+@pytest.mark.parametrize("part", ['{"run": "r', ""])
+def test_a_run_reports_although_a_drain_request_stays_incomplete(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command was killed while it wrote the file."""
+    monkeypatch.setattr(checkpoint_status, "READ_AGAIN_S", 0.0)
+    folder = Folder()
+    folder.files[DRAIN] = part
+    with pytest.raises(GroupError, match=r"etl\.drain\.json stays incomplete .*a drain command writes it"):
+        folder.place.read("etl", "drain")
+    reporter = checkpoint_status._StatusReporter("r2", "etl", 7, lambda: folder.place)
+    reporter.poll({"pid": 7, "group": "etl", "drained": False})
+    assert json.loads(folder.files[RUN])["run"] == "r2"
+
+
 @pytest.mark.parametrize(("requested", "drained", "then"), [("r1", False, [7]), ("r0", False, []), ("r1", True, [])])
 def test_a_run_drains_when_the_request_names_it(
     requested: str, drained: bool, then: list[int], monkeypatch: pytest.MonkeyPatch

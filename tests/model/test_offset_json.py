@@ -75,7 +75,13 @@ def test_sink_recognizes_every_offset_of_this_source(offset: StreamOffset) -> No
 
 def test_offset_of_sparks_connector_is_not_recognized_whatever_its_topics() -> None:
     for topics in (["group"], ["followed", "group"], ["followed", "group", "reset"], ["orders"]):
-        assert not is_kafka_group(json.dumps({topic: {"0": 5} for topic in topics}, separators=(",", ":")))
+        for separators in ((",", ":"), (", ", ": ")):
+            assert not is_kafka_group(json.dumps({topic: {"0": 5} for topic in topics}, separators=separators))
+
+
+@pytest.mark.parametrize("text", ['{"group": "g", "at": 5}', '{"group":7}', '{"group": "g", "seq": 3}'])
+def test_offset_of_another_python_source_that_begins_with_a_group_is_not_recognized(text: str) -> None:
+    assert not is_kafka_group(text)
 
 
 BYTES_EACH_MAX = 23

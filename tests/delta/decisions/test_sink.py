@@ -19,6 +19,7 @@ from deltalake.exceptions import DeltaError
 from kit.frames import DeltaSession, Frame, Session
 from pyarrow.fs import LocalFileSystem, SubTreeFileSystem
 from pyspark import cloudpickle
+from pyspark.errors import PySparkException
 from sink_helpers import (
     BeforeNextCommit,
     NewQuery,
@@ -369,7 +370,7 @@ def test_a_query_without_a_kafka_group_source_is_refused(query: Query, new_table
             '{"group": "etl", "seq": 0, "stream": "s", "topics": {"a": {"from": [5], "read": [-4]}}, "v": 1}',
             "damaged",
         ),
-        ('{"group": "etl", "v": 2}', "version 2"),
+        ('{"group": "etl", "seq": 0, "stream": "s", "v": 2}', "version 2"),
     ],
 )
 def test_a_damaged_offset_stops_the_batch(query: Query, new_table: Path, line: str, message: str) -> None:
@@ -474,6 +475,8 @@ INVARIANT = {**field("b", "long"), "metadata": {"delta.invariants": "{}"}}
         (field("a", map_to(array(struct(field("b", "long", nullable=False))))), "its column a.b is NOT NULL"),
         (field("a", array(struct(INVARIANT))), "its column a.b has delta.invariants"),
         (field("a", "string", __CHAR_VARCHAR_TYPE_STRING="char(5)"), "its column a has __CHAR_VARCHAR_TYPE_STRING"),
+        (field("a", "void"), "its column a has values of type void"),
+        (field("a", array(struct(field("b", "void")))), "its column a.b has values of type void"),
         (field("a", map_to(array(struct(field("b", "long"))))), None),
     ],
 )
@@ -543,6 +546,15 @@ def test_a_table_with_headers_that_the_sink_creates_is_written_natively(query: Q
 
     query.run(query.sink(new_table, writer="native", transform=transform), 0, offset(0, one(0, 5)))
     assert [row[-1] for row in rows(new_table)] == [[{"key": "k", "value": b"v"}]] * 5
+
+
+@pytest.mark.parametrize("kind", ["void", array("void"), struct(field("b", map_to("void")))])
+def test_a_table_with_values_of_type_void_is_not_created_natively(query: Query, new_table: Path, kind: Any) -> None:
+    schema = json.dumps(struct(field("topic", "string", comment="void"), field("nothing", kind)))
+    frame: Any = SimpleNamespace(schema=SimpleNamespace(json=lambda: schema))
+    with pytest.raises(OptionError, match=r"column nothing of the batch has values of type void.*cast\('string'\)"):
+        TableWriter(query.spark, str(new_table)).create(frame)
+    assert not new_table.exists()
 
 
 def test_native_commits_write_delta_s_checkpoints_at_the_table_s_interval(query: Query, table: Path) -> None:
@@ -708,8 +720,8 @@ def test_columns_are_added_natively_if_every_table_can_have_them(
 
 
 def test_writer_options_refuse_the_sources_of_several_groups(query: Query) -> None:
-    numbers = {"spark-group-source.a": 1, "spark-group-source.b": 1}
-    with pytest.raises(OptionError, match=r"have the groups a, b.*one query for each group"):
+    numbers = {"spark-group-source.team.orders": 1, "spark-group-source.team.clicks": 1}
+    with pytest.raises(OptionError, match=r"have the groups team\.clicks, team\.orders, .*one query for each group"):
         OptionsWriter(query.spark, "/t").commit(query.rows(), numbers, "note", needed=True)
 
 
@@ -782,6 +794,21 @@ def test_setting_of_writes_at_the_same_time_ends_with_the_last_of_them(before: s
     assert session.conf.get("k", None) == "MICROS", "the second write goes on"
     second.__exit__(None, None, None)
     assert session.conf.get("k", None) == before
+
+
+def test_setting_that_the_platform_forbids_is_left_as_it_is(
+    query: Query, table: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Spark's timestamps have no statistics then."""
+
+    def forbidden(key: str, value: str) -> None:
+        raise PySparkException(f"Cannot modify the value of {key}", "CANNOT_MODIFY_CONFIG", {})
+
+    monkeypatch.setattr(query.spark.conf, "set", forbidden)
+    query.run(query.sink(table), 0, offset(0, one(0, 5)))
+    assert rows(table) == records(0, 5)
+    with pytest.raises(PySparkException), session_setting(query.spark, "k", "MICROS"):
+        pass
 
 
 def test_setting_of_the_user_is_kept() -> None:
