@@ -25,7 +25,7 @@ import random
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
 from urllib.parse import urlsplit
 
@@ -101,6 +101,9 @@ _FOLDER_EXISTS = {
     "DELTA_MISSING_DELTA_TABLE",
 }
 """Error conditions for a folder that has a table, a table that another writer is creating, or other files."""
+
+_IDENTITY = "DELTA_IDENTITY_COLUMNS_EXPLICIT_INSERT_NOT_SUPPORTED"
+"""The error condition of a frame that has a GENERATED ALWAYS AS IDENTITY column, even without rows."""
 
 _T = TypeVar("_T")
 
@@ -722,7 +725,7 @@ class OptionsWriter:
         """Commit like :meth:`NativeWriter.commit`; but Delta skips a commit whose number is used, without an error.
 
         Args:
-            columns: the columns whose values a writer supplies; None: all columns of the table.
+            columns: the columns whose values a writer supplies; None: all but those for which Delta refuses them.
 
         Raises:
             OptionError: the batch has several groups.
@@ -744,12 +747,20 @@ class OptionsWriter:
             with few_tasks, _races():
                 self._merging.commit(rows, app_id, number, note)
             return True
-        frame = self._empty(columns) if rows is None else rows
-        writer = frame.write.format("delta").mode("append")
-        writer = writer.option("txnAppId", app_id).option("txnVersion", number).option("userMetadata", note)
+        options = {"txnAppId": app_id, "txnVersion": number, "userMetadata": note, "mergeSchema": self._merge_schema}
+        identity = set[str]()
         with few_tasks:
-            self._save(writer.option("mergeSchema", self._merge_schema))
-        return True
+            while True:
+                frame = self._empty(columns, identity) if rows is None else rows
+                try:
+                    self._save(frame.write.format("delta").mode("append").options(**options))
+                except PySparkException as exc:  # before anything is written; Spark's schema hides such columns
+                    name = (exc.getMessageParameters() or {}).get("colName")
+                    if rows is not None or exc.getCondition() != _IDENTITY or name is None or name in identity:
+                        raise
+                    identity.add(name)
+                else:
+                    return True
 
     def _save(self, writer: Any) -> None:
         if self._partition_by:
@@ -760,8 +771,11 @@ class OptionsWriter:
             else:
                 writer.saveAsTable(self._table)
 
-    def _empty(self, columns: Sequence[str] | None) -> "DataFrame":
+    def _empty(self, columns: Sequence[str] | None, identity: Collection[str]) -> "DataFrame":
+        """Return no rows, with these columns of the table, or with all but identity columns."""
         table = table_names.read(self._spark, self._table)
+        if columns is None and identity:
+            columns = [name for name in table.columns if name not in identity]
         schema = (table if columns is None else table.select(*map(table_names.quoted, columns))).schema
         return self._spark.createDataFrame([], schema)
 

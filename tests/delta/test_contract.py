@@ -326,6 +326,18 @@ def test_identity_values_stay_unique_after_a_lost_race(
     assert len({r[4] for r in rows(new_table)}) == len(rows(new_table)) == 6
 
 
+def test_a_ledger_without_rows_is_committed_to_a_table_with_computed_columns_that_deltalake_cannot_open(
+    query: Query, new_table: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(table_writer, "open_log", lambda *args: None)
+    create_with_computed_columns(query.spark, new_table, generated=True)
+    query.run(query.sink(new_table), 0, offset(0, one(0, 2)))
+    query.run(query.sink(new_table), 1, offset(1, one(0, 2), stream="s2"))
+    set_ledger(query.spark, str(new_table), "etl", {TopicPartition("orders", 0): 5}, reason="r", reset_number=0)
+    assert [row[:3] for row in rows(new_table)] == [row[:3] for row in records(0, 2)]
+    assert next_offsets(new_table) == {("orders", 0): 5}
+
+
 def test_writer_options_skip_a_replay_also_after_foreign_commits(query: Query, table: Path) -> None:
     query.run(query.sink(table, writer="options"), 0, offset(0, one(0, 5)))
     for _ in range(3):

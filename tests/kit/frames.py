@@ -73,6 +73,10 @@ class _Writer:
         self._options[name] = value
         return self
 
+    def options(self, **options: object) -> "_Writer":
+        self._options |= options
+        return self
+
     def mode(self, mode: str) -> "_Writer":
         return self
 
