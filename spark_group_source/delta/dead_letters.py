@@ -54,7 +54,9 @@ COLUMNS = {
     "replay": "bigint",
 }
 """The columns of a dead-letter table, with their types. Columns of the record that the query does not read are null.
-``replay`` is the number of the replay that took the record into its table; null if none did."""
+``topic_id`` ends with ``#`` and the earliest leader epoch of the partition's rows, if it is not 0: after a truncation
+other records have the same offsets. ``replay`` is the number of the replay that took the record into its table; null if
+none did."""
 
 _OF_RECORD = ("topic", "partition", "offset", "timestamp", "timestampType", "key", "value", "headers")
 """Those of the record, which a transform gets in a replay."""
@@ -237,6 +239,36 @@ class DeadLetters:
         known.counted, known.bad = (0, 0) if is_share else (counted, all_bad)
 
 
+class LetterRange(NamedTuple):
+    """The offsets of a partition that a batch reads, and which bad records of the same offsets are in its log."""
+
+    start: int
+    end: int
+    epoch: int
+    """The earliest leader epoch of the partition's rows in the ledger, which bad records get; 0: none."""
+    oldest_epoch: int
+    """Bad records with an earlier one were removed from the log: others have their offsets."""
+
+    @classmethod
+    def of(cls, r: OffsetRange, topic_id: str, before: Ledger | None, after: Ledger) -> "LetterRange":
+        """Build it from the ledgers before and after the batch."""
+        topic, partition = after.topic(r.tp.topic, topic_id), r.tp.partition
+        epoch = topic.epochs.get(partition, 0)
+        if (gone := topic.gone.get(partition)) is not None:
+            oldest = gone + 1
+        elif before is None or partition not in before.offsets_of(r.tp.topic, topic_id):
+            oldest = 0  # an attempt that did not get to the rows may have read it under another leader
+        else:
+            oldest = epoch  # a reset forgets what is gone
+        return cls(r.start, r.end, epoch, oldest)
+
+
+def _id_and_epoch(topic_id: str) -> tuple[str, int]:
+    """Return the parts of a ``topic_id`` in a dead-letter table."""
+    id_, _, epoch = topic_id.partition("#")
+    return id_, int(epoch or 0)
+
+
 class LetterBox:
     """Takes the bad records out of one batch for one table.
 
@@ -251,6 +283,8 @@ class LetterBox:
         self._known = letters.of_table(table.identity())
         self._key = f"letters.{table.identity()}"
         """In place of a group's name, in the numbers and notes of the commits."""
+        self._ranges: dict[tuple[str, str, int], LetterRange] = {}
+        """What the batch reads, by topic, its id and partition."""
         self._kept: DataFrame | None = None
         """The rows that Spark keeps."""
         self.written = 0
@@ -262,17 +296,30 @@ class LetterBox:
             self._kept.unpersist()
         self._kept = None
 
-    def good_rows(self, source: "DataFrame", rows: "DataFrame") -> "DataFrame":
+    def good_rows(
+        self,
+        source: "DataFrame",
+        rows: "DataFrame",
+        before: Mapping[str, Ledger | None],
+        after: Mapping[str, Ledger],
+    ) -> "DataFrame":
         """Commit the bad records of a batch, and return the other rows.
 
         Args:
             source: the rows of the batch, as the query reads them.
             rows: what the sink's transform made of them.
+            before, after: by group, the ledgers of the sink's table before and after the batch.
 
         Raises:
             BadRecords, OptionError: as in :class:`DeadLetters`. Nothing was written.
         """
         _require_record_columns(rows, self.letters)
+        self._ranges = {
+            (r.tp.topic, id_, r.tp.partition): LetterRange.of(r, id_, before.get(offset.group), after[offset.group])
+            for offset in self.planned.offsets
+            for r in offset.batch()
+            for id_ in [offset.topic_ids.get(r.tp.topic, "")]
+        }
         what = f"bad records of batch {self.planned.batch_id} to table {self.letters.table}"
         return table_writer.retry_races(lambda: self._attempt(source, rows), what=what)
 
@@ -309,7 +356,7 @@ class LetterBox:
 
     def _require_planned(self, found: "Iterable[Record]") -> None:
         """Raise OptionError for a bad row of a record that the batch does not have."""
-        ranges = {(topic, partition): r for (topic, _, partition), r in self._ranges().items()}
+        ranges = {(topic, partition): r for (topic, _, partition), r in self._ranges.items()}
         for topic, partition, at in found:
             r = ranges.get((topic, partition))
             if r is None or not r.start <= at < r.end:
@@ -318,14 +365,6 @@ class LetterBox:
                     "a record that the batch does not have. Keep these columns as they are in the sink's transform",
                     table=self.table.table,
                 )
-
-    def _ranges(self) -> dict[tuple[str, str, int], OffsetRange]:
-        """Return what the batch reads, by topic, its id and partition."""
-        return {
-            (r.tp.topic, offset.topic_ids.get(r.tp.topic, ""), r.tp.partition): r
-            for offset in self.planned.offsets
-            for r in offset.batch()
-        }
 
     # --- the dead-letter table --------------------------------------------------------------------------------------
 
@@ -336,25 +375,31 @@ class LetterBox:
         if known.ends is None or any(commit.ledger_entry(self._key) for commit in history.commits(after=after)):
             known.ends = self._read_ends()
         known.version = history.version
-        ranges = self._ranges()
-        begun = [r.start for place, r in ranges.items() if r.start < known.ends.get(place, 0)]
+        begun = [r.start for place, r in self._ranges.items() if r.start < known.ends.get(place, 0)]
         found = set()
         for topic, partition, at, topic_id in self._read_records(min(begun)) if begun else ():
-            r = ranges.get((topic, topic_id, partition))
-            if r is not None and r.start <= at < r.end:
+            id_, epoch = _id_and_epoch(topic_id)
+            r = self._ranges.get((topic, id_, partition))
+            if r is not None and r.start <= at < r.end and r.oldest_epoch <= epoch:
                 found.add((topic, partition, at))
         return sorted(found)
 
     def _read_ends(self) -> dict[tuple[str, str, int], int]:
         """Return where the bad records of the sink's table end, by topic, its id and partition."""
         keys = ["topic", "topic_id", "partition"]
+        ends: dict[tuple[str, str, int], int] = {}
         if table_writer.has_delta(self.own.spark):
             from pyspark.sql import functions as F
 
             rows = self._rows(0).groupBy(*keys).agg(F.max("offset")).collect()
-            return {(row[0], row[1], row[2]): row[3] + 1 for row in rows}
-        found = self._file_rows(0).group_by(keys).aggregate([("offset", "max")]).to_pylist()
-        return {(r["topic"], r["topic_id"], r["partition"]): r["offset_max"] + 1 for r in found}
+            found = [(row[0], row[1], row[2], row[3]) for row in rows]
+        else:
+            grouped = self._file_rows(0).group_by(keys).aggregate([("offset", "max")]).to_pylist()
+            found = [(r["topic"], r["topic_id"], r["partition"], r["offset_max"]) for r in grouped]
+        for topic, topic_id, partition, last in found:
+            place = topic, _id_and_epoch(topic_id)[0], partition
+            ends[place] = max(ends.get(place, 0), last + 1)
+        return ends
 
     def _read_records(self, lowest: int) -> list[tuple[str, int, int, str]]:
         """Return the bad records of the sink's table from this offset on, with the ids of their topics."""
@@ -387,11 +432,14 @@ class LetterBox:
         """Return the rows of the dead-letter table for the bad records."""
         from pyspark.sql import functions as F
 
-        ids = {topic: id_ for offset in self.planned.offsets for topic, id_ in offset.topic_ids.items()}
-        rows = [(*record, rule.error_class, rule.text) for record, rule in found.items()]
-        names = [*_RECORD, "error_class", "error"]
+        ids = {
+            (topic, partition): f"{id_}#{r.epoch}" if r.epoch else id_
+            for (topic, id_, partition), r in self._ranges.items()
+        }
+        rows = [(*record, ids[record[:2]], rule.error_class, rule.text) for record, rule in found.items()]
+        names = [*_RECORD, "topic_id", "error_class", "error"]
         ours = {
-            "topic_id": F.coalesce(*(F.when(F.col("topic") == t, F.lit(i)) for t, i in ids.items()), F.lit("")),
+            "topic_id": F.col("topic_id"),
             "error_class": F.col("error_class"),
             "error": F.col("error"),
             "table": F.lit(self.table.table),
@@ -412,7 +460,7 @@ class LetterBox:
         if version != history.version + 1 or self._known.ends is None:
             return  # another commit came in between: the next batch reads it
         self._known.version = version
-        places = {(topic, partition): (topic, id_, partition) for topic, id_, partition in self._ranges()}
+        places = {(topic, partition): (topic, id_, partition) for topic, id_, partition in self._ranges}
         for topic, partition, at in found:
             place = places[topic, partition]
             self._known.ends[place] = max(at + 1, self._known.ends.get(place, 0))

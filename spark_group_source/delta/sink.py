@@ -730,7 +730,7 @@ class BatchCommit:
         numbers = {APP_PREFIX + group: ledger.number for group, ledger in ledgers.items()}
         version = self.table.commit(
             history,
-            self.rows_without(decision.drop) if decision.reads_rows else None,
+            self.rows_of(decision, before) if decision.reads_rows else None,
             numbers or {planned.query_id: planned.batch_id},
             note_of(texts, read=history.version),
             needed=bool(decision.drop) or decision.changes_ledger or planned.other_sources > 0,
@@ -748,12 +748,15 @@ class BatchCommit:
             "table %s: batch %d of query %s is version %d", sink.table, planned.batch_id, planned.query_id, version
         )
 
-    def rows_without(self, drop: tuple[OffsetRange, ...]) -> "DataFrame":
+    def rows_of(self, decision: WriteBatch, before: Mapping[str, Ledger | None]) -> "DataFrame":
         """Return the rows to write, after the commit of the bad records among them."""
+        drop = decision.drop
         if drop not in self._rows:
             source = without_ranges(self.df, drop, self.sink.table)
             rows = self.sink._transformed(source)
-            self._rows[drop] = rows if self.letters is None else self.letters.good_rows(source, rows)
+            if self.letters is not None:
+                rows = self.letters.good_rows(source, rows, before, decision.ledgers)
+            self._rows[drop] = rows
         return self._rows[drop]
 
     def _log_decision(self, decision: WriteBatch) -> None:

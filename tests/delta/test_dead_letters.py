@@ -4,6 +4,7 @@ read from their log files."""
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -106,7 +107,7 @@ def test_G4_replay_keeps_to_the_records_that_are_in_the_dead_letter_table(
     query.run(new_sink(), 0, offset(0, one(0, 4)))
     with monkeypatch.context() as patch:
         patch.setattr(BatchCommit, "_log_decision", None)
-        patch.setattr(BatchCommit, "_commit", crash_after(BatchCommit.rows_without))
+        patch.setattr(BatchCommit, "_commit", crash_after(BatchCommit.rows_of))
         with pytest.raises(KeyboardInterrupt):
             query.run(new_sink(), 1, offset(1, one(4, 8)))
     assert (offsets(table), offsets(bad)) == ([0, 2], [1, 3, 5, 7])
@@ -118,8 +119,8 @@ def test_G4_replay_keeps_to_the_records_that_are_in_the_dead_letter_table(
 def crash_after(step: Callable[..., Any]) -> Callable[..., None]:
     """A commit that ends after this step."""
 
-    def commit(self: BatchCommit, history: object, before: object, decision: Any) -> None:
-        step(self, decision.drop)
+    def commit(self: BatchCommit, history: object, before: Any, decision: Any) -> None:
+        step(self, decision, before)
         raise KeyboardInterrupt
 
     return commit
@@ -131,6 +132,41 @@ def test_G4_records_of_a_recreated_topic_are_not_those_of_the_deleted_one(
     query.run(new_sink(), 0, offset(0, one(0, 4)))
     query.run(new_sink("offset = 1"), 1, offset(1, one(0, 4), topic_id="id-2"))
     assert (offsets(table), offsets(bad)) == ([0, 1, 2], [0, 1, 2, 3, 3])
+
+
+def test_G4_records_after_a_truncation_are_not_those_that_it_removed(
+    query: Query, new_sink: NewSink, table: Path, bad: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other records have the offsets of bad ones, in the first batch after the truncation and in later ones, also after
+    a reset. A batch that runs again keeps to the records that it found bad before, also if another query reads them."""
+    query.run(new_sink(), 0, offset(0, one(0, 10)))
+    truncated = offset(1, one(5, 8), truncated_after={("orders", 0): 0})
+    with monkeypatch.context() as patch:
+        patch.setattr(BatchCommit, "_commit", crash_after(BatchCommit.rows_of))
+        with pytest.raises(KeyboardInterrupt):
+            query.run(new_sink("offset <> 6"), 1, truncated)
+    later = replace(truncated, leader_epochs={TopicPartition("orders", 0): 4})
+    query.run(new_sink("true"), 1, later)
+    assert (offsets(table), offsets(bad)) == ([0, 2, 4, 5, 6, 7, 8], [1, 3, 5, 6, 7, 9])
+    set_ledger(query.spark, str(table), "etl", {TopicPartition("orders", 0): 8}, reason="--to-ledger", reset_number=1)
+    query.run(new_sink("true"), 2, offset(2, one(8, 12), reset_number=1))
+    assert (offsets(table), offsets(bad)) == ([0, 2, 4, 5, 6, 7, 8, 8, 9, 10, 11], [1, 3, 5, 6, 7, 9])
+
+
+def test_G4_first_batch_keeps_to_the_dead_letter_table_under_another_leader(
+    query: Query, new_sink: NewSink, table: Path, bad: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checkpoint was deleted after a crash between the two commits."""
+    first, again = (
+        replace(offset(0, one(0, 4), stream=stream), leader_epochs={TopicPartition("orders", 0): epoch})
+        for stream, epoch in (("s1", 2), ("s2", 3))
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(BatchCommit, "_commit", crash_after(BatchCommit.rows_of))
+        with pytest.raises(KeyboardInterrupt):
+            query.run(new_sink(), 0, first)
+    query.run(new_sink("true"), 0, again)
+    assert (offsets(table), offsets(bad)) == ([0, 2], [1, 3])
 
 
 def test_G4_of_two_writers_of_one_batch_one_commits_its_bad_records(

@@ -14,6 +14,7 @@ from kit.spark import Read, SparkRun
 from kit.world import World
 from spark_group_source.delta import ledger_store, table_writer
 from spark_group_source.delta.checkpoint import PlannedBatch
+from spark_group_source.delta.ledger_decision import WriteBatch
 from spark_group_source.delta.ledger_format import Ledger
 from spark_group_source.delta.sink import BatchCommit, DeltaSink, TableWrite
 from spark_group_source.delta.table_history import Commit, CommitRace, TableHistory
@@ -169,8 +170,8 @@ class Table:
 class SimulatedCommit(BatchCommit):
     """The commit of a batch. Its rows are what is left out of it: :class:`SimulatedWriter` reads the others."""
 
-    def rows_without(self, drop: tuple[OffsetRange, ...]) -> Any:
-        return drop
+    def rows_of(self, decision: WriteBatch, before: Mapping[str, Ledger | None]) -> Any:
+        return decision.drop
 
 
 class SimulatedWriter(TableWriter):
