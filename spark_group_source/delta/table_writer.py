@@ -747,7 +747,12 @@ class OptionsWriter:
             with few_tasks, _races():
                 self._merging.commit(rows, app_id, number, note)
             return True
-        options = {"txnAppId": app_id, "txnVersion": number, "userMetadata": note, "mergeSchema": self._merge_schema}
+        options: dict[str, str | int | bool] = {
+            "txnAppId": app_id,
+            "txnVersion": number,
+            "userMetadata": note,
+            "mergeSchema": self._merge_schema,
+        }
         identity = set[str]()
         with few_tasks:
             while True:
