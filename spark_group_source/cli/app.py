@@ -11,6 +11,7 @@ that ``--help`` answers at once.
 import json
 import logging
 import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -85,19 +86,30 @@ class _Commands(TyperGroup):
             typer.echo(f"error: {name}: {exc}", err=True)
             _print_notes(exc)
             retriable = RETRIABLE if getattr(exc, "retriable", False) else FINAL
-            raise typer.Exit(USAGE if wrong_options else getattr(exc, "exit_code", retriable)) from exc
+            raise typer.Exit(USAGE if wrong_options else getattr(exc, "failure_code", retriable)) from exc
         except ModuleNotFoundError as exc:  # Spark is no dependency, and most commands do not need it
             if (trouble := compatibility.problem()) is None:
                 raise
             typer.echo(f"error: SetupError: {trouble}", err=True)
-            raise typer.Exit(getattr(exc, "exit_code", FINAL)) from exc
+            raise typer.Exit(getattr(exc, "failure_code", FINAL)) from exc
         except Exception as exc:
-            if not type(exc).__module__.startswith(SPARKS):  # of this package: the traceback is needed
+            if type(exc).__module__.startswith(SPARKS):
+                typer.echo(f"error: Spark: {common.spark_error(exc)}", err=True)
+            elif _is_of_deltalake(exc):
+                typer.echo(f"error: deltalake: {next(iter(str(exc).splitlines()), type(exc).__name__)}", err=True)
+            elif hasattr(exc, "failure_code"):  # of this package: the traceback is needed
+                traceback.print_exception(exc)
+            else:
                 _print_notes(exc)
                 raise
-            typer.echo(f"error: Spark: {common.spark_error(exc)}", err=True)
             _print_notes(exc)
-            raise typer.Exit(getattr(exc, "exit_code", FINAL)) from exc
+            raise typer.Exit(getattr(exc, "failure_code", FINAL)) from exc
+
+
+def _is_of_deltalake(exc: Exception) -> bool:
+    """Whether it is an error of the package ``deltalake``, which most commands do not import."""
+    errors = sys.modules.get("deltalake.exceptions")
+    return errors is not None and isinstance(exc, errors.DeltaError)
 
 
 def _print_notes(exc: BaseException) -> None:

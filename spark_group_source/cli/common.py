@@ -48,7 +48,7 @@ def failures_exit(code: int) -> Iterator[None]:
     try:
         yield
     except Exception as exc:
-        exc.exit_code = code  # type: ignore[attr-defined]
+        exc.failure_code = code  # type: ignore[attr-defined]
         raise
 
 

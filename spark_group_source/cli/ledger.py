@@ -6,6 +6,7 @@ Runs in: a terminal, the exporter. Deliberately absent: moving a ledger (``spark
 
 import json
 import logging
+from contextlib import nullcontext
 from datetime import datetime
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,7 +14,7 @@ import typer
 
 from spark_group_source.cli import common
 from spark_group_source.cli.common import ConfigOption, GroupOption, JsonOption, cells, console, table_of
-from spark_group_source.errors import BrokerUnavailable, LedgerConflict, OptionError
+from spark_group_source.errors import GroupError, LedgerConflict, OptionError
 from spark_group_source.kafka import GroupAdmin
 
 if TYPE_CHECKING:
@@ -82,18 +83,23 @@ def verify(
     """Compare the rows of a table with the ledgers of its groups. Exit code 1: they differ; 3: not compared."""
     if command_config is not None and bootstrap_servers is None:
         raise common.UsageError("--command-config needs --bootstrap-servers")
-    with common.failures_exit(NOT_COMPARED):
+    with (
+        common.failures_exit(NOT_COMPARED),
+        # first, because a wrong setting is found here, and the comparison takes long
+        nullcontext()
+        if bootstrap_servers is None
+        else common.admin_of(bootstrap_servers, "-", command_config) as admin,
+    ):
         from spark_group_source.delta import verification
 
         with common.session(True) as spark:
             assert spark is not None
             found = verification.verify(spark, table, rows_per_record=rows_per_record)
         findings, notes = list(found.findings), list(found.notes)
-        if bootstrap_servers is not None:
+        if admin is not None:
             try:
-                with common.admin_of(bootstrap_servers, "-", command_config) as admin:
-                    findings += compare_with_kafka(admin, found.ledgers)
-            except BrokerUnavailable as exc:
+                findings += compare_with_kafka(admin, found.ledgers)
+            except GroupError as exc:
                 notes.append(f"topics are not compared with Kafka: {exc}")
     if as_json:
         shown = found._asdict() | {"notes": notes, "findings": [one._asdict() for one in findings]}

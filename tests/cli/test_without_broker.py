@@ -10,9 +10,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
+from deltalake.exceptions import DeltaError
+from typer.testing import CliRunner, Result
 
-from spark_group_source.cli import common, functions, offsets
+from spark_group_source.cli import common, functions, ledger, offsets
 from spark_group_source.cli import reset as resetting
 from spark_group_source.cli.app import EXIT_CODES, app
 from spark_group_source.cli.common import FINAL, RETRIABLE, USAGE
@@ -27,6 +28,8 @@ from spark_group_source.cli.reset import (
     scope_of,
 )
 from spark_group_source.cli.run import exit_code_of
+from spark_group_source.delta import verification
+from spark_group_source.delta.verification import Finding
 from spark_group_source.errors import AccessDenied, BrokerUnavailable, GroupError, OptionError, SourceError
 from spark_group_source.kafka import CommittedOffset, GroupDescription, ListedGroup
 from spark_group_source.model import EARLIEST, LATEST, StartAt, TopicPartition
@@ -308,6 +311,60 @@ def test_error_of_the_jvm_shows_its_cause(monkeypatch: pytest.MonkeyPatch) -> No
     gone = JavaError("a.A: x")
     gone.java_exception = SimpleNamespace()  # the JVM has ended
     assert common.spark_error(gone) == "a.A: x"
+
+
+class Comparison:
+    """``ledger verify`` without Spark: what the comparison of the rows, and that with Kafka, ends with."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, *, rows: Exception | None = None, kafka: Exception | None = None):
+        self.is_done = False
+        self._rows, self._kafka = rows, kafka
+        patch.setattr(common, "session", lambda _: nullcontext(self))
+        patch.setattr(verification, "verify", self._verify)
+        patch.setattr(ledger, "compare_with_kafka", self._compare_with_kafka)
+
+    def _verify(self, *_: object, **__: object) -> verification.Verification:
+        self.is_done = True
+        if self._rows is not None:
+            raise self._rows
+        missing = Finding("rows", "orders-0: 2 records are missing")
+        return verification.Verification([missing], ["etl"], 3, 5, [], {})
+
+    def _compare_with_kafka(self, *_: object) -> list[Finding]:
+        if self._kafka is not None:
+            raise self._kafka
+        return []
+
+    def run(self, *words: str) -> Result:
+        return CliRunner().invoke(app, ["ledger", "verify", "/lake/orders", *words])
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (DeltaError("Generic error: no such file\nat …"), "error: deltalake: Generic error: no such file\n"),
+        (KeyError("of this package"), "Traceback"),
+    ],
+)
+def test_a_table_that_cannot_be_compared_does_not_count_as_different(
+    error: Exception, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = Comparison(monkeypatch, rows=error).run()
+    assert shown.exit_code == 3 and shown.stderr.startswith(text), shown.output
+
+
+def test_findings_in_a_table_are_shown_although_kafka_refuses_the_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = Comparison(monkeypatch, kafka=AccessDenied("the user needs Describe")).run("--bootstrap-servers", NO_BROKER)
+    assert shown.exit_code == 1 and "orders-0: 2 records are missing" in shown.stdout
+    assert "note: topics are not compared with Kafka: the user needs Describe" in shown.stdout
+
+
+def test_a_wrong_setting_is_found_before_a_table_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "client.properties"
+    path.write_text("secuirty.protocol=SASL_SSL\n")
+    comparison = Comparison(monkeypatch)
+    shown = comparison.run("--bootstrap-servers", NO_BROKER, "--command-config", str(path))
+    assert shown.exit_code == USAGE and not comparison.is_done, shown.output
 
 
 def test_help_lists_exit_codes() -> None:
