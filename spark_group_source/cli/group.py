@@ -250,7 +250,14 @@ def watch(
 
 
 def _watch(admin: GroupAdmin, group: str, interval_s: float, *, once: bool) -> None:
-    before = report.describe(admin, group) if once else report.read_group(admin, group) or report.no_group(group)
+    def read() -> GroupReport | None:
+        return report.read_group(admin, group, expiry=False)
+
+    before = read()
+    if before is None:
+        if once:
+            raise report.missing_group(admin, group)
+        before = report.no_group(group)
     if before.state == report.DEAD and not console.is_terminal:
         typer.echo(f"group {group} does not exist; waiting for it")
     elif once or not console.is_terminal:
@@ -270,7 +277,7 @@ def _watch(admin: GroupAdmin, group: str, interval_s: float, *, once: bool) -> N
             if stop.wait(interval_s):
                 return
             try:
-                after, silent = report.read_group(admin, group) or report.no_group(group), ""
+                after, silent = read() or report.no_group(group), ""
             except BrokerUnavailable as exc:
                 if live is None and not silent:
                     typer.echo(f"no answer: {exc}")

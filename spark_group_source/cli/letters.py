@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from spark_group_source.cli import common
-from spark_group_source.cli.common import JsonOption, cells, console, table_of
+from spark_group_source.cli.common import JsonOption, console, table_of
 
 if TYPE_CHECKING:
     from spark_group_source.delta.sink import DeltaSink
@@ -54,7 +54,7 @@ def show(
     if as_json:
         typer.echo(json.dumps(shown, indent=2))
     elif shown:
-        console.print(table_of(*shown[0], rows=[cells(one.values()) for one in shown]))
+        console.print(table_of(*shown[0], rows=[tuple(one.values()) for one in shown]))
     else:
         console.print(f"table {table} has no records")
 

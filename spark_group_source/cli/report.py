@@ -96,13 +96,20 @@ class GroupReport(JupyterMixin):
         """Partitions with a committed offset whose end no broker returned, as those without a leader."""
         return sum(row.committed is not None and row.end is None for row in self.partitions)
 
+    @property
+    def without_offset(self) -> int:
+        """Partitions without a committed offset, such as those of a member that has not committed yet."""
+        return sum(row.committed is None for row in self.partitions)
+
     def __rich__(self) -> RenderableType:
         return group_view(self)
 
     def as_dict(self) -> dict[str, Any]:
-        """The report as ``describe --json`` prints it; the partitions of members are texts, such as ``orders-0``."""
+        """The report as ``describe --json`` prints it; the partitions of members are texts, such as ``orders-0``.
+        ``lag`` leaves out the partitions that ``unknown_ends`` and ``without_offset`` count."""
         members = [{**asdict(m), "partitions": sorted(map(str, m.partitions))} for m in self.members]
-        return {**asdict(self), "lag": self.lag, "members": members}
+        counts = {"lag": self.lag, "unknown_ends": self.unknown_ends, "without_offset": self.without_offset}
+        return {**asdict(self), **counts, "members": members}
 
 
 def missing_group(admin: GroupAdmin, group: str, then: str = "") -> GroupError:
@@ -142,12 +149,14 @@ def read_group(
     ledger: Mapping[TopicPartition, int] | None = None,
     *,
     offsets: bool = True,
+    expiry: bool = True,
     elsewhere: Sequence[dict[str, Any]] = (),
 ) -> GroupReport | None:
     """Like :func:`describe`, but None if the group does not exist.
 
     Args:
         offsets: False leaves out the partitions and their requests.
+        expiry: False leaves out when offsets expire, which needs a request that many users may not send.
         elsewhere: statistics of runs on other hosts.
     """
     described = admin.describe_group(group)
@@ -160,9 +169,9 @@ def read_group(
     owner = {tp: name_of(m) for m in described.members for tp in m.partitions}
     tps = sorted(committed.keys() | owner.keys() | (ledger or {}).keys()) if offsets else []
     ends = admin.latest(tps, require_all=False)
-    retention_ms = _retention_ms(admin, group) if committed else None
+    retention_ms = _retention_ms(admin, described.coordinator_id) if committed and expiry else None
     times = {tp: parse_note(at.metadata).at_ms for tp, at in committed.items()}
-    expiry = expiries(described, times, retention_ms=retention_ms)
+    expiring = expiries(described, times, retention_ms=retention_ms) if expiry else {}
     rows = []
     for tp in tps:
         at = committed.get(tp)
@@ -177,8 +186,8 @@ def read_group(
                 ledger=(ledger or {}).get(tp),
                 member=owner.get(tp, ""),
                 stream="" if at is None else parse_note(at.metadata).stream or "",
-                expires=expiry[tp].counts_from.value if tp in expiry else "",
-                expires_after_ms=expiry[tp].earliest_ms if tp in expiry else None,
+                expires=expiring[tp].counts_from.value if tp in expiring else "",
+                expires_after_ms=expiring[tp].earliest_ms if tp in expiring else None,
             )
         )
     return GroupReport(
@@ -192,7 +201,7 @@ def read_group(
         runs=running,
         offsets_retention_ms=retention_ms,
         offsets_expiring=tuple(
-            map(str, expiring_soon(expiry, now_ms=int(time.time() * 1000), retention_ms=retention_ms))
+            map(str, expiring_soon(expiring, now_ms=int(time.time() * 1000), retention_ms=retention_ms))
         ),
     )
 
@@ -263,9 +272,11 @@ def expiring_soon(
     return sorted(tp for tp, earliest_ms in known.items() if earliest_ms <= soon_ms)
 
 
-def _retention_ms(admin: GroupAdmin, group: str) -> int | None:
+def _retention_ms(admin: GroupAdmin, coordinator: int) -> int | None:
+    if coordinator < 0:  # the group has none, or does not exist
+        return None
     try:
-        return admin.retention_ms(group)
+        return admin.retention_ms(coordinator)
     except GroupError:  # refused or timed out: the rest can still be shown
         return None
 
@@ -288,14 +299,16 @@ def spans(numbers: Iterable[int]) -> str:
 
 def heading(report: GroupReport, per_s: float | None = None) -> Text:
     """A group in one line; ``per_s``: committed records per second, or None."""
+    is_known = report.unknown_ends == report.without_offset == 0
     return Text.assemble(
         "group ",
         (report.group, "bold"),
         f": {report.state or 'unknown'}, {report.protocol or 'no'} protocol",
         f", {report.assignor}" if report.assignor else "",
         f", {len(report.members)} members, lag ",
-        (f"{report.lag:,}", "bold green" if report.lag == report.unknown_ends == 0 else "bold yellow"),
+        (f"{report.lag:,}", "bold green" if report.lag == 0 and is_known else "bold yellow"),
         f" without {report.unknown_ends} partitions whose end is unknown" if report.unknown_ends else "",
+        f" without {report.without_offset} partitions without a committed offset" if report.without_offset else "",
         "" if per_s is None else f", {per_s:,.0f} records/s",
     )
 

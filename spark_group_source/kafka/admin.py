@@ -278,16 +278,13 @@ class Admin:
             node.id if node else -1,
         )
 
-    def retention_ms(self, group: str) -> int | None:
-        """Return how long the group's coordinator keeps the offsets of an inactive group
+    def retention_ms(self, broker: int) -> int | None:
+        """Return how long a broker keeps the offsets of the inactive groups that it coordinates
         (``offsets.retention.minutes``); None if it does not return the setting.
 
         Raises:
             AccessDenied: the user needs DescribeConfigs on the cluster, refused twice.
         """
-        broker = self.describe_group(group).coordinator_id
-        if broker < 0:  # the group does not exist
-            return None
         resource = _ConfigResource(_ConfigResource.Type.BROKER, str(broker))
         op = "reading the retention of offsets"
         found = self._collect(Request.CONFIGS, op, lambda bound: self._client.describe_configs([resource], **bound))[

@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 
 import spark_group_source
 from spark_group_source import OptionError
-from spark_group_source.cli import group
+from spark_group_source.cli import common, group
 from spark_group_source.cli import report as reporting
 from spark_group_source.cli.app import app
 from spark_group_source.cli.group import changes, rate
@@ -96,7 +96,7 @@ def test_rate_counts_commits_and_ignores_backward_resets() -> None:
 def test_watch_waits_for_a_group_that_does_not_exist_yet(monkeypatch: pytest.MonkeyPatch) -> None:
     looks = [None, None, report({0: "a"}), None]
     stop = SimpleNamespace(wait=lambda _: not looks)
-    monkeypatch.setattr(reporting, "read_group", lambda *_: looks.pop(0))
+    monkeypatch.setattr(reporting, "read_group", lambda *_, **__: looks.pop(0))
     monkeypatch.setattr(group, "stop_on_signals", lambda: stop)
     monkeypatch.setattr(group, "admin_of", lambda *_: nullcontext(SimpleNamespace(connection=())))
     watching = ["watch", "--group", "g", "--bootstrap-servers", "b:1"]
@@ -125,6 +125,32 @@ def test_partition_without_a_leader_hides_no_other() -> None:
     look = reporting.describe(admin, "g-of-nobody")
     assert [(row.end, row.lag) for row in look.partitions] == [(5, 0), (None, None)]
     assert "lag 0 without 1 partitions whose end is unknown" in shown(look)
+    assert (look.as_dict()["lag"], look.as_dict()["unknown_ends"]) == (0, 1)
+
+
+def test_lag_of_partitions_without_a_committed_offset_does_not_look_like_none() -> None:
+    look = report({0: "a", 1: "a"}, end=5)
+    assert (look.as_dict()["without_offset"], reporting.heading(look).spans[-1].style) == (0, "bold green")
+    unread = replace(look, partitions=tuple(replace(row, committed=None, lag=None) for row in look.partitions))
+    assert "lag 0 without 2 partitions without a committed offset" in shown(unread)
+    assert (unread.as_dict()["without_offset"], reporting.heading(unread).spans[-1].style) == (2, "bold yellow")
+
+
+def test_watch_does_not_request_settings_of_brokers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many users may not read them, and a refusal is confirmed after a pause, in each round."""
+    requests: list[int] = []
+    admin = SimpleNamespace(
+        describe_group=lambda _: GroupDescription("empty", "classic", "", (), coordinator_id=4),
+        committed=lambda _, **__: {TopicPartition("t", 0): CommittedOffset(5, "")},
+        latest=lambda tps, **_: dict.fromkeys(tps, 5),
+        retention_ms=requests.append,
+    )
+    monkeypatch.setattr(group, "admin_of", lambda *_: nullcontext(admin))
+    once = CliRunner().invoke(app, ["watch", "--group", "g", "--bootstrap-servers", "b:1", "--once"])
+    assert once.exit_code == 0 and requests == [], once.output
+    monkeypatch.setattr(common, "admin_of", lambda *_, **__: nullcontext(admin))
+    spark_group_source.describe("g", "b:1")
+    assert requests == [4], "of the coordinator that is known already"
 
 
 def test_tables_fit_80_columns() -> None:

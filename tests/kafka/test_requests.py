@@ -352,27 +352,19 @@ def test_a_denied_commit_for_a_group_names_the_missing_permission(environment: M
 
 
 @pytest.mark.parametrize(
-    ("broker", "settings", "found"),
+    ("settings", "found"),
     [
-        (4, {"offsets.retention.minutes": SimpleNamespace(value="2")}, 120_000),
-        (4, {"offsets.retention.minutes": SimpleNamespace(value=None)}, None),
-        (4, {}, None),
-        (-1, {}, None),
+        ({"offsets.retention.minutes": SimpleNamespace(value="2")}, 120_000),
+        ({"offsets.retention.minutes": SimpleNamespace(value=None)}, None),
+        ({}, None),
     ],
 )
-def test_the_retention_of_offsets_is_that_of_the_groups_coordinator_if_it_has_one(
-    environment: ManualEnvironment, scripted_admin: Admin, broker: int, settings: dict[str, Any], found: int | None
+def test_the_retention_of_offsets_is_a_setting_of_a_broker(
+    environment: ManualEnvironment, scripted_admin: Admin, settings: dict[str, Any], found: int | None
 ) -> None:
-    known = SimpleNamespace(name="STABLE")
-    node = SimpleNamespace(host="h", port=9092, id=broker) if broker >= 0 else None
-    group = SimpleNamespace(
-        coordinator=node, state=known, type=known, partition_assignor="range", members=[],
-        is_simple_consumer_group=False,
-    )  # fmt: skip
-    environment.will("describe_consumer_groups", {"g": group})
     environment.will("describe_configs", settings)
-    assert scripted_admin.retention_ms("g") == found
-    assert environment.called("describe_configs") == (["4"] if node else [])
+    assert scripted_admin.retention_ms(4) == found
+    assert environment.called("describe_configs") == ["4"]
 
 
 def test_a_member_without_an_instance_id_is_described_with_an_empty_one(
