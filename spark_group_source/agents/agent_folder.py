@@ -444,7 +444,7 @@ def _spawn(settings: AgentSettings, folder: AgentFolder, executor: ProcessId, lo
         "buffer_bytes": settings.buffer_bytes,
         "connection": dict(settings.connection),
     }
-    for leftover in (folder.path / "socket", folder.log, folder.unanswered):
+    for leftover in (folder.path / "socket", folder.path / "socket.new", folder.log, folder.unanswered):
         leftover.unlink(missing_ok=True)
     with (
         os.fdopen(os.memfd_create("agent", os.MFD_CLOEXEC), "wb+") as stdin,  # a pipe may be too small for all of it

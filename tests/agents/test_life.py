@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -238,6 +239,14 @@ def test_a_killed_agent_is_replaced(agent: Callable[..., AgentFolder]) -> None:
 
     await_until(answers, STARTED_S, what="an answer of another agent")
     assert folder.pid != first
+
+
+def test_an_agent_starts_after_one_that_was_killed_before_it_listened(agent: Callable[..., AgentFolder]) -> None:
+    folder = AgentFolder.of("run", ProcessId.of(os.getpid()))
+    folder.create()
+    with socket.socket(socket.AF_UNIX) as listener, folder.socket_path("socket.new") as path:
+        listener.bind(path)
+    assert agent_helpers.state(agent()) is not None
 
 
 def test_a_directory_that_other_users_can_write_to_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
