@@ -94,8 +94,10 @@ _ERR, _RKT, _PARTITION, _PAYLOAD, _LEN, _KEY, _KEY_LEN, _OFFSET, _STAMP_TYPE, _S
 """The 8-byte word of each field; err and partition are the low halves, the timestamp's type is the high half."""
 
 _HEADERS_AT = 120
-"""Where a message has the length of its unparsed headers (32 bits), and in the next word their address. Records in the
-formats before Kafka 0.11 have none."""
+"""Where a message has the length of its unparsed headers (32 bits), and in the next word their address. Both are 0 for
+records in the formats before Kafka 0.11, which have no headers."""
+_NO_HEADERS = np.zeros(1, dtype=np.uint8)
+"""The headers of a record that has none: their count."""
 
 _OFFSET_INVALID = -1001
 
@@ -326,6 +328,11 @@ class NativeChunk:
         at, lengths = words[:, 1], words[:, 0].astype(np.uint32).astype(np.int64)
         value_end = rows[:, _PAYLOAD] + rows[:, _LEN]
         key_end = rows[:, _KEY] + rows[:, _KEY_LEN] + np.uint64(1)
+        without = np.flatnonzero((at == 0) & (lengths == 0))
+        handle = c.c_void_p()
+        if all(self._lib.message_headers(address, c.byref(handle)) for address in self._addresses[without].tolist()):
+            at[without], lengths[without] = _NO_HEADERS.ctypes.data, len(_NO_HEADERS)
+            has_value[without] = has_key[without] = False
         expected = np.where(has_value, value_end, np.where(has_key, key_end, at))
         if (at == expected).all() and at.all():
             with contextlib.suppress(NotHeaders):

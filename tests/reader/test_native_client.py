@@ -6,8 +6,10 @@ import sys
 import pytest
 from confluent_kafka import Producer
 from kit.mock_cluster import MockCluster
+from reading import read
 
-from spark_group_source.reader import native_client
+from spark_group_source.model import OffsetRange, TopicPartition
+from spark_group_source.reader import native_client, range_reader
 from spark_group_source.reader.native_client import list_calls
 
 OTHER_LAYOUT = """
@@ -63,6 +65,26 @@ def test_a_release_that_is_not_tested_falls_back(
     assert list_calls() is list_calls() is None
     assert caplog.text.count("tested in 2.1 only; destroying messages one by one") == 1
     list_calls.cache_clear()
+
+
+@pytest.mark.parametrize("sent", [[], [("name", b"value")]], ids=["without headers", "with headers elsewhere"])
+def test_a_record_without_an_address_of_headers_has_none_if_librdkafka_knows_none(
+    sent: list[tuple[str, str | bytes | None]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """So are records in the formats before Kafka 0.11. Here the zeros of a null key are read in their place."""
+    monkeypatch.setattr(native_client, "_HEADERS_AT", 40)
+    with MockCluster() as cluster:
+        cluster.create_topic("t")
+        servers = {"bootstrap.servers": cluster.bootstrap_servers}
+        producer = Producer(servers)
+        producer.produce("t", b"value", partition=0, headers=sent)
+        producer.flush()
+        ranges = [OffsetRange(TopicPartition("t", 0), 0, 1)]
+        (row,) = [row for batch in read(servers, ranges, columns=("value", "headers")) for row in batch.to_pylist()]
+        range_reader.close_idle_clients()
+    assert row["value"] == b"value"
+    assert row["headers"] == ([{"key": "name", "value": b"value"}] if sent else None)
+    assert ("headers elsewhere" in caplog.text) == bool(sent)
 
 
 NO_MEMORY = """
