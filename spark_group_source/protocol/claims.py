@@ -23,8 +23,9 @@ from spark_group_source.protocol.planner import TASK_RANGES_TARGET, TASK_RECORDS
 
 PLANS_MAX: Final = 1_000
 """Plans that are kept at most. A batch has one plan for each reference to the stream in its query, such as the parts of
-a union, and again for each action of ``foreachBatch``. The plans of the current batch are kept, and those of the batch
-before it, which show whether its tasks claimed."""
+a union; further actions of ``foreachBatch`` run the tasks of the same plan again. The maximum bounds the memory if
+Spark plans a batch again and again. The plans of the current batch are kept, and those of the batch before it, which
+show whether its tasks claimed."""
 PIECES_PER_TASK: Final = 2
 """A large range is split into this many pieces for each task that can run at the same time, so that tasks that end
 early read another piece. Twice as many tasks as ever ran together also show whether more can."""
