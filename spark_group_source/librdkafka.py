@@ -9,6 +9,7 @@ loading it is slow; ``aws_iam`` is the exception.
 import ctypes as c
 import functools
 import importlib
+import importlib.machinery
 import importlib.util
 import logging
 import os
@@ -154,8 +155,9 @@ def extension() -> Path:
     """
     package = importlib.util.find_spec("confluent_kafka")
     for folder in (package.submodule_search_locations or []) if package else []:
-        for path in Path(folder).glob("cimpl*.so"):
-            return path
+        for suffix in importlib.machinery.EXTENSION_SUFFIXES:  # another Python's may be beside this one's
+            if (path := Path(folder) / f"cimpl{suffix}").exists():
+                return path
     raise SetupError(f"confluent_kafka is not installed in this Python: `pip install '{PACKAGE}'`")
 
 

@@ -2,12 +2,16 @@
 
 import subprocess
 import sys
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
 
 import pytest
 from confluent_kafka import Producer
 from kit.mock_cluster import MockCluster
 from reading import read
 
+from spark_group_source.errors import SetupError
+from spark_group_source.librdkafka import extension
 from spark_group_source.model import OffsetRange, TopicPartition
 from spark_group_source.reader import native_client, range_reader
 from spark_group_source.reader.native_client import list_calls
@@ -85,6 +89,20 @@ def test_a_record_without_an_address_of_headers_has_none_if_librdkafka_knows_non
     assert row["value"] == b"value"
     assert row["headers"] == ([{"key": "name", "value": b"value"}] if sent else None)
     assert ("headers elsewhere" in caplog.text) == bool(sent)
+
+
+def test_the_extension_of_another_python_is_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "confluent_kafka"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "cimpl.cpython-29-x86_64-linux-gnu.so").touch()
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    monkeypatch.delitem(sys.modules, "confluent_kafka")
+    with pytest.raises(SetupError, match="confluent_kafka is not installed in this Python"):
+        extension()
+    own = package / f"cimpl{EXTENSION_SUFFIXES[0]}"
+    own.touch()
+    assert extension() == own
 
 
 NO_MEMORY = """
