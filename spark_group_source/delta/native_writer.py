@@ -413,7 +413,7 @@ def statistics(footer: Any, columns: list[str]) -> dict[str, Any]:
 
 
 def _lower_bound(value: Any) -> Any:
-    """Return a minimum as Delta writes it; None for types without one (bytes, NaN)."""
+    """Return a minimum as Delta writes it; None for types without one (bytes)."""
     if isinstance(value, str):
         return value[:STATS_CHARS_MAX]
     if isinstance(value, datetime):
@@ -422,7 +422,7 @@ def _lower_bound(value: Any) -> Any:
 
 
 def _upper_bound(value: Any) -> Any:
-    """Return a maximum as Delta writes it; None for types without one (bytes, NaN), and for a text without one."""
+    """Return a maximum as Delta writes it; None for types without one (bytes), and for a text without one."""
     if isinstance(value, str):
         # With the greatest character appended, it is above every text that begins with these characters and continues
         # with another one.

@@ -319,7 +319,7 @@ class LogFiles:
             text = self.actions(version)
             if text is None:
                 return
-            yield Commit.of(version, _commit_info(text), _removes_rows(text))
+            yield _commit(version, text)
 
     def actions(self, version: int) -> bytes | None:
         """Return the commit file of a version, one action per line; None if it was deleted from the log."""
@@ -404,18 +404,24 @@ class DescribedHistory:
         return [Commit.of(row["version"], row) for row in sorted(rows, key=lambda row: -row["version"])]
 
 
-def _commit_info(text: bytes) -> dict[str, Any]:
+def _actions(text: bytes, *kinds: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the actions of these kinds in the file of a commit, each with its kind."""
+    starts = tuple(f'{{"{kind}"'.encode() for kind in kinds)
     for line in text.splitlines():
-        if line.startswith(b'{"commitInfo"'):
-            found: dict[str, Any] = json.loads(line)["commitInfo"]
-            return found
-    return {}
+        if line.startswith(starts):
+            yield from json.loads(line).items()
 
 
-def _removes_rows(text: bytes) -> bool:
-    """Return whether an action of a commit removes rows; compaction removes files only."""
-    removed = (json.loads(line)["remove"] for line in text.splitlines() if line.startswith(b'{"remove"'))
-    return any(action.get("dataChange", True) for action in removed)
+def _commit(version: int, text: bytes) -> Commit:
+    """Read the file of a commit."""
+    info: dict[str, Any] = {}
+    removes_rows = False
+    for kind, action in _actions(text, "commitInfo", "remove"):
+        if kind == "commitInfo":
+            info = action
+        else:
+            removes_rows |= bool(action.get("dataChange", True))  # compaction removes files only
+    return Commit.of(version, info, removes_rows)
 
 
 def _file_changes(text: bytes) -> tuple[set[tuple[str, str]], set[tuple[str, str]]]:
@@ -426,13 +432,10 @@ def _file_changes(text: bytes) -> tuple[set[tuple[str, str]], set[tuple[str, str
     added: set[tuple[str, str]] = set()
     removed: set[tuple[str, str]] = set()
     changes_data = False
-    for line in text.splitlines():
-        kind, changed = (b'{"add"', added) if line.startswith(b'{"add"') else (b'{"remove"', removed)
-        if line.startswith(kind):
-            (action,) = json.loads(line).values()
-            vector = json.dumps(action.get("deletionVector"), sort_keys=True)
-            changed.add((str(action["path"]), vector))
-            changes_data |= bool(action.get("dataChange", True))
+    for kind, action in _actions(text, "add", "remove"):
+        vector = json.dumps(action.get("deletionVector"), sort_keys=True)
+        (added if kind == "add" else removed).add((str(action["path"]), vector))
+        changes_data |= bool(action.get("dataChange", True))
     return (added, removed) if changes_data or removed else (set(), set())
 
 

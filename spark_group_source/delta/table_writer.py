@@ -227,12 +227,13 @@ class TableWriter:
 
     def history(self) -> TableHistory:
         """Return the newest version of the table and its commits; version -1 if the table no longer exists."""
-        if isinstance(self._source, LogFiles) and self._source.newest() < 0:
-            self._source = None
+        version = None if self.log is None else self.log.newest()
+        if version == -1:
+            self._source = version = None
         source = self._find_source()
-        return (
-            TableHistory(source) if source is not None else TableHistory(DescribedHistory(self.spark, self.table), -1)
-        )
+        if source is None:
+            return TableHistory(DescribedHistory(self.spark, self.table), -1)
+        return TableHistory(source, version)
 
     def row_ends(self, starts: Mapping[TopicPartition, int] | None = None) -> dict[TopicPartition, int] | None:
         """Return the offset after the last row of each partition that has rows at or just below its start.

@@ -36,6 +36,7 @@ from spark_group_source.delta.ledger_store import read_ledger, set_ledger
 from spark_group_source.delta.table_history import (
     Commit,
     CommitRace,
+    LogFiles,
     TableHistory,
     note_of,
 )
@@ -347,6 +348,24 @@ def test_a_new_group_behind_the_rows_is_written_where_delta_reports_an_expired_l
         new.run(new.sink(table), n, offset(n, one(10 + n, 11 + n)))
     assert offsets_in(table) == list(range(12))
     assert next_offsets(table) == {("orders", 0): 12}
+
+
+def test_the_newest_version_is_looked_up_once_for_a_history(
+    query: Query, table: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is a request for the log's folder and one for its newest file."""
+    there, looks, real = TableWriter(query.spark, str(table)), list[int](), LogFiles.newest
+    there.exists()
+
+    def newest(log: LogFiles) -> int:
+        looks.append(real(log))
+        return looks[-1]
+
+    monkeypatch.setattr(LogFiles, "newest", newest)
+    query.run(query.sink(table), 0, offset(0, one(0, 10)))
+    looks.clear()
+    assert there.history().version == 1
+    assert looks == [1]
 
 
 def test_a_thousand_foreign_commits_between_two_of_the_group_do_not_hide_the_ledger(query: Query, table: Path) -> None:
