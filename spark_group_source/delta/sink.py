@@ -117,7 +117,7 @@ class DeltaSink:
             writer, by its documented options for idempotent writes; all sources of the query then share one group.
             "auto" decides for each batch: natively, except for tables that are not on a local file system, that are on
             one while executors may run on other hosts, whose commits a catalog manages, or with constraints, NOT NULL,
-            CHAR, VARCHAR, generated or identity columns, column mapping or other features that need Delta's write
+            CHAR, VARCHAR, void, generated or identity columns, column mapping or other features that need Delta's write
             path, and for batches with other types than the table or with new columns that not every table can have.
             The reason is logged once.
         storage_options: credentials of the table's storage for ``deltalake``, by its names. With them a table that is

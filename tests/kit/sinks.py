@@ -85,11 +85,11 @@ class TableLog:
         raise AssertionError("nothing restores this table")
 
     def commit(self, read: int, numbers: Mapping[str, int], note: str) -> int:
-        """Commit, and return the version. Of two commits with one number, one wins: Delta skips a number that is not
+        """Commit, and return the version. Of two commits with one number, one wins: no number is committed that is not
         above the application's last one, and ``deltalake`` refuses an application that committed since ``read``."""
-        is_used = {app_id: self._numbers.get(app_id, -1) >= number for app_id, number in numbers.items()}
-        is_late = {app_id: self._made.get(app_id, -1) > read for app_id in numbers}
-        if any((is_used if self._is_described else is_late).values()):
+        is_used = any(self._numbers.get(app_id, -1) >= number for app_id, number in numbers.items())
+        is_late = any(self._made.get(app_id, -1) > read for app_id in numbers)
+        if is_used or (is_late and not self._is_described):
             raise CommitRace(f"another commit has the number {dict(numbers)}")
         version = len(self._commits)
         self._numbers |= numbers
