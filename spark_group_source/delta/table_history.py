@@ -109,7 +109,7 @@ class Commit(NamedTuple):
     read: int
     """The newest version of the table that the writer knew when it decided about this commit."""
     note: str | None = None
-    """The commit's ``userMetadata``."""
+    """The commit's ``userMetadata``; None for an ``OPTIMIZE``."""
     entries: tuple[dict[str, Any], ...] = ()
     """The ledgers in the note; empty for a commit of another writer."""
     restore: Mapping[str, Any] | None = None
@@ -137,6 +137,8 @@ class Commit(NamedTuple):
             removes_rows: whether an action of the commit removes rows; None: the operation decides.
         """
         operation, note, read = str(info.get("operation") or ""), info.get("userMetadata"), info.get("readVersion")
+        if operation == "OPTIMIZE":
+            note = None  # auto compaction after a merge has its settings, and so its note
         entries = _note_entries(note)
         known = [version - 1 if read is None else read, *(e["read"] for e in entries if isinstance(e.get("read"), int))]
         parameters = dict(info.get("operationParameters") or {})

@@ -60,6 +60,12 @@ def test_a_note_is_read_as_it_was_written() -> None:
     assert Commit.of(1, {"userMetadata": "a foreign note"}).entries == ()
 
 
+def test_a_note_of_an_optimize_is_that_of_the_merge_before_it() -> None:
+    text = note_of({"etl": Ledger(group="etl", number=3).to_commit(None)[1]}, read=8)
+    found = Commit.of(13, {"readVersion": 12, "operation": "OPTIMIZE", "userMetadata": text})
+    assert (found.note, found.entries) == (None, ())
+
+
 def test_a_ledger_whose_full_one_is_no_longer_in_the_log_is_refused(query: Query, table: Path) -> None:
     """The log has changes of it, also all changes since the full one: what they change is unknown."""
     for n in range(4):
