@@ -11,19 +11,19 @@ own.
 """
 
 import contextlib
-import datetime as dt
 import threading
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from spark_group_source.delta import persisted, table_names
 from spark_group_source.errors import OptionError
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
+    from pyspark.sql.types import DataType
 
 RETENTION_DAYS = 7
 """How long the sequence of a deleted key is kept by default."""
@@ -33,6 +33,8 @@ BOUND_CHARS_MAX = 200
 """Keys with longer text do not bound the files that a merge reads."""
 
 _IS_DELETED, _ORDER, _CHANGE, _UNORDERED = "__is_deleted", "__order", "__change", "__unordered"
+_TABLE_ID = "_table_id"
+"""The column of a table of deleted keys that has the id of the table of the rows."""
 _PREFIX = "spark.databricks.delta."
 
 session_lock = threading.Lock()
@@ -51,9 +53,10 @@ class Merge:
         keys: the columns that identify a row. They must not be null.
         delete_when: the SQL expression that is true for a change that deletes the key's row.
         sequence_by: the column of the table by which changes are ordered, such as the position in a database's log. It
-            must not be null. Changes that come late lose, also against a deletion.
+            must not be null. Changes that come late lose, also against a deletion. They are ordered as values of the
+            table's type: as text, '9' is above '10'.
         deleted: the table that keeps keys of deleted rows with their sequence, needed with ``delete_when`` and
-            ``sequence_by``. The first batch creates it.
+            ``sequence_by``. The first batch creates it. Merges of several tables with the same keys may share one.
         retention_days: how long it keeps them.
         without: columns of the transform that the table does not get, such as those of ``delete_when``.
 
@@ -100,7 +103,7 @@ class Merge:
         from pyspark.sql import functions as F
 
         last = F.col("offset") if "offset" in rows.columns else F.lit(0)
-        sequence = F.col(self.sequence_by) if self.sequence_by else F.lit(0)
+        sequence = F.col(table_names.quoted(self.sequence_by)) if self.sequence_by else F.lit(0)
         order = F.struct(sequence.alias("sequence"), last.alias("offset"))
         is_deleted = F.coalesce(F.expr(self.delete_when or "false"), F.lit(False))
         columns = map(table_names.quoted, self.table_rows(rows).columns)
@@ -122,23 +125,42 @@ class MergeWriter:
     def __init__(self, spark: "SparkSession", table: str, merge: Merge, *, merge_schema: bool) -> None:
         self._spark, self._table, self._merge, self._merge_schema = spark, table, merge, merge_schema
 
-    def commit(self, rows: "DataFrame", app_id: str, number: int, note: str) -> None:
+    def commit(self, rows: "DataFrame", app_id: str, number: int, note: str, table_id: str) -> None:
         """Merge rows, and commit the ``SetTransaction`` number and the note with them. Delta skips a number that is
         used, without an error.
+
+        Args:
+            table_id: the id of the table, by which its deleted keys are found.
 
         Raises:
             OptionError: a column is missing, or a key or a sequence is null.
             Exception: Delta's own, also for a concurrent commit.
         """
-        with persisted(self._merge.latest(rows)) as latest:
+        with persisted(self._merge.latest(self._with_sequence(rows))) as latest:
             bounds, deletions = self._inspect(latest)
             changes = latest.drop(_UNORDERED)
             with session_lock:
                 self._add_columns(changes)
-                known = changes if self._merge.deleted is None else self._without_late(changes, deletions)
+                known = changes if self._merge.deleted is None else self._without_late(changes, deletions, table_id)
                 settings = {"write.txnAppId": app_id, "write.txnVersion": number, "commitInfo.userMetadata": note}
                 with _settings(self._spark, {_PREFIX + name: str(value) for name, value in settings.items()}):
                     self._run(known, table_names.sql_name(self._table), self._clauses(changes), bounds)
+
+    def _with_sequence(self, rows: "DataFrame") -> "DataFrame":
+        """Return the rows with the sequence as the table has it, because numbers that are text have another order."""
+        from pyspark.sql import functions as F
+
+        if (name := self._merge.sequence_by) is None or name not in rows.columns:
+            return rows
+        of_table = self._types().get(name.lower())
+        if of_table in (None, rows.schema[name].dataType):
+            return rows
+        return rows.withColumn(name, F.col(table_names.quoted(name)).cast(of_table))
+
+    def _types(self) -> "dict[str, DataType]":
+        """Return the types of the table's columns, by their names in lower case."""
+        schema = table_names.read(self._spark, self._table).schema
+        return {field.name.lower(): field.dataType for field in schema.fields}
 
     def _inspect(self, changes: "DataFrame") -> tuple[str, int]:
         """Return the condition that bounds the keys of a batch, so that Delta skips files, and how many changes delete.
@@ -147,15 +169,19 @@ class MergeWriter:
             OptionError: a key or a sequence is null.
         """
         from pyspark.sql import functions as F
+        from pyspark.sql.types import ByteType, DateType, IntegerType, LongType, ShortType, StringType
 
-        of_table = {f.name.lower(): f.dataType for f in table_names.read(self._spark, self._table).schema.fields}
+        of_table = self._types()
         of_batch = {f.name.lower(): f.dataType for f in changes.schema.fields}
-        keys = [F.col(table_names.quoted(key)) for key in self._merge.keys]
-        found = changes.agg(
-            F.count_if(F.col(_IS_DELETED)),
-            F.sum(_UNORDERED),
-            *(each for key in keys for each in (F.count_if(key.isNull()), F.min(key), F.max(key))),
-        ).collect()[0]
+        asked = []
+        for name in self._merge.keys:
+            column, kind = F.col(table_names.quoted(name)), of_batch[name.lower()]
+            # As text: Python's dates have years 1 to 9999 only. Bounds of other types are not asked for that reason.
+            cast = "string" if isinstance(kind, DateType) else kind
+            has_bounds = isinstance(kind, ByteType | ShortType | IntegerType | LongType | DateType | StringType)
+            bounds = [F.min(column).cast(cast), F.max(column).cast(cast)] if has_bounds else [F.lit(None), F.lit(None)]
+            asked += [F.count_if(column.isNull()), *bounds]
+        found = changes.agg(F.count_if(F.col(_IS_DELETED)), F.sum(_UNORDERED), *asked).collect()[0]
         if found[1]:
             raise self._lacks(found[1], str(self._merge.sequence_by), "which orders changes")
         conditions = []
@@ -165,7 +191,8 @@ class MergeWriter:
                 raise self._lacks(nulls, key, "which is a key")
             if of_batch[key.lower()] != of_table.get(key.lower()):
                 continue  # text '9' is above '10', and the table's number is not
-            if (low := _literal(least)) and (high := _literal(most)):
+            is_date = isinstance(of_batch[key.lower()], DateType)
+            if (low := _literal(least, is_date=is_date)) and (high := _literal(most, is_date=is_date)):
                 conditions.append(f"t.{table_names.quoted(key)} BETWEEN {low} AND {high}")
         return " AND ".join(conditions), int(found[0])
 
@@ -221,7 +248,7 @@ class MergeWriter:
 
     # --- deleted keys ----------------------------------------------------------------------------------------------
 
-    def _without_late(self, changes: "DataFrame", deletions: int) -> "DataFrame":
+    def _without_late(self, changes: "DataFrame", deletions: int, table_id: str) -> "DataFrame":
         """Keep the sequences of deletions, and return the changes that are not older than the deletion of their key.
 
         The sequences are kept before the rows are deleted. If the batch runs again, they are the same ones.
@@ -235,33 +262,41 @@ class MergeWriter:
         sequence = table_names.quoted(merge.sequence_by)
         kept = changes.select(*map(table_names.quoted, merge.keys), sequence)
         columns = table_names.sql_columns(kept.schema)
-        self._spark.sql(f"CREATE TABLE IF NOT EXISTS {table} ({columns}, deleted_at TIMESTAMP) USING delta")
+        self._spark.sql(
+            f"CREATE TABLE IF NOT EXISTS {table} ({columns}, deleted_at TIMESTAMP, {_TABLE_ID} STRING) USING delta"
+        )
         if deletions:
-            names = [*map(table_names.quoted, merge.keys), sequence, "deleted_at"]
-            now = changes.where(_IS_DELETED).select(*names[:-1], F.current_timestamp().alias("deleted_at"))
+            names = [*map(table_names.quoted, merge.keys), sequence, "deleted_at", _TABLE_ID]
+            of_table = F.current_timestamp().alias("deleted_at"), F.lit(table_id).alias(_TABLE_ID)
+            now = changes.where(_IS_DELETED).select(*names[:-2], *of_table)
             update = f"UPDATE SET {sequence} = s.{sequence}, deleted_at = s.deleted_at"
             insert = f"INSERT ({', '.join(names)}) VALUES ({', '.join(f's.{name}' for name in names)})"
             clauses = [
                 f"WHEN MATCHED AND s.{sequence} > t.{sequence} THEN {update}",
                 f"WHEN NOT MATCHED THEN {insert}",
             ]
-            self._run(now, table, clauses)
-            self._clean(table)
+            self._run(now, table, clauses, f"t.{_TABLE_ID} = '{table_id}'")
+            self._clean(table, table_id)
         same = [f"c.{key} = d.{key}" for key in map(table_names.quoted, merge.keys)]
         is_late = F.expr(" AND ".join([*same, f"c.{sequence} < d.{sequence}"]))
-        return changes.alias("c").join(table_names.read(self._spark, name).alias("d"), is_late, "left_anti")
+        deletions_kept = table_names.read(self._spark, name).where(F.col(_TABLE_ID) == table_id)
+        return changes.alias("c").join(deletions_kept.alias("d"), is_late, "left_anti")
 
-    def _clean(self, table: str) -> None:
+    def _clean(self, table: str, table_id: str) -> None:
         """Remove sequences of deleted keys after their retention, at most once in CLEAN_EVERY_S."""
-        if time.monotonic() - _cleaned.get(table, -CLEAN_EVERY_S) < CLEAN_EVERY_S:
+        if time.monotonic() - _cleaned.get((table, table_id), -CLEAN_EVERY_S) < CLEAN_EVERY_S:
             return
-        _cleaned[table] = time.monotonic()
+        _cleaned[table, table_id] = time.monotonic()
         seconds = round(self._merge.retention_days * 24 * 3600)
-        self._spark.sql(f"DELETE FROM {table} WHERE deleted_at < current_timestamp() - INTERVAL {seconds} SECONDS")
+        self._spark.sql(
+            f"DELETE FROM {table} WHERE {_TABLE_ID} = '{table_id}' "
+            f"AND deleted_at < current_timestamp() - INTERVAL {seconds} SECONDS"
+        )
 
 
-_cleaned: dict[str, float] = {}
-"""When the sequences of each table were cleaned last, on the monotonic clock."""
+_cleaned: dict[tuple[str, str], float] = {}
+"""By table of deleted keys and id of the table of the rows: when the sequences were cleaned last, on the monotonic
+clock."""
 
 
 @contextlib.contextmanager
@@ -280,14 +315,15 @@ def _settings(spark: "SparkSession", settings: Mapping[str, str]) -> Iterator[No
                 spark.conf.set(key, former)
 
 
-def _literal(value: Any) -> str:
-    """Return a value as it is written in SQL; empty for one that does not bound files."""
-    if isinstance(value, bool):
-        return ""
+def _literal(value: int | str | None, *, is_date: bool) -> str:
+    """Return a value as it is written in SQL; empty for one that does not bound files.
+
+    Args:
+        is_date: whether the value is a date as text.
+    """
     if isinstance(value, int):
         return str(value)
-    if isinstance(value, dt.date) and not isinstance(value, dt.datetime):
-        return f"DATE'{value.isoformat()}'"
-    if isinstance(value, str) and len(value) <= BOUND_CHARS_MAX and value.isprintable() and not {*value} & {*"'\\"}:
-        return f"'{value}'"
-    return ""
+    # Spark replaces ${...} in the text of a statement, also within a literal.
+    if value is None or len(value) > BOUND_CHARS_MAX or not value.isprintable() or {*value} & {*"'\\$"}:
+        return ""
+    return f"DATE'{value}'" if is_date else f"'{value}'"

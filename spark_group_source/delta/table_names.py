@@ -41,7 +41,7 @@ def canonical(table: str | os.PathLike[str]) -> str:
     """Return a table as a path or a name in the catalog. SQL's form delta.`/path` becomes a path.
 
     Raises:
-        OptionError: the text is empty.
+        OptionError: the text is empty, or has a variable that Spark replaces in SQL.
     """
     text = os.fspath(table)
     quoted = re.fullmatch(r"delta\.`(.+)`", text, flags=re.IGNORECASE)
@@ -50,6 +50,8 @@ def canonical(table: str | os.PathLike[str]) -> str:
         text = "./" + text
     if not text.strip():
         raise OptionError("the table is empty: pass a path (it contains a slash) or a table name")
+    if "${" in text:
+        raise OptionError(f"the table is {text!r}: Spark replaces ${{...}} in SQL, so choose a path or name without it")
     return text
 
 
@@ -121,7 +123,8 @@ def sql_columns(schema: "StructType") -> str:
 
 
 def _sql_comment(text: str) -> str:
-    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
+    # Spark replaces ${...} in the text of a statement, also within a literal.
+    escaped = text.replace("\\", "\\\\").replace("'", "\\'").replace("$", "\\u0024")
     return f" COMMENT '{escaped}'" if text else ""
 
 

@@ -357,7 +357,8 @@ class TableWriter:
         else:
             self.warn_of_other_drivers(reason)
             columns = None if self.log is None else native_writer.writable_columns(self.log.opened)
-            committed = self._options.commit(rows, numbers, note, needed=needed, columns=columns)
+            table_id = "" if self.merge is None else self.identity()
+            committed = self._options.commit(rows, numbers, note, needed=needed, columns=columns, table_id=table_id)
         if not committed:
             return None
         if (commit := self._find_commit(history, note)) is not None:
@@ -595,11 +596,18 @@ def open_existing(spark: "SparkSession", table: str) -> TableWriter:
 # --- lost races -------------------------------------------------------------------------------------------------------
 
 
-def retry_races(attempt: Callable[[], _T], *, what: str) -> _T:
+RESTART = (
+    "It is safe to start the query again. If the error returns, too many queries write this table: use longer trigger "
+    "intervals"
+)
+
+
+def retry_races(attempt: Callable[[], _T], *, what: str, remedy: str = RESTART) -> _T:
     """Run ``attempt`` again while it raises :class:`CommitRace`, at most COMMIT_ATTEMPTS_MAX times in all.
 
     Args:
         what: what is committed; it starts log lines and the error.
+        remedy: what to do if every attempt lost its race; it ends the error.
 
     Raises:
         LedgerConflict: every attempt lost its race.
@@ -613,8 +621,7 @@ def retry_races(attempt: Callable[[], _T], *, what: str) -> _T:
             log.info("%s: the table has changed meanwhile (attempt %d of %d)", what, n, COMMIT_ATTEMPTS_MAX)
             threading.Event().wait(random.uniform(0, RACE_WAIT_MAX_S * n / COMMIT_ATTEMPTS_MAX))
     raise LedgerConflict(
-        f"{what} lost to concurrent writers {COMMIT_ATTEMPTS_MAX} times in a row; nothing was written. It is safe to "
-        "start the query again. If the error returns, too many queries write this table: use longer trigger intervals"
+        f"{what} lost to concurrent writers {COMMIT_ATTEMPTS_MAX} times in a row; nothing was written. " + remedy
     ) from last_race
 
 
@@ -722,11 +729,13 @@ class OptionsWriter:
         *,
         needed: bool,
         columns: Sequence[str] | None = None,
+        table_id: str = "",
     ) -> bool:
         """Commit like :meth:`NativeWriter.commit`; but Delta skips a commit whose number is used, without an error.
 
         Args:
             columns: the columns whose values a writer supplies; None: all but those for which Delta refuses them.
+            table_id: the id of the table, which a merge needs.
 
         Raises:
             OptionError: the batch has several groups.
@@ -745,8 +754,8 @@ class OptionsWriter:
         ((app_id, number),) = numbers.items()
         few_tasks = native_writer.allowed_setting(self._spark, SNAPSHOT_PARTITIONS, "2", only_if_unset=True)
         if self._merging is not None and rows is not None:
-            with few_tasks, _races():
-                self._merging.commit(rows, app_id, number, note)
+            with few_tasks, races():
+                self._merging.commit(rows, app_id, number, note, table_id)
             return True
         options: dict[str, str | int | bool] = {
             "txnAppId": app_id,
@@ -771,7 +780,7 @@ class OptionsWriter:
     def _save(self, writer: Any) -> None:
         if self._partition_by:
             writer = writer.partitionBy(*self._partition_by)
-        with _races():
+        with races():
             if table_names.is_path(self._table):
                 writer.save(self._table)
             else:
@@ -787,7 +796,7 @@ class OptionsWriter:
 
 
 @contextlib.contextmanager
-def _races() -> Iterator[None]:
+def races() -> Iterator[None]:
     """Raise CommitRace where Delta reports a concurrent commit."""
     try:
         yield

@@ -2,6 +2,7 @@
 computed from all changes so far. Deliberately absent: Kafka, kills (``tests/crash/test_kill.py``)."""
 
 import json
+import os
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -16,7 +17,9 @@ from sink_helpers import BeforeNextCommit, NewQuery, Query, actions, commits, ne
 from sink_source import offset
 
 from spark_group_source import DeadLetters, DeltaSink, DeltaSinks, Merge, OptionError
+from spark_group_source.delta.ledger_store import read_ledger
 from spark_group_source.delta.merge import MergeWriter
+from spark_group_source.model import TopicPartition
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -248,6 +251,81 @@ def test_a_key_that_is_text_in_the_batch_finds_a_number_in_the_table(query: Quer
     assert [row[:2] for row in rows(table)] == [(n, "y") for n in (9, 10, 250)]
 
 
+def test_a_table_with_auto_compaction_keeps_its_ledger(query: Query, spark: "SparkSession", table: Path) -> None:
+    """Delta compacts the files in a commit of its own, with the settings of the merge before it."""
+    changes = [Change(n, "i", f"n{n}", n) for n in range(6)]
+    auto = "TBLPROPERTIES ('delta.autoOptimize.autoCompact' = 'true')"
+    spark.sql(f"CREATE TABLE delta.`{table}` (id long, name string, lsn long) USING delta {auto}")
+    fewest = "spark.databricks.delta.autoCompact.minNumFiles"
+    spark.conf.set(fewest, "2")
+    try:
+        for number in range(3):
+            sink = query.sink(table, transform=changes_of(changes), merge=PLAIN)
+            query.run(sink, number, batch(number, 2 * number, 2 * number + 2))
+    finally:
+        spark.conf.unset(fewest)
+    noted = {info["operation"] for commit in commits(table) if notes(commit) for info in actions(commit, "commitInfo")}
+    assert noted == {"MERGE", "OPTIMIZE"}, "otherwise this proves nothing"
+    assert rows(table) == by_offset(changes)
+    ledger = read_ledger(spark, str(table), "etl")
+    assert ledger is not None and ledger.offsets == {TopicPartition("orders", 0): 6}
+
+
+def test_changes_whose_sequence_is_text_are_ordered_as_the_tables_numbers(
+    query: Query, spark: "SparkSession", table: Path
+) -> None:
+    changes = [Change(A, "i", f"a{n}", n) for n in (9, 10, 11, 8)]
+    spark.sql(f"CREATE TABLE delta.`{table}` (id long, name string, lsn long) USING delta")
+
+    def as_text(df: "DataFrame") -> "DataFrame":
+        return changes_of(changes)(df).withColumn("lsn", F.col("lsn").cast("string"))
+
+    sink = query.sink(table, transform=as_text, merge=Merge(["id"], sequence_by="lsn", without=PLAIN.without))
+    for number, (start, end) in enumerate([(0, 2), (2, 4)]):
+        query.run(sink, number, batch(number, start, end))
+        assert rows(table) == by_lsn(changes[:end])
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "DATE'+10000-01-01'",
+        "CAST('-0001-01-01' AS DATE)",
+        "TIMESTAMP'9999-12-31 23:59:59Z' + INTERVAL 1 DAY",
+        "concat('${env:', 'HOME}')",
+    ],
+)
+def test_a_key_may_have_any_value(query: Query, spark: "SparkSession", table: Path, key: str) -> None:
+    """Also dates that Python does not have, and text that Spark replaces in a statement."""
+
+    def parse(df: "DataFrame") -> "DataFrame":
+        return df.selectExpr("offset", f"{key} AS id", "value")
+
+    sink = query.sink(table, transform=parse, merge=Merge(["id"], without=["offset"]))
+    for number in range(2):
+        query.run(sink, number, batch(number, number, number + 1))
+    found = spark.read.format("delta").load(str(table))
+    assert [row[0] for row in found.select("value").collect()] == ["orders-0@1"]
+    parameters = [
+        info.get("operationParameters") for commit in commits(table) for info in actions(commit, "commitInfo")
+    ]
+    assert os.environ["HOME"] not in json.dumps(parameters)
+
+
+def test_tables_share_a_table_of_deleted_keys(query: Query, tmp_path: Path) -> None:
+    """Of two tables with one key, a deletion in one does not hold up changes of the other."""
+    changes = [Change(A, "i", "a", 1), Change(A, "d", "", 100), Change(A, "u", "b", 50)]
+    by = Merge(
+        ["id"], delete_when="op = 'd'", sequence_by="lsn", deleted=str(tmp_path / "deleted"), without=PLAIN.without
+    )
+    sinks = DeltaSinks(
+        lambda topic: query.sink(tmp_path / topic, transform=changes_of(changes), merge=by), checkpoint=str(query.root)
+    )
+    query.run(sinks, 0, offset(0, {("gone", 0): (0, 2)}))
+    query.run(sinks, 1, offset(1, {("kept", 0): (2, 3), ("gone", 0): (2, 3)}))
+    assert (rows(tmp_path / "gone"), rows(tmp_path / "kept")) == ([], [(A, "b", 50)])
+
+
 def test_a_null_key_is_refused_or_a_bad_record(query: Query, table: Path, tmp_path: Path) -> None:
     changes = [Change(None, "i", "x", 1), *HISTORY]
     sink = query.sink(table, transform=changes_of(changes), merge=PLAIN)
@@ -285,6 +363,22 @@ def test_a_deletion_is_asked_only_what_its_key_answers(query: Query, table: Path
     query.run(sink, 0, batch(0, 0, 4))
     assert rows(table) == by_offset(changes[:3])
     assert [row[2] for row in rows(tmp_path / "bad")] == [3]
+
+
+def test_a_sequence_may_have_a_dot(query: Query, spark: "SparkSession", table: Path) -> None:
+    mapped = "TBLPROPERTIES ('delta.columnMapping.mode' = 'name')"
+    spark.sql(f"CREATE TABLE delta.`{table}` (id long, `source.lsn` long) USING delta {mapped}")
+
+    def dotted(df: "DataFrame") -> "DataFrame":
+        return df.selectExpr("offset", "1L AS id", "offset AS `source.lsn`")
+
+    query.run(
+        query.sink(table, transform=dotted, merge=Merge(["id"], sequence_by="source.lsn", without=["offset"])),
+        0,
+        batch(0, 0, 4),
+    )
+    found = spark.read.format("delta").load(str(table)).collect()
+    assert [tuple(row) for row in found] == [(1, 3)]
 
 
 def test_a_key_may_have_a_dot(query: Query, table: Path, tmp_path: Path) -> None:

@@ -817,3 +817,9 @@ def test_setting_of_the_user_is_kept() -> None:
     with session_setting(session, "k", "2", only_if_unset=True):
         assert session.conf.get("k", None) == "7"
     assert session.conf.get("k", None) == "7"
+
+
+@pytest.mark.parametrize("table", ["/lake/${env:HOME}", "delta.`/lake/${spark.app.name}`", "sales.${env:HOME}"])
+def test_a_table_with_a_variable_of_sql_in_its_name_is_refused(table: str) -> None:
+    with pytest.raises(OptionError, match=r"Spark replaces \$\{\.\.\.\} in SQL"):
+        DeltaSink(table)
