@@ -217,16 +217,15 @@ class DeadLetters:
         """Return what is known of the bad records of one table."""
         return self._of_tables.setdefault(table_id, TableLetters())
 
-    def count(self, table: TableWriter, rows: int, bad: int, examples: str) -> None:
-        """Count the rows of a batch.
+    def require_few(self, table: TableWriter, rows: int, bad: int, examples: str) -> None:
+        """Require that few rows are bad with those of a batch, which are not counted yet.
 
         Raises:
             BadRecords: too many are bad.
         """
         known = self.of_table(table.identity())
         counted, all_bad = known.counted + rows, known.bad + bad
-        is_share = counted >= self.min_rows
-        if is_share and all_bad > self.max_fraction * counted:
+        if counted >= self.min_rows and all_bad > self.max_fraction * counted:
             raise BadRecords(
                 f"{all_bad} of the last {counted} rows for table {table.table} are bad, more than max_fraction="
                 f"{self.max_fraction:g} of them. Nothing of this batch was written. The first ones: "
@@ -236,7 +235,12 @@ class DeadLetters:
                 rows=counted,
                 bad=all_bad,
             )
-        known.counted, known.bad = (0, 0) if is_share else (counted, all_bad)
+
+    def count(self, table: TableWriter, rows: int, bad: int) -> None:
+        """Count the rows of a batch."""
+        known = self.of_table(table.identity())
+        counted, all_bad = known.counted + rows, known.bad + bad
+        known.counted, known.bad = (0, 0) if counted >= self.min_rows else (counted, all_bad)
 
 
 class LetterRange(NamedTuple):
@@ -334,13 +338,15 @@ class LetterBox:
         flagged = self._kept = kept(frame)
         ((counted, bad),) = flagged.agg(F.count(F.lit(1)), F.count(_RULE)).collect()
         if not bad:
-            self.letters.count(self.table, counted, 0, "")
+            self.letters.require_few(self.table, counted, 0, "")
+            self.letters.count(self.table, counted, 0)
             return self.letters.table_rows(flagged.drop(_RULE))
         found = bad_records(flagged, rules, bad, self.table.table)
         examples = examples_of(found)
-        self.letters.count(self.table, counted, bad, examples)
+        self.letters.require_few(self.table, counted, bad, examples)
         self._require_planned(found)
         self._commit(history, source, found)
+        self.letters.count(self.table, counted, bad)
         self.written += len(found)
         log.warning(
             "table %s: %d of %d rows of batch %d are bad, and their records are in table %s: %s",
@@ -496,7 +502,7 @@ def flag(letters: DeadLetters, table: TableWriter, rows: "DataFrame") -> "tuple[
     rules = [] if error is None else [Rule(_TRANSFORM, error, f"{table_names.quoted(error)} IS NULL")]
     for name, cast in casts.items():
         value = table_names.quoted(name)
-        rules.append(Rule("CAST", name, f"{value} IS NULL OR coalesce({cast.is_same}, false)"))
+        rules.append(Rule("CAST", cast.column, f"{value} IS NULL OR coalesce({cast.is_same}, false)"))
     first = F.coalesce(*_violated(rules, 0), F.lit(None).cast("int"))
     typed = rows.withColumns({_RULE: first, **{name: F.expr(cast.text) for name, cast in casts.items()}})
     others = [Rule("RULE", name, text) for name, text in letters.rules.items()] + _constraints(table, typed)
@@ -542,7 +548,7 @@ def bad_records(flagged: "DataFrame", rules: Sequence[Rule], bad: int, table: st
             bad=bad,
         )
     errors = [rule.name for rule in rules if rule.error_class == _TRANSFORM]
-    text = F.substring(F.col(errors[0]).cast("string"), 1, ERROR_CHARS_MAX) if errors else F.lit("")
+    text = F.substring(F.col(table_names.quoted(errors[0])).cast("string"), 1, ERROR_CHARS_MAX) if errors else F.lit("")
     bad_rows = flagged.where(F.col(_RULE).isNotNull())
     rows = bad_rows.select(*_RECORD, _RULE, F.coalesce(text, F.lit("")).alias("text")).collect()
     found = sorted(tuple(row) for row in rows if None not in row)
@@ -560,6 +566,8 @@ def examples_of(found: "Mapping[Record, Rule]") -> str:
 
 
 class _Cast(NamedTuple):
+    column: str
+    """The table's name of the column."""
     text: str
     """The value with the table's type, in SQL; null if it has none."""
     is_same: str
@@ -567,33 +575,35 @@ class _Cast(NamedTuple):
 
 
 def _casts(table: TableWriter, rows: "DataFrame") -> dict[str, _Cast]:
-    """Return the columns whose types differ from the table's. Nested types are Delta's to refuse.
+    """Return the columns of the rows whose types differ from the table's. Nested types are Delta's to refuse.
 
     Numbers are compared with whole and decimal ones: 1.9 is no INT. A DOUBLE is rounded to a FLOAT, as it is by Delta.
     """
-    types = {field.name: field.dataType.simpleString() for field in rows.schema.fields}
-    of_table = {field.name: field.dataType.simpleString() for field in table.schema().fields if field.name in types}
+    # Delta compares names without their case.
+    types = {field.name.lower(): (field.name, field.dataType.simpleString()) for field in rows.schema.fields}
     casts = {}
-    for name, kind in of_table.items():
-        if kind != types[name] and "<" not in kind + types[name]:
+    for field in table.schema().fields:
+        kind = field.dataType.simpleString()
+        name, former = types.get(field.name.lower(), (field.name, kind))
+        if kind != former and "<" not in kind + former:
             value = table_names.quoted(name)
             text = f"try_cast({value} AS {kind})"
-            of_kind, of_value = (each.partition("(")[0] for each in (kind, types[name]))
+            of_kind, of_value = (each.partition("(")[0] for each in (kind, former))
             is_exact = of_kind in _EXACT and of_value in _EXACT | {"float", "double"}
             # Cast back, as Spark compares a FLOAT and a DECIMAL as doubles, and 1.1 is another one in each.
-            is_same = f"try_cast({text} AS {types[name]}) = {value}" if is_exact else f"{text} IS NOT NULL"
-            casts[name] = _Cast(text, is_same)
+            is_same = f"try_cast({text} AS {former}) = {value}" if is_exact else f"{text} IS NOT NULL"
+            casts[name] = _Cast(field.name, text, is_same)
     return casts
 
 
 def _constraints(table: TableWriter, rows: "DataFrame") -> list[Rule]:
     """Return the constraints of a table on columns that these rows have. One on others is Delta's to check: their
     values may be generated."""
-    columns = set(rows.columns)
+    columns = {name.lower(): name for name in rows.columns}  # Delta compares names without their case
     rules = [
-        Rule("NOT_NULL", field.name, f"{table_names.quoted(field.name)} IS NOT NULL")
+        Rule("NOT_NULL", field.name, f"{table_names.quoted(columns[field.name.lower()])} IS NOT NULL")
         for field in table.schema().fields
-        if field.name in columns and not field.nullable
+        if field.name.lower() in columns and not field.nullable
     ]
     for key, text in sorted(table.properties().items()):
         if key.startswith(_CHECK) and _is_known(rows, text):
@@ -712,18 +722,31 @@ class LetterReplay:
     def _release(self, numbers: "Set[int]") -> None:
         """Take these numbers from their records, so that they are replayed again."""
         if numbers:
-            self.own.warn_of_other_drivers("a replay updates it")
-            self.table.spark.sql(
+            self._update(
                 f"UPDATE {table_names.sql_name(self.own.table)} SET replay = NULL "
                 f"WHERE table_id = '{self.table.identity()}' AND replay IN ({', '.join(map(str, sorted(numbers)))})"
             )
+
+    def _update(self, statement: str) -> None:
+        """Run a statement that changes the dead-letter table."""
+        self.own.warn_of_other_drivers("a replay updates it")
+
+        def attempt() -> None:
+            with table_writer.races():
+                self.table.spark.sql(statement).collect()
+
+        table_writer.retry_races(
+            attempt,
+            what=f"a replay's update of table {self.letters.table}",
+            remedy="Stop the queries that write bad records to it, or wait until they are idle, and run the replay "
+            "again: it first finishes what it began",
+        )
 
     def _claim(self, letters: "DataFrame", topic_id: str, number: int) -> bool:
         """Give records that are good now a number. Returns whether there are any."""
         from pyspark.sql import functions as F
 
         spark = self.table.spark
-        self.own.warn_of_other_drivers("a replay updates it")
         with self._flagged(letters) as (flagged, _):
             bad = flagged.where(F.col(_RULE).isNotNull()).select(*_RECORD).distinct()
             good = flagged.select(*_RECORD).distinct().join(bad, _RECORD, "left_anti")
@@ -732,12 +755,14 @@ class LetterReplay:
             view = f"replay_{uuid.uuid4().hex}"
             _frame(spark, records, _RECORD).createOrReplaceTempView(view)
             same = " AND ".join(f"t.{name} = r.{name}" for name in _RECORD)
-            spark.sql(
-                f"MERGE INTO {table_names.sql_name(self.own.table)} t USING {view} r ON {same} AND t.replay IS NULL "
-                f"AND t.table_id = '{self.table.identity()}' AND t.topic_id = '{topic_id}' "
-                f"WHEN MATCHED THEN UPDATE SET replay = {number}L"
-            ).collect()
-            spark.catalog.dropTempView(view)
+            try:
+                self._update(
+                    f"MERGE INTO {table_names.sql_name(self.own.table)} t USING {view} r ON {same} "
+                    f"AND t.replay IS NULL AND t.table_id = '{self.table.identity()}' AND t.topic_id = '{topic_id}' "
+                    f"WHEN MATCHED THEN UPDATE SET replay = {number}L"
+                )
+            finally:
+                spark.catalog.dropTempView(view)
         return bool(records)
 
     def _write(self, all_letters: "DataFrame", number: int, done: Ledger) -> int:

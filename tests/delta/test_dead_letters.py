@@ -8,8 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pyarrow as pa
 import pytest
-from deltalake import DeltaTable
+from deltalake import DeltaTable, write_deltalake
 from pyspark.sql import functions as F
 from sink_helpers import BeforeNextCommit, NewQuery, Query, actions, commits, next_offsets, one, records, rows
 from sink_source import offset
@@ -23,7 +24,7 @@ from spark_group_source.delta.dead_letters import LetterBox
 from spark_group_source.delta.ledger_format import Ledger
 from spark_group_source.delta.ledger_store import set_ledger
 from spark_group_source.delta.sink import BatchCommit, DeltaSink
-from spark_group_source.delta.table_history import LedgerExpired, TableHistory
+from spark_group_source.delta.table_history import CommitRace, LedgerExpired, TableHistory
 from spark_group_source.delta.verification import verify
 from spark_group_source.errors import OptionError
 from spark_group_source.model import TopicPartition
@@ -229,6 +230,36 @@ def test_rows_against_a_constraint_or_a_type_of_the_table_are_bad(
     ]
 
 
+def test_columns_are_those_of_the_table_whatever_their_case(
+    query: Query, new_sink: NewSink, tmp_path: Path, bad: Path
+) -> None:
+    strict = tmp_path / "strict"
+    query.spark.sql(
+        f"CREATE TABLE delta.`{strict}` (topic string, partition int, offset long, size int, name string NOT NULL) "
+        "USING delta"
+    )
+
+    def change(df: "DataFrame") -> "DataFrame":
+        size, name = "IF(offset = 1, 'many', '5') AS SIZE", "IF(offset = 2, NULL, 'x') AS NAME"
+        return df.selectExpr("topic", "partition", "offset", size, name)
+
+    query.run(new_sink("true", to=strict, transform=change), 0, offset(0, one(0, 4)))
+    assert offsets(strict) == [0, 3]
+    assert errors(bad) == [
+        (1, "CAST", "size: `SIZE` IS NULL OR coalesce(try_cast(`SIZE` AS int) IS NOT NULL, false)"),
+        (2, "NOT_NULL", "name: `NAME` IS NOT NULL"),
+    ]
+
+
+def test_column_of_errors_may_have_a_dot(query: Query, table: Path, bad: Path) -> None:
+    def change(df: "DataFrame") -> "DataFrame":
+        return df.withColumn("decode.error", F.when(F.col("offset") == 1, "broken"))
+
+    letters = DeadLetters(bad, error="decode.error", max_fraction=LOOSE)
+    query.run(query.sink(table, transform=change, dead_letters=letters), 0, offset(0, one(0, 3)))
+    assert (offsets(table), errors(bad)) == ([0, 2], [(1, "TRANSFORM", "decode.error: broken")])
+
+
 @pytest.mark.parametrize(
     ("kind", "value", "good"),
     [
@@ -271,6 +302,22 @@ def test_too_many_bad_records_end_the_query_before_anything_is_written(
     assert (offsets(table), offsets(bad)) == ([0, 2], [1, 3])
     query.run(new_sink(fraction=0.6, min_rows=6), 1, offset(1, one(4, 8)))
     assert (offsets(table), offsets(bad)) == ([0, 2, 4, 6], [1, 3, 5, 7])
+
+
+def test_rows_of_a_batch_are_counted_once_if_its_commit_loses_a_race(
+    query: Query, new_sink: NewSink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sink, commit, races = new_sink(fraction=0.5, min_rows=6), LetterBox._commit, [CommitRace("lost")]
+
+    def lose(self: LetterBox, *args: Any) -> None:
+        if races:
+            raise races.pop()
+        commit(self, *args)
+
+    monkeypatch.setattr(LetterBox, "_commit", lose)
+    query.run(sink, 0, offset(0, one(0, 4)))
+    assert sink.dead_letters is not None
+    assert [(known.counted, known.bad) for known in sink.dead_letters._of_tables.values()] == [(4, 2)]
 
 
 def test_batch_with_more_bad_rows_than_a_sink_takes_is_not_written_and_a_replay_takes_several_commits(
@@ -422,6 +469,30 @@ def test_G4_replay_writes_its_records_where_the_number_of_the_last_one_is_unknow
 
 def interrupted(self: object, *args: object) -> None:
     raise KeyboardInterrupt
+
+
+def test_replay_begins_again_if_bad_records_are_written_meanwhile(
+    query: Query, new_sink: NewSink, table: Path, bad: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Delta refuses an update of a table to which another commit added rows since it was read."""
+    query.run(new_sink(), 0, offset(0, one(0, 6)))
+    others = DeltaTable(bad).to_pyarrow_table().slice(0, 1)
+    others = others.set_column(others.schema.get_field_index("table_id"), "table_id", pa.array(["another"]))
+    begun, frame = tmp_path / "begun", dead_letters._frame
+
+    def overtaken(*args: Any) -> "DataFrame":
+        def append_once(at: Any) -> Any:
+            if not begun.exists():
+                begun.touch()
+                write_deltalake(bad, others, mode="append")
+            return at
+
+        append_once.__annotations__.clear()  # PySpark takes them for those of a pandas function
+        return frame(*args).withColumn("offset", F.udf(append_once, "long")("offset"))
+
+    monkeypatch.setattr(dead_letters, "_frame", overtaken)
+    assert new_sink("true", transform=as_text).replay(query.spark) == 3
+    assert begun.exists() and offsets(table) == [0, 1, 2, 3, 4, 5]
 
 
 def test_replay_ends_although_the_transform_hides_or_drops_records(
