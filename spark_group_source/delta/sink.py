@@ -40,7 +40,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
-from types import FunctionType, MappingProxyType
+from types import CellType, FunctionType, MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from spark_group_source import command_line, compatibility
@@ -268,15 +268,21 @@ class DeltaSink:
                 run_files.mark_void(offset.stream, offset.seq, ledger.reset_number)
         return durable
 
+    def release(self, planned: PlannedBatch) -> None:
+        """Let the run write a batch again, which this sink has written, because another sink's table failed."""
+        release_write(self._runs[planned.query_id][1], planned)
+
     def replay(self, spark: "SparkSession") -> int:
         """Write the records of the dead-letter table that are good by today's ``transform`` and rules into the table,
-        each once, also if it is interrupted and called again. The query may run meanwhile; call it in one process.
+        each once, also if it is interrupted and called again. Call it in one process. The query may run meanwhile; one
+        that writes bad records in each batch may have to be stopped.
 
         Returns:
             How many records were written.
 
         Raises:
             OptionError: the sink has no ``dead_letters``, the table does not exist, or the session has no Delta Lake.
+            LedgerConflict: the query wrote bad records during each attempt to update their table.
         """
         table = self.new_writer(spark)
         if self.dead_letters is None:
@@ -370,10 +376,36 @@ class DeltaSink:
 def _content(transform: object) -> object:
     """Return what makes two transforms the same, such as those that a function of the topic makes anew."""
     if isinstance(transform, partial):
-        return _content(transform.func), transform.args, transform.keywords
-    if not isinstance(transform, FunctionType):
+        values, names = transform.args, transform.keywords
+        code = _content(transform.func)
+    elif isinstance(transform, FunctionType):
+        cells = [cell for cell in transform.__closure__ or () if cell != _EMPTY]
+        values = (*(transform.__defaults__ or ()), *(cell.cell_contents for cell in cells))
+        names, code = transform.__kwdefaults__ or {}, transform.__code__
+    else:
         return transform
-    return transform.__code__, transform.__defaults__, transform.__kwdefaults__, transform.__closure__
+    return code, [_Value(value) for value in values], {name: _Value(value) for name, value in names.items()}
+
+
+_EMPTY = CellType()
+"""That of a variable without a value."""
+
+
+class _Value:
+    """A value of a transform. It is the same as an equal one; a value that cannot be compared, such as a Column, is the
+    same as itself only."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Value):
+            return False
+        with suppress(Exception):
+            return self.value is other.value or bool(self.value == other.value)
+        return False
 
 
 def report(
@@ -870,6 +902,14 @@ def guarded_write(table_id: str, table: str, planned: PlannedBatch) -> Iterator[
         with _lock:
             del writes[table_id]
         raise
+
+
+def release_write(table_id: str, planned: PlannedBatch) -> None:
+    """Let a run write a batch to a table again, because another table of it failed; what has the batch is left out."""
+    with _lock:
+        run_id, writes = _runs.get(planned.query_id, ("", {}))
+        if run_id == planned.run_id:
+            writes.pop(table_id, None)
 
 
 def _writes_of_run(planned: PlannedBatch) -> dict[str, TableWrite]:

@@ -162,8 +162,9 @@ class DeltaSinks:
             )
         with self._divided(df, planned) as (parts, rows):
             if self._is_by_function:  # their parts end with that of others
-                durable_in = write_side_by_side(spark, parts[:-1], rows[:-1])
-                durable_in += write_side_by_side(spark, parts[-1:], rows[-1:])
+                named = write_side_by_side(spark, parts[:-1], rows[:-1])
+                with _released_on_failure(parts[:-1]):
+                    durable_in = named + write_side_by_side(spark, parts[-1:], rows[-1:])
             else:
                 durable_in = write_side_by_side(spark, parts, rows)
         void = {
@@ -428,7 +429,19 @@ def write_side_by_side(
         _threads.submit(write, part, df) for part, df in zip(parts, rows, strict=True)
     ]
     wait(running)
-    return [each.result() for each in running]
+    with _released_on_failure([part for part, each in zip(parts, running, strict=True) if each.exception() is None]):
+        return [each.result() for each in running]
+
+
+@contextmanager
+def _released_on_failure(parts: Sequence[TablePart]) -> Iterator[None]:
+    """Let the run write the batch again to tables that have it, if another one fails: their ledgers leave it out."""
+    try:
+        yield
+    except BaseException:
+        for part in parts:
+            part.sink.release(part.planned)
+        raise
 
 
 def _write(part: TablePart, df: "DataFrame") -> tuple[StreamOffset, ...]:

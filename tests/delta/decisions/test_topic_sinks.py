@@ -277,6 +277,29 @@ def test_a_function_may_make_the_same_transform_for_each_topic(query: Query, lak
     assert made_of(1).settings() == made_of(1).settings() != made_of(2).settings()
 
 
+class Column:
+    """Like Spark's: a comparison returns no truth value."""
+
+    def __eq__(self, other: object) -> Any:
+        return Column()
+
+    def __bool__(self) -> bool:
+        raise ValueError("cannot convert column into bool")
+
+    __hash__ = object.__hash__
+
+
+def test_values_of_a_transform_that_cannot_be_compared_are_the_same_as_themselves() -> None:
+    def made_of(value: Any) -> DeltaSink:
+        return DeltaSink("/lake/all", transform=lambda df: df.withColumn("more", value))
+
+    column = Column()
+    sinks = DeltaSinks({"orders": made_of(column), "clicks": made_of(column)})
+    assert len(sinks._by_table) == 1
+    with pytest.raises(OptionError, match="with different transform"):
+        DeltaSinks({"orders": made_of(column), "clicks": made_of(Column())})
+
+
 def test_a_function_that_names_one_table_in_two_ways_is_refused(query: Query, lake: Path) -> None:
     sinks = DeltaSinks(lambda topic: query.sink(lake / "all", persist=topic == "orders"), checkpoint=str(query.root))
     with pytest.raises(OptionError, match="with different persist"):

@@ -1,23 +1,27 @@
 """The write guard: what a second sink, or a second query, may write to a table."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from shutil import rmtree
 from types import SimpleNamespace
+from typing import Any
 
+import pyarrow.compute as pc
 import pytest
 from kafka_helpers import await_until
 from kit.frames import Frame, Session
-from sink_helpers import NewQuery, Query, commits, next_offsets, one, records, rows
+from sink_helpers import NewQuery, Query, commits, created_table, next_offsets, one, records, rows
 from sink_source import offset
 
 from spark_group_source.delta import checkpoint, table_names, table_writer
-from spark_group_source.delta.checkpoint import QUERY_ID, RUN_ID
+from spark_group_source.delta.checkpoint import QUERY_ID, RUN_ID, PlannedBatch
 from spark_group_source.delta.ledger_store import set_ledger
 from spark_group_source.delta.sink import DeltaSink, _finished
 from spark_group_source.delta.table_history import TableHistory
 from spark_group_source.delta.table_writer import TableWriter
+from spark_group_source.delta.topic_sinks import DeltaSinks, TablePart
 from spark_group_source.errors import LedgerConflict, OptionError
 from spark_group_source.host import run_files
 from spark_group_source.protocol.offsets import BatchKey, StreamOffset
@@ -104,6 +108,41 @@ def test_a_failed_write_may_be_repeated_in_the_same_batch(query: Query, table: P
         query.run(sink, 0, offset(0, one(0, 10)))
     query.run(sink, 0, offset(0, one(0, 10)))
     assert rows(table) == records(0, 10)
+
+
+@pytest.mark.parametrize("by", [None, "kind"])
+def test_a_batch_that_failed_for_one_of_several_tables_may_be_repeated(
+    query: Query, tmp_path: Path, enter: Enter, monkeypatch: pytest.MonkeyPatch, by: str | None
+) -> None:
+    """The tables that have it leave it out. A batch that all tables have is refused a second time."""
+    fails = [RuntimeError("once")]
+
+    def transform(df: Frame) -> Frame:
+        if fails:
+            raise fails.pop()
+        return df
+
+    a, b = query.sink(tmp_path / "a"), query.sink(created_table(query.spark, tmp_path), transform=transform)
+    if by is None:
+        sinks = DeltaSinks({"a": a, "b": b}, checkpoint=str(query.root))
+    else:
+        sinks = DeltaSinks({"a": a}.get, by=by, others=b, checkpoint=str(query.root))
+
+        @contextmanager
+        def divided(self: DeltaSinks, df: Frame, planned: PlannedBatch) -> Iterator[Any]:
+            by_topic = [Frame(df.sparkSession, df.rows.filter(pc.equal(df.rows["topic"], topic))) for topic in "ab"]
+            yield [TablePart(a, ("a",), planned), TablePart(b, (None,), planned)], by_topic
+
+        monkeypatch.setattr(DeltaSinks, "_divided", divided)
+    enter(query, "only")
+    batch = offset(0, {("a", 0): (0, 5), ("b", 0): (0, 5)})
+    with pytest.raises(RuntimeError, match="once"):
+        query.run(sinks, 0, batch)
+    query.run(sinks, 0, batch)
+    assert rows(tmp_path / "a") == records(0, 5, topic="a")
+    assert rows(tmp_path / "table") == records(0, 5, topic="b")
+    with pytest.raises(OptionError, match="a second time in one run"):
+        query.run(sinks, 0, batch)
 
 
 def test_a_batch_that_a_function_writes_is_durable_when_spark_has_finished_it(
