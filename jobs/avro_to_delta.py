@@ -9,8 +9,9 @@ Runs in: the user's driver. Deliberately absent: security settings of the broker
         --registry https://registry:8081 --table /lake/orders --bad /lake/orders_bad --checkpoint /lake/_chk/orders
 
 A user and a password of the registry are read from ``REGISTRY_USER`` (``NAME:PASSWORD``). New fields of the subject's
-latest schema become columns. Without ``--interval`` the job reads what is there and ends. With ``--replay``
-it writes the bad records that are good now, and ends.
+latest schema become columns. docs/decode.md has Java options that bound what a broken record allocates.
+Without ``--interval`` the job reads what is there and ends. With ``--replay`` it writes the bad records that are good
+now, and ends.
 """
 
 import argparse

@@ -11,8 +11,8 @@ Runs in: the user's driver. Deliberately absent: security settings of the broker
 
 Keys of deleted rows are kept in the table TABLE_deleted, so that a change that comes late does not bring them back, and
 changes that cannot be merged are in TABLE_bad. For changes in Avro give ``--registry`` instead of ``--schema``, and add
-the jar of ``spark-avro``; a user and a password of the registry are read from ``REGISTRY_USER`` (``NAME:PASSWORD``).
-Without ``--interval`` the job reads what is there and ends.
+the jar of ``spark-avro`` and the Java options of docs/decode.md; a user and a password of the registry are read from
+``REGISTRY_USER`` (``NAME:PASSWORD``). Without ``--interval`` the job reads what is there and ends.
 """
 
 import argparse

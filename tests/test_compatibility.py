@@ -216,7 +216,18 @@ def test_a_session_of_a_spark_without_a_delta_release_has_no_settings_of_delta(
     assert [record.message.partition(":")[0] for record in caplog.records] == [
         "Delta Lake has no release for the installed Spark"
     ]
-    assert local_spark_settings(tmp_path, avro=True) == settings | {"spark.jars": "/avro.jar"}
+    of_driver, of_executor = "spark.driver.extraJavaOptions", "spark.executor.extraJavaOptions"
+    assert local_spark_settings(tmp_path, avro=True) == settings | {
+        "spark.jars": "/avro.jar",
+        of_driver: f"{settings[of_driver]} {conf.AVRO_LIMITS}",
+        of_executor: conf.AVRO_LIMITS,
+    }
+
+
+def test_the_document_has_the_limits_of_avro() -> None:
+    text = (Path(__file__).parents[1] / "docs" / "decode.md").read_text()
+    for name in ("driver", "executor"):
+        assert re.search(rf"^spark\.{name}\.extraJavaOptions +{re.escape(conf.AVRO_LIMITS)}$", text, re.MULTILINE)
 
 
 def test_options_of_the_jvm_may_contain_spaces(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

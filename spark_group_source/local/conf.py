@@ -20,6 +20,14 @@ DELTA_SETTINGS: Final = {
     "spark.sql.catalog.spark_catalog": "org.apache.spark.sql.delta.catalog.DeltaCatalog",
 }
 
+AVRO_LIMITS: Final = (
+    "-Dorg.apache.avro.limits.string.maxLength=67108864 "
+    "-Dorg.apache.avro.limits.bytes.maxLength=67108864 "
+    "-Dorg.apache.avro.limits.collectionItems.maxLength=10000000"
+)
+"""Java options that bound what Avro allocates for one value. It trusts the lengths in a value: without them a broken
+record of 20 bytes takes 2 GB, and ends the executor."""
+
 _PACKAGE = Path(__file__).resolve().parent.parent
 
 
@@ -125,7 +133,7 @@ def local_spark_settings(scratch: str | Path, *, avro: bool = False) -> dict[str
 
     Args:
         scratch: an existing directory for the warehouse and temporary files.
-        avro: whether the session has Spark's functions for Avro, too, which ``decode.avro`` needs.
+        avro: whether the session has Spark's functions for Avro, too, which ``decode.avro`` needs, and AVRO_LIMITS.
 
     Raises:
         SetupError: jars cannot be downloaded.
@@ -136,10 +144,12 @@ def local_spark_settings(scratch: str | Path, *, avro: bool = False) -> dict[str
         read_conf("spark-defaults.conf")
         | delta
         | ({"spark.jars": jars} if jars else {})
+        | ({"spark.executor.extraJavaOptions": AVRO_LIMITS} if avro else {})
         | {
             # Also the temporary directory: a killed JVM would leave files in /tmp. Quoted, as paths may contain spaces.
             "spark.driver.extraJavaOptions": (
                 f'"-Dlog4j2.configurationFile={conf_path("log4j2.properties")}" "-Djava.io.tmpdir={scratch}"'
+                + (f" {AVRO_LIMITS}" if avro else "")
             ),
             "spark.sql.warehouse.dir": str(Path(scratch) / "warehouse"),
             "spark.pyspark.python": sys.executable,

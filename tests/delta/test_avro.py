@@ -123,6 +123,18 @@ def test_a_record_that_cannot_be_decoded_has_no_value_and_the_reason(
     ]
 
 
+@pytest.mark.parametrize("kind", ["string", "bytes", {"type": "array", "items": "long"}])
+def test_a_record_that_claims_two_billion_bytes_cannot_be_decoded(
+    spark: "SparkSession", serialize: Serialize, registry: decode.Registry, kind: Any
+) -> None:
+    """Avro allocates a length before it reads what has it; without its limits that ends the JVM."""
+    empty: dict[str, Any] = {"string": "", "bytes": b""}
+    good = serialize(record({"name": "content", "type": kind}), {"content": empty.get(str(kind), [])})
+    two_billion = bytes([0x80, 0xD0, 0xAC, 0xF3, 0x0E])
+    found = decoded(frame(spark, [good[:5] + two_billion + b"x" * 10]), registry)
+    assert found == [(None, "the reader schema cannot read the value with schema id 1")]
+
+
 def test_the_reason_of_a_column_decoded_before_stays(
     spark: "SparkSession", serialize: Serialize, registry: decode.Registry
 ) -> None:
