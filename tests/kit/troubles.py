@@ -40,7 +40,7 @@ LEADERLESS_MS = (2_000, 15_000, 60_000, 200_000)
 CALM_LEADERLESS_MS = 45_000
 """How long such a partition waits while nothing else happens: no call may wait with it."""
 LEADERLESS_EVERY_MS = (3_000, 20_000)
-FORGOTTEN_SHARE = 0.2
+FORGOTTEN_SHARE = 0.08
 """Share of the histories in which the transaction coordinator forgets ids: they have expired, or its log is lost."""
 FORGOTTEN_EVERY_MS = (5_000, 40_000)
 ELECTIONS_SHARE = 0.3
@@ -116,7 +116,7 @@ class Troubles:
         if draws.chance(DENIED_SHARE):
             self.world.at(draws.between(*DENIED_FROM_MS), lambda: self._deny(draws))
 
-        draws = self.world.draws("trouble: transactional ids")
+        draws = self.world.draws("trouble: ids")
         if draws.chance(FORGOTTEN_SHARE):
             self.world.at(draws.between(*FORGOTTEN_EVERY_MS), lambda: self._forget_ids(draws))
 
