@@ -85,8 +85,18 @@ ENDED = ['{"orders":{"0":3}}']
         ({0: ENDED}, [0, 1], CheckpointMismatch, "has commits/1 and no offsets/1"),
         ({0: ["0"]}, [0], OptionError, "has no position of Spark's Kafka connector: it has 1 other sources"),
         ({0: ["{}"]}, [0], OptionError, "the query has read no partition yet"),
-        ({0: ['{"group":"etl","v":1}']}, [0], OptionError, "is the checkpoint of a kafka-group query"),
-        ({0: ['{"group":"my etl","v":1}']}, [0], OptionError, "--group 'my etl' --to-checkpoint /.* --execute`"),
+        (
+            {0: ['{"group":"etl","seq":0,"stream":"s","v":1}']},
+            [0],
+            OptionError,
+            "is the checkpoint of a kafka-group query",
+        ),
+        (
+            {0: ['{"group":"my etl","seq":0,"stream":"s","v":1}']},
+            [0],
+            OptionError,
+            "--group 'my etl' --to-checkpoint /.* --execute`",
+        ),
         ({0: ['{"group":"etl","v']}, [0], CheckpointMismatch, "the offset of its kafka-group source is damaged"),
     ],
 )
