@@ -65,6 +65,7 @@ class _Commands(TyperGroup):
     """Shows the message of an error instead of a traceback."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        common.replace_unprintable()
         for word in args:
             try:
                 word.encode()
@@ -174,7 +175,7 @@ def broker_start(
     from spark_group_source.local import background as local_broker
 
     topics = local_broker.parse_topics(topic or [])
-    with console.status("starting Kafka ..."):
+    with common.progress_console.status("starting Kafka ..."):
         state = local_broker.start(port=port, data_dir=data_dir)
         local_broker.create_topics(state.bootstrap_servers, topics)
     typer.echo(json.dumps(asdict(state), indent=2) if as_json else state.bootstrap_servers)
@@ -264,14 +265,16 @@ def drain(
     Without --checkpoint: the queries of this host. With --checkpoint: the query of that checkpoint on any host, if it
     uses DeltaSink and has written a batch.
     """
-    with console.status("waiting for the batch in flight ..."):
-        if checkpoint is None:
+    waiting = common.progress_console.status("waiting for the batch in flight ...")
+    if checkpoint is None:
+        with waiting:
             count = run_files.drain(group, timeout_s=timeout_s)
-        else:
-            from spark_group_source.delta import checkpoint_status
+    else:
+        from spark_group_source.delta import checkpoint_status
 
-            with common.checkpoint_files(checkpoint) as (files, root):
-                count = checkpoint_status.drain(checkpoint_status.StatusFiles(files, root), group, timeout_s=timeout_s)
+        # The checkpoint first: releases of rich before 14.1 show only one status at a time.
+        with common.checkpoint_files(checkpoint) as (files, root), waiting:
+            count = checkpoint_status.drain(checkpoint_status.StatusFiles(files, root), group, timeout_s=timeout_s)
     if as_json:
         typer.echo(json.dumps({"group": group, "drained": count}))
     else:

@@ -3,10 +3,12 @@
 Runs in: a terminal. Deliberately absent: the commands.
 """
 
+import io
 import logging
 import os
 import re
 import signal
+import sys
 import tempfile
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
+from rich.console import Console, ConsoleDimensions
 from rich.table import Table
 from rich.text import Text
 
@@ -34,8 +36,32 @@ if TYPE_CHECKING:
 FINAL, USAGE, RETRIABLE = 1, 2, 75
 """Exit codes of errors: a retry cannot help, the options are wrong, a retry can help (EX_TEMPFAIL of sysexits.h)."""
 
-console = Console(markup=False, emoji=False)
+COLUMNS_IN_FILES = 10_000
+"""The width of output that is no terminal's: a program that reads it would find ids that are folded or shortened."""
+
+
+class _Output(Console):
+    @property
+    def size(self) -> ConsoleDimensions:
+        found = super().size
+        is_given = self._width is not None or "COLUMNS" in os.environ
+        return found if self.is_terminal or is_given else ConsoleDimensions(COLUMNS_IN_FILES, found.height)
+
+    @size.setter
+    def size(self, new: tuple[int, int]) -> None:
+        self._width, self._height = new
+
+
+console = _Output(markup=False, emoji=False)
 """Prints names of groups and tables as they are, also such as ``etl[a]`` or ``shop:fire:1``."""
+progress_console = Console(markup=False, emoji=False, stderr=True)
+"""Shows what a command waits for: not on stdout, which may be read by a program."""
+
+
+def replace_unprintable() -> None:
+    """Let stdout print a question mark for a character that its encoding lacks. By default Python raises an error."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
 
 
 class UsageError(OptionError):
@@ -206,9 +232,10 @@ def session(wanted: bool, *, avro: bool = False) -> "Iterator[SparkSession | Non
     from spark_group_source.local.conf import local_spark_settings
 
     logging.getLogger("py4j").setLevel(logging.ERROR)
-    with tempfile.TemporaryDirectory(prefix="spark-group-") as scratch, console.status("starting Spark ..."):
-        builder = SparkSession.builder.master("local[1]").appName("spark-group")
-        spark = builder.config(map={**local_spark_settings(scratch, avro=avro)}).getOrCreate()
+    with tempfile.TemporaryDirectory(prefix="spark-group-") as scratch:
+        with progress_console.status("starting Spark ..."):
+            builder = SparkSession.builder.master("local[1]").appName("spark-group")
+            spark = builder.config(map={**local_spark_settings(scratch, avro=avro)}).getOrCreate()
         try:
             yield spark
         finally:

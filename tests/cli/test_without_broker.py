@@ -1,6 +1,7 @@
 """Arguments and output of commands without a broker: durations, topics, states, CSV files, exit codes."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -8,9 +9,12 @@ from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from deltalake.exceptions import DeltaError
+from pyspark.sql import SparkSession
+from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from spark_group_source.cli import common, functions, ledger, offsets
@@ -28,10 +32,11 @@ from spark_group_source.cli.reset import (
     scope_of,
 )
 from spark_group_source.cli.run import exit_code_of
-from spark_group_source.delta import verification
+from spark_group_source.delta import checkpoint_status, verification
 from spark_group_source.delta.verification import Finding
 from spark_group_source.errors import AccessDenied, BrokerUnavailable, GroupError, OptionError, SourceError
 from spark_group_source.kafka import CommittedOffset, GroupDescription, ListedGroup
+from spark_group_source.local import conf
 from spark_group_source.model import EARLIEST, LATEST, StartAt, TopicPartition
 
 CLI_S = 600
@@ -487,6 +492,41 @@ def test_groups_are_described_during_a_transaction_and_without_one_that_does_not
     assert (shown.exit_code, shown.stderr) == (code, f"error: {type(error).__name__}: {error}\n")
     named = CliRunner().invoke(app, ["describe", "--bootstrap-servers", NO_BROKER, "--group", "silent"])
     assert (named.exit_code, named.stdout) == (code, "")
+
+
+def output_of(words: list[str], **env: str) -> "subprocess.CompletedProcess[bytes]":
+    """Run Python with its output in a pipe, where nothing says how wide it is."""
+    given = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "FORCE_COLOR")} | env
+    return subprocess.run([sys.executable, *words], capture_output=True, timeout=CLI_S, check=False, env=given)
+
+
+def test_output_in_a_pipe_folds_no_id() -> None:
+    code = "from spark_group_source.cli.common import *; console.print(table_of('id', rows=[('x' * 300,)]))"
+    assert b"x" * 300 in output_of(["-c", code]).stdout
+    assert b"x" * 300 not in output_of(["-c", code], COLUMNS="90").stdout
+
+
+def test_output_with_characters_that_its_encoding_lacks_is_printed() -> None:
+    done = output_of(["-m", "spark_group_source", "describe", "--help"], PYTHONIOENCODING="latin-1")
+    assert done.returncode == 0 and b"host:port, ?" in done.stdout, done.stderr
+
+
+def test_json_of_a_drain_is_alone_on_stdout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although a terminal's spinner is forced, as in many CI systems; and one spinner at a time."""
+    monkeypatch.setattr(common, "progress_console", Console(stderr=True, force_terminal=True))
+    monkeypatch.setattr(common, "console", Console(force_terminal=True))
+    monkeypatch.setattr(conf, "local_spark_settings", lambda *_, **__: {})
+    monkeypatch.setattr(SparkSession, "builder", MagicMock())
+    depth: list[int] = []
+
+    def drain(*_: object, **__: object) -> int:
+        # Older releases of rich have no such list, and refuse a second spinner themselves.
+        depth.append(len(getattr(common.progress_console, "_live_stack", [1])))
+        return 1
+
+    monkeypatch.setattr(checkpoint_status, "drain", drain)
+    shown = CliRunner().invoke(app, ["drain", "--group", "etl", "--checkpoint", "s3a://bucket/chk", "--json"])
+    assert (json.loads(shown.stdout), depth) == ({"group": "etl", "drained": 1}, [1]), shown.output
 
 
 def test_broker_commands_print_json(monkeypatch: pytest.MonkeyPatch) -> None:
