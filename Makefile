@@ -84,7 +84,6 @@ $(LOCAL): pyproject.toml | tools
 	@touch $@
 
 clean:
-	@if [ -x $(BIN)/spark-group ]; then $(BIN)/spark-group broker stop; fi
 	@rm -rf $(VENV) .stamps .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
 	@rm -rf spark-warehouse metastore_db derby.log
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

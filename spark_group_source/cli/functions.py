@@ -104,7 +104,7 @@ def _destination(to: Any) -> Destination:
     if isinstance(to, datetime):
         if to.tzinfo is None:
             raise OptionError(f"to={to!r} has no time zone; add one, such as datetime.UTC")
-        return StartAt("time", int(to.timestamp() * 1000))
+        return StartAt("time", resetting.ms_of(to, f"to={to!r}"))
     if isinstance(to, int) and to >= 0:
         return StartAt("offset", to)
     if to not in WORDS:

@@ -769,7 +769,15 @@ def _moment_ms(text: str) -> int:
         raise common.UsageError(f"--to-datetime is {text!r}; it must look like 2026-01-31T12:00:00+00:00") from None
     if moment.tzinfo is None:
         raise common.UsageError(f"--to-datetime {text!r} has no time zone; add one, such as +00:00")
-    return int(moment.timestamp() * 1000)
+    return ms_of(moment, f"--to-datetime {text}")
+
+
+def ms_of(moment: datetime, given: str) -> int:
+    """A time in milliseconds since 1970. Raises UsageError for an earlier one: to Kafka some negative numbers are
+    positions, such as -1 for the end."""
+    if (found := int(moment.timestamp() * 1000)) < 0:
+        raise common.UsageError(f"{given} is before 1970; Kafka has no records of that time. For the first: earliest")
+    return found
 
 
 def duration_ms(text: str) -> int:

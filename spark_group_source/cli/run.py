@@ -178,6 +178,8 @@ def run(
             query = rows.writeStream.foreachBatch(sink).option("checkpointLocation", checkpoint)
             _stop_on_signals()
             _follow(query.queryName(group).trigger(**timing))
+    except typer.BadParameter:  # wrong options, with the exit code for them
+        raise
     except Exception as exc:
         if ASKED_TO_STOP.is_set():  # the JVM received the signal, too, and ends at once
             _log_signal(group)

@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -154,17 +155,27 @@ def record(broker: Broker) -> TextIO:
     return file
 
 
+TOPIC_NAME = re.compile(r"[a-zA-Z0-9._-]{1,249}")
+"""What Kafka allows, except for ``.`` and ``..`` (``Topic`` of Kafka)."""
+
+
 def parse_topics(texts: Sequence[str]) -> dict[str, int]:
     """Parse ``["orders:6", "audit"]`` as ``{"orders": 6, "audit": 1}``.
 
     Raises:
-        OptionError: the part after the colon is no number of partitions.
+        OptionError: Kafka does not allow the name, or the part after the colon is no number of partitions.
     """
     topics: dict[str, int] = {}
     for text in texts:
         name, _, count = text.partition(":")
         if not name or (count and not (count.isdecimal() and int(count) > 0)) or text.endswith(":"):
             raise OptionError(f"--topic {text!r} must be NAME or NAME:PARTITIONS, for example orders:6", topic=text)
+        if not TOPIC_NAME.fullmatch(name) or name in (".", ".."):
+            raise OptionError(
+                f"--topic {text!r}: Kafka does not allow the name {name!r}. A name has up to 249 ASCII letters, "
+                "digits, dots, underscores and hyphens",
+                topic=text,
+            )
         topics[name] = int(count or 1)
     return topics
 

@@ -136,6 +136,7 @@ def test_a_named_offset_may_be_in_an_open_transaction() -> None:
         ({"orders": {0: 5, 1: -1001}}, "to has -1001 for orders-1; it must be an offset"),
         ({"orders": {0: "5"}}, "to has '5' for orders-0; it must be an offset"),
         (datetime.fromisoformat("2026-01-31T12:00:00"), "has no time zone"),
+        (datetime.fromisoformat("1969-12-31T23:59:59.999+00:00"), "is before 1970"),
     ],
 )
 def test_a_wrong_position_is_refused_before_any_request_to_table_and_brokers(to: Any, why: str) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
+import typer
 from deltalake.exceptions import DeltaError
 from pyspark.sql import SparkSession
 from rich.console import Console
@@ -19,6 +20,7 @@ from typer.testing import CliRunner, Result
 
 from spark_group_source.cli import common, functions, ledger, offsets
 from spark_group_source.cli import reset as resetting
+from spark_group_source.cli import run as running
 from spark_group_source.cli.app import EXIT_CODES, app
 from spark_group_source.cli.common import FINAL, RETRIABLE, USAGE
 from spark_group_source.cli.reset import (
@@ -292,6 +294,18 @@ def test_exit_code_of_a_run_is_that_of_the_error_which_spark_wraps(error: Except
     assert exit_code_of(error) == code
 
 
+def test_options_that_only_the_session_shows_to_be_wrong_exit_2(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise typer.BadParameter("this Spark session cannot write Delta tables")
+
+    monkeypatch.setattr(running, "_session", lambda _: MagicMock())
+    monkeypatch.setattr(running, "_check_delta", refuse)
+    monkeypatch.setattr(running, "_log_to_stderr", lambda _: None)
+    words = "--group g --topics t --table /no/table --checkpoint /no/checkpoint"
+    shown = CliRunner().invoke(app, ["run", "--bootstrap-servers", NO_BROKER, *words.split()])
+    assert shown.exit_code == USAGE and "cannot write Delta tables" in shown.stderr, shown.output
+
+
 class JavaError(Exception):
     """An exception of the JVM as py4j raises it."""
 
@@ -411,6 +425,7 @@ def test_unreachable_brokers_give_one_line_and_a_retriable_exit_code() -> None:
                 (["--to-latest", "--batch", "3"], "--batch needs --to-checkpoint"),
                 (["--to-datetime", "yesterday"], "must look like 2026-01-31T12:00:00"),
                 (["--to-datetime", "2026-01-31T12:00:00"], "has no time zone"),
+                (["--to-datetime", "1969-12-31T23:59:59.999+00:00"], "1969-12-31T23:59:59.999+00:00 is before 1970"),
                 (["--to-offsets", "latest"], "must be JSON"),
                 (["--to-offsets", "{"], "--to-offsets: "),
                 (["--to-latest", "--execute", "--dry-run"], "--execute and --dry-run contradict"),

@@ -249,6 +249,9 @@ def test_invalid_topic_option_of_broker_is_refused(text: str) -> None:
     assert local_broker.parse_topics(["a", "b:3"]) == {"a": 1, "b": 3}
     with pytest.raises(OptionError, match="NAME:PARTITIONS"):
         local_broker.parse_topics([text])
+    for name in ("or ders", "..", "x" * 250, "bestellungen-ü"):  # before a broker is started
+        with pytest.raises(OptionError, match="Kafka does not allow the name"):
+            local_broker.parse_topics([f"{name}:3"])
 
 
 # --- Java and the jars ------------------------------------------------------------------------------------------------
