@@ -100,8 +100,6 @@ class Plan:
     @property
     def problems(self) -> list[str]:
         """Why the run would fail."""
-        if not self.topics:
-            return [f"no topic matches the pattern {self.options.topic_pattern}"]
         deleted = self.deleted if self.options.fail_on_data_loss else ()
         lost = [f"topic {name} was read and does not exist: the run ends with TopicMissing" for name in deleted]
         found = (start.problem(self.options) for start in self.starts)
@@ -122,10 +120,12 @@ class Plan:
         more = [f"and {len(names) - SHOWN_MAX} more"] if len(names) > SHOWN_MAX else []
         members = f"{len(self.group.members)} members" if self.group.members else "no members"
         missing = sorted(set(self.options.topics) - self.topics.keys())
+        pattern = None if self.topics else self.options.topic_pattern
         facts = {
             "group": f"{self.options.group_id} at {self.options.bootstrap_servers}: {members}",
             "topics": ", ".join(names[:SHOWN_MAX] + more) or "none",
             **({"missing": f"{', '.join(missing)}: read when they are created"} if missing else {}),
+            **({"pattern": f"no topic matches {pattern}: read when they are created"} if pattern else {}),
             "checkpoint": self.checkpoint,
             "starts": ", ".join(starts) or "nowhere",
             "to read": f"{left:,} offsets",
@@ -152,7 +152,6 @@ def plan(options: Options, files: CheckpointFiles, root: str) -> Plan:
         root: the query's ``checkpointLocation``.
 
     Raises:
-        TopicMissing: none of the topics exists.
         BrokerUnavailable, AccessDenied: by the brokers.
         CheckpointMismatch, OptionError: the checkpoint is not one of this group, or the starting options do not name
             the topics' partitions.
@@ -163,7 +162,7 @@ def plan(options: Options, files: CheckpointFiles, root: str) -> Plan:
         if by_pattern:
             topics = admin.matching_topics(options.is_subscribed)
         else:
-            topics = admin.existing_topics(options.topics) or admin.require_topics(options.topics)
+            topics = admin.existing_topics(options.topics)
         last = read_last_batch(files, root, options.group_id)
         known = () if last is None else last.offset.known
         return Plan(
