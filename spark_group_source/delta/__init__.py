@@ -3,12 +3,13 @@
 Runs in: the user's driver, the command line. Deliberately absent: Kafka, members, the stream reader's code.
 """
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame
+    from pyspark.sql import DataFrame, SparkSession
 
 Writer = Literal["auto", "native", "options"]
 """Who commits to a table: ``deltalake``, Delta Lake, or the one that :class:`table_writer.TableWriter` chooses."""
@@ -33,3 +34,15 @@ def persisted(rows: "DataFrame") -> "Iterator[DataFrame]":
         yield found
     finally:
         found.unpersist()
+
+
+def constant_rows(spark: "SparkSession", rows: Iterable[Mapping[str, object]], columns: str) -> "DataFrame":
+    """Return these rows as a constant, so that no Python worker has to create them.
+
+    Args:
+        columns: their names and types, as in ``STRUCT<...>``.
+    """
+    from pyspark.sql import functions as F
+
+    each = F.explode(F.from_json(F.lit(json.dumps(list(rows))), f"array<struct<{columns}>>"))
+    return spark.range(1).select(each.alias("r")).select("r.*")

@@ -9,7 +9,6 @@ table's constraints have changed: each record is in one of the two tables. The c
 ``SetTransaction`` numbers of their own, so of two writers one commits first and the other decides again.
 """
 
-import json
 import logging
 import os
 import uuid
@@ -18,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from spark_group_source.delta import kept, persisted, table_names, table_writer
+from spark_group_source.delta import constant_rows, kept, persisted, table_names, table_writer
 from spark_group_source.delta.checkpoint import PlannedBatch
 from spark_group_source.delta.ledger_format import APP_PREFIX, Ledger
 from spark_group_source.delta.table_history import LedgerExpired, LogFiles, TableHistory, note_of
@@ -623,12 +622,9 @@ def _is_known(rows: "DataFrame", expression: str) -> bool:
 
 
 def _frame(spark: "SparkSession", rows: Iterable[Sequence[object]], names: Sequence[str]) -> "DataFrame":
-    """Return rows of a dead-letter table's columns; as a constant, so that no Python worker has to create them."""
-    from pyspark.sql import functions as F
-
-    text = json.dumps([dict(zip(names, row, strict=True)) for row in rows])
-    kind = f"array<struct<{', '.join(f'{name}: {COLUMNS[name]}' for name in names)}>>"
-    return spark.range(1).select(F.explode(F.from_json(F.lit(text), kind)).alias("r")).select("r.*")
+    """Return rows of a dead-letter table's columns."""
+    columns = ", ".join(f"{name}: {COLUMNS[name]}" for name in names)
+    return constant_rows(spark, (dict(zip(names, row, strict=True)) for row in rows), columns)
 
 
 def _without_records(rows: "DataFrame", records: "Iterable[Record]") -> "DataFrame":

@@ -29,7 +29,6 @@ returns. A function that calls sinks may write to further tables after that; so 
 noted it in the commit log of the checkpoint (:class:`FinishedBatches`).
 """
 
-import json
 import logging
 import os
 import sys
@@ -47,6 +46,7 @@ from spark_group_source import command_line, compatibility
 from spark_group_source.delta import (
     Writer,
     checkpoint_status,
+    constant_rows,
     ledger_decision,
     ledger_transfer,
     persisted,
@@ -847,11 +847,9 @@ def without_ranges(df: "DataFrame", drop: Sequence[OffsetRange], table: str) -> 
             table=table,
         )
     # A join, not a chain of conditions: there may be thousands of ranges. Rows with a null topic stay.
-    text = json.dumps([{"t": r.tp.topic, "p": r.tp.partition, "a": r.start, "b": r.end} for r in drop])
-    each = F.explode(F.from_json(F.lit(text), "array<struct<t string, p int, a bigint, b bigint>>"))
-    ranges = (
-        df.sparkSession.range(1).select(each.alias("r")).select(*(F.col(f"r.{c}").alias(f"_drop_{c}") for c in "tpab"))
-    )
+    left_out = [dict(zip("tpab", (*r.tp, r.start, r.end), strict=True)) for r in drop]
+    found = constant_rows(df.sparkSession, left_out, "t string, p int, a bigint, b bigint")
+    ranges = found.select(*(F.col(c).alias(f"_drop_{c}") for c in "tpab"))
     is_dropped = (
         (F.col("topic") == F.col("_drop_t"))
         & (F.col("partition") == F.col("_drop_p"))
