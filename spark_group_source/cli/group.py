@@ -107,7 +107,7 @@ def describe(
         raise common.UsageError("give either --group (repeatable) or --all-groups")
     if checkpoint is not None and len(group or []) != 1:
         raise common.UsageError("--checkpoint belongs to one query: give exactly one --group with it")
-    asked = offsets or not (members or state) or as_json
+    with_offsets = not state or offsets or members or as_json  # the line above any other table has the lag
     with common.admin_of(bootstrap_servers, group[0] if group else "-", command_config) as admin:
         names = list(dict.fromkeys(group or [one.group for one in admin.groups()]))
         ledgers = {}
@@ -130,7 +130,7 @@ def describe(
         for name in names:
             reported = elsewhere if name == names[0] else []
             try:
-                one = report.read_group(admin, name, ledgers.get(name), offsets=asked, elsewhere=reported)
+                one = report.read_group(admin, name, ledgers.get(name), offsets=with_offsets, elsewhere=reported)
             except GroupError as exc:
                 if not all_groups:
                     raise

@@ -544,6 +544,15 @@ def test_json_of_a_drain_is_alone_on_stdout(tmp_path: Path, monkeypatch: pytest.
     assert (json.loads(shown.stdout), depth) == ({"group": "etl", "drained": 1}, [1]), shown.output
 
 
+@pytest.mark.parametrize("views", [["--members"], ["--offsets"], []])
+def test_the_lag_of_a_group_is_that_of_its_offsets_in_every_view(
+    views: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(common, "admin_of", lambda *_: nullcontext(ThreeGroups()))
+    shown = CliRunner().invoke(app, ["describe", "--bootstrap-servers", NO_BROKER, "--group", "one", *views])
+    assert "0 members, lag 6" in shown.stdout, shown
+
+
 def test_broker_commands_print_json(monkeypatch: pytest.MonkeyPatch) -> None:
     from spark_group_source.local import background
 
