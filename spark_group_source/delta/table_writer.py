@@ -225,6 +225,11 @@ class TableWriter:
             return StructType.fromJson(json.loads(source.opened.schema().to_json()))
         return table_names.read(self.spark, self.table).schema
 
+    def lacking(self, rows: "DataFrame") -> list[str]:
+        """Return the columns of the rows that the table lacks. Delta does not distinguish upper and lower case."""
+        known = {field.name.lower() for field in self.schema().fields}
+        return [field.name for field in rows.schema.fields if field.name.lower() not in known]
+
     def history(self) -> TableHistory:
         """Return the newest version of the table and its commits; version -1 if the table no longer exists."""
         version = None if self.log is None else self.log.newest()
@@ -344,6 +349,8 @@ class TableWriter:
                 fails so that it cannot be read, either.
         """
         reason = self.reason_not_native(rows)
+        if reason is not None and rows is not None:
+            self._refuse_new_columns(rows)
         if reason is None:
             assert self.log is not None
             self._native = self._native or NativeWriter(self.spark, self.log)
@@ -368,6 +375,19 @@ class TableWriter:
         if reason is not None and not any(app_id.startswith(APP_PREFIX) for app_id in numbers):
             return None  # notes without a ledger are not read; if Delta skipped the number, the batch is there
         raise CommitRace(f"another commit has the number {dict(numbers)}")
+
+    def _refuse_new_columns(self, rows: "DataFrame") -> None:
+        """Refuse rows with new columns without ``merge_schema``; a merge does so itself. Delta's own error names
+        options of its writer, which a sink does not have."""
+        if self.merge_schema or self.merge is not None or not (new := self.lacking(rows)):
+            return
+        raise OptionError(
+            f"table {self.table} lacks the columns {', '.join(new)} of the batch, and merge_schema is False. Nothing "
+            "was written. To add them, set merge_schema=True (spark-group run: --merge-schema); otherwise leave them "
+            "out in the transform",
+            table=self.table,
+            columns=new,
+        )
 
     def _find_commit(self, history: TableHistory, note: str) -> Commit | None:
         """Return the commit with this note that is newer than a version of the table; None if there is none."""

@@ -261,7 +261,7 @@ def test_new_columns_are_refused_unless_merged_and_wrong_types_always(query: Que
 
     query.run(query.sink(table), 0, offset(0, one(0, 1)))
     wider: Callable[[DataFrame], DataFrame] = lambda df: df.withColumn("more", F.lit("m"))  # noqa: E731
-    with pytest.raises(AnalysisException, match="schema mismatch"):
+    with pytest.raises(OptionError, match="lacks the columns more of the batch, and merge_schema is False"):
         query.run(query.sink(table, transform=wider), 1, offset(1, one(1, 2)))
     assert len(commits(table)) == 2
     assert next_offsets(table) == {("orders", 0): 1}

@@ -681,7 +681,7 @@ def test_of_two_queries_whose_batches_overlap_one_decides_again_after_columns_we
 def test_new_columns_are_refused_without_merge_schema_and_a_missing_partition_column_always(
     query: Query, table: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(OptionError, match="natively: the table lacks its column more, and merge_schema is False"):
+    with pytest.raises(OptionError, match="lacks the columns more of the batch, and merge_schema is False"):
         query.run(query.sink(table, writer="native", transform=with_more), 0, offset(0, one(0, 2)))
     assert len(commits(table)) == 1
     parted = tmp_path / "parted"
