@@ -18,9 +18,9 @@ import typer
 from spark_group_source import command_line
 from spark_group_source.cli import common, reset
 from spark_group_source.cli.common import ConfigOption, GroupOption, JsonOption, ServersOption, TableOption, console
-from spark_group_source.cli.report import DEAD, missing_group
+from spark_group_source.cli.report import DEAD, group_with_members, members_text, missing_group
 from spark_group_source.cli.reset import Scope, TopicsOption, in_scope, partitions_of, scope_of
-from spark_group_source.errors import CheckpointMismatch, GroupError, OptionError
+from spark_group_source.errors import CheckpointMismatch, OptionError
 from spark_group_source.kafka import GroupAdmin
 from spark_group_source.model import TopicPartition
 from spark_group_source.options.starting import EARLIEST_OFFSET
@@ -232,10 +232,10 @@ def _starting_offsets(admin: GroupAdmin, group: str, table: str | None, scope: S
     """``startingOffsets`` of every partition of the group's topics."""
     described = admin.describe_group(group)
     if described.members:
-        raise GroupError(
-            f"group {group!r} has {len(described.members)} members, so its offsets still change. Drain its queries "
-            f"(`{command_line.spark_group('drain', (), group)}`), stop them, and run this command again",
-            group=group,
+        raise group_with_members(
+            group,
+            f"has {members_text(len(described.members))}, so its offsets may still change",
+            f"Drain its queries (`{command_line.spark_group('drain', (), group)}`), stop them",
         )
     committed = admin.committed(group)
     ledger = None

@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from spark_group_source import command_line
-from spark_group_source.cli.common import cells, table_of
+from spark_group_source.cli.common import RETRIABLE, cells, table_of
 from spark_group_source.errors import GroupError
 from spark_group_source.host import run_files
 from spark_group_source.kafka import GroupAdmin, GroupDescription, GroupMember
@@ -121,6 +121,27 @@ def missing_group(admin: GroupAdmin, group: str, then: str = "") -> GroupError:
         f"deleted, or its offsets expired; {then}",
         group=group,
     )
+
+
+def group_with_members(group: str, has_members: str, stop: str) -> GroupError:
+    """The error of a command that needs a group without members: they leave, so a retry can help.
+
+    Args:
+        has_members: what they are in the way of, as "has 2 members, ...".
+        stop: how they are stopped, as the beginning of a sentence.
+    """
+    exc = GroupError(
+        f"group {group!r} {has_members}. {stop}, and run this command again: the memberships of a stopped continuous "
+        "query end within its session timeout (45 s by default)",
+        group=group,
+    )
+    exc.exit_code = RETRIABLE  # type: ignore[attr-defined]
+    return exc
+
+
+def members_text(count: int) -> str:
+    """``1 member`` or ``2 members``."""
+    return f"{count} member{'' if count == 1 else 's'}"
 
 
 def no_group(group: str) -> GroupReport:

@@ -40,7 +40,7 @@ from spark_group_source.cli.common import (
     console,
     table_of,
 )
-from spark_group_source.cli.report import DEAD, missing_group
+from spark_group_source.cli.report import DEAD, group_with_members, members_text, missing_group
 from spark_group_source.delta import table_names
 from spark_group_source.delta.ledger_format import Ledger, LedgerDamaged
 from spark_group_source.errors import GroupError, OptionError
@@ -431,8 +431,8 @@ def reset(
             failure; empty: the command names the offsets. (A relative position would move the group twice.)
 
     Raises:
-        GroupError: the group has members; stop them first. If Kafka may have moved offsets before any failure, a note
-            of the exception has the command that completes the reset.
+        GroupError: the group has members; stop them first, and retry. If Kafka may have moved offsets before any
+            failure, a note of the exception has the command that completes the reset.
         OptionError: there is nothing to move, or rows of the table were replaced meanwhile.
         LedgerConflict: the table's ledger is of a newer release.
     """
@@ -513,10 +513,11 @@ def _require_movable(admin: GroupAdmin, group: str, targets: Mapping[TopicPartit
         raise OptionError(f"group {group!r} has no offsets to move; name the topics with --topic")
     described = admin.describe_group(group)
     if described.members or described.state in ACTIVE:
-        raise GroupError(
-            f"group {group!r} is {described.state} with {len(described.members)} members: Kafka moves offsets only of "
-            "an inactive group. Stop its queries and consumers, and wait for their session timeout",
-            group=group,
+        members = members_text(len(described.members))
+        raise group_with_members(
+            group,
+            f"is {described.state} with {members}: Kafka moves offsets only of an inactive group",
+            "Stop its queries and consumers",
         )
 
 
@@ -634,6 +635,9 @@ def reset_command(
         console.print(done)
     if new:
         typer.echo(f"group {group} does not exist yet; the reset creates it", err=export)
+    elif table is None and any(one.now is None or one.then < one.now for one in done.moves):
+        text = "if a DeltaSink writes this group's records to a table, add --table, or its next batch is refused"
+        typer.echo(text, err=export)
     text = f"moved {len(done.moves)} partitions of group {group}; this is its reset #{done.number}"
     typer.echo(text if execute else "nothing was changed; add --execute to do it", err=export)
 

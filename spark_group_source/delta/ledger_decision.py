@@ -243,7 +243,8 @@ def decide(
             before = catch_up(before, other, offset)
         comparison = compare(offset, before)
         if comparison.refused:
-            raise _refused_partitions(table, offset.group, comparison.refused)
+            resets = before.reset_number, offset.reset_number
+            raise _refused_partitions(table, offset.group, comparison.refused, resets)
         if comparison.void and offset.stream in before.void:
             raise _unknown_reset(table, offset, before.reset_number, batch_id)
         current[offset.group] = comparison.ledger
@@ -307,8 +308,14 @@ def _other_batch_of_this_number(
     )
 
 
-def _refused_partitions(table: str, group: str, refused: Sequence[RefusedPartition]) -> LedgerConflict:
-    """The group was moved back below the ledger; or its committed offsets were lost and the batch starts above it."""
+def _refused_partitions(
+    table: str, group: str, refused: Sequence[RefusedPartition], resets: tuple[int, int]
+) -> LedgerConflict:
+    """The group was moved back below the ledger; or its committed offsets were lost and the batch starts above it.
+
+    Args:
+        resets: the numbers of the newest resets that the ledger and the batch know.
+    """
     above = [r for r in refused if r.start > r.recorded]
     shown = above or refused
     start = "starts at" if above else "committed offset"
@@ -323,8 +330,11 @@ def _refused_partitions(table: str, group: str, refused: Sequence[RefusedPartiti
         )
         purpose, to = "leave them out", "--to-further"  # other partitions may be behind the ledger
     else:
+        cause = "a foreign commit"
+        if resets[0] < resets[1]:
+            cause = f"reset #{resets[1]}, which was run without --table {table}, or a foreign commit after it,"
         why = (
-            f"a foreign commit put group {group!r} below the ledger of table {table}: {listed}. The records in between "
+            f"{cause} put group {group!r} below the ledger of table {table}: {listed}. The records in between "
             "would be written twice"
         )
         purpose, to = "write them again, and continue at the offsets in Kafka", "--to-current"

@@ -21,6 +21,7 @@ from scenes import Scene, Shown
 from streams import Job, OtherMember, numbered, planned, readers_below, remove_entry
 
 from spark_group_source import DeltaSink, compatibility
+from spark_group_source.cli.common import RETRIABLE
 from spark_group_source.delta import ledger_store
 from spark_group_source.delta.checkpoint import positions, spark_files
 from spark_group_source.delta.ledger_store import read_ledger
@@ -107,6 +108,7 @@ def test_reset_creates_a_group(scene: Scene) -> None:
     scene.produce(name, numbered(0, 4))
     shown = scene.of_group("reset", "--topic", name, "--to-latest", "--execute")
     assert f"group {scene.group} does not exist yet; the reset creates it" in shown.output
+    assert "--table" not in shown.output, "no table has a ledger of it"
     assert scene.committed() == {TopicPartition(name, 0): 5}
 
 
@@ -186,8 +188,9 @@ def test_reset_is_refused_while_the_group_has_members(scene: Scene) -> None:
     name = scene.topic()
     with OtherMember(scene.servers, scene.group, [name]) as other:
         await_until(lambda: other.partitions, what="its partitions")
-        line = refused(scene.of_group("reset", "--to-latest", "--topic", name, "--execute"))
-        assert f"group '{scene.group}' is stable with 1 members: Kafka moves offsets only" in line
+        shown = scene.of_group("reset", "--to-latest", "--topic", name, "--execute")
+        assert shown.code == RETRIABLE, shown.output
+        assert f"group '{scene.group}' is stable with 1 member: Kafka moves offsets only" in shown.output
         assert scene.committed() == {}
 
 

@@ -37,7 +37,7 @@ from spark_group_source.cli.run import exit_code_of
 from spark_group_source.delta import checkpoint_status, verification
 from spark_group_source.delta.verification import Finding
 from spark_group_source.errors import AccessDenied, BrokerUnavailable, GroupError, OptionError, SourceError
-from spark_group_source.kafka import CommittedOffset, GroupDescription, ListedGroup
+from spark_group_source.kafka import CommittedOffset, GroupDescription, GroupMember, ListedGroup
 from spark_group_source.local import conf
 from spark_group_source.model import EARLIEST, LATEST, StartAt, TopicPartition
 
@@ -542,6 +542,23 @@ def test_json_of_a_drain_is_alone_on_stdout(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(checkpoint_status, "drain", drain)
     shown = CliRunner().invoke(app, ["drain", "--group", "etl", "--checkpoint", "s3a://bucket/chk", "--json"])
     assert (json.loads(shown.stdout), depth) == ({"group": "etl", "drained": 1}, [1]), shown.output
+
+
+@pytest.mark.parametrize("command", [["migrate", "--to-checkpoint"], ["reset", "--to-latest", "--execute"]])
+def test_a_command_that_needs_a_group_without_members_can_be_retried_until_their_session_timeout(
+    command: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    member = GroupMember("etl.abc.0", "etl.abc.0", "spark", "10.0.0.1", (P0,))
+    admin = SimpleNamespace(
+        connection=("--bootstrap-servers", NO_BROKER),
+        describe_group=lambda _: GroupDescription("stable", "classic", "range", (member,)),
+        committed=lambda *_, **__: {P0: CommittedOffset(5, "")},
+        latest=lambda tps, **_: dict.fromkeys(tps, 9),
+    )
+    monkeypatch.setattr(common, "admin_of", lambda *_: nullcontext(admin))
+    shown = CliRunner().invoke(app, [*command, "--bootstrap-servers", NO_BROKER, "--group", "etl"])
+    assert shown.exit_code == RETRIABLE, shown
+    assert " 1 member" in shown.stderr and "run this command again: the memberships" in shown.stderr
 
 
 @pytest.mark.parametrize("views", [["--members"], ["--offsets"], []])
