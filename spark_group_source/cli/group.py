@@ -32,7 +32,7 @@ from spark_group_source.cli.common import (
     stop_on_signals,
     table_of,
 )
-from spark_group_source.cli.report import UNASSIGNED, GroupReport, group_view, name_of, spans
+from spark_group_source.cli.report import UNASSIGNED, GroupReport, counted, group_view, name_of, spans
 from spark_group_source.errors import BrokerUnavailable, GroupError
 from spark_group_source.kafka import GroupAdmin
 from spark_group_source.protocol.slots import shown
@@ -196,11 +196,11 @@ def _show_runs(described: GroupReport) -> None:
         if "written_ms" in run:
             at += f", reported {time.time() - run['written_ms'] / 1000:.0f} s ago"
         console.print(
-            f"query in {at}: generation {run['generation']}, {run['rebalances']} rebalances"
+            f"query in {at}: generation {run['generation']}, {counted(run['rebalances'], 'rebalance')}"
             f"{', the last: ' + run['reason'] if run['reason'] else ''}, "
-            f"longest hold {run['hold_max_ms']} ms, {run['commits']} commits, "
-            f"{run['commits_failed']} failed, {run['partitions_lost']} partitions lost, "
-            f"{run['records_lost']} records lost"
+            f"longest hold {run['hold_max_ms']} ms, {counted(run['commits'], 'commit')}, "
+            f"{run['commits_failed']} failed, {counted(run['partitions_lost'], 'partition')} lost, "
+            f"{counted(run['records_lost'], 'record')} lost"
         )
         console.print(_slots(Statistics.from_dict(run), now_s))
         for line in report.written_lines(run):

@@ -18,7 +18,7 @@ import typer
 from spark_group_source import command_line
 from spark_group_source.cli import common, reset
 from spark_group_source.cli.common import ConfigOption, GroupOption, JsonOption, ServersOption, TableOption, console
-from spark_group_source.cli.report import DEAD, group_with_members, members_text, missing_group
+from spark_group_source.cli.report import DEAD, counted, group_with_members, missing_group
 from spark_group_source.cli.reset import Scope, TopicsOption, in_scope, partitions_of, scope_of
 from spark_group_source.errors import CheckpointMismatch, OptionError
 from spark_group_source.kafka import GroupAdmin
@@ -105,12 +105,13 @@ def migrate(
     if found.stateful:
         typer.echo("the query keeps state in its checkpoint, which is not moved: the new query starts without it")
     if found.others:
-        typer.echo(f"the query has {found.others} other sources, which are not moved")
+        moved = "which is not moved" if found.others == 1 else "which are not moved"
+        typer.echo(f"the query has {counted(found.others, 'other source')}, {moved}")
     typer.echo(
-        f"moved {len(done.moves)} partitions of group {group}; start the new query with this kafka.group.id and a new "
-        "checkpointLocation"
+        f"moved {counted(len(done.moves), 'partition')} of group {group}; start the new query with this kafka.group.id "
+        "and a new checkpointLocation"
         if execute
-        else "nothing was changed; stop the old query, then add --execute"
+        else "stop the old query, then add --execute"
     )
 
 
@@ -234,7 +235,7 @@ def _starting_offsets(admin: GroupAdmin, group: str, table: str | None, scope: S
     if described.members:
         raise group_with_members(
             group,
-            f"has {members_text(len(described.members))}, so its offsets may still change",
+            f"has {counted(len(described.members), 'member')}, so its offsets may still change",
             f"Drain its queries (`{command_line.spark_group('drain', (), group)}`), stop them",
         )
     committed = admin.committed(group)

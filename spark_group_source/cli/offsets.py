@@ -25,7 +25,7 @@ from spark_group_source.cli.common import (
     console,
     table_of,
 )
-from spark_group_source.cli.report import DEAD, missing_group
+from spark_group_source.cli.report import DEAD, counted, missing_group
 from spark_group_source.cli.reset import scope_of
 from spark_group_source.error_codes import CODES
 from spark_group_source.errors import BrokerUnavailable, GroupError, OptionError
@@ -218,8 +218,8 @@ def delete_group(
             raise missing_group(admin, group)
         if found.members:
             raise GroupError(
-                f"group {group!r} has {len(found.members)} members, and Kafka deletes only groups without members. "
-                "Stop its queries and consumers, and wait for their session timeout",
+                f"group {group!r} has {counted(len(found.members), 'member')}, and Kafka deletes only groups without "
+                "members. Stop its queries and consumers, and wait for their session timeout",
                 group=group,
             )
         if execute:

@@ -139,9 +139,9 @@ def group_with_members(group: str, has_members: str, stop: str) -> GroupError:
     return exc
 
 
-def members_text(count: int) -> str:
-    """``1 member`` or ``2 members``."""
-    return f"{count} member{'' if count == 1 else 's'}"
+def counted(count: int, noun: str) -> str:
+    """``1 member`` or ``2,000 members``."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def no_group(group: str) -> GroupReport:
@@ -326,7 +326,7 @@ def heading(report: GroupReport, per_s: float | None = None) -> Text:
         (report.group, "bold"),
         f": {report.state or 'unknown'}, {report.protocol or 'no'} protocol",
         f", {report.assignor}" if report.assignor else "",
-        f", {len(report.members)} members, lag ",
+        f", {counted(len(report.members), 'member')}, lag ",
         (f"{report.lag:,}", "bold green" if report.lag == 0 and is_known else "bold yellow"),
         f" without {report.unknown_ends} partitions whose end is unknown" if report.unknown_ends else "",
         f" without {report.without_offset} partitions without a committed offset" if report.without_offset else "",
@@ -398,7 +398,7 @@ def _partitions_table(
         bar = [Text("█" * -(-BAR * (row.lag or 0) // longest) if longest else "")] if bars else []
         table.add_row(*cells(values), *bar, *cells((_shortened(row.member),) if narrow else (row.member, row.stream)))
     left = len(report.partitions) - len(chosen)
-    return Group(table, Text(f"and {left} partitions with less lag")) if left else table
+    return Group(table, Text(f"and {counted(left, 'partition')} with less lag")) if left else table
 
 
 def group_view(
@@ -437,24 +437,25 @@ def written_lines(run: Mapping[str, Any]) -> list[str]:
         counts = [f"{count:,} {kind}" for kind, count in rows.items() if count]
         lines.append(f"table {table}: {', '.join(counts) or 'nothing written'}")
     left = len(tables) - len(lines)
-    return [*lines, f"and {left} more tables"] if left else lines
+    return [*lines, f"and {counted(left, 'more table')}"] if left else lines
 
 
 def expiry_text(report: GroupReport) -> list[str]:
     """One line for each way in which offsets of the group expire; no line if all are kept."""
-    counted: dict[str, list[PartitionRow]] = {}
+    by_clock: dict[str, list[PartitionRow]] = {}
     for row in report.partitions:
         if row.expires and row.expires != RetentionStart.NONE.value:
-            counted.setdefault(row.expires, []).append(row)
-    if not counted:
+            by_clock.setdefault(row.expires, []).append(row)
+    if not by_clock:
         return []
     retention_ms = report.offsets_retention_ms
     kept = "an unknown time" if retention_ms is None else f"{retention_ms / 3_600_000:g} h"
     lines = []
-    for clock, rows in counted.items():
+    for clock, rows in by_clock.items():
         known = [row.expires_after_ms for row in rows if row.expires_after_ms is not None]
         first = f", the first not before {_moment(min(known))}" if known else ", start not known"
-        lines.append(f"{len(rows)} offsets are kept for {kept}, counted from {clock}{first}")
+        verb = "is" if len(rows) == 1 else "are"
+        lines.append(f"{counted(len(rows), 'offset')} {verb} kept for {kept}, counted from {clock}{first}")
     if report.offsets_expiring:
         lines.append(f"about to expire: {', '.join(report.offsets_expiring)}")
     return lines

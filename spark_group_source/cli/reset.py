@@ -40,7 +40,7 @@ from spark_group_source.cli.common import (
     console,
     table_of,
 )
-from spark_group_source.cli.report import DEAD, group_with_members, members_text, missing_group
+from spark_group_source.cli.report import DEAD, counted, group_with_members, missing_group
 from spark_group_source.delta import table_names
 from spark_group_source.delta.ledger_format import Ledger, LedgerDamaged
 from spark_group_source.errors import GroupError, OptionError
@@ -119,9 +119,11 @@ class GroupReset(JupyterMixin):
 
     def __rich__(self) -> RenderableType:
         done = "nothing was changed" if self.number is None else f"done, reset #{self.number}"
-        names = ["now", *(["ledger"] if any(one.ledger is not None for one in self.moves) else []), "then"]
+        names = {"now": "before", "ledger": "ledger", "then": "after"}
+        if all(one.ledger is None for one in self.moves):
+            del names["ledger"]
         rows = [(one.topic, str(one.partition), *(getattr(one, name) for name in names)) for one in self.moves]
-        table = table_of("topic", "partition", *names, rows=rows)
+        table = table_of("topic", "partition", *names.values(), rows=rows)
         return Group(Text(f"group {self.group}: {done}"), table, Text("\n".join(self.warnings())))
 
     def warnings(self) -> list[str]:
@@ -513,7 +515,7 @@ def _require_movable(admin: GroupAdmin, group: str, targets: Mapping[TopicPartit
         raise OptionError(f"group {group!r} has no offsets to move; name the topics with --topic")
     described = admin.describe_group(group)
     if described.members or described.state in ACTIVE:
-        members = members_text(len(described.members))
+        members = counted(len(described.members), "member")
         raise group_with_members(
             group,
             f"is {described.state} with {members}: Kafka moves offsets only of an inactive group",
@@ -638,8 +640,11 @@ def reset_command(
     elif table is None and any(one.now is None or one.then < one.now for one in done.moves):
         text = "if a DeltaSink writes this group's records to a table, add --table, or its next batch is refused"
         typer.echo(text, err=export)
-    text = f"moved {len(done.moves)} partitions of group {group}; this is its reset #{done.number}"
-    typer.echo(text if execute else "nothing was changed; add --execute to do it", err=export)
+    if execute:
+        count = counted(len(done.moves), "partition")
+        typer.echo(f"moved {count} of group {group}; this is its reset #{done.number}", err=export)
+    else:  # the line above the table says that nothing was changed
+        typer.echo(f"{'nothing was changed; ' if export else ''}add --execute to do it", err=export)
 
 
 def of_ledger(admin: GroupAdmin, group: str, table: str, spark: "SparkSession", scope: Scope) -> Offsets:

@@ -94,7 +94,7 @@ def test_describe_names_the_owner_of_each_partition(scene: Scene) -> None:
     with OtherMember(scene.servers, scene.group, [name]) as other:
         await_until(lambda: other.partitions, what="its partitions")
         text = scene.of_group("describe").output
-    assert f"group {scene.group}: stable" in text and "1 members" in text
+    assert f"group {scene.group}: stable" in text and ", 1 member, lag" in text
     assert text.count("rdkafka") >= 2, text
 
 

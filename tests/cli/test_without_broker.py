@@ -37,7 +37,7 @@ from spark_group_source.cli.run import exit_code_of
 from spark_group_source.delta import checkpoint_status, verification
 from spark_group_source.delta.verification import Finding
 from spark_group_source.errors import AccessDenied, BrokerUnavailable, GroupError, OptionError, SourceError
-from spark_group_source.kafka import CommittedOffset, GroupDescription, GroupMember, ListedGroup
+from spark_group_source.kafka import CommittedOffset, GroupDescription, GroupMember, ListedGroup, Topic
 from spark_group_source.local import conf
 from spark_group_source.model import EARLIEST, LATEST, StartAt, TopicPartition
 
@@ -559,6 +559,27 @@ def test_a_command_that_needs_a_group_without_members_can_be_retried_until_their
     shown = CliRunner().invoke(app, [*command, "--bootstrap-servers", NO_BROKER, "--group", "etl"])
     assert shown.exit_code == RETRIABLE, shown
     assert " 1 member" in shown.stderr and "run this command again: the memberships" in shown.stderr
+
+
+@pytest.mark.parametrize("execute", [False, True])
+def test_a_reset_shows_offsets_before_and_after_it_and_says_once_whether_it_was_executed(
+    execute: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    admin = SimpleNamespace(
+        connection=("--bootstrap-servers", NO_BROKER),
+        describe_group=lambda _: GroupDescription("empty", "classic", "", ()),
+        committed=lambda *_, **__: {P0: CommittedOffset(5, "")},
+        existing_topics=lambda _: {P0.topic: Topic("id", 1)},
+        latest=lambda tps, **_: dict.fromkeys(tps, 9),
+        move_committed=lambda *_, **__: None,
+    )
+    monkeypatch.setattr(common, "admin_of", lambda *_: nullcontext(admin))
+    words = ["reset", "--to-latest", "--bootstrap-servers", NO_BROKER, "--group", "etl"]
+    shown = CliRunner().invoke(app, [*words, *(["--execute"] if execute else [])]).output
+    (columns,) = [line for line in shown.splitlines() if "partition " in line and "topic" in line]
+    assert "before" in columns and "after" in columns and "now" not in columns
+    assert shown.count("nothing was changed") == (not execute)
+    assert ("moved 1 partition of group etl" in shown) == execute
 
 
 @pytest.mark.parametrize("views", [["--members"], ["--offsets"], []])
