@@ -6,7 +6,7 @@ read by the code of a task, in this process.
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from rich.console import Group, RenderableType
@@ -14,8 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from spark_group_source.cli.common import console, table_of
+from spark_group_source.cli.report import counted
 from spark_group_source.delta import checkpoint as checkpoints
-from spark_group_source.delta.checkpoint import CheckpointFiles
+from spark_group_source.delta.checkpoint import CheckpointFiles, PlannedBatch
 from spark_group_source.delta.table_history import LedgerExpired
 from spark_group_source.delta.table_writer import TableWriter
 from spark_group_source.errors import OptionError, SourceError
@@ -28,11 +29,14 @@ from spark_group_source.protocol.lookups import PositionLookups
 from spark_group_source.protocol.offsets import StreamOffset, parse
 from spark_group_source.protocol.outbox import Outbox
 from spark_group_source.protocol.partitions import Partitions
+from spark_group_source.protocol.planner import Planner
 from spark_group_source.protocol.statistics import Statistics
 
 if TYPE_CHECKING:
     import pyarrow as pa
     from pyspark.sql import DataFrame, SparkSession
+
+    from spark_group_source.delta.sink import DeltaSink
 
 SHOWN_MAX = 20
 """How many partitions, topics and problems are listed; more are counted."""
@@ -40,6 +44,8 @@ ROWS_MAX = 1_000
 """How many rows ``--dry-run`` shows at most."""
 UNANSWERED = "unknown"
 """In place of an origin."""
+NEW_STREAM = "new"
+"""In place of the id of a stream that has no batch yet."""
 VALUE_CHARS_MAX = 60
 """How much of a value is shown."""
 
@@ -92,8 +98,12 @@ class Plan:
     group: GroupDescription
     topics: dict[str, Topic]
     starts: list[Start]
-    checkpoint: str
-    """What the checkpoint says, in words."""
+    batch: StreamOffset
+    """The next batch that is written: one that runs again, or what a run would plan now."""
+    root: str
+    """The query's ``checkpointLocation``."""
+    last: "CheckpointBatch | None"
+    """The last batch in it; None: it is new."""
     deleted: tuple[str, ...] = ()
     """Topics that the query has read, that it subscribes to, and that do not exist."""
 
@@ -104,6 +114,16 @@ class Plan:
         lost = [f"topic {name} was read and does not exist: the run ends with TopicMissing" for name in deleted]
         found = (start.problem(self.options) for start in self.starts)
         return list(dict.fromkeys([*lost, *filter(None, found)]))
+
+    def next_batch(self) -> PlannedBatch:
+        """Return the next batch as a sink gets it."""
+        number = 0 if self.last is None else self.last.number + (not self.runs_again)
+        return PlannedBatch(query_id="", batch_id=number, offsets=(self.batch,), root=self.root)
+
+    @property
+    def runs_again(self) -> bool:
+        """Whether the checkpoint has the next batch."""
+        return self.last is not None and self.batch == self.last.offset
 
     def piece(self, rows_max: int) -> Piece:
         """Return ranges with up to so many records of each partition."""
@@ -118,7 +138,7 @@ class Plan:
         left = sum(start.range.size for start in self.starts if start.range is not None)
         names = [f"{name} ({topic.partitions})" for name, topic in sorted(self.topics.items())]
         more = [f"and {len(names) - SHOWN_MAX} more"] if len(names) > SHOWN_MAX else []
-        members = f"{len(self.group.members)} members" if self.group.members else "no members"
+        members = counted(len(self.group.members), "member") if self.group.members else "no members"
         missing = sorted(set(self.options.topics) - self.topics.keys())
         pattern = None if self.topics else self.options.topic_pattern
         facts = {
@@ -126,9 +146,9 @@ class Plan:
             "topics": ", ".join(names[:SHOWN_MAX] + more) or "none",
             **({"missing": f"{', '.join(missing)}: read when they are created"} if missing else {}),
             **({"pattern": f"no topic matches {pattern}: read when they are created"} if pattern else {}),
-            "checkpoint": self.checkpoint,
+            "checkpoint": f"{self.root} is new" if self.last is None else f"{self.root}: {self.last.text}",
             "starts": ", ".join(starts) or "nowhere",
-            "to read": f"{left:,} offsets",
+            "to read": counted(left, "offset"),
         }
         longest = sorted(self.starts, key=lambda start: -(start.range.size if start.range else 0))[:SHOWN_MAX]
         rows = [(s.tp.topic, str(s.tp.partition), s.at, s.end, s.origin) for s in longest]
@@ -165,12 +185,15 @@ def plan(options: Options, files: CheckpointFiles, root: str) -> Plan:
             topics = admin.existing_topics(options.topics)
         last = read_last_batch(files, root, options.group_id)
         known = () if last is None else last.offset.known
+        starts, batch = find_starts(admin, options, {name: topic.partitions for name, topic in topics.items()}, last)
         return Plan(
             options,
             admin.describe_group(options.group_id),
             topics,
-            find_starts(admin, options, {name: topic.partitions for name, topic in topics.items()}, last),
-            f"{root} is new" if last is None else f"{root}: {last.text}",
+            starts,
+            replace(batch, topic_ids={**{name: topic.id for name, topic in topics.items()}, **batch.topic_ids}),
+            root,
+            last,
             tuple(sorted(name for name in set(options.topics) - topics.keys() if name in known)),
         )
     finally:
@@ -210,10 +233,26 @@ def read_last_batch(files: CheckpointFiles, root: str, group: str) -> Checkpoint
     return CheckpointBatch(number, found, number not in checkpoints.batch_numbers(files, f"{root}/commits"))
 
 
+@dataclass
+class _Run:
+    """A run that has all partitions, and none of whose commits failed."""
+
+    stream: str
+    partitions: Partitions
+    lookups: PositionLookups
+
+    @property
+    def seq(self) -> int:
+        return self.partitions.seq
+
+    def plannable(self) -> dict[TopicPartition, int]:
+        return self.partitions.plannable()
+
+
 def find_starts(
     admin: GroupAdmin, options: Options, counts: dict[str, int], last: CheckpointBatch | None
-) -> list[Start]:
-    """Return where a run would start to read each partition. The code of a run decides.
+) -> tuple[list[Start], StreamOffset]:
+    """Return where a run would start to read each partition, and its next batch. The code of a run decides.
 
     Args:
         counts: the number of partitions of each topic.
@@ -224,13 +263,13 @@ def find_starts(
     """
     tps = [TopicPartition(name, n) for name, count in sorted(counts.items()) for n in range(count)]
     if not tps:
-        return []
+        return [], StreamOffset.initial(options.group_id)
     stable = options.isolation_level == "read_committed"
     statistics, out = Statistics(group=options.group_id), Outbox()
     partitions = Partitions(statistics)
     lookups = PositionLookups(options.rules(), partitions, statistics, out)
     if last is None:
-        stream, lookups.known = "", counts
+        stream, lookups.known = NEW_STREAM, counts
         options.starting.resolve(tps)
     else:
         stream, lookups.known = last.offset.stream, last.offset.known
@@ -278,7 +317,11 @@ def find_starts(
         refused = str(refusal) if at is None and refusal is not None and origin != UNANSWERED else ""
         return Start(tp, at, ends.get(tp), origin, log_starts.get(tp), refused)
 
-    return [start(tp) for tp in tps]
+    partitions.apply_commits({tp: at.offset for tp, at in partitions.due.items()}, now_ms=0)
+    run = _Run(stream, partitions, lookups)
+    ours = Planner(options.rules()).plan(run, ends, {}, lambda _: {}, first=True, unlimited=True, now_ms=0)
+    assert ours is not None, "the first batch of a run is planned without records, too"
+    return [start(tp) for tp in tps], last.offset if last is not None and again else ours
 
 
 class TablePlan(NamedTuple):
@@ -298,8 +341,7 @@ def table_plan(table: TableWriter, rows: "DataFrame", group: str) -> TablePlan:
     if not table.exists():
         by = f", partitioned by {', '.join(table.partition_by)}" if table.partition_by else ""
         return TablePlan({"table": f"{table.table} is created by the first batch{by}", "columns": columns}, [])
-    known = {field.name.lower() for field in table.schema().fields}
-    new = [field.name for field in rows.schema.fields if field.name.lower() not in known]
+    new = table.lacking(rows)
     problems = []
     if new and not table.merge_schema:
         problems.append(f"table {table.table} lacks the columns {', '.join(new)}: give --merge-schema to add them")
@@ -349,8 +391,13 @@ def show_rows(spark: "SparkSession", plan: Plan, transform: "Callable[[DataFrame
         console.print("there are no records to read")
 
 
-def check(plan: Plan, table: TableWriter, rows: "DataFrame") -> tuple[RenderableType, list[str]]:
-    """Return a run's plan for people, and why it would fail."""
-    of_table = table_plan(table, rows, plan.options.group_id)
+def check(plan: Plan, sink: "DeltaSink", rows: "DataFrame") -> tuple[RenderableType, list[str]]:
+    """Return a run's plan for people, and why it would fail.
+
+    Args:
+        rows: with the columns of the sink's transform.
+    """
+    of_table = table_plan(sink.new_writer(rows.sparkSession), rows, plan.options.group_id)
     text = Group(plan.text(), facts_table(of_table.facts))
-    return text, plan.problems + of_table.problems
+    refusal = sink.refusal_of(rows, plan.next_batch(), is_planned=plan.runs_again) if plan.batch.ranges else None
+    return text, plan.problems + of_table.problems + ([] if refusal is None else [refusal])

@@ -295,7 +295,7 @@ def _preview(
     transform = sink.transform or (lambda df: df)
     if check:
         rows = transform(spark.createDataFrame([], source.schema))
-        text, problems = preview.check(plan, sink.new_writer(spark), rows)
+        text, problems = preview.check(plan, sink, rows)
         console.print(text)
     if rows_max:
         preview.show_rows(spark, plan, transform, rows_max)

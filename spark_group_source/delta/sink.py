@@ -272,6 +272,24 @@ class DeltaSink:
         """Let the run write a batch again, which this sink has written, because another sink's table failed."""
         release_write(self._runs[planned.query_id][1], planned)
 
+    def refusal_of(self, df: "DataFrame", planned: PlannedBatch, *, is_planned: bool) -> str | None:
+        """Return why the table would refuse a batch, with the commands that settle it; None if it would be written, or
+        the table does not exist. Nothing is written.
+
+        Args:
+            df: any rows of the batch's session.
+            is_planned: whether the checkpoint has the batch.
+        """
+        table = self.new_writer(df.sparkSession)
+        if not table.exists():
+            return None
+        try:
+            self._read_properties(table)
+            BatchCheck(self, table, df, planned, is_planned=is_planned).decide(table.history())
+        except (LedgerConflict, OptionError) as exc:
+            return str(exc)
+        return None
+
     def replay(self, spark: "SparkSession") -> int:
         """Write the records of the dead-letter table that are good by today's ``transform`` and rules into the table,
         each once, also if it is interrupted and called again. Call it in one process. The query may run meanwhile; one
@@ -284,6 +302,10 @@ class DeltaSink:
             OptionError: the sink has no ``dead_letters``, the table does not exist, or the session has no Delta Lake.
             LedgerConflict: the query wrote bad records during each attempt to update their table.
         """
+        return self.open_replay(spark).run()
+
+    def open_replay(self, spark: "SparkSession") -> LetterReplay:
+        """Return the replay that :meth:`replay` runs. Raises OptionError as it does."""
         table = self.new_writer(spark)
         if self.dead_letters is None:
             raise OptionError(f"the sink of table {self.table} has no dead_letters, so there is nothing to replay")
@@ -294,7 +316,7 @@ class DeltaSink:
                 "a replay would write old changes over newer ones: the merge has no sequence_by, by which they lose"
             )
         own = self.dead_letters.open_table(table, self.storage_options)
-        return LetterReplay(self.dead_letters, table, own, self._transformed).run()
+        return LetterReplay(self.dead_letters, table, own, self._transformed)
 
     def _open_table(self, df: "DataFrame", planned: PlannedBatch) -> TableWriter:
         """Open the table; the first batch of a run creates it if it does not exist."""
@@ -478,8 +500,23 @@ class BatchCommit:
         history = self._read_history()
         if not planned.offsets and self._is_recorded_without_ledger(history):
             return ()
+        ledgers, decision = self.decide(history)
+        if isinstance(decision, AlreadyWritten):
+            log.info("table %s: already has batch %d of query %s", self.sink.table, planned.batch_id, planned.query_id)
+            self.write.find_version = partial(self._version_of_batch, history)
+        else:
+            self._commit(history, ledgers, decision)
+        return decision.durable
+
+    def decide(self, history: TableHistory) -> tuple[dict[str, Ledger | None], AlreadyWritten | WriteBatch]:
+        """Return the ledgers of the batch's groups in this version of the table, and what is done with the batch.
+
+        Raises:
+            LedgerConflict: nothing may be written.
+        """
+        planned = self.planned
         ledgers = {group: self._read_ledger(history, group) for group in {o.group: None for o in planned.offsets}}
-        decision = ledger_decision.decide(
+        return ledgers, ledger_decision.decide(
             planned.offsets,
             ledgers,
             table=self.table.table,
@@ -487,12 +524,6 @@ class BatchCommit:
             other_sources=planned.other_sources > 0,
             common=self.common,
         )
-        if isinstance(decision, AlreadyWritten):
-            log.info("table %s: already has batch %d of query %s", self.sink.table, planned.batch_id, planned.query_id)
-            self.write.find_version = partial(self._version_of_batch, history)
-        else:
-            self._commit(history, ledgers, decision)
-        return decision.durable
 
     # --- read -------------------------------------------------------------------------------------------------------
 
@@ -672,7 +703,7 @@ class BatchCommit:
         number = history.number(group)
         if number is None:  # DESCRIBE HISTORY shows none, so the group may be new
             self._check_new_group(history, group)  # no ledger can be copied to it after its first commit
-            first = self.table.commit_first_ledger(history, group)
+            first = self._commit_first_ledger(history, group)
             if isinstance(first, Ledger):
                 return first
             number = first
@@ -713,6 +744,9 @@ class BatchCommit:
         )
         return Ledger(group=group, number=number, table_version=history.version)
 
+    def _commit_first_ledger(self, history: TableHistory, group: str) -> Ledger | int:
+        return self.table.commit_first_ledger(history, group)
+
     def _starts(self, group: str) -> dict[TopicPartition, int]:
         """Return where the ranges of a group start."""
         offsets = (offset for offset in self.planned.offsets if offset.group == group)
@@ -731,7 +765,7 @@ class BatchCommit:
             counted: the next offset of each partition that the ledger knows.
         """
         table, batch_id, starts = self.table.table, self.planned.batch_id, self._starts(group)
-        here = table_names.reset_command(group, table, "--to-checkpoint", self.planned.root, "--batch", str(batch_id))
+        here = table_names.reset_command(group, table, *self._start_options(group))
         if not any(end > starts[tp] for tp, end in (ends or {}).items()):
             return {f"continue where batch {batch_id} starts": here}
         # Of all partitions: after a reset the query reads the committed offsets of those that are not named, which may
@@ -745,6 +779,11 @@ class BatchCommit:
             "continue behind the rows in the table": to_ends,
             f"write them again, and continue where batch {batch_id} starts": here,
         }
+
+    def _start_options(self, group: str) -> tuple[str, ...]:
+        """Return the options of a reset to the start of the batch."""
+        del group  # the checkpoint has its partitions
+        return "--to-checkpoint", self.planned.root, "--batch", str(self.planned.batch_id)
 
     # --- write ------------------------------------------------------------------------------------------------------
 
@@ -824,6 +863,27 @@ class BatchCommit:
                 log.warning("%s: topic %s was deleted and recreated; its offsets start again", where, topics)
             if comparison.skipped:
                 log.info("%s: another consumer of the group read %s", where, format_ranges(comparison.skipped))
+
+
+class BatchCheck(BatchCommit):
+    """Decides about a batch before it is written, and writes nothing."""
+
+    def __init__(
+        self, sink: DeltaSink, table: TableWriter, df: "DataFrame", planned: PlannedBatch, *, is_planned: bool
+    ) -> None:
+        super().__init__(sink, table, df, planned, TableWrite(planned.batch_id))
+        self._is_planned = is_planned
+
+    def _log_ledger(self, history: TableHistory, group: str, ledger: Ledger | None) -> None:
+        """Log nothing: no query starts."""
+
+    def _commit_first_ledger(self, history: TableHistory, group: str) -> Ledger:
+        """Return the ledger of a group that is new. Only a commit shows whether it is."""
+        del history
+        return Ledger(group=group)
+
+    def _start_options(self, group: str) -> tuple[str, ...]:
+        return super()._start_options(group) if self._is_planned else table_names.to_offsets(self._starts(group))
 
 
 def without_ranges(df: "DataFrame", drop: Sequence[OffsetRange], table: str) -> "DataFrame":

@@ -9,7 +9,7 @@ import heapq
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 from spark_group_source.errors import InvariantBroken, OptionError
 from spark_group_source.model import OffsetRange, TopicPartition
@@ -19,7 +19,8 @@ from spark_group_source.protocol.rules import Rules
 
 if TYPE_CHECKING:
     from spark_group_source.protocol.events import TaskReported
-    from spark_group_source.protocol.run import Run
+    from spark_group_source.protocol.lookups import PositionLookups
+    from spark_group_source.protocol.partitions import Partitions
 
 TASK_RECORDS_TARGET: Final = 50_000
 """Small ranges share a task up to about this many offsets. A task costs some 10 ms before it reads its first record,
@@ -68,6 +69,22 @@ class RecordSizes:
         return max(1, -(-size // rows))
 
 
+class Reader(Protocol):
+    """What a batch is planned for: a run, or the preview of one."""
+
+    stream: str
+    """The stream id."""
+    partitions: "Partitions"
+    lookups: "PositionLookups"
+
+    @property
+    def seq(self) -> int:
+        """Number of the last durable batch; -1 before the first."""
+
+    def plannable(self) -> dict[TopicPartition, int]:
+        """The position of every partition that the batch may read."""
+
+
 class Planner:
     """Plans the batches of one run.
 
@@ -98,7 +115,7 @@ class Planner:
 
     def plan(
         self,
-        run: "Run",
+        run: Reader,
         ends: Mapping[TopicPartition, int],
         topic_ids: Mapping[str, str],
         leader_epochs: Callable[[Mapping[TopicPartition, int]], dict[TopicPartition, int]],

@@ -2,11 +2,14 @@
 does, and they change nothing."""
 
 import json
+import shlex
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 from delta_files import living_rows
+from deltalake import DeltaTable
+from printed_commands import commands
 from scenes import Scene, Shown
 from typer.testing import CliRunner
 
@@ -113,6 +116,45 @@ class TestRun:
         assert allowed.code == 0, allowed.output
         assert self.facts(allowed)["new columns"] == "id, malformed"
 
+    @pytest.mark.parametrize("has_checkpoint", [False, True])
+    def test_a_check_names_why_the_table_would_refuse_the_batch_until_that_is_settled(
+        self, scene: Scene, has_checkpoint: bool
+    ) -> None:
+        topic, table = scene.topic(1), scene.folder / "table"
+        query = scene.job(checkpoint="checkpoint" if has_checkpoint else "c", subscribe=topic)
+        for n in range(2):
+            scene.produce(topic, [f"{n}{m}" for m in range(5)])
+            query.run_into(DeltaSink(table), availableNow=True)
+        assert self.typed(scene, topic, "--check").code == 0
+        moved = scene.of_group("reset", "--to-offset", "7", "--execute")
+        assert moved.code == 0 and "add --table, or its next batch is refused" in moved.output
+        version = DeltaTable(table).version()
+
+        self.caplog.clear()
+        refused = self.typed(scene, topic, "--check")
+        assert refused.code == 1
+        assert f"{topic}-0: committed offset 7, the table holds up to 10" in refused.output
+        self.settle(scene, refused.output)
+        assert DeltaTable(table).version() == version + 1, "only the reset wrote"
+        self.caplog.clear()
+        settled = self.typed(scene, topic, "--check")
+        assert settled.code == 0, settled.output
+
+        DeltaTable(table).restore(version - 1)
+        restored = self.typed(scene, topic, "--check")
+        assert restored.code == 1 and f"was restored to version {version - 1}" in restored.output
+        self.settle(scene, restored.output)
+        self.caplog.clear()
+        assert self.typed(scene, topic, "--check").code == 0
+        query.run_into(DeltaSink(table), availableNow=True)
+        assert sorted(row["offset"] for row in living_rows(table, ["offset"])) == list(range(10))
+
+    def settle(self, scene: Scene, refusal: str) -> None:
+        """Run the first command of a refusal."""
+        first = commands(refusal)[0].replace("HOST:PORT", scene.servers)
+        shown = scene.typed(*shlex.split(first)[1:])
+        assert shown.code == 0, shown.output
+
     @pytest.mark.parametrize(
         ("options", "reason"),
         [
@@ -204,7 +246,7 @@ def starts_of(
 ) -> tuple[Options, list[Any]]:
     given = {"kafka.bootstrap.servers": "b:1", "kafka.group.id": "g", "subscribe": "t", **more}
     options = Options.parse(given)
-    return options, preview.find_starts(cast("Any", admin), options, {"t": count}, last)
+    return options, preview.find_starts(cast("Any", admin), options, {"t": count}, last)[0]
 
 
 def test_a_start_that_no_broker_told_is_not_taken_for_one_by_the_options() -> None:

@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 
 from spark_group_source.cli.app import app
 from spark_group_source.delta import checkpoint, ledger_store
-from spark_group_source.delta.checkpoint import QUERY_ID, RUN_ID
+from spark_group_source.delta.checkpoint import QUERY_ID, RUN_ID, PlannedBatch
 from spark_group_source.delta.ledger_store import read_ledger, set_ledger
 from spark_group_source.delta.table_writer import open_existing
 from spark_group_source.errors import CommitFailed, LedgerConflict
@@ -46,6 +46,13 @@ def test_commands_after_a_foreign_commit_below_the_ledger(
     query.run(query.sink(table), 1, refused_batch)
     continue_query(query, table, admin, 2, 20)
     assert rows(table) == sorted(records(0, 20) + (records(4, 10) if twice else []))
+
+
+def test_a_batch_below_the_ledger_after_a_reset_without_the_table_names_the_reset(query: Query, table: Path) -> None:
+    query.run(query.sink(table), 0, offset(0, one(0, 10)))
+    after_reset = offset(1, one(4, 20), followed=FOLLOWED, reset_number=3)
+    message = str(refused(lambda: query.run(query.sink(table), 1, after_reset)))
+    assert message.startswith(f"reset #3, which was run without --table {table}, or a foreign commit after it, put")
 
 
 def test_command_that_writes_left_out_rows_again(
@@ -256,6 +263,24 @@ def test_commands_for_an_expired_ledger_whose_rows_end_behind_the_batch(
     query.run(query.sink(table), 1, refused_batch)
     continue_query(query, table, admin, 2, 30)
     assert offsets_in(table) == list(range(30))
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_check_of_a_batch_that_is_not_planned_names_commands_that_run(
+    query: Query, table: Path, admin: OffsetModel, again: bool
+) -> None:
+    """As by ``spark-group run --check``: the checkpoint does not have the batch."""
+    for n in range(2):
+        query.run(query.sink(table), n, offset(n, one(n * 10, n * 10 + 10)))
+    expire_log(table)
+    admin.commit(10)
+    batch = PlannedBatch(query_id="", batch_id=2, offsets=(offset(2, one(10, 30)),), root=str(query.root))
+    before = len(commits_of(table))
+    refusal = query.sink(table).refusal_of(query.spark.createDataFrame([], "a int"), batch, is_planned=False)
+    behind, here = commands(str(refusal))
+    assert len(commits_of(table)) == before
+    run_command(here if again else behind)
+    assert admin.position == (10 if again else 20)
 
 
 @pytest.mark.parametrize("p1", [5, 10], ids=["before the batch", "at the batch"])
