@@ -6,6 +6,7 @@ Runs in: a terminal, the exporter. Deliberately absent: moving a ledger (``spark
 
 import json
 import logging
+import re
 from contextlib import nullcontext
 from datetime import datetime
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,6 +15,7 @@ import typer
 
 from spark_group_source.cli import common
 from spark_group_source.cli.common import ConfigOption, GroupOption, JsonOption, cells, console, table_of
+from spark_group_source.cli.report import counted
 from spark_group_source.errors import GroupError, LedgerConflict, OptionError
 from spark_group_source.kafka import GroupAdmin
 
@@ -29,6 +31,9 @@ log = logging.getLogger(__name__)
 
 NOT_COMPARED = 3
 """The exit code of ``verify`` if it could not compare the table."""
+
+_INTERNAL = re.compile(r"(replay|letters)\.([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})")
+"""Keys of ledgers that belong to no group: of replays from a dead-letter table, and of the dead letters of a table."""
 
 TableArgument = Annotated[str, typer.Argument(help="A Delta table, by path or name.")]
 
@@ -48,8 +53,16 @@ def show(table: TableArgument, as_json: JsonOption = False) -> None:
         return
     for one in found:
         commits = "" if one["number"] is None else f", commit #{one['number']}, reset #{one['reset']}"
+        by = f" by {one['by']}" if one["kind"] == "group" else ""
         written = one["written"] or "before the history"
-        console.print(f"group {one['group']}{commits}: written {written} by {one['by']}", highlight=False)
+        console.print(f"{_name(one['group'])}{commits}: written {written}{by}", highlight=False)
+        if (replaced := one["replaced"]) is not None:
+            to = "" if replaced["restored_to"] is None else f" to version {replaced['restored_to']}"
+            console.print(
+                f"version {replaced['version']} of the table ({replaced['operation']}{to}) removed rows of the group: "
+                "its next batch is refused until spark-group reset --table moves it",
+                highlight=False,
+            )
         shown = table_of("topic", "partition", "next offset")
         for topic, offsets in one["topics"].items():
             for partition, offset in offsets.items():
@@ -111,8 +124,9 @@ def verify(
             typer.echo(f"{one.kind}: {one.text}{where}")
         for note in notes:
             typer.echo(f"note: {note}")
-        verdict = f"{len(findings)} differences" if findings else "no differences"
-        typer.echo(f"{len(found.groups)} groups, {found.commits} commits, {found.rows:,} rows: {verdict}")
+        verdict = counted(len(findings), "difference") if findings else "no differences"
+        sizes = (len(found.groups), "group"), (found.commits, "commit"), (found.rows, "row")
+        typer.echo(f"{', '.join(counted(*size) for size in sizes)}: {verdict}")
     if findings:
         raise typer.Exit(1)
 
@@ -198,6 +212,14 @@ def compare_with_kafka(admin: GroupAdmin, ledgers: "Mapping[str, Ledger]") -> "I
                 yield Finding("topic", text)
 
 
+def _name(key: str) -> str:
+    """What has a ledger: a group, or the dead letters of a table by its id."""
+    if (internal := _INTERNAL.fullmatch(key)) is None:
+        return f"group {key}"
+    of = "replay of bad records from" if internal[1] == "replay" else "dead letters of"
+    return f"{of} the table with id {internal[2]}"
+
+
 def _shown(history: "TableHistory") -> list[dict[str, Any]]:
     from spark_group_source.delta import ledger_store
 
@@ -207,7 +229,31 @@ def _shown(history: "TableHistory") -> list[dict[str, Any]]:
         last |= {group: commit for group in found.keys() - last.keys() if commit.ledger_entry(group)}
         if len(last) == len(found):
             break
-    return [_group(group, ledger, last.get(group)) for group, ledger in found.items()]
+    shown = []
+    for group, ledger in found.items():
+        internal = _INTERNAL.fullmatch(group)
+        replaced = None if internal or ledger is None else _replaced(history, group)
+        kind = "group" if internal is None else internal[1]
+        shown.append(_group(group, ledger, last.get(group)) | {"kind": kind, "replaced": replaced})
+    return shown
+
+
+def _replaced(history: "TableHistory", group: str) -> dict[str, Any] | None:
+    """The commit that removed rows of a group, so that its next batch is refused; None: there is none."""
+    from spark_group_source.delta import replaced_rows
+    from spark_group_source.delta.table_history import LedgerExpired
+
+    try:
+        newest = history.ledger(group)
+        if newest is not None:
+            replaced_rows.refuse_replaced_rows(history, newest, after=-1)
+    except LedgerExpired:
+        return None
+    except LedgerConflict:
+        found = replaced_rows.find_replacement(history, group)
+        names = ("version", "operation", "restored_to")
+        return None if found is None else {name: getattr(found, name) for name in names}
+    return None
 
 
 def _group(group: str, ledger: "Ledger | None", commit: "Commit | None") -> dict[str, Any]:

@@ -162,7 +162,7 @@ def test_the_command_shows_a_correct_table_rows_behind_the_ledger_and_a_restore(
     set_ledger(query.spark, table, "etl", {P0: 35}, reason="r", reset_number=1)
     anew.run(anew.sink(written), 1, offset(1, one(35, 40), stream="s2", reset_number=1))
     clean = run.invoke(app, ["ledger", "verify", table])
-    assert (clean.exit_code, clean.output.strip()) == (0, "1 groups, 7 commits, 43 rows: no differences")
+    assert (clean.exit_code, clean.output.strip()) == (0, "1 group, 7 commits, 43 rows: no differences")
     query.rows(offset(9, one(50, 51))).write.format("delta").mode("append").save(table)
     foreign = run.invoke(app, ["ledger", "verify", table])
     assert foreign.exit_code == 0 and "note: 1 rows in files with rows of other writers" in foreign.output

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from deltalake import DeltaTable
 from sink_helpers import Query, expire_log
 from sink_source import offset
 from typer.testing import CliRunner
@@ -93,3 +94,39 @@ def test_describe_reads_the_ledger_of_a_table_by_path_without_spark(
     assert found == {"etl": {TopicPartition("orders", 0): 5}, "old": None, "other": None}
     assert shown.stderr == f"the ledger of group old is older than the log of table {table}\n"
     assert len(json.loads(shown.stdout)) == 3
+
+
+def test_a_restore_that_removed_rows_is_shown_beside_the_ledger_that_fits_the_rest(query: Query, table: Path) -> None:
+    for n in range(2):
+        query.run(query.sink(table), n, offset(n, {("orders", 0): (5 * n, 5 * n + 5)}))
+    before = CliRunner().invoke(app, ["ledger", "show", str(table)])
+    assert "refused" not in before.output
+    DeltaTable(table).restore(1)
+    shown = CliRunner().invoke(app, ["ledger", "show", str(table)])
+    text = " ".join(shown.output.split())
+    assert "version 3 of the table (RESTORE to version 1) removed rows of the group: its next batch is refused" in text
+    (one,) = json.loads(CliRunner().invoke(app, ["ledger", "show", str(table), "--json"]).output)
+    assert one["replaced"] == {"version": 3, "operation": "RESTORE", "restored_to": 1}
+    assert one["topics"] == {"orders": {"0": 5}}
+    set_ledger(query.spark, str(table), "etl", {TopicPartition("orders", 0): 5}, reason="r", reset_number=1)
+    assert "refused" not in CliRunner().invoke(app, ["ledger", "show", str(table)]).output
+
+
+def test_ledgers_of_dead_letters_are_not_shown_as_groups(query: Query, table: Path) -> None:
+    query.run(query.sink(table), 0, offset(0, {("orders", 0): (0, 5)}))
+    id_ = "0a1b2c3d-0a1b-2c3d-4e5f-0a1b2c3d4e5f"
+    for key in (f"replay.{id_}", f"letters.{id_}", "letters.of-a-team"):
+        set_ledger(query.spark, str(table), key, {}, reason="r", reset_number=0)
+    lines = [
+        line.partition(", commit")[0]
+        for line in CliRunner().invoke(app, ["ledger", "show", str(table)], env={"COLUMNS": "200"}).output.splitlines()
+        if ", commit" in line
+    ]
+    assert lines == [
+        "group etl",
+        f"dead letters of the table with id {id_}",
+        "group letters.of-a-team",
+        f"replay of bad records from the table with id {id_}",
+    ]
+    kinds = json.loads(CliRunner().invoke(app, ["ledger", "show", str(table), "--json"]).output)
+    assert [one["kind"] for one in kinds] == ["group", "letters", "group", "replay"]
