@@ -269,16 +269,21 @@ def drain(
     if checkpoint is None:
         with waiting:
             count = run_files.drain(group, timeout_s=timeout_s)
+            runs = run_files.read(group)
     else:
         from spark_group_source.delta import checkpoint_status
 
         # The checkpoint first: releases of rich before 14.1 show only one status at a time.
         with common.checkpoint_files(checkpoint) as (files, root), waiting:
-            count = checkpoint_status.drain(checkpoint_status.StatusFiles(files, root), group, timeout_s=timeout_s)
+            status = checkpoint_status.StatusFiles(files, root)
+            count = checkpoint_status.drain(status, group, timeout_s=timeout_s)
+            runs = [checkpoint_status.last_status(status, group)]
+    drivers = sorted({doc["driver"] for doc in runs if doc["drained"]})
     if as_json:
-        typer.echo(json.dumps({"group": group, "drained": count}))
+        typer.echo(json.dumps({"group": group, "drained": count, "drivers": drivers}))
     else:
-        typer.echo(f"{count} {'query' if count == 1 else 'queries'} of group {group} drained; stop now")
+        where = f": the driver JVM is process {', '.join(map(str, drivers))}" if drivers else ""
+        typer.echo(f"{count} {'query' if count == 1 else 'queries'} of group {group} drained; stop now{where}")
 
 
 # --- spark-group exporter --------------------------------------------------------------------------------------------

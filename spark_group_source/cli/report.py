@@ -430,14 +430,16 @@ def group_view(
 
 
 def written_lines(run: Mapping[str, Any]) -> list[str]:
-    """What the sinks of a run wrote, one line for each table."""
+    """Whether a run is drained, and what its sinks wrote, one line for each table."""
     tables = run.get("tables", {})
+    drained = f"the query in process {run['pid']} is drained: it reads nothing until it is stopped and started again"
     lines = []
     for table, rows in sorted(tables.items())[:TABLES_SHOWN_MAX]:
         counts = [f"{count:,} {kind}" for kind, count in rows.items() if count]
         lines.append(f"table {table}: {', '.join(counts) or 'nothing written'}")
-    left = len(tables) - len(lines)
-    return [*lines, f"and {counted(left, 'more table')}"] if left else lines
+    if left := len(tables) - len(lines):
+        lines.append(f"and {counted(left, 'more table')}")
+    return [drained, *lines] if run.get("drained") else lines
 
 
 def expiry_text(report: GroupReport) -> list[str]:

@@ -237,7 +237,7 @@ class Publisher:
         self._drain_request = self._path.with_suffix(DRAIN)
         self._written: tuple[Statistics, bool, int, bool] | None = None
         """What was written last."""
-        self._is_closed = self._is_failing = False
+        self._is_closed = self._is_failing = self._is_drained = False
         self._remove()  # the files of an earlier process with the same pid
 
     @property
@@ -271,7 +271,9 @@ class Publisher:
                 statistics.hold_max_ms,
                 statistics.partitions_lost,
             )
-        self.last = statistics
+        if drained and not self._is_drained:
+            log.info("group %s: drained: all offsets are committed, and no batch follows; stop the query", self._group)
+        self.last, self._is_drained = statistics, drained
         run = {**self._process, "driver": os.getppid(), "connection": self._to_brokers}
         run |= {"drained": drained, "last_batch": last_batch, "committed": committed}
         try:

@@ -331,6 +331,7 @@ class Coordinator:
         """Report a drain request, and the durable mark of the batch in flight. Spark's next call may be as far away as
         the trigger, so the clock reads them too."""
         if not self._run.is_draining and self._publisher.is_drain_requested:
+            log.info("group %s: a drain was requested; the run plans no more batches", self._options.group_id)
             self._handle(ev.DrainRequested())
         plan = self._run.plan
         if plan is not None and (batch := self._publisher.durable_mark(plan.stream)).seq == plan.seq:

@@ -180,6 +180,12 @@ def test_watch_view_shows_members_partitions_and_events() -> None:
     assert "█" * BAR in text and "12:00:00  b joined" in text
 
 
+def test_a_drained_run_is_shown_as_such() -> None:
+    runs = tuple({"pid": pid, "drained": pid == 7} for pid in (7, 8))
+    text = shown(replace(report({0: "a"}), runs=runs))
+    assert "the query in process 7 is drained: it reads nothing" in text and "process 8" not in text
+
+
 def test_watch_view_shows_partitions_with_largest_lag() -> None:
     look = report(dict.fromkeys(range(50), "a"))
     behind = replace(look.partitions[41], lag=1_000_000)

@@ -249,6 +249,14 @@ def test_a_disk_that_cannot_be_written_affects_statistics_and_marks_only(
     assert [(doc["seq"], doc["drained"]) for doc in run_files.read("etl")] == [(5, True)]
 
 
+def test_the_end_of_a_drain_is_logged_once(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    run = run_files.Publisher("etl")
+    for seq, drained in ((1, False), (2, True), (3, True)):
+        run.publish(statistics(seq=seq), drained=drained)
+    assert caplog.text.count("group etl: drained: all offsets are committed, and no batch follows") == 1
+
+
 @pytest.mark.parametrize("drained", [False, True])
 def test_a_run_that_was_killed_before_it_drained_is_not_counted(
     directory: Path, monkeypatch: pytest.MonkeyPatch, drained: bool

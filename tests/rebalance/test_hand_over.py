@@ -137,7 +137,9 @@ def test_a_drained_run_can_be_killed_without_duplicates(scene: HandOver) -> None
             drain(scene.group, driver=os.getpid() + 1)
         run.send("let_go")
         shown = CliRunner().invoke(app, ["drain", "--group", scene.group])
-        assert shown.exit_code == 0 and f"1 query of group {scene.group} drained" in shown.output, shown.output
+        stop = f"1 query of group {scene.group} drained; stop now: the driver JVM is process {os.getpid()}"
+        assert (shown.exit_code, shown.output.strip()) == (0, stop), shown.output
+        assert "a drain was requested; the run plans no more batches" in run.output
         read = len(run.records)
         assert sum(scene.committed().values()) == read
         stays(lambda: len(run.records) == read, 1.0, "the drained run")
