@@ -60,7 +60,7 @@ def show(table: TableArgument, as_json: JsonOption = False) -> None:
             to = "" if replaced["restored_to"] is None else f" to version {replaced['restored_to']}"
             console.print(
                 f"version {replaced['version']} of the table ({replaced['operation']}{to}) removed rows of the group: "
-                "its next batch is refused until spark-group reset --table moves it",
+                "its next batch is refused until a reset with --table moves it",
                 highlight=False,
             )
         shown = table_of("topic", "partition", "next offset")

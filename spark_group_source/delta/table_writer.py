@@ -383,8 +383,8 @@ class TableWriter:
             return
         raise OptionError(
             f"table {self.table} lacks the columns {', '.join(new)} of the batch, and merge_schema is False. Nothing "
-            "was written. To add them, set merge_schema=True (spark-group run: --merge-schema); otherwise leave them "
-            "out in the transform",
+            "was written. To add them, set merge_schema=True (--merge-schema of the command run); otherwise leave "
+            "them out in the transform",
             table=self.table,
             columns=new,
         )
