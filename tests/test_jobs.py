@@ -412,6 +412,36 @@ def test_source_error_is_one_line_without_stack_trace(
     assert record.exc_info is None and not (tmp_path / "t").exists()
 
 
+def test_only_an_error_of_another_package_is_printed_with_its_stack_trace() -> None:
+    """The loggers that print it too are off in a run."""
+    from pyspark.errors import StreamingQueryException
+
+    for name, is_whole in (("spark_group_source.errors.LedgerConflict", False), ("ZeroDivisionError", True)):
+        ended = StreamingQueryException(f"[STREAM_FAILED] Query terminated\nTraceback\n  File job.py\n{name}: no\n")
+        assert ("File job.py" in job._stack_trace(ended)) == is_whole
+    assert job._stack_trace(ValueError("before the query\nstarts")) == ""
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "has_settings"),
+    [
+        ("SPARK_SUBMIT_OPTS", "-Dlog4j2.level=OFF", True),
+        ("SPARK_CONF_DIR", "conf", True),
+        ("SPARK_CONF_DIR", "docs", False),
+        ("SPARK_HOME", ".", True),
+        ("SPARK_HOME", "docs", False),
+    ],
+)
+def test_a_run_keeps_the_log_settings_of_the_user(
+    variable: str, value: str, has_settings: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("SPARK_SUBMIT_OPTS", "SPARK_CONF_DIR", "SPARK_HOME", "JDK_JAVA_OPTIONS", "JAVA_TOOL_OPTIONS"):
+        monkeypatch.delenv(name, raising=False)
+    assert not job._has_log_settings()
+    monkeypatch.setenv(variable, value if value.startswith("-") else str(ROOT / value))
+    assert job._has_log_settings() == has_settings
+
+
 def test_reason_is_the_message_with_its_commands() -> None:
     wrapped = (
         "[PYTHON_DATA_SOURCE_ERROR] Failed\nTraceback (most recent call last):\n  File x\n"

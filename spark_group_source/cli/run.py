@@ -39,7 +39,7 @@ from spark_group_source.cli.preview import ROWS_MAX
 from spark_group_source.delta import Writer, table_names
 from spark_group_source.errors import GroupError
 from spark_group_source.host import run_files
-from spark_group_source.local.conf import DELTA_SETTINGS, delta_settings, linked_spark_home
+from spark_group_source.local.conf import DELTA_SETTINGS, conf_path, delta_settings, linked_spark_home
 from spark_group_source.local.jars import cache_dir
 from spark_group_source.options.table import Options
 
@@ -64,6 +64,14 @@ KAFKA_COLUMNS: Final = ("key", "topic", "partition", "offset", "timestamp", "hea
 LOOK_S: Final = 1
 """Interval in which the query is checked: the longest reaction time to a signal."""
 ASKED_TO_STOP: Final = threading.Event()
+STOPPED: Final = "the query has stopped; all records that it read are in the table"
+TWICE: Final = (
+    "org.apache.spark.sql.execution.streaming.runtime.MicroBatchExecution",
+    "org.apache.spark.sql.execution.streaming.MicroBatchExecution",  # Spark 4.0
+)
+"""Loggers of Spark that print the error with which the query ends. The job prints it, too."""
+LOG_SETTINGS: Final = "log4j2.properties"
+OFF: Final = logging.CRITICAL + 1
 
 _MESSAGE: Final = re.compile(
     r"(?:spark_group_source\.errors|pyspark\.errors\.exceptions\.\w+)\.(\w+): (.+(?:\n(?: {2}| {4})\S.*)*)"
@@ -156,6 +164,7 @@ def run(
     try:
         _check_delta(spark)
         compatibility.check_session(spark)
+        _print_errors_once(spark)
         _refuse_lost_name(spark, table_names.canonical(table))
         transform = None if schema is None else parsed(_ddl(spark, schema), prefix=kafka_prefix)
         columns = tuple(partition_by or ())
@@ -185,7 +194,7 @@ def run(
             _log_signal(group)
             raise typer.Exit(0) from None
         log.debug("full traceback", exc_info=exc)
-        log.error("%s", reason(exc))
+        log.error("%s%s", reason(exc), _stack_trace(exc))
         raise typer.Exit(exit_code_of(exc)) from None
     finally:
         _end(spark)
@@ -228,6 +237,8 @@ def _log_to_stderr(level: str) -> None:
     except ValueError:
         raise typer.BadParameter(f"--log-level {level!r} must be DEBUG, INFO, WARNING or ERROR") from None
     logging.getLogger("py4j").setLevel(logging.WARNING)
+    if not logging.getLogger().isEnabledFor(logging.DEBUG):
+        logging.getLogger("py4j.clientserver").setLevel(OFF)  # an error of the sink, with which the query ends
 
 
 # --- what the query is -----------------------------------------------------------------------------------------------
@@ -315,11 +326,13 @@ def _follow(writer: "DataStreamWriter") -> None:
         last = _tell(query, last)
         if ASKED_TO_STOP.is_set():
             _log_signal(str(query.name))
-            _drain(query)
+            is_drained = _drain(query)
             query.stop()
+            if is_drained:
+                log.info(STOPPED)
             return
     _tell(query, last)
-    log.info("the query has stopped; all records that it read are in the table")
+    log.info(STOPPED)
 
 
 @functools.cache  # one line, wherever the signal is noticed first
@@ -331,18 +344,24 @@ def _log_signal(group: str) -> None:
     )
 
 
-def _drain(query: "StreamingQuery") -> None:
-    """Finish the batch in flight. Otherwise the next owner of a partition could read its rows again."""
+def _drain(query: "StreamingQuery") -> bool:
+    """Finish the batch in flight. Otherwise the next owner of a partition could read its rows again.
+
+    Returns:
+        Whether it is finished.
+    """
     from pyspark.sql import SparkSession
 
     jvm: Any = SparkSession.active()._jvm
     driver = jvm.java.lang.ProcessHandle.current().pid()
     if not any(doc["driver"] == driver for doc in run_files.read(str(query.name))):
-        return  # a signal to the process group has ended the stream reader, too
+        return False  # a signal to the process group has ended the stream reader, too
     try:
         run_files.drain(str(query.name), driver=driver)
     except GroupError as exc:
         log.warning("%s; the next start reads the records that are not in the table again", exc)
+        return False
+    return True
 
 
 def _tell(query: "StreamingQuery", last: int) -> int:
@@ -372,6 +391,16 @@ def _session(name: str) -> "SparkSession":
     return builder.getOrCreate()
 
 
+def _print_errors_once(spark: "SparkSession") -> None:
+    """Switch off the loggers of Spark that print the query's error, which the job prints."""
+    jvm: Any = getattr(spark, "_jvm", None) if hasattr(spark, "_jsparkSession") else None
+    if jvm is None or _on_databricks() or log.isEnabledFor(logging.DEBUG):
+        return
+    log4j = jvm.org.apache.logging.log4j
+    for name in TWICE:
+        log4j.core.config.Configurator.setLevel(name, log4j.Level.OFF)
+
+
 def _load(spark: "SparkSession", options: Mapping[str, str]) -> "DataFrame":
     """Load the source, and register it first where Spark does not find it by itself, as with ``--py-files``."""
     reader = spark.readStream.format("kafka-group").options(**options)
@@ -388,7 +417,8 @@ def _load(spark: "SparkSession", options: Mapping[str, str]) -> "DataFrame":
 
 def _start_jvm(settings: Mapping[str, str]) -> None:
     """Start the JVM in a process group of its own. A signal to this process's group, as by ``timeout``, would end the
-    JVM and the stream reader at once, before the batch in flight is finished."""
+    JVM and the stream reader at once, before the batch in flight is finished. Its log has warnings only, unless it has
+    settings of its own."""
     from pyspark import SparkConf, SparkContext
     from pyspark.java_gateway import launch_gateway
 
@@ -396,7 +426,25 @@ def _start_jvm(settings: Mapping[str, str]) -> None:
         with contextlib.suppress(OSError):  # Python processes start slower then
             os.environ["SPARK_HOME"] = str(linked_spark_home(cache_dir()))
     conf = SparkConf().setAll(list(settings.items()))
-    SparkContext._ensure_initialized(gateway=launch_gateway(conf, {"process_group": 0}), conf=conf)
+    given = os.environ.get("SPARK_SUBMIT_OPTS")
+    try:
+        if not _has_log_settings():
+            os.environ["SPARK_SUBMIT_OPTS"] = f'{given or ""} "-Dlog4j2.configurationFile={conf_path(LOG_SETTINGS)}"'
+        gateway = launch_gateway(conf, {"process_group": 0})
+    finally:
+        if given is None:
+            os.environ.pop("SPARK_SUBMIT_OPTS", None)
+        else:
+            os.environ["SPARK_SUBMIT_OPTS"] = given
+    SparkContext._ensure_initialized(gateway=gateway, conf=conf)
+
+
+def _has_log_settings() -> bool:
+    """Whether the user has set how the JVM logs, as in the folder of Spark's settings."""
+    options = (os.environ.get(name, "") for name in ("SPARK_SUBMIT_OPTS", "JDK_JAVA_OPTIONS", "JAVA_TOOL_OPTIONS"))
+    home = os.environ.get("SPARK_HOME")
+    folder = os.environ.get("SPARK_CONF_DIR") or (f"{home}/conf" if home else None)
+    return any("log4j" in each for each in options) or (folder is not None and any(Path(folder).glob("log4j2.*")))
 
 
 def _check_delta(spark: "SparkSession") -> None:
@@ -444,6 +492,16 @@ def _end(spark: "SparkSession") -> None:
         spark.stop()
     except Exception as exc:  # noqa: BLE001  # the JVM may be gone already
         log.debug("cannot stop the session: %r", exc)
+
+
+def _stack_trace(exc: BaseException) -> str:
+    """What else is printed of an error: the whole text of one with which the query ended, and which is not of this
+    package, because the messages of Spark and of a user's transform do not show where it happened."""
+    from pyspark.errors import StreamingQueryException
+
+    if not isinstance(exc, StreamingQueryException) or f"{errors.__name__}." in str(exc):
+        return ""
+    return f"\n{exc}\n{getattr(exc, '_stackTrace', None) or ''}".rstrip()
 
 
 def exit_code_of(exc: BaseException) -> int:
