@@ -73,6 +73,10 @@ class _Commands(TyperGroup):
                 raise typer.BadParameter(f"argument {word!r} is not UTF-8", ctx) from None
         return super().parse_args(ctx, args)
 
+    def list_commands(self, ctx: Any) -> list[str]:
+        """The commands in the order in which a new user needs them."""
+        return sorted(super().list_commands(ctx), key=lambda name: name != "broker")
+
     def invoke(self, ctx: Any) -> Any:  # Any: as in the base class, whose context class typer does not export
         try:
             return super().invoke(ctx)

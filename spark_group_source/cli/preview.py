@@ -331,20 +331,21 @@ class TablePlan(NamedTuple):
     problems: list[str]
 
 
-def table_plan(table: TableWriter, rows: "DataFrame", group: str) -> TablePlan:
+def table_plan(table: TableWriter, rows: "DataFrame", group: str, name: str) -> TablePlan:
     """Compare the rows that a run writes with the table.
 
     Args:
         rows: with the columns of the sink's transform.
+        name: the table as the user wrote it.
     """
     columns = ", ".join(f"{f.name} {f.dataType.simpleString()}" for f in rows.schema.fields)
     if not table.exists():
         by = f", partitioned by {', '.join(table.partition_by)}" if table.partition_by else ""
-        return TablePlan({"table": f"{table.table} is created by the first batch{by}", "columns": columns}, [])
+        return TablePlan({"table": f"{name} is created by the first batch{by}", "columns": columns}, [])
     new = table.lacking(rows)
     problems = []
     if new and not table.merge_schema:
-        problems.append(f"table {table.table} lacks the columns {', '.join(new)}: give --merge-schema to add them")
+        problems.append(f"table {name} lacks the columns {', '.join(new)}: give --merge-schema to add them")
     reason = table.reason_not_native(rows)
     history = table.history()
     try:
@@ -352,7 +353,7 @@ def table_plan(table: TableWriter, rows: "DataFrame", group: str) -> TablePlan:
     except LedgerExpired:
         has_ledger = f"whose log does not reach back to the ledger of group {group}"
     facts = {
-        "table": f"{table.table}, version {history.version}, {has_ledger}",
+        "table": f"{name}, version {history.version}, {has_ledger}",
         "columns": columns,
         "written": "natively" if reason is None else f"by Delta's writer options: {reason}",
     }
@@ -397,7 +398,7 @@ def check(plan: Plan, sink: "DeltaSink", rows: "DataFrame") -> tuple[RenderableT
     Args:
         rows: with the columns of the sink's transform.
     """
-    of_table = table_plan(sink.new_writer(rows.sparkSession), rows, plan.options.group_id)
+    of_table = table_plan(sink.new_writer(rows.sparkSession), rows, plan.options.group_id, sink.table)
     text = Group(plan.text(), facts_table(of_table.facts))
     refusal = sink.refusal_of(rows, plan.next_batch(), is_planned=plan.runs_again) if plan.batch.ranges else None
     return text, plan.problems + of_table.problems + ([] if refusal is None else [refusal])

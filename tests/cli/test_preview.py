@@ -4,6 +4,7 @@ does, and they change nothing."""
 import json
 import shlex
 from collections.abc import Collection
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
@@ -291,6 +292,13 @@ def test_a_start_is_where_a_run_with_this_checkpoint_and_these_offsets_continues
     )
     assert (start.at, start.origin, start.problem(options)) == (at, by, None)
     assert (added.at, added.origin) == (0, "starting options"), "a partition that was added later"
+
+
+def test_a_check_names_the_table_as_the_user_does() -> None:
+    table: Any = SimpleNamespace(exists=lambda: False, partition_by=(), table="file:/home/me/lake/orders")
+    rows: Any = SimpleNamespace(schema=SimpleNamespace(fields=[]))
+    found = preview.table_plan(table, rows, "g", "lake/orders")
+    assert found.facts["table"] == "lake/orders is created by the first batch"
 
 
 def test_a_start_beyond_every_record_is_named() -> None:

@@ -386,6 +386,11 @@ def test_a_wrong_setting_is_found_before_a_table_is_compared(tmp_path: Path, mon
     assert shown.exit_code == USAGE and not comparison.is_done, shown.output
 
 
+def test_help_lists_the_broker_first_which_a_new_user_starts() -> None:
+    lines = CliRunner().invoke(app, ["--help"]).output.partition("Commands")[2].splitlines()
+    assert [line.split()[1] for line in lines if re.match(r"│ \w", line)][:2] == ["broker", "run"]
+
+
 def test_help_lists_exit_codes() -> None:
     text = " ".join(re.sub(r"[│╭╮╰╯─]", " ", CliRunner().invoke(app, ["--help"]).output).split())
     for code, means in EXIT_CODES.items():
