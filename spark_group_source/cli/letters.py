@@ -13,6 +13,8 @@ import typer
 
 from spark_group_source.cli import common
 from spark_group_source.cli.common import JsonOption, console, table_of
+from spark_group_source.cli.report import counted
+from spark_group_source.errors import OptionError
 
 if TYPE_CHECKING:
     from spark_group_source.delta.sink import DeltaSink
@@ -24,19 +26,25 @@ letters_app = typer.Typer(no_args_is_help=True, help="The bad records in a dead-
 def show(
     table: Annotated[str, typer.Argument(help="A dead-letter table, by path or name.")], as_json: JsonOption = False
 ) -> None:
-    """Show how many records violate each rule, how many of them were not replayed, and the first one."""
+    """Show how many records violate each rule, how many of them were not replayed, and the first one of these."""
     with common.session(True) as spark:
         assert spark is not None
         from pyspark.sql import functions as F
 
-        from spark_group_source.delta import table_names, table_writer
+        from spark_group_source.delta import dead_letters, table_names, table_writer
 
         writer = table_writer.open_existing(spark, table)
-        left = F.when(F.col("replay").isNull(), 1)
+        if missing := sorted(dead_letters.COLUMNS.keys() - {field.name for field in writer.schema().fields}):
+            raise OptionError(
+                f"table {table} is no dead-letter table: it lacks the column {missing[0]}. Name the table that "
+                "DeadLetters of the sink has",
+                table=table,
+            )
+        is_left, at = F.col("replay").isNull(), F.struct("topic", "partition", "offset")
         found = (
             table_names.read(spark, writer.table)
             .groupBy("table", "error_class", "error")
-            .agg(F.count("*"), F.count(left), F.min(F.struct("topic", "partition", "offset")))
+            .agg(F.count("*"), F.count_if(is_left), F.coalesce(F.min(F.when(is_left, at)), F.min(at)))
             .orderBy("table", "error_class", "error")
             .collect()
         )
@@ -69,8 +77,15 @@ def replay(
     found = _sink(sink)
     with common.session(True, avro=True) as spark:  # its transform may need them
         assert spark is not None
-        written = found.replay(spark)
-    typer.echo(f"{written} records were written to table {found.table}")
+        run = found.open_replay(spark)
+        written = run.run()
+    of_all = f" of {counted(written + run.left, 'record')}" if run.left else ""
+    of_all = of_all or f" record{'' if written == 1 else 's'}"
+    text = f"{written:,}{of_all} written to table {found.table}"
+    if run.left:
+        why = f"the first bad one is {run.first_bad}" if run.first_bad else "the transform returns no row for them"
+        text += f"; {run.left:,} left: {why}"
+    typer.echo(text)
 
 
 def _sink(text: str) -> "DeltaSink":

@@ -688,9 +688,13 @@ class LetterReplay:
         self.letters, self.table, self.own, self.transform = letters, table, own, transform
         self._key = f"replay.{own.identity()}"
         """In place of a group's name, in the numbers and notes of the commits."""
+        self.left = 0
+        """How many records of the table are not replayed after the run."""
+        self.first_bad = ""
+        """The first of them that is bad, in words; empty if none is: then the transform returns no row for them."""
 
     def run(self) -> int:
-        """Return how many records were written.
+        """Write the records that are good, and return how many they were.
 
         Raises:
             OptionError: the rows lack a column, the session has no Delta Lake, or a replay was interrupted and its
@@ -713,6 +717,7 @@ class LetterReplay:
             while self._claim(left.where(F.col("topic_id") == topic_id), topic_id, number):
                 written += self._write(all_letters, number, done)
                 number += 1
+        self.left = left.count()
         return written
 
     def _release(self, numbers: "Set[int]") -> None:
@@ -743,10 +748,13 @@ class LetterReplay:
         from pyspark.sql import functions as F
 
         spark = self.table.spark
-        with self._flagged(letters) as (flagged, _):
+        with self._flagged(letters) as (flagged, rules):
             bad = flagged.where(F.col(_RULE).isNotNull()).select(*_RECORD).distinct()
             good = flagged.select(*_RECORD).distinct().join(bad, _RECORD, "left_anti")
             records = good.join(letters.select(*_RECORD), _RECORD, "left_semi").limit(BAD_MAX).collect()
+            if not (records or self.first_bad):
+                first = flagged.where(F.col(_RULE).isNotNull()).dropna(subset=_RECORD).orderBy(*_RECORD).limit(1)
+                self.first_bad = examples_of(bad_records(first, rules, 1, self.table.table))
         if records:
             view = f"replay_{uuid.uuid4().hex}"
             _frame(spark, records, _RECORD).createOrReplaceTempView(view)

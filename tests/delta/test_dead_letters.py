@@ -2,6 +2,7 @@
 read from their log files."""
 
 import json
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -536,15 +537,23 @@ def test_commands_show_and_replay_bad_records(
         f"sink = DeltaSink('{table}', transform=text, dead_letters=DeadLetters('{bad}', valid='offset < 5'))\n"
     )
     written = command.invoke(app, ["letters", "replay", "orders_sink:sink"])
-    assert (written.exit_code, written.output) == (0, f"2 records were written to table {table}\n")
+    left = "3 left: the first bad one is orders-0 offset 5, valid: offset < 5"
+    assert (written.exit_code, written.output) == (0, f"2 of 5 records written to table {table}; {left}\n")
     assert offsets(table) == [0, 1, 2, 3, 4, 6]
     shown = command.invoke(app, ["letters", "show", str(bad), "--json"])
     first = {"table": str(table), "class": "RULE"}
     assert json.loads(shown.output) == [
-        first | {"error": "even: offset % 2 = 0", "records": 4, "left": 2, "first": "orders-0 offset 1"},
+        first | {"error": "even: offset % 2 = 0", "records": 4, "left": 2, "first": "orders-0 offset 5"},
         first | {"error": "few: offset < 7", "records": 1, "left": 1, "first": "orders-0 offset 8"},
     ]
     assert "few: offset < 7" in command.invoke(app, ["letters", "show", str(bad)], env={"COLUMNS": "200"}).output
+    Path("orders_sink.py").write_text(Path("orders_sink.py").read_text().replace("offset < 5", "true"))
+    monkeypatch.delitem(sys.modules, "orders_sink")
+    rest = command.invoke(app, ["letters", "replay", "orders_sink:sink"])
+    assert (rest.exit_code, rest.output) == (0, f"3 records written to table {table}\n")
+    wrong = command.invoke(app, ["letters", "show", str(table)])
+    refusal = f"table {table} is no dead-letter table: it lacks the column batch_id"
+    assert wrong.exit_code == 1 and refusal in wrong.output
 
 
 @pytest.mark.parametrize(
