@@ -69,7 +69,7 @@ def test_signal_to_the_process_group_ends_the_job_without_an_error(
     printed = output.read_text()[before:]
     # A traceback that Spark logs of the stream reader has its files.
     lines = [line for line in printed.splitlines() if not line.lstrip().startswith("File ")]
-    ours = [line for line in lines if "spark_group_source" in line and "records in" not in line]
+    ours = [line for line in lines if "spark_group_source.cli.run" in line and "records in" not in line]
     first, *more = ours or [""]  # a JVM that ends may end the job before its line
     assert f"group {scene.group}: received a signal" in first or submitted, printed
     assert [line.partition("cli.run: ")[2] for line in more] == ([] if submitted else [STOPPED]), printed
