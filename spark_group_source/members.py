@@ -171,6 +171,7 @@ class Member(SlotMember):
         self._assigned = False  # whether an assignment was reported since the last time all partitions were revoked
         self._stall_ms_max = STALL_SHARE * setting_ms(self._settings, "session.timeout.ms", SESSION_TIMEOUT_MS)
         self._last_ran_ms = 0  # when the thread last ran, by the clock that counts while the machine is suspended
+        self._was_assigned = False  # whether an assignment was ever reported
         self._last_identity: Identity | None = None
         self._identified_ms = 0  # since when the identity is this one
         self._has_run = False
@@ -255,14 +256,18 @@ class Member(SlotMember):
         try:
             self._serve()
         except RefusedOnce:
-            if self._assigned or self._leaving is not None:
+            if self._was_assigned or self._leaving is not None:
                 raise  # the next member of the slot joins, and reports it if it is refused
             assert self._consumer is not None
             self._consumer.close(leave=False)
             self._environment.pause(CONFIRM_S)
+            if self._is_leaving():
+                raise
             try:
                 self._serve()
             except RefusedOnce as exc:
+                if self._was_assigned or self._leaving is not None:
+                    raise
                 raise exc.denied from None
 
     def _is_leaving(self) -> bool:
@@ -304,7 +309,7 @@ class Member(SlotMember):
         if consumer.identity != self._last_identity:
             self._last_identity, self._identified_ms = consumer.identity, self._environment.now_ms()
         waited_ms = self._environment.now_ms() - self._identified_ms
-        return consumer.is_kip_848 and consumer.generation > 0 and waited_ms >= EMPTY_AFTER_MS
+        return consumer.is_kip_848 and consumer.identity is not None and waited_ms >= EMPTY_AFTER_MS
 
     def _execute_all(self) -> None:
         while True:
@@ -353,7 +358,7 @@ class Member(SlotMember):
     # --- rebalance callbacks, on the thread, inside poll ------------------------------------------------------------
 
     def _on_assigned(self, partitions: tuple[TopicPartition, ...], generation: int) -> None:
-        self._assigned = True
+        self._assigned = self._was_assigned = True
         if self._consumer is not None and not self._consumer.incremental:
             # After rebalances that the library completed while this thread was busy, only the last assignment is
             # reported. The former partitions may have belonged to another member since, or belong to one now.

@@ -40,6 +40,8 @@ from spark_group_source.protocol.statistics import Statistics
 
 INTERVAL_MIN_S = 0.2
 """The shortest interval of ``watch``: each round is several requests to the brokers."""
+SILENT_GROUPS_MAX = 3
+"""Groups in a row that are not answered, each of which takes seconds; then the others are not asked."""
 EVENTS_MAX = 8
 """Events that are kept."""
 ROWS_BESIDE = 18
@@ -126,7 +128,7 @@ def describe(
 
             with common.checkpoint_files(checkpoint) as (files, root):
                 elsewhere = [checkpoint_status.last_status(checkpoint_status.StatusFiles(files, root), names[0])]
-        found, failed = [], list[GroupError]()
+        found, failed, silent = [], list[GroupError](), 0
         for name in names:
             reported = elsewhere if name == names[0] else []
             try:
@@ -136,7 +138,14 @@ def describe(
                     raise
                 failed.append(exc)
                 typer.echo(f"error: {type(exc).__name__}: {exc}", err=True)
+                silent = silent + 1 if isinstance(exc, BrokerUnavailable) else 0
+                if silent == SILENT_GROUPS_MAX and name != names[-1]:
+                    typer.echo(
+                        f"{silent} groups in a row were not answered; the rest from {name} on is left out", err=True
+                    )
+                    break
                 continue
+            silent = 0
             if one is not None:
                 found.append(one)
             elif group:

@@ -135,7 +135,7 @@ def group_with_members(group: str, has_members: str, stop: str) -> GroupError:
         "query end within its session timeout (45 s by default)",
         group=group,
     )
-    exc.exit_code = RETRIABLE  # type: ignore[attr-defined]
+    exc.failure_code = RETRIABLE  # type: ignore[attr-defined]
     return exc
 
 

@@ -471,8 +471,8 @@ def reset(
     completion = _completion(admin, group, again or table_names.to_offsets(targets.offsets), table)
     try:
         admin.move_committed(group, found.offsets, notes=found.notes)
-    except GroupError as exc:
-        if exc.fields.get("moved") != 0:
+    except BaseException as exc:
+        if getattr(exc, "fields", {}).get("moved") != 0:
             exc.add_note(f"Offsets of group {group} may be moved in Kafka already. {completion}")
         raise
     if spark is not None and table is not None:

@@ -399,8 +399,9 @@ class LetterBox:
             rows = self._rows(0).groupBy(*keys).agg(F.max("offset")).collect()
             found = [(row[0], row[1], row[2], row[3]) for row in rows]
         else:
-            grouped = self._file_rows(0).group_by(keys).aggregate([("offset", "max")]).to_pylist()
-            found = [(r["topic"], r["topic_id"], r["partition"], r["offset_max"]) for r in grouped]
+            found = self._query(
+                'topic, topic_id, "partition", max("offset")', 0, 'GROUP BY topic, topic_id, "partition"'
+            )
         for topic, topic_id, partition, last in found:
             place = topic, _id_and_epoch(topic_id)[0], partition
             ends[place] = max(ends.get(place, 0), last + 1)
@@ -408,30 +409,22 @@ class LetterBox:
 
     def _read_records(self, lowest: int) -> list[tuple[str, int, int, str]]:
         """Return the bad records of the sink's table from this offset on, with the ids of their topics."""
-        columns = [*_RECORD, "topic_id"]
-        if table_writer.has_delta(self.own.spark):
-            return [(row[0], row[1], row[2], row[3]) for row in self._rows(lowest).select(*columns).collect()]
-        found = self._file_rows(lowest).to_pylist()
-        return [(r["topic"], r["partition"], r["offset"], r["topic_id"]) for r in found]
+        if not table_writer.has_delta(self.own.spark):
+            return self._query('topic, "partition", "offset", topic_id', lowest)
+        rows = self._rows(lowest).select(*_RECORD, "topic_id").collect()
+        return [(row[0], row[1], row[2], row[3]) for row in rows]
+
+    def _query(self, columns: str, lowest: int, more: str = "") -> list[tuple[Any, ...]]:
+        """Return columns of what :meth:`_rows` returns, in a session without Delta Lake."""
+        where = f"""table_id = '{self.table.identity()}' AND "offset" >= {lowest}"""
+        found = self.own.query(f"SELECT {columns} FROM t WHERE {where} {more}")
+        return list(zip(*(column.to_pylist() for column in found.columns), strict=True))
 
     def _rows(self, lowest: int) -> "DataFrame":
         from pyspark.sql import functions as F
 
         rows = table_names.read(self.own.spark, self.own.table)
         return rows.where((F.col("table_id") == self.table.identity()) & (F.col("offset") >= lowest))
-
-    def _file_rows(self, lowest: int) -> Any:
-        """Return what :meth:`_rows` returns, in a session without Delta Lake."""
-        import pyarrow.compute as pc
-        import pyarrow.dataset as ds
-
-        assert self.own.log is not None
-        # No filter by text: pyarrow cannot compare it with the statistics of string views, which deltalake writes.
-        found = self.own.log.opened.to_pyarrow_dataset().to_table(
-            columns=[*_RECORD, "topic_id", "table_id"], filter=ds.field("offset") >= lowest
-        )
-        is_ours = pc.equal(found["table_id"].cast("string"), self.table.identity())
-        return found.filter(is_ours)
 
     def _letters(self, source: "DataFrame", found: "Mapping[Record, Rule]") -> "DataFrame":
         """Return the rows of the dead-letter table for the bad records."""

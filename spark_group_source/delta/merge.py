@@ -56,7 +56,8 @@ class Merge:
             must not be null. Changes that come late lose, also against a deletion. They are ordered as values of the
             table's type: as text, '9' is above '10'.
         deleted: the table that keeps keys of deleted rows with their sequence, needed with ``delete_when`` and
-            ``sequence_by``. The first batch creates it. Merges of several tables with the same keys may share one.
+            ``sequence_by``. The first batch creates it. Merges of several tables with the same keys and
+            ``sequence_by`` may share one.
         retention_days: how long it keeps them.
         without: columns of the transform that the table does not get, such as those of ``delete_when``.
 
@@ -155,7 +156,9 @@ class MergeWriter:
         of_table = self._types().get(name.lower())
         if of_table in (None, rows.schema[name].dataType):
             return rows
-        return rows.withColumn(name, F.col(table_names.quoted(name)).cast(of_table))
+        # What does not fit becomes null and is refused, whether the session has ANSI casts or not.
+        cast = f"try_cast({table_names.quoted(name)} AS {of_table.simpleString()})"
+        return rows.withColumn(name, F.expr(cast))
 
     def _types(self) -> "dict[str, DataType]":
         """Return the types of the table's columns, by their names in lower case."""
@@ -183,7 +186,10 @@ class MergeWriter:
             asked += [F.count_if(column.isNull()), *bounds]
         found = changes.agg(F.count_if(F.col(_IS_DELETED)), F.sum(_UNORDERED), *asked).collect()[0]
         if found[1]:
-            raise self._lacks(found[1], str(self._merge.sequence_by), "which orders changes")
+            sequence = str(self._merge.sequence_by)
+            of = of_table.get(sequence.lower())
+            in_table = "" if of is None else f" and has type {of.simpleString()} in the table"
+            raise self._lacks(found[1], sequence, f"which orders changes{in_table}")
         conditions = []
         for n, key in enumerate(self._merge.keys):
             nulls, least, most = found[2 + 3 * n : 5 + 3 * n]

@@ -266,6 +266,12 @@ class NativeWriter:
             self._log.opened.alter.add_columns(fields, commit_properties=properties)
         except CommitFailedError as exc:
             raise CommitRace(str(exc)) from exc
+        except Exception as exc:  # maybe of a checkpoint of the log or its clean-up, which follow the commit
+            self._log.newest()
+            found = {field["name"].lower() for field in json.loads(self._log.opened.schema().to_json())["fields"]}
+            if not found.issuperset(field["name"].lower() for field in new):
+                raise
+            log.warning("table %s: what follows a commit has failed: %s", self._log.table, str(exc).partition("\n")[0])
         names = ", ".join(field["name"] for field in new)
         log.info("table %s: added the columns %s of the batch", self._log.table, names)
         raise CommitRace(f"added the columns {names}")

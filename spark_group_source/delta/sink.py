@@ -573,11 +573,13 @@ class BatchCommit:
             ledger = history.ledger(group, known)
             if known is None:
                 self._log_ledger(history, group, ledger)
-            if ledger is None or not (ledger.topics or ledger.streams or ledger.reset_number):
+            is_new = ledger is None or not (ledger.topics or ledger.streams or ledger.reset_number)
+            if is_new:
                 self._check_new_group(history, group)
             if ledger is not None:
                 self._refuse_replaced_rows(history, ledger)
-                self._check_new_partitions(history, ledger)
+                if not is_new:
+                    self._check_new_partitions(history, ledger)
                 self._ledgers[group] = ledger.at_version(history.version)
         except LedgerExpired:
             return self._new_ledger(history, group)
@@ -631,7 +633,7 @@ class BatchCommit:
                 is_former = tp.topic in former or not ledger.knows_topic(tp.topic, topic.id)
                 if not is_former and tp.partition not in topic.offsets:
                     new[tp] = start
-        # One look at the oldest version: the whole log of a table that is written for weeks is long.
+        # The oldest version is enough where the log's files can be read; DESCRIBE HISTORY returns the whole log.
         if new and next(history.at(0).commits(), None) is None:
             why = "the ledger may have begun anew after an older one expired"
             self._refuse_uncounted_rows(ledger.group, new, "a ledger without that partition", why, ledger.offsets)

@@ -51,6 +51,7 @@ from spark_group_source.errors import LedgerConflict, OptionError
 from spark_group_source.model import TopicPartition
 
 if TYPE_CHECKING:
+    import pyarrow as pa
     from pyspark.sql import DataFrame, SparkSession
     from pyspark.sql.types import StructType
 
@@ -253,10 +254,11 @@ class TableWriter:
             return None
         if starts is not None and not starts:
             return {}
-        lowest = None if starts is None else min(starts.values(), default=0) - 1
+        lowest = None if starts is None else min(starts.values()) - 1
         last = self._last_offsets if has_delta(self.spark) else self._last_offsets_by_deltalake
         found = last(sorted({tp.topic for tp in starts or ()}), lowest)
-        ends = {TopicPartition(topic, partition): offset + 1 for topic, partition, offset in found}
+        # Rows without a record's place are of other writers.
+        ends = {TopicPartition(row[0], row[1]): row[2] + 1 for row in found if None not in row}
         return {tp: end for tp, end in ends.items() if starts is None or (tp in starts and end >= starts[tp])}
 
     def _last_offsets(self, topics: Sequence[str], lowest: int | None) -> list[tuple[str, int, int]]:
@@ -275,15 +277,18 @@ class TableWriter:
 
     def _last_offsets_by_deltalake(self, topics: Sequence[str], lowest: int | None) -> list[tuple[str, int, int]]:
         """Return what :meth:`_last_offsets` returns, in a session without Delta Lake."""
+        named = ", ".join("'" + topic.replace("'", "''") + "'" for topic in topics)
+        where = "" if lowest is None else f' WHERE "offset" >= {lowest} AND topic IN ({named})'
+        query = f'SELECT topic, "partition", max("offset") AS last FROM t{where} GROUP BY topic, "partition"'
+        return [(row["topic"], row["partition"], row["last"]) for row in self.query(query).to_pylist()]
+
+    def query(self, statement: str) -> "pa.Table":
+        """Run a query of this table as ``t``, in a session without Delta Lake."""
         import pyarrow as pa
         from deltalake import QueryBuilder
 
         assert self.log is not None
-        named = ", ".join("'" + topic.replace("'", "''") + "'" for topic in topics)
-        where = "" if lowest is None else f' WHERE "offset" >= {lowest} AND topic IN ({named})'
-        query = f'SELECT topic, "partition", max("offset") AS last FROM t{where} GROUP BY topic, "partition"'
-        found = pa.table(QueryBuilder().register("t", self.log.opened).execute(query).read_all())
-        return [(row["topic"], row["partition"], row["last"]) for row in found.to_pylist()]
+        return pa.table(QueryBuilder().register("t", self.log.opened).execute(statement).read_all())
 
     def reason_not_native(self, rows: "DataFrame | None") -> str | None:
         """Return why a commit of these rows cannot be written natively; None if it can."""

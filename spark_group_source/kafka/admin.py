@@ -451,7 +451,9 @@ class Admin:
                 self._renew()
                 # Without the traceback, whose frames of the library would keep the client alive after close().
                 exc.with_traceback(None)
-                raise exc if cause is None else KafkaException(cause) from exc
+                if cause is None:
+                    raise
+                raise KafkaException(cause) from exc
 
         answer = self._retry(request, op, send_once)
         self._forget_errors()  # errors of the meantime are obsolete: the request succeeded

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from confluent_kafka import ConsumerGroupTopicPartitions, KafkaError, KafkaException
 
 from spark_group_source import command_line
-from spark_group_source.error_codes import CODES, Request
+from spark_group_source.error_codes import CODES, Meaning, Request, meaning
 from spark_group_source.errors import AccessDenied, BrokerUnavailable, CommitFailed
 from spark_group_source.kafka.admin import COORDINATOR_BOUND, COORDINATOR_TIMEOUT_S, Admin, Bound, Missing
 from spark_group_source.kafka.group_offsets import GroupOffsets
@@ -158,7 +158,8 @@ class GroupAdmin(Admin):
             try:
                 answer = self._answer(Request.DELETE, future, group)
             except KafkaException as exc:
-                is_unanswered |= exc.args[0].code() < 0  # librdkafka's own code
+                error = exc.args[0]
+                is_unanswered |= meaning(Request.DELETE, error.code(), error.str()) is Meaning.RETRY
                 raise
             if isinstance(answer, Missing) and not is_unanswered:
                 raise KafkaException(KafkaError(KafkaError.GROUP_ID_NOT_FOUND), group)

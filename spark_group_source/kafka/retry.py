@@ -55,7 +55,7 @@ class Retry:
         client_info: for error messages.
         environment: the clock.
         retries: the maximum number of retries after a transient failure, within :data:`RETRY_S_MAX`.
-        interval_s: the pause before such a retry.
+        interval_s: the pause before such a retry, at most :data:`RETRY_S_MAX`.
         pause: replaces the environment's pause.
     """
 
@@ -69,7 +69,7 @@ class Retry:
         pause: Callable[[float], None] | None = None,
     ) -> None:
         self._client_info, self._environment = client_info, environment
-        self._retries, self._interval_s = retries, interval_s
+        self._retries, self._interval_s = retries, min(interval_s, RETRY_S_MAX)
         self._pause = pause or environment.pause
 
     def __call__(self, request: Request, op: str, send: Callable[[], T]) -> T:

@@ -125,8 +125,8 @@ class _GroupState:
     """Its description in this sweep; None: unanswered."""
     committed: Mapping[TopicPartition, int] = field(default_factory=dict)
     """Its committed offsets in this sweep."""
-    answered_ms: int = -1
-    """When it last answered; -1: never."""
+    asked_ms: int = -1
+    """When it was last asked; -1: never."""
     silent_since_ms: int | None = None
     """Since when it has not answered; None: it answered in the last sweep."""
     tps: Collection[TopicPartition] = ()
@@ -184,7 +184,7 @@ class GroupSweeper:
         for watched in self._watched.values():
             watched.is_asked, watched.described, watched.committed = False, None, {}
         if reached := self._attempt("the cluster", self._list):
-            for name in sorted(self._watched, key=lambda name: (self._watched[name].answered_ms, name)):
+            for name in sorted(self._watched, key=lambda name: (self._watched[name].asked_ms, name)):
                 if self._failures and self._environment.now_ms() >= until_ms:
                     break
                 self._attempt(f"group {name}", partial(self._read_group, name))
@@ -245,7 +245,7 @@ class GroupSweeper:
     def _read_group(self, name: str) -> None:
         """Read the description and the committed offsets of a group."""
         watched = self._watched[name]
-        watched.is_asked = True
+        watched.is_asked, watched.asked_ms = True, self._environment.now_ms()
         described = self._admin.describe_group(name)
         owned = {tp for member in described.members for tp in member.partitions}
         searching = watched.searched_ms is None or watched.searched_ms != self._listed_ms
@@ -293,8 +293,8 @@ class GroupSweeper:
 
     def _update_silence(self, reached: bool, started_ms: int) -> None:
         """Update since when the cluster and each group have not answered; log when that starts and when it ends."""
-        answered = any(watched.described is not None for watched in self._watched.values())
-        silent = not reached or (bool(self._watched) and not answered)
+        all_ = self._watched.values()
+        silent = not reached or (bool(all_) and all(one.is_asked and one.described is None for one in all_))
         if silent and self._silent_since_ms is None:
             self._silent_since_ms = started_ms
             log.warning("no request was answered; no lag is exported until one is: %s", self._failed())
@@ -305,9 +305,9 @@ class GroupSweeper:
             self._silent_since_ms = None
         for name, watched in self._watched.items():
             if watched.described is not None:
-                watched.answered_ms, watched.silent_since_ms = self._environment.now_ms(), None
+                watched.silent_since_ms = None
                 self._count_rebalance(watched, watched.described)
-            elif watched.silent_since_ms is None and (watched.is_asked or silent):
+            elif watched.silent_since_ms is None and (watched.is_asked or not reached):
                 watched.silent_since_ms = started_ms
                 if not silent:
                     log.warning(

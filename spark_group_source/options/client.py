@@ -84,6 +84,11 @@ committed."""
 TRANSACTION_TIMEOUT: Final = "transaction.timeout.ms"
 """Brokers may permit less than the timeout that is used without it (``transaction.max.timeout.ms``)."""
 
+_READ_HERE: Final = (
+    "connections.max.idle.ms", "message.max.bytes", "socket.timeout.ms", "topic.metadata.refresh.interval.ms",
+    TRANSACTION_TIMEOUT,
+)  # fmt: skip
+"""Integers that not only the client library reads."""
 _INT32_MAX: Final = 2**31 - 1
 
 
@@ -138,11 +143,11 @@ def check_integers(settings: Mapping[str, str]) -> None:
     Raises:
         OptionError: a value is no decimal integer.
     """
-    for name in ("topic.metadata.refresh.interval.ms", "connections.max.idle.ms"):
+    for name in _READ_HERE:
         text = settings.get(name, "0")
-        if not re.fullmatch(r"\s*-?[0-9]{1,10}\s*", text):
+        if not re.fullmatch(r"\s*[+-]?(0|[1-9][0-9]{0,9})\s*", text):
             raise OptionError(
-                f"option 'kafka.{name}' is {text!r}; it must be a decimal integer, in milliseconds",
+                f"option 'kafka.{name}' is {text!r}; it must be a decimal integer",
                 option=f"kafka.{name}",
             )
 

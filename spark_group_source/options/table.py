@@ -412,8 +412,8 @@ class Options:
         doc="How often a failed offset request is repeated after a pause of fetchOffset.retryIntervalMs, within 10 s; "
         "after that it is sent again and again until brokerTimeoutMs.")
     fetch_offset_retry_interval_ms: int = _option(
-        "fetchOffset.retryIntervalMs", integer(0, 10_000), "ms", default=1_000,
-        doc="The pause between two attempts of an offset request.")
+        "fetchOffset.retryIntervalMs", integer(0, DAY_MS), "ms", default=1_000,
+        doc="The pause between two attempts of an offset request; at most 10 s.")
     settings: tuple[tuple[str, str], ...] = _option(
         "kafka.*", str, "Kafka client setting", default=(), shown="the client's",
         doc="Passed to the Kafka client (librdkafka). Java's names, JAAS texts, PEM trust stores, and PEM or PKCS#12 "

@@ -104,6 +104,10 @@ class Outage:
         self.ended_ms = now_ms
         return now_ms - since_ms
 
+    def drop(self, requester: Requester) -> None:
+        """The requester sends no further request. Nothing follows from that."""
+        self._unanswered.pop(requester, None)
+
     def retry_at_ms(self, requester: Requester) -> int:
         """The earliest time of the next request."""
         pending = self._unanswered.get(requester)

@@ -439,7 +439,11 @@ class Run:
         if self.state is RunState.NEW:
             self._choose_membership()
             self._first_call = event
-        elif self.plan is None and self._last_durable is not None and self._last_durable.seq == event.offset.seq:
+        elif (
+            self.plan is None
+            and self._last_durable is not None
+            and BatchKey.of(self._last_durable) == BatchKey.of(event.offset)
+        ):
             return  # a query that names one load() several times reads the batch for each; the sink's mark came between
         else:
             planned = self.plan is not None and event.offset.seq == self.plan.seq
@@ -720,6 +724,7 @@ class Run:
     def _next(self) -> ev.Step | None:
         if self.is_draining and self.state in BEFORE_PLAN:
             self._ends_request = None
+            self.outage.drop(Requester.CALL)
             self._move(ev.DrainRequested)
         match self.state:
             case RunState.NEW | RunState.OPEN | RunState.CLOSED:

@@ -26,6 +26,8 @@ IN_READER = ""
 
 CLOSE_MS_MAX = 3_000
 """How long a moving slot waits for its last member to close, before the next member joins anyway."""
+LEAVE_MS_MAX = 5_000
+"""How much longer, if it leaves the group: a member that joins before that gets its assignment."""
 STEADY_MS = 10_000
 """How long a member must be in the group after its first assignment before its slot counts as recovered from earlier
 failures. By then it has polled and sent heartbeats several times."""
@@ -401,7 +403,7 @@ class Slots:
         self._drop(slot, tuple(slot.partitions), ev.SlotMoves)
         self._change(slot, ev.SlotMoves, MovingState(slot.agent))
         slot.moved_ms, slot.unassigned_since_ms = self._out.now_ms, None
-        self._wake_at_ms[slot.number] = self._out.now_ms + CLOSE_MS_MAX
+        self._wake_at_ms[slot.number] = self._out.now_ms + CLOSE_MS_MAX + (LEAVE_MS_MAX if leave else 0)
         self._place_on(slot, agent)
         self._out.order(ev.Leave(slot=slot.number, leave=leave))
 

@@ -18,7 +18,7 @@ from kit.invariants import Invariants
 from kit.world import Draws, Process, Thread, World, the_thread
 from spark_group_source.agents import messages as ms
 from spark_group_source.agents.hosted_members import HostedMembers
-from spark_group_source.protocol.slots import CLOSE_MS_MAX, IN_READER, MovingState
+from spark_group_source.protocol.slots import CLOSE_MS_MAX, IN_READER, LEAVE_MS_MAX, MovingState
 
 if TYPE_CHECKING:
     from kit.spark import SparkRun
@@ -296,7 +296,10 @@ class Executors:
                 if gone_ms > run.watched.rules.lease_ms + LOOK_MS:
                     return f"{agent.process.name} is gone for {gone_ms} ms, and is still used"
         for slot in run.watched.slots.all:
-            if isinstance(slot.state, MovingState) and now_ms > (slot.moved_ms or 0) + CLOSE_MS_MAX + LOOK_MS:
+            if (
+                isinstance(slot.state, MovingState)
+                and now_ms > (slot.moved_ms or 0) + CLOSE_MS_MAX + LEAVE_MS_MAX + LOOK_MS
+            ):
                 return f"slot {slot.number} moves since {slot.moved_ms} ms"
             if slot.state.member is not None and slot.agent != IN_READER and slot.agent not in placement.agents.all:
                 return f"slot {slot.number} is placed on agent {slot.agent}, which is gone"

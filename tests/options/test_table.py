@@ -288,7 +288,6 @@ WRONG = {
     ("kafka.bootstrap.servers", "a comma-separated list of host:port"): [" , "],
     ("kafkaConsumer.pollTimeoutMs", "from 1 to 86400000"): ["0"],
     ("fetchOffset.numRetries", "from 0 to 1000"): ["-1"],
-    ("fetchOffset.retryIntervalMs", "from 0 to 10000"): ["10001"],
 }  # fmt: skip
 """Invalid values by option and part of the error."""
 

@@ -14,6 +14,7 @@ from spark_group_source.protocol.offsets import StreamOffset
 from spark_group_source.protocol.rules import Rules
 from spark_group_source.protocol.slots import (
     CLOSE_MS_MAX,
+    LEAVE_MS_MAX,
     STEADY_MS,
     ClosedState,
     Membership,
@@ -380,7 +381,8 @@ def test_slot_joins_again_although_its_member_does_not_close() -> None:
     """Also without agents, whose losses have a bound of their own."""
     group, _ = came_back("payments", known={"orders": 4})
     group.assigned(A)
-    assert group.tick(ms=CLOSE_MS_MAX) == [group.join(client=2, topics=("payments",))]
+    assert group.tick(ms=CLOSE_MS_MAX) == [], "a consumer that leaves has as long"
+    assert group.tick(ms=LEAVE_MS_MAX) == [group.join(client=2, topics=("payments",))]
 
 
 def test_late_assignment_does_not_take_a_partition_from_its_new_slot(
