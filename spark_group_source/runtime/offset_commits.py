@@ -10,7 +10,7 @@ description shows it.
 """
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NoReturn, cast
 
@@ -192,9 +192,13 @@ class OffsetCommits:
         # It may be a consumer of this run that rejoined by itself before it was closed; it expires with its session.
         return ev.ReplacedUnclear(slot=slot, reason=reason)
 
-    def _foreign_member(self) -> GroupMember | None:
-        """Return a member that has an instance id of this run but is not one of the run's members."""
-        found = self._admin.describe_group(self._group).members
+    def _foreign_member(self, found: Iterable[GroupMember] | None = None) -> GroupMember | None:
+        """Return a member that has an instance id of this run but is not one of the run's members.
+
+        Args:
+            found: the members of the group; None: they are requested.
+        """
+        found = self._admin.describe_group(self._group).members if found is None else found
         own = frozenset(self._own_member_ids)
         return next(
             (
@@ -265,13 +269,17 @@ class OffsetCommits:
                 return
 
     def _regain_id(self) -> None:
-        """Take the transactional id back if it is uncertain: the brokers have just accepted the members' commits.
+        """Take the transactional id back if it is uncertain: the brokers have just accepted the members' commits, and no
+        other client has a membership of this run. (A process that was frozen may have taken back some of those of its
+        successor.)
 
         Raises:
             Fenced: a newer driver commits for this stream.
         """
         if self._committer.id_uncertain:
             try:
+                if (foreign := self._foreign_member()) is not None:
+                    raise CommitFailed(f"{foreign.instance_id} is {foreign.member_id} at {foreign.host} now")
                 self._committer.regain_id()
             except Fenced:
                 raise
@@ -351,8 +359,10 @@ class OffsetCommits:
         Returns:
             The error if transactions are denied: a refusal in the middle of a commit makes the id uncertain.
         """
-        present = {member.member_id for member in self._admin.describe_group(self._group).members}
-        if not complete or any(part.identity is None or part.identity.member not in present for part in parts):
+        found = self._admin.describe_group(self._group).members
+        present = {member.member_id for member in found}
+        are_there = complete and all(part.identity is not None and part.identity.member in present for part in parts)
+        if not are_there or self._foreign_member(found) is not None:
             raise CommitFailed("the transactional id may belong to another process")
         try:
             self._committer.regain_id()

@@ -382,6 +382,8 @@ def test_G6_without_its_id_a_run_checks_its_static_memberships(
 def test_G6_the_id_is_regained_after_a_commit_by_static_members(broken: Scene, static: bool) -> None:
     """Dynamic members prove nothing: a newer run has members beside those of a frozen process, and both may commit the
     offsets of their partitions."""
+    broken.thread.own_member_ids.append("m")
+    broken.environment.will("describe_consumer_groups", group_of(member_at("g.s.0", "m")))
     for member in broken.members.values():
         member.static = static
     for _ in range(2):
@@ -395,6 +397,16 @@ def test_G6_the_id_is_regained_after_a_commit_by_static_members(broken: Scene, s
     if static:
         assert [len(member.committed) for member in broken.members.values()] == [1, 1, 0]
     assert len(broken.environment.producers) == 1 + static
+
+
+def test_G6_the_id_is_not_regained_when_another_client_has_a_membership_of_the_run(broken: Scene) -> None:
+    """A process that was frozen may have taken back one of the memberships of its successor, and commits for it."""
+    broken.environment.will("describe_consumer_groups", *[group_of(member_at("g.s.2", "another"))] * 2)
+    for _ in range(2):
+        broken.shows({A0: 5, A1: 6})
+    broken.run(*[broken.order(commit_command())] * 3)
+    assert [type(event) for event in broken.handled][1:] == [ev.OffsetsCommitted] * 2, "its members may commit"
+    assert len(broken.environment.producers) == 1
 
 
 def test_G6_the_id_is_not_regained_when_a_member_was_skipped(broken: Scene) -> None:
@@ -647,6 +659,7 @@ def test_G6_the_id_is_regained_when_the_group_has_all_placed_members(
     """A newer driver of the stream would have their memberships."""
     scene = broken
     scene.members[0].agent = scene.members[1].agent = "h1"
+    scene.thread.own_member_ids.append("m")
     found = group_of(*(member_at("g.s.0", member) for member in others))
     scene.environment.will("describe_consumer_groups", *[found] * 3)
     for _ in range(2):
@@ -671,6 +684,7 @@ def test_a_denied_regain_recalls_placed_members_without_failing_the_run(broken: 
     either."""
     scene = broken
     scene.members[0].agent = scene.members[1].agent = "h1"
+    scene.thread.own_member_ids.append("m")
     found = group_of(member_at("g.s.0", "m"))
     scene.environment.will("describe_consumer_groups", *[found] * 4)
     for _ in range(3):
