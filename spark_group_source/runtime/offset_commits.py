@@ -269,9 +269,9 @@ class OffsetCommits:
                 return
 
     def _regain_id(self) -> None:
-        """Take the transactional id back if it is uncertain: the brokers have just accepted the members' commits, and no
-        other client has a membership of this run. (A process that was frozen may have taken back some of those of its
-        successor.)
+        """Take the transactional id back if it is uncertain: the brokers have just accepted the members' commits, and
+        no other client has a membership of this run. (A process that was frozen may have taken back some of those of
+        its successor.)
 
         Raises:
             Fenced: a newer driver commits for this stream.
