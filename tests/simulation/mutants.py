@@ -127,27 +127,6 @@ MUTANTS = [
         "a wrong leader epoch in another consumer's commit is no truncation",
     ),
     Mutant(
-        "reads-over-a-truncation",
-        L,
-        "elif end is None or end >= read_to:",
-        "elif end is None or end >= at:",
-        "a position that was moved back to before a truncation reads up to it, and goes back there",
-    ),
-    Mutant(
-        "forgets-how-far-it-was-read",
-        L,
-        "{**offset.uncommitted, **offset.positions(), **offset.read_to}.items()",
-        "{**offset.uncommitted, **offset.positions()}.items()",
-        "the next run knows how far a partition was read that it reads up to a truncation",
-    ),
-    Mutant(
-        "forgets-epochs-of-uncommitted-positions",
-        L,
-        "{**offset.uncommitted, **offset.positions(), **offset.read_to}.items()",
-        "{**offset.positions(), **offset.read_to}.items()",
-        "the next run knows the leader epoch of a position that is not committed",
-    ),
-    Mutant(
         "ignores-new-leaders",
         L,
         "known.epoch != leader and tp in positions",
@@ -191,13 +170,6 @@ MUTANTS = [
         "a foreign commit is committed under the stream's name before it is read",
     ),
     Mutant(
-        "applies-a-check-of-another-position",
-        L,
-        "elsewhere = {tp for tp, at in self._positions.items() if ready.get(tp) != at}",
-        "elsewhere = set()",
-        "records that are missing at one position do not move a partition that is at another one since",
-    ),
-    Mutant(
         "forgets-what-is-durable",
         P,
         "elif partition.is_foreign and partition.durable is not None:",
@@ -231,13 +203,6 @@ MUTANTS = [
         "if self._unknown_count or self._unassigned:",
         "if False:",
         "the plan contains uncommitted positions of unassigned partitions",
-    ),
-    Mutant(
-        "plans-adopted-without-what-is-durable",
-        P,
-        "if self.any_adopting:",
-        "if False:",
-        "the plan contains what is durable of a partition whose foreign position is not committed yet",
     ),
     Mutant(
         "plans-without-marking-in-flight",
@@ -626,13 +591,10 @@ MUTANTS = [
 ]
 
 FOUND_BY: dict[str, tuple[str, int]] = {
-    "keeps-a-forgotten-id": ("eager", 1),
+    "keeps-a-forgotten-id": ("eager", 46),
     "takes-no-epoch-from-a-commit": ("eager", 779),
     "believes-another-streams-check": ("eager", 50_632),
     "believes-foreign-epochs": ("cooperative", 1),
-    "reads-over-a-truncation": ("consumer", 394),
-    "forgets-how-far-it-was-read": ("consumer", 55_792),
-    "forgets-epochs-of-uncommitted-positions": ("cooperative", 2),
     "ignores-new-leaders": ("eager", 8),
     "stays-behind-a-truncation": ("eager", 8),
     "forgets-pending-changes": ("calm-cooperative", 0),
@@ -640,13 +602,11 @@ FOUND_BY: dict[str, tuple[str, int]] = {
     "accepts-an-older-commit": ("eager", 0),
     "undoes-a-rewind": ("eager", 130),
     "adopts-nothing": ("eager", 13),
-    "applies-a-check-of-another-position": ("consumer", 60_303),
     "forgets-what-is-durable": ("eager", 20_439),
     "ignores-a-pending-batch": ("eager", 19),
     "keeps-the-plan-over-a-reset": ("eager", 41),
     "keeps-positions-over-a-reset": ("consumer", 104),
     "plans-uncommitted-offsets-of-assigned-partitions-only": ("eager", 33),
-    "plans-adopted-without-what-is-durable": ("consumer", 101_439),
     "plans-without-marking-in-flight": ("cooperative", 0),
     "counts-no-duplicates": ("eager", 16),
     "ignores-the-batch-of-a-returning-partition": ("eager", 2),
@@ -694,7 +654,7 @@ FOUND_BY: dict[str, tuple[str, int]] = {
     "undoes-a-rewind-before-its-batch": ("consumer", 150),
     "keeps-a-pending-batch-over-a-foreign-commit": ("cooperative", 20707),
     "keeps-the-batch-over-a-foreign-commit": ("consumer", 4),
-    "waits-for-every-leader": ("cooperative", 1),
+    "waits-for-every-leader": ("cooperative", 84),
     "places-where-transactions-are-refused": ("eager", 3),
     "leaves-slots-without-transactions": ("eager", 1),
 }
