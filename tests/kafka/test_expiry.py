@@ -189,6 +189,6 @@ def test_describe_reports_offsets_that_may_expire(minute: Minute) -> None:
     by_topic = {row.topic: row for row in classic.partitions}
     assert (by_topic["read"].expires, by_topic["former"].expires) == ("kept", "its last commit")
     (line,) = report.expiry_text(classic)
-    assert line == "1 offsets are kept for 0.0166667 h, counted from its last commit, start not known"
+    assert line == "1 offset is kept for 0.0166667 h, counted from its last commit, start not known"
     assert "former" in minute.theirs, "Kafka's own tool shows it, and its lag, until it is gone"
     assert report.expiry_text(minute.described["running"]) == []
