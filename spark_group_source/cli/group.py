@@ -140,9 +140,7 @@ def describe(
                 typer.echo(f"error: {type(exc).__name__}: {exc}", err=True)
                 silent = silent + 1 if isinstance(exc, BrokerUnavailable) else 0
                 if silent == SILENT_GROUPS_MAX and name != names[-1]:
-                    typer.echo(
-                        f"{silent} groups in a row were not answered; the rest from {name} on is left out", err=True
-                    )
+                    typer.echo(f"{silent} groups in a row were not answered; those after {name} are left out", err=True)
                     break
                 continue
             silent = 0

@@ -495,6 +495,23 @@ class ThreeGroups:
         return None
 
 
+def test_brokers_that_answer_for_no_group_are_not_asked_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each group takes seconds."""
+    asked: list[str] = []
+
+    def describe_group(_: object, group: str) -> GroupDescription:
+        asked.append(group)
+        raise BrokerUnavailable(f"the coordinator of group {group} did not answer")
+
+    listed = [ListedGroup(f"g{number}", "empty", "classic") for number in range(20)]
+    monkeypatch.setattr(ThreeGroups, "groups", lambda _: listed)
+    monkeypatch.setattr(ThreeGroups, "describe_group", describe_group)
+    monkeypatch.setattr(common, "admin_of", lambda *_: nullcontext(ThreeGroups()))
+    shown = CliRunner().invoke(app, ["describe", "--bootstrap-servers", NO_BROKER, "--all-groups"])
+    assert (shown.exit_code, asked) == (RETRIABLE, ["g0", "g1", "g2"])
+    assert shown.stderr.endswith("3 groups in a row were not answered; those after g2 are left out\n")
+
+
 @pytest.mark.parametrize(
     ("error", "code"), [(ThreeGroups.error, RETRIABLE), (AccessDenied("the user needs Describe"), FINAL)]
 )

@@ -1,5 +1,6 @@
 """Admin, GroupAdmin and GroupOffsets, with scripted clients."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +19,7 @@ from spark_group_source.kafka import (
     ListedGroup,
     group_admin,
 )
-from spark_group_source.kafka.retry import RefusalWatch
+from spark_group_source.kafka.retry import RETRY_S_MAX, RefusalWatch
 from spark_group_source.model import EARLIEST, LATEST, StartAt, TopicPartition
 from spark_group_source.options.table import Options
 from spark_group_source.protocol import events as ev
@@ -296,6 +297,26 @@ def test_a_deletion_whose_answer_was_lost_is_no_failure_although_the_group_is_go
     environment.will("delete_consumer_groups", gone, gone)
     with pytest.raises(GroupError, match="group 'g' does not exist"):
         admin.delete_group("g")
+
+
+@pytest.mark.parametrize(
+    ("code", "is_deleted"), [(KafkaError._AUTHENTICATION, False), (KafkaError.REQUEST_TIMED_OUT, True)]
+)
+def test_only_a_deletion_without_a_clear_answer_may_have_deleted_the_group(
+    environment: ManualEnvironment, code: int, is_deleted: bool
+) -> None:
+    first, gone = {"g": refusal(code)}, {"g": refusal(KafkaError.GROUP_ID_NOT_FOUND)}
+    environment.will("delete_consumer_groups", first, gone, gone)
+    with nullcontext() if is_deleted else pytest.raises(GroupError, match="group 'g' does not exist"):
+        GroupAdmin(SETTINGS, environment=environment, retries=2).delete_group("g")
+
+
+def test_the_pause_between_two_attempts_has_a_bound(environment: ManualEnvironment) -> None:
+    environment.will("list_offsets", *[refusal(KafkaError._TRANSPORT)] * 2)
+    began_ms = environment.clock_ms
+    with pytest.raises(BrokerUnavailable):
+        Admin(SETTINGS, environment=environment, retries=1, retry_interval_s=86_400.0).earliest([A0])
+    assert environment.clock_ms - began_ms == RETRY_S_MAX * 1000
 
 
 def moved(**codes: int) -> dict[str, Any]:

@@ -343,6 +343,22 @@ def test_a_member_that_is_refused_later_is_replaced_first(scene: Scene) -> None:
     assert scene.kinds() == ["Assigned", "MemberFailed"]
 
 
+def test_a_member_that_was_refused_once_is_replaced_at_a_later_refusal(scene: Scene) -> None:
+    """It was in the group in between: the first refusal is no part of the second."""
+    scene.make(KIP_848)
+    refused = Message(KafkaError._FATAL, NOT_PERMITTED)
+    scene.environment.will("poll", refused, None, refused)
+    scene.run(lambda: None, scene.assign, lambda: None)
+    assert scene.kinds() == ["Assigned", "MemberFailed"]
+
+
+def test_a_refused_member_that_must_leave_does_not_join_again(scene: Scene) -> None:
+    scene.make(KIP_848)
+    scene.environment.will("poll", Message(KafkaError._FATAL, NOT_PERMITTED))
+    scene.run(scene.leave)
+    assert len(scene.environment.called("Consumer")) == 1
+
+
 def test_a_refused_membership_is_taken_over_from_a_vanished_member(scene: Scene) -> None:
     scene.make(KIP_848, replace(JOIN, takes_over=True))
     scene.environment.will("poll", Message(KafkaError._FATAL, STILL_TAKEN))

@@ -606,6 +606,19 @@ def test_a_drain_in_mid_call_plans_no_batch(state: RunState) -> None:
     assert run.drained()
 
 
+def test_a_drain_during_an_outage_leaves_no_outage_open() -> None:
+    """A drained run sends no further request whose answer could end it."""
+    run = RunHarness()
+    run.batch()
+    run.down_until_ms = run.clock() + 20_000
+    run.begin(ev.NextBatchRequested(start=run.start, new_stream=STREAM), RunState.FETCHING_ENDS)
+    run.feed(run.answer(run.step()))
+    assert run.run.statistics().unreachable_since_ms
+    run.feed(ev.DrainRequested())
+    run.continue_call()
+    assert run.drained() and not run.run.statistics().unreachable_since_ms
+
+
 def test_a_drain_ends_the_wait_of_a_bounded_run_for_its_group() -> None:
     run = RunHarness()
     run.set_target(run.ends)
