@@ -148,8 +148,8 @@ class GroupSweeper:
         settings: librdkafka settings of an admin client.
         groups: the groups; None: all that the user may describe.
         isolation_level: that of their consumers; decides end offsets and which records they read.
-        bound_s: a sweep in which a request failed asks for no further group after this. With that of healthy brokers it
-            takes as long as the groups need. Ages of records are read for as long.
+        bound_s: a sweep in which a request failed asks for no further group after this. One without a failure asks for
+            all groups, however long that takes. Then the ages of records are read for at most this time.
         wall_s: the clock for the ages of records.
     """
 
@@ -329,7 +329,8 @@ class GroupSweeper:
         watched.owned = owned
 
     def _is_known(self, name: str) -> bool:
-        """Whether this sweep knows about a group that it answered or did not answer. Others have no values."""
+        """Whether the group answered in this sweep, or has been silent since it was last asked. Others have no values:
+        nothing is known of them."""
         watched = self._watched[name]
         return watched.described is not None or watched.silent_since_ms is not None
 
