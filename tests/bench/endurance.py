@@ -6,13 +6,15 @@ One broker, one Spark with two executors (``local-cluster``), members on agents,
 second into a Delta table, and an ordinary consumer that joins the group for half a minute in each minute. Every ten
 seconds the memory, threads and open files of each kind of process are read from ``/proc``. At the end each produced
 record must be in the table once, or was processed by the ordinary consumer; and the last quarter of the samples is
-compared with the second: a growth of more than a tenth is reported, and its exit code is 1.
+compared with the second: a growth of more than a tenth is reported, with the names of the threads that came, and its
+exit code is 1.
 """
 
 import argparse
 import contextlib
 import itertools
 import os
+import re
 import statistics
 import sys
 import tempfile
@@ -62,6 +64,19 @@ class Sample(NamedTuple):
     """Memory that the processes do not share with others, plus their share of what they do (PSS)."""
     threads: int
     files: int
+    names: Counter[str]
+    """How many threads have each name, without numbers in it."""
+
+
+def thread_names(pid: int) -> Counter[str]:
+    """The names that the threads of a process have for the kernel; those of Python in this process have their own."""
+    own = {thread.native_id: thread.name for thread in threading.enumerate()} if pid == os.getpid() else {}
+    found = Counter[str]()
+    for path in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(OSError):
+            name = own.get(int(path.name)) or (path / "comm").read_text().strip()
+            found[re.sub(r"\d+", "N", name)] += 1
+    return found
 
 
 def sample(at_s: float) -> dict[str, Sample]:
@@ -71,10 +86,14 @@ def sample(at_s: float) -> dict[str, Sample]:
         with contextlib.suppress(psutil.Error):
             process = psutil.Process(pid)
             mib = process.memory_full_info().pss / 2**20
-            found[kind].append(Sample(at_s, 1, mib, process.num_threads(), process.num_fds()))
-    return {
-        kind: Sample(at_s, *(sum(values) for values in list(zip(*one, strict=True))[1:])) for kind, one in found.items()
-    }
+            names = thread_names(pid)
+            found[kind].append(Sample(at_s, 1, mib, names.total(), process.num_fds(), names))
+    return {kind: _sum(at_s, one) for kind, one in found.items()}
+
+
+def _sum(at_s: float, samples: Sequence[Sample]) -> Sample:
+    processes, mib, threads, files, names = zip(*(one[1:] for one in samples), strict=True)
+    return Sample(at_s, sum(processes), sum(mib), sum(threads), sum(files), sum(names, Counter()))
 
 
 def growth(samples: Sequence[Sample], field: str) -> tuple[float, float]:
@@ -164,6 +183,11 @@ def report(taken: dict[str, list[Sample]]) -> int:
         counts = [one.processes for one in samples[len(samples) // 4 :]]
         table.add_row(kind, f"{min(counts)} to {max(counts)}", *shown)
     Console(width=120).print(table)
+    for kind, samples in sorted(taken.items()):
+        quarter = max(2, len(samples) // 4)
+        came = samples[-1].names - samples[quarter].names
+        if came:
+            print(f"  {kind}: threads at the end that were not there after a quarter: {dict(came.most_common(8))}")
     return grew
 
 
