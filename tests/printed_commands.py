@@ -100,7 +100,7 @@ TESTED: dict[str, tuple[int, str]] = {
     "delta/ledger_store.py: _new_ledger": (1, f"{SINK}test_command_for_a_ledger_that_cannot_be_read"),
     "delta/replaced_rows.py: _batch_behind_restore": (2, f"{REPLACED}test_commands_for_a_batch_behind_a_restore"),
     "delta/replaced_rows.py: _rows_replaced": (3, f"{REPLACED}test_commands_after_rows_were_replaced"),
-    "delta/replaced_rows.py: refuse_replaced_rows": (2, f"{REPLACED}test_commands_after_a_restore"),
+    "delta/replaced_rows.py: _other_rows_restored": (1, f"{REPLACED}test_commands_after_a_restore"),
     "delta/ledger_transfer.py: check_new_group": (2, f"{SINK}test_commands_for_a_clone_of_a_table_with_a_ledger"),
     "delta/ledger_transfer.py: _renamed": (3, f"{SINK}test_commands_for_a_renamed_group_in_a_clone"),
     "delta/table_names.py: ledger_command": (1, f"{SINK}test_commands_for_a_renamed_group"),

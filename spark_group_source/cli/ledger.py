@@ -59,7 +59,7 @@ def show(table: TableArgument, as_json: JsonOption = False) -> None:
         if (replaced := one["replaced"]) is not None:
             to = "" if replaced["restored_to"] is None else f" to version {replaced['restored_to']}"
             console.print(
-                f"version {replaced['version']} of the table ({replaced['operation']}{to}) removed rows of the group: "
+                f"version {replaced['version']} of the table ({replaced['operation']}{to}) replaced rows of the group: "
                 "its next batch is refused until a reset with --table moves it",
                 highlight=False,
             )
@@ -239,21 +239,17 @@ def _shown(history: "TableHistory") -> list[dict[str, Any]]:
 
 
 def _replaced(history: "TableHistory", group: str) -> dict[str, Any] | None:
-    """The commit that removed rows of a group, so that its next batch is refused; None: there is none."""
+    """The commit because of which the next batch of a group is refused; None: there is none."""
     from spark_group_source.delta import replaced_rows
     from spark_group_source.delta.table_history import LedgerExpired
 
     try:
         newest = history.ledger(group)
-        if newest is not None:
-            replaced_rows.refuse_replaced_rows(history, newest, after=-1)
-    except LedgerExpired:
+        found = None if newest is None else replaced_rows.find_unsettled(history, newest)
+    except (LedgerExpired, LedgerConflict):
         return None
-    except LedgerConflict:
-        found = replaced_rows.find_replacement(history, group)
-        names = ("version", "operation", "restored_to")
-        return None if found is None else {name: getattr(found, name) for name in names}
-    return None
+    names = ("version", "operation", "restored_to")
+    return None if found is None else {name: getattr(found, name) for name in names}
 
 
 def _group(group: str, ledger: "Ledger | None", commit: "Commit | None") -> dict[str, Any]:
@@ -370,7 +366,7 @@ class _Table:
         for group, written_ms in sorted(self._written_ms.items()):
             try:
                 ledger = history.ledger(group, self._ledgers.get(group))
-                is_unsettled = replaced_rows.find_replacement(history, group) is not None
+                is_unsettled = ledger is not None and replaced_rows.find_unsettled(history, ledger) is not None
             except (LedgerExpired, LedgerConflict) as exc:
                 log.warning("group %s: its ledger in table %s cannot be read: %s", group, self._table, exc)
                 continue

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from spark_group_source import command_line
 from spark_group_source.delta import table_names, table_writer
 from spark_group_source.delta.ledger_format import Ledger, LedgerDamaged
-from spark_group_source.delta.replaced_rows import RowsReplaced, ledger_of_rows, ledger_to_reset
+from spark_group_source.delta.replaced_rows import RowsReplaced, ledger_of_rows
 from spark_group_source.delta.table_history import LedgerExpired, TableHistory
 from spark_group_source.errors import OptionError
 from spark_group_source.model import TopicPartition
@@ -105,6 +105,18 @@ def require_ledger(
     if found is None:
         raise OptionError(f"group {group!r} never wrote to table {table}, so the table has no ledger of it")
     return found
+
+
+def ledger_to_reset(history: TableHistory, group: str) -> Ledger | None:
+    """Return the ledger from which a reset starts: the one that fits the rows, or the newest where none is known to.
+
+    Raises:
+        LedgerExpired, LedgerConflict: as :func:`ledger_of_rows`, except for RowsReplaced.
+    """
+    try:
+        return ledger_of_rows(history, group)
+    except RowsReplaced:
+        return history.ledger(group)
 
 
 def read_ledgers(history: TableHistory, groups: Collection[str] | None = None) -> dict[str, Ledger | None]:

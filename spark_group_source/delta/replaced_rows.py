@@ -40,44 +40,36 @@ class Replacement(NamedTuple):
     """The version of a batch that was decided before the commit and is behind it; None: there is none."""
 
 
-def refuse_replaced_rows(history: TableHistory, ledger: Ledger, *, after: int) -> None:
+def refuse_replaced_rows(history: TableHistory, ledger: Ledger, *, known: Ledger | None = None) -> None:
     """Refuse a batch if a commit replaced rows that the ledger counts.
 
     Args:
         ledger: the group's newest ledger in the table's log.
-        after: only commits newer than this version are read: up to it no such commit exists. -1 reads all.
+        known: its ledger in an older version, up to which no such commit exists.
 
     Raises:
-        LedgerConflict: rows are missing; the message has the commands that settle it.
+        LedgerConflict: other rows are in the table than the ledger counts; the message has the commands that settle it.
         LedgerExpired: the log does not reach back to the decision behind the group's newest ledger.
     """
-    replacement = find_replacement(history, ledger.group, after=after)
+    replacement = find_replacement(history, ledger.group, after=-1 if known is None else known.table_version)
     if replacement is None:
         return
     remaining = ledger_of_rows(history, ledger.group, replacement)
-    if remaining is None or remaining.offsets == ledger.offsets:
-        return
-    missing = [
-        OffsetRange(tp, offset, ledger.offsets.get(tp, 0))
-        for tp, offset in sorted(remaining.offsets.items())
-        if offset < ledger.offsets.get(tp, 0)
-    ]
-    group, table = ledger.group, history.table
-    raise LedgerConflict(
-        f"table {table} was restored to version {replacement.restored_to} (by its version {replacement.version}), "
-        f"which removed rows of group {group!r}: {format_ranges(missing)}. The next batch would leave a gap, so "
-        "nothing was written. Stop the query, run one of these commands, and start the query with the same checkpoint; "
-        "the refused batch is void after either of them:"
-        + command_line.alternatives(
-            {
-                "write the missing records again": table_names.reset_command(group, table, "--to-ledger"),
-                "leave them out": table_names.reset_command(group, table, "--to-further"),
-            }
-        ),
-        table=table,
-        group=group,
-        missing=[(r.tp.topic, r.tp.partition, r.start, r.end) for r in missing],
-    )
+    if remaining is not None and remaining.offsets != ledger.offsets:
+        raise _other_rows_restored(history.table, ledger, remaining, replacement)
+
+
+def find_unsettled(history: TableHistory, ledger: Ledger) -> Replacement | None:
+    """Find the commit because of which the next batch of a group is refused; None: there is none.
+
+    Raises:
+        LedgerExpired: the log does not reach back to the decision behind the group's newest ledger.
+    """
+    try:
+        refuse_replaced_rows(history, ledger)
+    except LedgerConflict:
+        return find_replacement(history, ledger.group)
+    return None
 
 
 def find_replacement(history: TableHistory, group: str, *, after: int = -1) -> Replacement | None:
@@ -178,16 +170,33 @@ def _find_ledger_of_rows(history: TableHistory, group: str, replacement: Replace
     return ledger.with_offsets(offsets, same_topics)
 
 
-def ledger_to_reset(history: TableHistory, group: str) -> Ledger | None:
-    """Return the ledger from which a reset starts: the one that fits the rows, or the newest where none is known to.
-
-    Raises:
-        LedgerExpired, LedgerConflict: as :func:`ledger_of_rows`, except for RowsReplaced.
-    """
-    try:
-        return ledger_of_rows(history, group)
-    except RowsReplaced:
-        return history.ledger(group)
+def _other_rows_restored(table: str, ledger: Ledger, remaining: Ledger, restore: Replacement) -> LedgerConflict:
+    """The error for a ``RESTORE`` whose rows have a known ledger, which is not the group's newest one."""
+    partitions = sorted(remaining.offsets.keys() | ledger.offsets.keys())
+    ends = {tp: (remaining.offsets.get(tp, 0), ledger.offsets.get(tp, 0)) for tp in partitions}
+    missing = [OffsetRange(tp, rows, counted) for tp, (rows, counted) in ends.items() if rows < counted]
+    returned = [OffsetRange(tp, counted, rows) for tp, (rows, counted) in ends.items() if counted < rows]
+    did, would, ways = [], [], {}
+    if missing:
+        did.append(f"removed rows of group {ledger.group!r}: {format_ranges(missing)}")
+        would.append("leave a gap")
+        ways = {"write the missing records again": "--to-ledger", "leave them out": "--to-further"}
+    if returned:
+        did.append(f"brought back rows of group {ledger.group!r}: {format_ranges(returned)}")
+        would.append("write records a second time")
+        ways = ways or {"continue behind these rows": "--to-ledger"}
+    run = "this command" if len(ways) == 1 else "one of these commands"
+    return LedgerConflict(
+        f"table {table} was restored to version {restore.restored_to} (by its version {restore.version}), which "
+        f"{' and '.join(did)}. The next batch could {' and '.join(would)}, so nothing was written. Stop the query, run "
+        f"{run}, and start the query with the same checkpoint; the refused batch is void then:"
+        + command_line.alternatives(
+            {purpose: table_names.reset_command(ledger.group, table, to) for purpose, to in ways.items()}
+        ),
+        table=table,
+        group=ledger.group,
+        missing=[(r.tp.topic, r.tp.partition, r.start, r.end) for r in missing],
+    )
 
 
 def _rows_replaced(history: TableHistory, group: str, replacement: Replacement) -> RowsReplaced:

@@ -548,7 +548,8 @@ class BatchCommit:
         if is_shorter or self.table.identity() != self.sink._runs[self.planned.query_id][1]:
             for ledger in () if is_shorter else self._known.values():
                 with suppress(LedgerExpired):  # a started query decides again
-                    self._refuse_replaced_rows(history, ledger)  # REPLACE TABLE is a new table with the same log
+                    # REPLACE TABLE is a new table with the same log
+                    replaced_rows.refuse_replaced_rows(history, ledger, known=ledger)
             raise LedgerConflict(
                 f"table {self.sink.table} was deleted or replaced while the query runs. Nothing was written. Start the "
                 "query again: with a replaced table it continues at its ledger; a deleted table is created, and the "
@@ -577,21 +578,13 @@ class BatchCommit:
             if is_new:
                 self._check_new_group(history, group)
             if ledger is not None:
-                self._refuse_replaced_rows(history, ledger)
+                replaced_rows.refuse_replaced_rows(history, ledger, known=known)
                 if not is_new:
                     self._check_new_partitions(history, ledger)
                 self._ledgers[group] = ledger.at_version(history.version)
         except LedgerExpired:
             return self._new_ledger(history, group)
         return ledger
-
-    def _refuse_replaced_rows(self, history: TableHistory, ledger: Ledger) -> None:
-        known = self._known.get(ledger.group)
-        replaced_rows.refuse_replaced_rows(
-            history,
-            ledger,
-            after=-1 if known is None else known.table_version,
-        )
 
     def _check_new_group(self, history: TableHistory, group: str) -> None:
         """Check the first batch of a group: the table has no ledger of it, or one that :meth:`_new_ledger` started and

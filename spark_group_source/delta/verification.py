@@ -7,7 +7,7 @@ Runs in: the command line. Deliberately absent: Kafka (the command compares topi
 - **missing**: the table has fewer rows than the groups' commits added, and no commit removed rows on purpose;
 - **behind**: the table has a record that its group's ledger does not count;
 - **ledger**: a ledger cannot be read, or a commit of its group does not follow the one before;
-- **restore**: a ``RESTORE``, ``REPLACE`` or overwrite removed rows that a ledger counts.
+- **restore**: after a ``RESTORE``, ``REPLACE`` or overwrite the rows of a group may be others than its ledger counts.
 
 A record may have several rows for a good reason: a transform writes several (the caller states how many), several
 groups read the topic, the topic was recreated, or a reset moved the group back. Rows in files of other writers, whose
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from spark_group_source.delta import table_names, table_writer
 from spark_group_source.delta.ledger_format import Ledger, is_full
-from spark_group_source.delta.replaced_rows import find_replacement
+from spark_group_source.delta.replaced_rows import find_unsettled
 from spark_group_source.delta.table_history import Commit, LedgerExpired, LogFiles, TableHistory
 from spark_group_source.errors import LedgerConflict
 from spark_group_source.model import TopicPartition
@@ -124,13 +124,15 @@ def _check_ledger(history: TableHistory, group: str) -> tuple[list[Finding], Led
     """Return the newest ledger of a group, with a finding if it cannot be read or its rows were replaced."""
     try:
         ledger = history.ledger(group)
-        replacement = find_replacement(history, group)
+        if ledger is None or not ledger.offsets:  # replays of dead letters have no offsets
+            return [], ledger
+        replacement = find_unsettled(history, ledger)
     except (LedgerExpired, LedgerConflict) as exc:
         return [Finding("ledger", f"the ledger of group {group} cannot be read: {exc}")], None
-    if replacement is None or ledger is None or not ledger.offsets:  # replays of dead letters have no offsets
+    if replacement is None:
         return [], ledger
     to = "" if replacement.restored_to is None else f" to version {replacement.restored_to}"
-    text = f"a {replacement.operation}{to} removed rows of group {group}"
+    text = f"after a {replacement.operation}{to} the rows of group {group} are not those that its ledger counts"
     return [Finding("restore", text, replacement.version)], ledger
 
 

@@ -15,7 +15,8 @@ from typer.testing import CliRunner
 
 from spark_group_source.cli import common, report
 from spark_group_source.cli.app import app
-from spark_group_source.delta import ledger_store, replaced_rows
+from spark_group_source.cli.ledger import LedgerReader
+from spark_group_source.delta import ledger_store
 from spark_group_source.delta.ledger_format import Ledger
 from spark_group_source.delta.ledger_store import set_ledger
 from spark_group_source.delta.table_history import LedgerExpired, TableHistory
@@ -72,12 +73,14 @@ def test_describe_reads_the_ledger_of_a_table_by_path_without_spark(
     for other in ("damaged", "old"):
         set_ledger(query.spark, str(table), other, {TopicPartition("orders", 0): 1}, reason="r", reset_number=1)
 
+    read = ledger_store.ledger_to_reset
+
     def ledger_to_reset(history: TableHistory, name: str) -> Ledger | None:
         if name == "damaged":
             raise LedgerConflict("it is damaged")
         if name == "old":
             raise LedgerExpired(name)
-        return replaced_rows.ledger_to_reset(history, name)
+        return read(history, name)
 
     monkeypatch.setattr(f"{ledger_store.__name__}.ledger_to_reset", ledger_to_reset)
     found: dict[str, Any] = {}
@@ -104,12 +107,23 @@ def test_a_restore_that_removed_rows_is_shown_beside_the_ledger_that_fits_the_re
     DeltaTable(table).restore(1)
     shown = CliRunner().invoke(app, ["ledger", "show", str(table)])
     text = " ".join(shown.output.split())
-    assert "version 3 of the table (RESTORE to version 1) removed rows of the group: its next batch is refused" in text
+    assert "version 3 of the table (RESTORE to version 1) replaced rows of the group: its next batch is refused" in text
     (one,) = json.loads(CliRunner().invoke(app, ["ledger", "show", str(table), "--json"]).output)
     assert one["replaced"] == {"version": 3, "operation": "RESTORE", "restored_to": 1}
     assert one["topics"] == {"orders": {"0": 5}}
     set_ledger(query.spark, str(table), "etl", {TopicPartition("orders", 0): 5}, reason="r", reset_number=1)
     assert "refused" not in CliRunner().invoke(app, ["ledger", "show", str(table)]).output
+
+
+def test_a_restore_that_leaves_the_rows_of_the_group_settles_itself(query: Query, table: Path) -> None:
+    query.run(query.sink(table), 0, offset(0, {("orders", 0): (0, 5)}))
+    DeltaTable(table).delete("offset < 3")
+    DeltaTable(table).restore(1)
+    read = LedgerReader([str(table)])
+    assert "refused" not in CliRunner().invoke(app, ["ledger", "show", str(table)]).output
+    assert [one.is_unsettled for one in read()] == [False]
+    DeltaTable(table).restore(0)
+    assert [one.is_unsettled for one in read()] == [True]
 
 
 def test_ledgers_of_dead_letters_are_not_shown_as_groups(query: Query, table: Path) -> None:

@@ -401,6 +401,24 @@ def test_commands_after_a_restore(query: Query, table: Path, admin: OffsetModel,
 
 
 @pytest.mark.usefixtures("published")
+def test_the_command_after_a_restore_that_brought_rows_back(query: Query, table: Path, admin: OffsetModel) -> None:
+    for n in range(3):
+        query.run(query.sink(table), n, offset(n, one(n * 10, n * 10 + 10)))
+    admin.commit(30)
+    DeltaTable(table).restore(1)
+    run_command(commands(refused(lambda: query.run(query.sink(table), 3, offset(3, one(30, 40)))))[0])
+    DeltaTable(table).restore(2)
+    refused_batch = offset(3, one(10, 30), reset_number=1)
+    message = refused(lambda: query.run(query.sink(table), 3, refused_batch))
+    assert "which brought back rows of group 'etl': orders-0[10,20). The next batch could write records" in str(message)
+    (command,) = commands(message)
+    run_command(command)
+    query.run(query.sink(table), 3, refused_batch)
+    continue_query(query, table, admin, 4, 50)
+    assert rows(table) == records(0, 50)
+
+
+@pytest.mark.usefixtures("published")
 def test_a_reset_during_a_restore_leaves_the_ledger_and_works_when_it_is_repeated(
     query: Query, table: Path, admin: OffsetModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
