@@ -25,7 +25,7 @@ from spark_group_source.model import TopicPartition
 from spark_group_source.protocol.offsets import StreamOffset, parse
 
 if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
+    from pyspark.sql import DataFrame, SparkSession
 
 QUERY_ID = "sql.streaming.queryId"
 """The local property that Spark sets on the thread that runs a batch."""
@@ -157,6 +157,29 @@ def is_finished(spark: "SparkSession", root: str, batch_id: int) -> bool:
     """Return whether Spark's commit log has a batch: its ``foreachBatch`` has returned. Not on Spark Connect."""
     fs, path = _file_system(spark, f"{root}/commits/{batch_id}")
     return bool(fs.exists(path))
+
+
+def keep_state(df: "DataFrame", root: str) -> None:
+    """Let a stateful query keep the state of a batch whose rows are not written: Spark stores it when they are read.
+
+    Spark 4.2 and newer fail a batch without it (``spark.sql.streaming.stateStore.commitValidation.enabled``).
+    """
+    if has_state(df.sparkSession, root):
+        df.write.format("noop").mode("overwrite").save()
+
+
+def has_state(spark: "SparkSession", root: str) -> bool:
+    """Return whether a query is stateful: its checkpoint has state."""
+    if _is_classic(spark):
+        fs, path = _file_system(spark, f"{root}/state")
+        return bool(fs.exists(path))
+    files = spark.read.format("binaryFile").option("recursiveFileLookup", True)
+    try:
+        return not files.load(f"{root}/state").select("path").isEmpty()
+    except AnalysisException as exc:
+        if exc.getCondition() == "PATH_NOT_FOUND":
+            return False
+        raise
 
 
 class CheckpointFiles(NamedTuple):

@@ -54,7 +54,7 @@ from spark_group_source.delta import (
     table_names,
     table_writer,
 )
-from spark_group_source.delta.checkpoint import ONLY_RUN, PlannedBatch, is_finished, read_planned
+from spark_group_source.delta.checkpoint import ONLY_RUN, PlannedBatch, is_finished, keep_state, read_planned
 from spark_group_source.delta.dead_letters import DeadLetters, LetterBox, LetterReplay
 from spark_group_source.delta.ledger_decision import SHOWN_MAX, AlreadyWritten, WriteBatch, format_ranges
 from spark_group_source.delta.ledger_format import APP_PREFIX, Ledger
@@ -258,6 +258,8 @@ class DeltaSink:
         ):
             batch = BatchCommit(self, table, df, planned, write, letters, common)
             durable = table_writer.retry_races(batch.attempt, what=f"batch {planned.batch_id} to table {self.table}")
+        if not batch.has_read_rows:
+            keep_state(df, planned.root)
         if table.log is not None:
             self._idle_logs.append(table.log)
         if planned.offsets:
@@ -781,6 +783,11 @@ class BatchCommit:
         return "--to-checkpoint", self.planned.root, "--batch", str(self.planned.batch_id)
 
     # --- write ------------------------------------------------------------------------------------------------------
+
+    @property
+    def has_read_rows(self) -> bool:
+        """Whether the rows of the batch were read, so that Spark has the state of a stateful query."""
+        return bool(self._rows)
 
     def _commit(self, history: TableHistory, before: Mapping[str, Ledger | None], decision: WriteBatch) -> None:
         sink, planned = self.sink, self.planned

@@ -756,7 +756,8 @@ class OptionsWriter:
         columns: Sequence[str] | None = None,
         table_id: str = "",
     ) -> bool:
-        """Commit like :meth:`NativeWriter.commit`; but Delta skips a commit whose number is used, without an error.
+        """Commit like :meth:`NativeWriter.commit`; but Delta skips a commit whose number is used, without an error, and
+        a DataFrame without rows is committed, too: whether it has rows is known when it is written.
 
         Args:
             columns: the columns whose values a writer supplies; None: all but those for which Delta refuses them.
@@ -766,8 +767,8 @@ class OptionsWriter:
             OptionError: the batch has several groups.
             CommitRace: another writer committed first.
         """
-        if not needed:
-            return False  # a batch with records always moves a position
+        if rows is None and not needed:
+            return False
         if len(numbers) > 1:
             groups = sorted(name.removeprefix(APP_PREFIX) for name in numbers)
             raise OptionError(

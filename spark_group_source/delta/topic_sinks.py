@@ -229,7 +229,11 @@ class DeltaSinks:
         return [*named, TablePart(self.others, (OTHERS,), planned)]
 
     def _parts_by_topic(self, df: "DataFrame", planned: PlannedBatch) -> list[TablePart]:
-        """Return the tables for which the batch has records."""
+        """Return the tables for which the batch has records.
+
+        Raises:
+            OptionError: the rows have no column topic, or there are rows without records: those of a stateful query.
+        """
         types = [field.dataType.simpleString() for field in df.schema.fields if field.name == "topic"]
         if types != ["string"]:
             raise OptionError(
@@ -239,6 +243,12 @@ class DeltaSinks:
         topics: dict[DeltaSink, list[str]] = {}
         for topic in sorted({r.tp.topic for offset in planned.offsets for r in offset.batch()}):
             topics.setdefault(self._sink_of(topic), []).append(topic)
+        if not topics and (count := df.count()):  # counted, because Spark commits the state of what is evaluated
+            raise OptionError(
+                f"batch {planned.batch_id} has no records and {count} rows: the query is stateful, and DeltaSinks "
+                "chooses the tables by the topics of the batch's records. Nothing was written. Use a dict of sinks and "
+                'by="topic", which chooses by the column of each row'
+            )
         return [TablePart(sink, tuple(some), planned.of_topics(some)) for sink, some in topics.items()]
 
     def _sink_of(self, name: str) -> DeltaSink:
