@@ -24,7 +24,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from spark_group_source.delta import persisted
-from spark_group_source.delta.checkpoint import PlannedBatch, read_planned
+from spark_group_source.delta.checkpoint import PlannedBatch, has_state, read_planned
 from spark_group_source.delta.ledger_format import Ledger
 from spark_group_source.delta.sink import DeltaSink, is_called_by_spark, report
 from spark_group_source.errors import OptionError
@@ -192,7 +192,8 @@ class DeltaSinks:
             parts = self._parts_by_topic(df, planned)
             persist = any(part.sink.persist for part in parts)
             topics = {tuple(str(topic) for topic in part.keys): part.ranges for part in parts}
-            with rows_by_topics(df, topics, persist=persist) as rows:
+            is_stateful = len(parts) < 2 and has_state(df.sparkSession, planned.root)
+            with rows_by_topics(df, topics, persist=persist, is_stateful=is_stateful) as rows:
                 yield parts, rows
             return
         with rows_with_key(df, self.by) as keyed:
@@ -229,11 +230,7 @@ class DeltaSinks:
         return [*named, TablePart(self.others, (OTHERS,), planned)]
 
     def _parts_by_topic(self, df: "DataFrame", planned: PlannedBatch) -> list[TablePart]:
-        """Return the tables for which the batch has records.
-
-        Raises:
-            OptionError: the rows have no column topic, or there are rows without records: those of a stateful query.
-        """
+        """Return the tables for which the batch has records."""
         types = [field.dataType.simpleString() for field in df.schema.fields if field.name == "topic"]
         if types != ["string"]:
             raise OptionError(
@@ -243,12 +240,6 @@ class DeltaSinks:
         topics: dict[DeltaSink, list[str]] = {}
         for topic in sorted({r.tp.topic for offset in planned.offsets for r in offset.batch()}):
             topics.setdefault(self._sink_of(topic), []).append(topic)
-        if not topics and (count := df.count()):  # counted, because Spark commits the state of what is evaluated
-            raise OptionError(
-                f"batch {planned.batch_id} has no records and {count} rows: the query is stateful, and DeltaSinks "
-                "chooses the tables by the topics of the batch's records. Nothing was written. Use a dict of sinks and "
-                'by="topic", which chooses by the column of each row'
-            )
         return [TablePart(sink, tuple(some), planned.of_topics(some)) for sink, some in topics.items()]
 
     def _sink_of(self, name: str) -> DeltaSink:
@@ -290,7 +281,7 @@ class DeltaSinks:
 
 @contextmanager
 def rows_by_topics(
-    df: "DataFrame", parts: Mapping[tuple[str, ...], int], *, persist: bool = False
+    df: "DataFrame", parts: Mapping[tuple[str, ...], int], *, persist: bool = False, is_stateful: bool = False
 ) -> "Iterator[list[DataFrame]]":
     """Return the rows of each part of a batch. Spark keeps those of several parts until the block ends.
 
@@ -298,11 +289,12 @@ def rows_by_topics(
         parts: the topics of each part, and the most tasks in which its rows are written. Without such a bound there are
             as many for each table as the whole batch has, most of them without rows.
         persist: whether Spark keeps also the rows of a single part.
+        is_stateful: whether there may be rows of topics without records, which the query's watermark released.
 
     Raises:
         OptionError: a row has another topic.
     """
-    if len(parts) < 2:
+    if len(parts) < 2 and not is_stateful:
         with persisted(df) if persist else nullcontext(df) as rows:
             yield [rows] * len(parts)
         return
@@ -310,9 +302,10 @@ def rows_by_topics(
     with persisted(df) as rows:
         if others := other_topics(rows, planned):
             raise OptionError(
-                f"the batch has records of {', '.join(planned[:NAMED_MAX])}, and rows with topic "
-                f"{', '.join(sorted(others)[:NAMED_MAX])}, which belong to no table. Change the column topic in "
-                "DeltaSink(..., transform=...), not before writeStream"
+                f"the batch has records of {', '.join(planned[:NAMED_MAX]) or 'no topic'}, and rows with topic "
+                f"{', '.join(sorted(others)[:NAMED_MAX])}, which belong to no table. Nothing was written. Change the "
+                "column topic in DeltaSink(..., transform=...), not before writeStream. For a stateful query, "
+                'use a dict of sinks and by="topic"'
             )
         yield [rows_of(rows, topics).coalesce(tasks) for topics, tasks in parts.items()]
 

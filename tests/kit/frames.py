@@ -55,9 +55,6 @@ class Frame:
     def coalesce(self, partitions: int) -> "Frame":
         return self
 
-    def count(self) -> int:
-        return len(self.rows)
-
     @property
     def write(self) -> "_Writer":
         return _Writer(self.rows)
