@@ -168,6 +168,12 @@ def test_importing_the_package_opens_nothing_and_needs_no_spark() -> None:
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 
+def test_a_task_with_an_agent_imports_no_confluent_kafka() -> None:
+    """Loading it would delay the first task of each worker."""
+    code = "import sys, spark_group_source.agents.task; sys.exit('confluent_kafka' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
 def test_every_public_name_exists() -> None:
     assert sorted(spark_group_source.__all__) == list(spark_group_source.__all__)
     for name in spark_group_source.__all__:

@@ -13,12 +13,14 @@ Both carry at most one change with its number, and the number of the last change
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from spark_group_source.agents.channel.wire import Codec
-from spark_group_source.kafka import Environment
 from spark_group_source.model import Piece, TaskCounts, TopicPartition
 from spark_group_source.protocol import events as ev
+
+if TYPE_CHECKING:  # the package loads confluent_kafka, which would delay the first task of each worker
+    from spark_group_source.kafka import Environment
 
 # --- tasks ----------------------------------------------------------------------------------------------------------
 
@@ -189,7 +191,7 @@ class Session(Generic[ChangeT]):
         environment: locks.
     """
 
-    def __init__(self, environment: Environment) -> None:
+    def __init__(self, environment: "Environment") -> None:
         self._lock = environment.condition()
         self._send: Callable[[int, ChangeT], object] | None = None
         """Sends over the current connection; None while there is none."""
