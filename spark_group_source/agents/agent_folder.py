@@ -3,11 +3,9 @@
 Runs in: executor workers and agents, on Linux. Deliberately absent: listening (``prefetch.server``), and what an agent
 does when its executor ends (``main``).
 
-The folder contains the agent's lock, its socket, its log, and what the executor's workers share: failed attempts to
-start the agent, to reach the stream reader and to get a response of the agent, and which warnings are logged. The
-folders of all agents of a user on a host are in one directory (``host.run_files``). A folder is named after the run and
-the executor. An agent holds the lock as long as it lives: it inherits the locked file from the task that starts it, so
-there is no moment without the lock.
+The folder contains the agent's lock, its socket, its log, and what the executor's workers share: the failed attempts,
+and which warnings are logged. An agent holds the lock as long as it lives: it inherits the locked file from the task
+that starts it, so there is no moment without the lock.
 
 A task finds a running agent, or starts one that later tasks find; it never waits until an agent is ready. If an agent
 cannot be started, or ends soon after its start, the next attempt is delayed, each time for longer. The reason is logged

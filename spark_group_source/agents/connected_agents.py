@@ -244,12 +244,10 @@ class RemoteMember(SlotMember):
     consumer may read them.
 
     Args:
-        join: the slot, the number of its consumer, its names in the group, and its agent.
-        environment: locks and futures.
-        incremental: whether the member keeps partitions through a rebalance.
+        join: as in :class:`~spark_group_source.members.Member`, with its agent.
+        environment, incremental, own_member_ids: as in :class:`ConnectedAgents`.
         send_order: sends an order to the consumer with that number, if its agent is connected or may reconnect; never
             raises.
-        own_member_ids: receives each member id that the group assigns to the member.
         report: receives each event; never raises.
     """
 

@@ -176,11 +176,8 @@ class HostedMembers:
     """The members that are placed on one agent.
 
     Args:
-        agent: the agent's unique id.
-        executor: the executor that it belongs to.
-        name: the executor's host and process id, for logs and client ids.
-        settings: librdkafka settings of members, with group.id.
-        environment: threads, clock and clients.
+        agent, executor, name: as in :class:`AgentReport`.
+        settings, environment: as in :class:`Member`.
         send: sends a message over the current connection, if there is one; never raises.
         on_ended: receives the reason why the agent has to end, once. All members are closed by then.
         on_silent: is called when nothing was received on the connection for too long; never raises or waits.

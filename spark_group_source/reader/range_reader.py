@@ -13,9 +13,8 @@ A range is finished when a record at or above its end was fetched, when the posi
 markers and compaction move it without a record), or at the end of the log. The reader never waits for a record at the
 offset before the end, which may not exist.
 
-Before the first rows, and again after the last ones unless they came at once, a broker must confirm that the topic is
-the planned one. Records are fetched and handed over while requests are pending. Nothing counts as lost because of the
-client's own view alone: see ``error_codes``.
+A broker must confirm that the topic is the planned one (``broker_checks``). Records are fetched and handed over while
+requests are pending. Nothing counts as lost because of the client's own view alone: see ``error_codes``.
 """
 
 import atexit

@@ -192,8 +192,7 @@ def _one_batch(ranges: Sequence[BufferedRange], columns: Sequence[str]) -> pa.Re
 class TopicIdChecker:
     """Checks that buffered records belong to the planned topics: one request at a time, whose response all tasks use.
 
-    A topic that is deleted and recreated has another id, and ids are never reused. A metadata request that is sent
-    after records arrived, and returns the planned id, proves that all of them belong to the planned topic.
+    A request that is sent after records arrived, and returns the planned id, proves it: see ``reader.broker_checks``.
 
     The checks use a client of their own: a request of the prefetching client would wait behind a fetch at the end of a
     log.
