@@ -21,13 +21,14 @@ from kafka_helpers import STALLED_S, await_progress, await_until, size_of
 
 from spark_group_source.agents import agent_folder
 from spark_group_source.agents import main as agent_main
-from spark_group_source.agents.agent_folder import LOG_BYTES_MAX, AgentFolder, AgentSettings, ProcessId, find_executor
+from spark_group_source.agents.agent_folder import LOG_BYTES_MAX, AgentFolder, ProcessId, find_executor
 from spark_group_source.agents.channel.wire import Codec, WireError, frame, receive_frame
 from spark_group_source.agents.hosted_members import ControlConnection, PrefetchSize
 from spark_group_source.agents.messages import ClaimGranted, PrefetchPositions, ServedRanges
 from spark_group_source.agents.prefetch import client, server
 from spark_group_source.agents.prefetch.buffers import TakenRanges
 from spark_group_source.model import TopicPartition
+from spark_group_source.options.table import COLUMNS
 
 READY_S = END_S = STALLED_S
 """Bounds of a hang: of an agent that starts or prefetches, and of one that ends."""
@@ -79,15 +80,17 @@ CODEC = Codec(
 """The messages of agents of tests."""
 
 
-def start_agent(settings: AgentSettings, executor: ProcessId | None = None) -> AgentFolder | None:
+def start_agent(executor: ProcessId | None = None, *, run: str = "run", **given: Any) -> AgentFolder | None:
     """Start the agent as a task does that has reached the stream reader.
 
     Args:
         executor: if it is not the one of this process.
+        given: the agent's settings that differ from those of most tests.
     """
+    defaults = {"reader_settings": {}, "columns": COLUMNS[:-1], "buffer_bytes": 64 << 20, "connection": {}}
     executor = executor or find_executor()
-    folder = agent_folder.open_folder(settings.run, executor)
-    return folder if folder is not None and agent_folder.start_agent(settings, executor, folder) else None
+    folder = agent_folder.open_folder(run, executor)
+    return folder if folder is not None and agent_folder.start_agent(defaults | given, executor, folder) else None
 
 
 def exchange(folder: AgentFolder, message: object) -> object:

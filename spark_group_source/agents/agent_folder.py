@@ -24,13 +24,12 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from spark_group_source.host.run_files import directory, process_stat, unusable_reason
-from spark_group_source.options.table import COLUMNS
 
 log = logging.getLogger(__name__)
 
@@ -47,8 +46,6 @@ PAUSE_S, PAUSE_FACTOR, PAUSE_S_MAX = 8.0, 8, 3_600.0
 probably forbidden, and an agent that ends in its start costs a second of CPU time."""
 PAUSES_MAX = 10
 """After so many the pause is the longest one. In weeks the power of a count that grows is too large for a float."""
-BUFFER_BYTES = 64 << 20
-"""Default size of an agent's prefetch buffer."""
 _MAIN = (
     "import json, sys; given = json.load(sys.stdin); sys.path[:] = given['path']; "
     "from spark_group_source.agents.main import main; main(given)"
@@ -352,27 +349,12 @@ _started: list[subprocess.Popen[bytes]] = []
 """Agents that this process started."""
 
 
-@dataclass(frozen=True, repr=False)
-class AgentSettings:
-    """What an agent is started with; the same for all tasks of a run. Contains secrets and therefore has no repr."""
-
-    run: str
-    """The run's id; each run has agents of its own."""
-    reader_settings: Mapping[str, str]
-    """librdkafka settings that tasks read with."""
-    columns: Sequence[str] = COLUMNS[:-1]
-    """The columns of the rows that tasks read."""
-    buffer_bytes: int = BUFFER_BYTES
-    """Limit of the memory for prefetched records (``agentMemory``)."""
-    connection: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of ``ControlConnection`` as JSON, the run's secret included: they travel through a pipe."""
-
-
 def open_folder(run: str, executor: ProcessId | None) -> AgentFolder | None:
     """The folder of this executor's agent, whether it runs or not; None if there can be none. The first task of an
     executor creates it, and removes those of executors that have ended.
 
     Args:
+        run: the run's id; each run has agents of its own.
         executor: None if it cannot be determined.
     """
     try:
@@ -385,12 +367,14 @@ def open_folder(run: str, executor: ProcessId | None) -> AgentFolder | None:
     return folder
 
 
-def start_agent(settings: AgentSettings, executor: ProcessId | None, folder: AgentFolder) -> bool:
+def start_agent(settings: Mapping[str, Any], executor: ProcessId | None, folder: AgentFolder) -> bool:
     """Start this executor's agent for a run, unless it runs already, or an attempt has failed just now.
 
     Returns at once, whether the agent is ready or not.
 
     Args:
+        settings: what ``main`` receives beside the folder and the executor, as JSON; the same for all tasks of a run.
+            They contain secrets, and are not kept or logged.
         executor, folder: as in :func:`open_folder`.
 
     Returns:
@@ -431,16 +415,13 @@ def _warn(folder: AgentFolder | None, reason: object) -> None:
     warn_once(folder, "agent", f"no agent runs on this executor: {reason}; tasks read from the brokers")
 
 
-def _spawn(settings: AgentSettings, folder: AgentFolder, executor: ProcessId, lock: int) -> None:
+def _spawn(settings: Mapping[str, Any], folder: AgentFolder, executor: ProcessId, lock: int) -> None:
     given = {
+        **settings,
         "path": [os.path.abspath(place) for place in sys.path],
         "folder": str(folder.path),
         "lock": lock,
         "executor": [executor.pid, executor.started],
-        "reader_settings": dict(settings.reader_settings),
-        "columns": list(settings.columns),
-        "buffer_bytes": settings.buffer_bytes,
-        "connection": dict(settings.connection),
     }
     for leftover in (folder.path / "socket", folder.path / "socket.new", folder.log, folder.unanswered):
         leftover.unlink(missing_ok=True)

@@ -48,7 +48,9 @@ class Agent:
     """The parts of an agent process.
 
     Args:
-        given: the JSON document that ``start`` writes.
+        given: the JSON document that ``start_agent`` writes: ``folder``, ``lock`` (its file descriptor), ``executor``,
+            ``reader_settings`` and ``columns`` (as tasks read), ``buffer_bytes`` (the limit of the memory for
+            prefetched records), and the arguments of ``connection``.
         connection: creates the connection to the stream reader.
         server: creates the server for tasks.
     """
@@ -136,7 +138,7 @@ def main(given: Mapping[str, Any], create: Callable[[Mapping[str, Any]], Agent] 
     """Run the agent process.
 
     Args:
-        given: the JSON document from standard input: see ``start``.
+        given: the JSON document from standard input: see :class:`Agent`.
         create: creates the agent.
     """
     _take_over_files(int(given["lock"]))

@@ -23,10 +23,9 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from spark_group_source.agents.agent_folder import (
-    AgentSettings,
     Attempts,
     ProcessId,
     find_executor,
@@ -111,8 +110,8 @@ def read_piece(options: Options, piece: Piece, task: PlannedTask, read: ReadOpti
     folder = None if needs_no_agent else worker.agent_folder()
     with _claimed(worker, task, piece, counts) as claimed:
         if folder is not None and worker.is_connected:
-            settings = _agent_settings(options, task, worker)
-            folder = folder if start_agent(settings, worker.executor, folder) else None
+            is_started = start_agent(_agent_settings(options, task, worker), worker.executor, folder)
+            folder = folder if is_started else None
         if folder is None:
             yield from read_ranges(claimed, read, counts)
         else:
@@ -126,21 +125,20 @@ def executor_name(executor: ProcessId | None) -> str:
     return f"{socket.gethostname()}-{pid_namespace()}-{process}"
 
 
-def _agent_settings(options: Options, task: PlannedTask, worker: "_Worker") -> AgentSettings:
+def _agent_settings(options: Options, task: PlannedTask, worker: "_Worker") -> dict[str, Any]:
     pid = worker.executor.pid if worker.executor else os.getpid()
-    return AgentSettings(
-        run=task.run,
-        reader_settings=options.consumer_settings(),
-        columns=options.row_columns,
-        buffer_bytes=options.agent_memory_bytes,
-        connection={
+    return {
+        "reader_settings": options.consumer_settings(),
+        "columns": options.row_columns,
+        "buffer_bytes": options.agent_memory_bytes,
+        "connection": {
             "addresses": task.addresses,
             "secret": task.secret.to_hex(),
             "executor": worker.executor_name,
             "name": f"{socket.gethostname()}-{pid}",
             "settings": options.member_settings(),
         },
-    )
+    }
 
 
 # --- claims ---------------------------------------------------------------------------------------------------------

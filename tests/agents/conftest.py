@@ -11,7 +11,7 @@ import agent_helpers
 import pytest
 
 from spark_group_source.agents import agent_folder
-from spark_group_source.agents.agent_folder import AgentFolder, AgentSettings, ProcessId
+from spark_group_source.agents.agent_folder import AgentFolder, ProcessId
 from spark_group_source.local.broker import Broker
 
 StartAgent = Callable[..., AgentFolder]
@@ -36,8 +36,7 @@ def agent() -> StartAgent:
     """``agent(**settings)`` starts an agent whose executor is this process, and waits until it answers."""
 
     def started(**settings: Any) -> AgentFolder:
-        given = {"run": "run", "reader_settings": {}} | settings
-        folder = agent_helpers.start_agent(AgentSettings(**given), ProcessId.of(os.getpid()))
+        folder = agent_helpers.start_agent(ProcessId.of(os.getpid()), **settings)
         assert folder is not None
         agent_helpers.await_ready(folder)
         return folder

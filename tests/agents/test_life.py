@@ -23,7 +23,6 @@ from spark_group_source.agents import agent_folder
 from spark_group_source.agents.agent_folder import (
     LOG_BYTES_MAX,
     AgentFolder,
-    AgentSettings,
     ProcessId,
     agents_directory,
 )
@@ -39,7 +38,7 @@ import json, sys
 import agent_helpers
 from spark_group_source.agents import agent_folder
 agent_folder._MAIN = agent_helpers.MAIN
-folder = agent_helpers.start_agent(agent_folder.AgentSettings(**json.loads(sys.argv[1])))
+folder = agent_helpers.start_agent(**json.loads(sys.argv[1]))
 sys.stdout.write(f"{folder.path if folder else None}\\n")
 sys.stdout.flush()
 """
@@ -80,7 +79,7 @@ def executor(*command: str, conf: str = "") -> Iterator[subprocess.Popen[str]]:
 
 
 def settings(**more: object) -> str:
-    return json.dumps({"run": "run", "reader_settings": {}} | more)
+    return json.dumps(more)
 
 
 def folders_of(process: subprocess.Popen[str], count: int) -> set[str]:
@@ -153,7 +152,7 @@ def test_no_agent_is_started_if_the_executor_cannot_be_determined(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(agent_folder, "process_stat", lambda _: None)
-    assert [agent_helpers.start_agent(AgentSettings("run", {})) for _ in range(2)] == [None, None]
+    assert [agent_helpers.start_agent() for _ in range(2)] == [None, None]
     assert caplog.text.count("no agent runs on this executor") == 1
 
 
@@ -171,7 +170,6 @@ def test_secrets_are_not_visible_and_other_users_cannot_open_the_folders(agent: 
     assert folder.log in files
     assert not any(SECRET.encode() in path.read_bytes() for path in files)
     assert os.readlink(f"/proc/{folder.pid}/fd/0") == "/dev/null"
-    assert SECRET not in repr(AgentSettings("run", {"sasl.password": SECRET}))
 
 
 def test_settings_may_be_larger_than_a_pipe(agent: Callable[..., AgentFolder]) -> None:
@@ -210,19 +208,19 @@ def test_an_agent_that_fails_to_start_is_logged_once_and_retried_after_a_pause(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     here = ProcessId.of(os.getpid())
-    broken = AgentSettings("run", {}, connection={"kind": "Nothing"})
-    folder = agent_helpers.start_agent(broken, here)
+    broken = {"kind": "Nothing"}
+    folder = agent_helpers.start_agent(here, connection=broken)
     assert folder is not None
     await_until(lambda: agent_helpers.is_unlocked(folder), STARTED_S, what="the end of the agent")
     log = folder.log.read_text()
     folder.attempts.write_text(json.dumps([9, time.time()]))  # the longest pause
     for _ in range(2):
-        agent_helpers.start_agent(broken, here)
+        agent_helpers.start_agent(here, connection=broken)
     assert folder.log.read_text() == log, "no agent was started"
     assert caplog.text.count("KeyError: 'Nothing'") == 1
     assert "tasks read from the brokers" in caplog.text
     folder.attempts.write_text(json.dumps([1, 0.0]))  # long ago
-    agent_helpers.start_agent(AgentSettings("run", {}), here)
+    agent_helpers.start_agent(here)
     agent_helpers.await_ready(folder)
 
 
@@ -234,7 +232,7 @@ def test_a_killed_agent_is_replaced(agent: Callable[..., AgentFolder]) -> None:
     folder.attempts.unlink(missing_ok=True)  # as an agent does after some seconds
 
     def answers() -> bool:
-        agent_helpers.start_agent(AgentSettings("run", {}), ProcessId.of(os.getpid()))  # as the next task does
+        agent_helpers.start_agent(ProcessId.of(os.getpid()))  # as the next task does
         return agent_helpers.state(folder) is not None
 
     await_until(answers, STARTED_S, what="an answer of another agent")
@@ -252,7 +250,7 @@ def test_an_agent_starts_after_one_that_was_killed_before_it_listened(agent: Cal
 def test_a_directory_that_other_users_can_write_to_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
     directory().mkdir(mode=0o700)
     directory().chmod(0o777)
-    assert agent_helpers.start_agent(AgentSettings("run", {}), ProcessId.of(os.getpid())) is None
+    assert agent_helpers.start_agent(ProcessId.of(os.getpid())) is None
     assert "other users can write to it" in caplog.text
 
 

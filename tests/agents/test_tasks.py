@@ -19,7 +19,7 @@ from kafka_helpers import await_until
 from restricted import NO_PROC
 
 from spark_group_source.agents import agent_folder, task
-from spark_group_source.agents.agent_folder import AgentFolder, AgentSettings, ProcessId
+from spark_group_source.agents.agent_folder import AgentFolder, ProcessId
 from spark_group_source.agents.channel.server import ChannelPeer
 from spark_group_source.agents.messages import CODEC, Claim, ClaimGranted, ClaimRefused, TaskEnded
 from spark_group_source.agents.task import PlannedTask
@@ -232,7 +232,7 @@ def test_all_clients_of_an_executor_use_its_rack(monkeypatch: pytest.MonkeyPatch
     monkeypatch.delenv("ZONE", raising=False)
     if zone is not None:
         monkeypatch.setenv("ZONE", zone)
-    started: list[AgentSettings] = []
+    started: list[Mapping[str, Any]] = []
     read: list[Mapping[str, str]] = []
     monkeypatch.setattr(task, "_workers", {})
 
@@ -249,5 +249,5 @@ def test_all_clients_of_an_executor_use_its_rack(monkeypatch: pytest.MonkeyPatch
         reader = PlainReader(Options.parse(given | more))
         assert list(reader.read(RangesPartition(Piece(), planned))) == []
     (agent,) = started
-    assert [s["client.rack"] for s in (*read, agent.reader_settings, agent.connection["settings"])] == [rack] * 3
+    assert [s["client.rack"] for s in (*read, agent["reader_settings"], agent["connection"]["settings"])] == [rack] * 3
     assert dict(reader._options.settings)["client.rack"] == "everywhere", "other executors have their own racks"

@@ -23,7 +23,7 @@ from confluent_kafka.admin import AdminClient, NewTopic  # type: ignore[attr-def
 from reading import read, read_with_agent
 
 from spark_group_source.agents import agent_folder
-from spark_group_source.agents.agent_folder import AgentFolder, AgentSettings, ProcessId
+from spark_group_source.agents.agent_folder import AgentFolder, ProcessId
 from spark_group_source.agents.messages import PrefetchPositions
 from spark_group_source.local.broker import Broker
 from spark_group_source.model import OffsetRange, TopicPartition
@@ -66,8 +66,7 @@ def read_piece(settings: dict[str, str], ranges: list[OffsetRange], agent: str |
 
 def filled_agent(settings: dict[str, str], ranges: list[OffsetRange], memory: int) -> AgentFolder:
     """Start an agent, and wait until it has prefetched all ranges."""
-    given = AgentSettings(run="run", reader_settings=settings, buffer_bytes=memory)
-    folder = agent_helpers.start_agent(given, ProcessId.of(os.getpid()))
+    folder = agent_helpers.start_agent(ProcessId.of(os.getpid()), reader_settings=settings, buffer_bytes=memory)
     assert folder is not None
     agent_helpers.await_ready(folder)
     agent_helpers.prefetch(folder, PrefetchPositions({r.tp: 0 for r in ranges}))
