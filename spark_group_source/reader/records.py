@@ -13,6 +13,7 @@ ranges' ends (KIP-320). A record with a higher epoch below a planned end was wri
 truncated in the meantime and has grown again with other records.
 """
 
+import bisect
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -196,15 +197,10 @@ def select_rows(
     reached = max(position, int(fetched.offsets[-1]) + 1)
     if epoch is None or first >= last or chunk.leader_epoch(fetched.first + last - 1) <= epoch:
         return PlannedRows(first, last, reached, None)
-    low, high = first, last - 1
-    while low < high:  # epochs never decrease within a log
-        middle = (low + high) // 2
-        if chunk.leader_epoch(fetched.first + middle) <= epoch:
-            low = middle + 1
-        else:
-            high = middle
-    offset = int(fetched.offsets[low])
-    return PlannedRows(first, low, offset, NewerRecord(offset, chunk.leader_epoch(fetched.first + low)))
+    # Epochs never decrease within a log, and that of the last row is higher.
+    newer = bisect.bisect_right(range(last - 1), epoch, first, key=lambda at: chunk.leader_epoch(fetched.first + at))
+    offset = int(fetched.offsets[newer])
+    return PlannedRows(first, newer, offset, NewerRecord(offset, chunk.leader_epoch(fetched.first + newer)))
 
 
 class RecordSize:

@@ -14,6 +14,7 @@ Each of ``n`` partitions is guaranteed a share of half the memory divided by n. 
 as the shares of the others stay available.
 """
 
+import bisect
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -435,11 +436,4 @@ class PrefetchBuffers:
 
 
 def _first_ending_after(ranges: Sequence[BufferedRange], offset: int) -> int:
-    low, high = 0, len(ranges)
-    while low < high:
-        middle = (low + high) // 2
-        if ranges[middle].end <= offset:
-            low = middle + 1
-        else:
-            high = middle
-    return low
+    return bisect.bisect_right(ranges, offset, key=lambda each: each.end)
