@@ -59,7 +59,7 @@ def fill(buffers: PrefetchBuffers, tp: TopicPartition, *sizes: int) -> int:
 
 
 def take(buffers: PrefetchBuffers, *ranges: OffsetRange) -> list[TakenRanges]:
-    found, _ = buffers.take(ranges, {}, {}, {r.tp.topic: FAR for r in ranges})
+    found, _ = buffers.take(ranges, {}, {}, {r.tp.topic: FAR for r in ranges}, FAR)
     buffers.free(each for one in found for each in one.ranges)
     return found
 
@@ -68,7 +68,7 @@ def test_each_record_is_served_once_and_then_its_memory_is_freed() -> None:
     buffers = PrefetchBuffers(MEMORY)
     buffers.follow(PrefetchPositions({A: 0}))
     fill(buffers, A, 10, 10, 10, 10)
-    (first,), _ = buffers.take([OffsetRange(A, 1, 3)], {}, {}, {"a": FAR})
+    (first,), _ = buffers.take([OffsetRange(A, 1, 3)], {}, {}, {"a": FAR}, FAR)
     assert (first.until, offsets_of(first.ranges)) == (3, [1, 2])
     assert take(buffers, OffsetRange(A, 1, 3)) == []
     assert [one.until for one in take(buffers, OffsetRange(A, 0, 1), OffsetRange(A, 3, 9))] == [1, 4]
@@ -136,8 +136,8 @@ def test_records_whose_topic_id_is_not_checked_are_not_served() -> None:
     fill(buffers, A, 10)
     wanted = [OffsetRange(A, 0, 9)]
     assert buffers.last_arrivals(wanted) == {"a": buffers.last_arrival}
-    assert buffers.take(wanted, {}, {}, {}) == ([], False)
-    assert [one.until for one in buffers.take(wanted, {}, {}, {"a": checked})[0]] == [2]
+    assert buffers.take(wanted, {}, {}, {}, FAR) == ([], False)
+    assert [one.until for one in buffers.take(wanted, {}, {}, {"a": checked}, FAR)[0]] == [2]
 
 
 @pytest.mark.parametrize("changed", [{"topic_ids": {"a": "other"}}, {"leader_epochs": {A: 8}}])
@@ -158,9 +158,9 @@ def test_a_request_for_another_topic_id_or_leader_epoch_is_not_served() -> None:
     buffers.follow(PrefetchPositions({A: 0}, topic_ids={"a": "id"}, leader_epochs={A: 7}))
     fill(buffers, A, 10)
     wanted, known = [OffsetRange(A, 0, 1)], {"a": FAR}
-    assert not buffers.take(wanted, {"a": "other"}, {A: 7}, known)[0]
-    assert not buffers.take(wanted, {"a": "id"}, {A: 8}, known)[0]
-    assert buffers.take(wanted, {"a": "id"}, {A: 7}, known)[0]
+    assert not buffers.take(wanted, {"a": "other"}, {A: 7}, known, FAR)[0]
+    assert not buffers.take(wanted, {"a": "id"}, {A: 8}, known, FAR)[0]
+    assert buffers.take(wanted, {"a": "id"}, {A: 7}, known, FAR)[0]
 
 
 def test_offsets_without_a_record_take_no_memory_for_rows() -> None:
@@ -288,7 +288,7 @@ class BuffersModel(RuleBasedStateMachine):
         wanted = OffsetRange(tp, start, start + length)
         ids = {tp.topic: "0" if stale == "id" else self.ids[tp.topic]}
         epochs = {tp: 0 if stale == "epoch" else self.epochs[tp]}
-        found, _ = self.buffers.take([wanted], ids, epochs, {} if stale == "unchecked" else {tp.topic: FAR})
+        found, _ = self.buffers.take([wanted], ids, epochs, {} if stale == "unchecked" else {tp.topic: FAR}, FAR)
         until = start
         while until < wanted.end and until in self.covered.get(tp, ()) and partition is not None and not stale:
             until += 1

@@ -130,7 +130,7 @@ def test_prefetched_rows_are_those_of_a_direct_read(
     agent_helpers.await_prefetched(folder, ends)
     reading = read_batches(settings, all_of(ends), topic_ids=ids, columns=columns)
     direct = rows_of(reading, columns)
-    batches, rest, _ = client.request_buffered(folder, Piece(tuple(all_of(ends)), ids, {}), columns)
+    batches, rest, _ = client.request_buffered(folder, Piece(tuple(all_of(ends)), ids, {}), columns, ReadCounts())
     assert rest == [], "also if the log ends without a record"
     assert rows_of(iter(batches), columns) == direct
     assert direct, "the comparison is not empty"
@@ -158,7 +158,7 @@ def test_a_compacted_log_is_covered_up_to_its_end(
     folder = reader()
     agent_helpers.prefetch(folder, PrefetchPositions({tp: 0}))
     agent_helpers.await_prefetched(folder, {tp: end})
-    batches, rest, _ = client.request_buffered(folder, Piece((OffsetRange(tp, 0, end),)), COLUMNS[:-1])
+    batches, rest, _ = client.request_buffered(folder, Piece((OffsetRange(tp, 0, end),)), COLUMNS[:-1], ReadCounts())
     assert rest == []
     assert rows_of(iter(batches)) == rows_of(read_batches(settings, [OffsetRange(tp, 0, end)]))
 
@@ -356,7 +356,8 @@ def test_records_of_a_deleted_topic_are_not_served_for_the_recreated_one(
     new = ids_of(admin, name)
     wanted = [OffsetRange(tp, 0, 50)]
     for planned in (old, new):
-        assert client.request_buffered(folder, Piece(tuple(wanted), planned, {}), COLUMNS[:-1]) == ([], wanted, False)
+        piece = Piece(tuple(wanted), planned, {})
+        assert client.request_buffered(folder, piece, COLUMNS[:-1], ReadCounts()) == ([], wanted, False)
     assert agent_helpers.state_of(folder).used_bytes == 0, "the buffer of the deleted topic is dropped"
     agent_helpers.prefetch(folder, PrefetchPositions({tp: 0}, topic_ids=new))
     agent_helpers.await_prefetched(folder, {tp: 80})

@@ -13,6 +13,7 @@ from spark_group_source.agents.prefetch.prefetcher import Prefetcher, SharedBuff
 from spark_group_source.agents.prefetch.server import PrefetchServer
 from spark_group_source.model import OffsetRange, Piece, TopicPartition
 from spark_group_source.options.table import COLUMNS
+from spark_group_source.reader.range_reader import ReadCounts
 from spark_group_source.reader.records import DAMAGED, EOF, ClientEvent
 
 TP = TopicPartition("t", 0)
@@ -57,7 +58,7 @@ class Scene:
     def until(self) -> int:
         """Up to which offset a task's range is served."""
         with self.buffers.locked() as buffers:
-            taken, _ = buffers.take(WANTED, {}, EPOCH, {"t": 1 << 40})
+            taken, _ = buffers.take(WANTED, {}, EPOCH, {"t": 1 << 40}, 1 << 40)
         return taken[0].until if taken else 0
 
 
@@ -83,7 +84,7 @@ def test_records_below_the_position_are_not_buffered_again(scene: Scene) -> None
     scene.poll(message(0), message(1))
     scene.poll(message(1), message(2))
     with scene.buffers.locked() as buffers:
-        (taken,), _ = buffers.take(WANTED, {}, EPOCH, {"t": 1 << 40})
+        (taken,), _ = buffers.take(WANTED, {}, EPOCH, {"t": 1 << 40}, 1 << 40)
         assert sum(each.last - each.first for each in taken.ranges) == 3
 
 
@@ -143,7 +144,7 @@ def test_a_part_of_a_batch_is_served_without_the_column_offset(tmp_path: Path) -
     serving.start()
     try:
         piece = Piece((OffsetRange(TP, 0, 3),), {}, EPOCH)
-        batches, rest, _ = client.request_buffered(folder, piece, columns)
+        batches, rest, _ = client.request_buffered(folder, piece, columns, ReadCounts())
     finally:
         serving.stop()
     assert ([batch.to_pydict() for batch in batches], rest) == (
@@ -171,7 +172,7 @@ def test_a_full_partition_is_unassigned_and_later_assigned_again() -> None:
     scene.poll(*(message(at, size=8_000) for at in range(9)))
     assert scene.client.assigned == {other: 0}
     with scene.buffers.changing() as buffers:
-        (taken,), _ = buffers.take(WANTED, {}, EPOCH, {"t": 1 << 40})
+        (taken,), _ = buffers.take(WANTED, {}, EPOCH, {"t": 1 << 40}, 1 << 40)
         buffers.free(taken.ranges)
     scene.prefetcher._assign(scene.client)  # type: ignore[arg-type]  # see above
     assert scene.client.assigned == {other: 0, TP: taken.until}

@@ -91,7 +91,7 @@ def test_silent_connections_are_bounded_in_number_and_time(folder: AgentFolder) 
         for connection in silent[-3:]:
             assert is_closed(connection)
         wanted = [OffsetRange(TopicPartition("t", 0), 0, 5)]
-        assert client.request_buffered(folder, Piece(tuple(wanted)), COLUMNS) == ([], wanted, False)
+        assert client.request_buffered(folder, Piece(tuple(wanted)), COLUMNS, ReadCounts()) == ([], wanted, False)
         for connection in silent:
             assert is_closed(connection)
     agent_helpers.await_ready(folder)
@@ -143,7 +143,7 @@ def test_a_long_transfer_is_accepted_while_it_progresses(tmp_path: Path, monkeyp
         listener.listen()
         thread = threading.Thread(target=serve)
         thread.start()
-        batches, rest, _ = client.request_buffered(slow, Piece((wanted,)), COLUMNS)
+        batches, rest, _ = client.request_buffered(slow, Piece((wanted,)), COLUMNS, ReadCounts())
         thread.join(ENDED_S)
     assert (sum(each.num_rows for each in batches), rest) == (5, [])
 
@@ -157,7 +157,7 @@ def test_an_agent_that_does_not_respond_delays_one_task_and_is_tried_again_after
         frozen.bind(path)
         frozen.listen()
         for _ in range(3):
-            assert client.request_buffered(folder, piece, COLUMNS).rest == list(piece.ranges)
+            assert client.request_buffered(folder, piece, COLUMNS, ReadCounts()).rest == list(piece.ranges)
         frozen.setblocking(False)
         frozen.accept()[0].close()
         with pytest.raises(BlockingIOError):
@@ -168,7 +168,7 @@ def test_an_agent_that_does_not_respond_delays_one_task_and_is_tried_again_after
     thawed = server.PrefetchServer(folder, SharedBuffers(1 << 20), pytest.fail, COLUMNS)
     thawed.start()
     try:
-        client.request_buffered(folder, piece, COLUMNS)
+        client.request_buffered(folder, piece, COLUMNS, ReadCounts())
     finally:
         thawed.stop()
     assert not folder.unanswered.exists(), "its response ends the pauses"
@@ -198,7 +198,7 @@ def test_a_task_requests_the_rest_after_a_response_that_is_cut(tmp_path: Path, m
     try:
         piece, counts = Piece(tuple(OffsetRange(tp, 0, 7) for tp in tps)), ReadCounts()
         options = ReadOptions({}, columns=COLUMNS)
-        first = client.request_buffered(folder, piece, COLUMNS)
+        first = client.request_buffered(folder, piece, COLUMNS, ReadCounts())
         assert first.is_cut and sum(batch.num_rows for batch in first.batches) == 2
         piece = piece._replace(ranges=tuple(first.rest))
         rows = [row for batch in client.read_with_agent(folder, piece, options, counts) for row in batch.to_pylist()]

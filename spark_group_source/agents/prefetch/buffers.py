@@ -15,7 +15,6 @@ as the shares of the others stay available.
 """
 
 import bisect
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -83,21 +82,6 @@ class AcceptedRows(NamedTuple):
     end: int
     bytes: int
     """Reserved memory."""
-
-
-class Reservation(NamedTuple):
-    """Memory that is reserved for the first ``rows`` of some rows."""
-
-    rows: int
-    bytes: int
-
-
-class BufferedSize(NamedTuple):
-    """What is buffered of some partitions."""
-
-    bytes: int
-    """Memory counted against their shares, reservations included."""
-    rows: int
 
 
 class TakenRanges(NamedTuple):
@@ -247,11 +231,14 @@ class PrefetchBuffers:
         is_empty = not self.used_bytes + self.reserved_bytes
         return self.room(tp) >= max(least, needed) or (is_empty and needed <= self.memory_bytes)
 
-    def reserve(self, tp: TopicPartition, sizes: Ints) -> Reservation:
+    def reserve(self, tp: TopicPartition, sizes: Ints) -> tuple[int, int]:
         """Reserve memory for as many of these rows as fit, in order and without gaps.
 
         Args:
             sizes: bytes of key, value and headers of each row.
+
+        Returns:
+            The number of rows, and the reserved bytes.
         """
         partition = self.partitions[tp]
         overhead = BATCH_BYTES + RANGE_BYTES
@@ -265,7 +252,7 @@ class PrefetchBuffers:
         partition.next_bytes = int(needed[count]) - rows_bytes if count < len(needed) else 0
         self.reserved_bytes += reserved
         self._change_bytes(partition, reserved)
-        return Reservation(count, reserved)
+        return count, reserved
 
     def add(self, batch: pa.RecordBatch, accepted: Sequence[AcceptedRows]) -> None:
         """Buffer rows for which memory is reserved.
@@ -316,11 +303,12 @@ class PrefetchBuffers:
         shared.ranges += 1
         self.used_bytes += RANGE_BYTES
 
-    def size_of(self, tps: Iterable[TopicPartition]) -> BufferedSize:
-        """How much is buffered of these partitions."""
+    def size_of(self, tps: Iterable[TopicPartition]) -> tuple[int, int]:
+        """How much is buffered of these partitions: the bytes counted against their shares, reservations included, and
+        the rows."""
         found = [partition for tp in tps if (partition := self.partitions.get(tp)) is not None]
         rows = sum(each.last - each.first for partition in found for each in partition.ranges)
-        return BufferedSize(sum(partition.bytes for partition in found), rows)
+        return sum(partition.bytes for partition in found), rows
 
     # --- served records
 
@@ -339,7 +327,7 @@ class PrefetchBuffers:
         topic_ids: Mapping[str, str],
         leader_epochs: Mapping[TopicPartition, int],
         checked: Mapping[str, int],
-        bytes_max: int = sys.maxsize,
+        bytes_max: int,
     ) -> tuple[list[TakenRanges], bool]:
         """Take what is buffered from the start of these ranges. The caller has to free it.
 

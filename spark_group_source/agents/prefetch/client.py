@@ -68,9 +68,7 @@ class BufferedRows(NamedTuple):
     """Whether the agent has more of them buffered."""
 
 
-def request_buffered(
-    folder: AgentFolder, piece: Piece, columns: Sequence[str], counts: ReadCounts | None = None
-) -> BufferedRows:
+def request_buffered(folder: AgentFolder, piece: Piece, columns: Sequence[str], counts: ReadCounts) -> BufferedRows:
     """Request the rows that the agent has buffered from the start of a piece's ranges; after a request that timed out,
     not before the pause is over."""
     ranges = piece.ranges
@@ -99,10 +97,9 @@ def request_buffered(
         )
         return nothing
     unanswered.clear()
-    if counts is not None:
-        counts.rows_from_memory.update({ranges[one.index].tp: one.rows for one in served.ranges if one.rows})
-        for one in served.ranges:
-            counts.bytes[ranges[one.index].tp.topic] += one.bytes
+    counts.rows_from_memory.update({ranges[one.index].tp: one.rows for one in served.ranges if one.rows})
+    for one in served.ranges:
+        counts.bytes[ranges[one.index].tp.topic] += one.bytes
     return BufferedRows(batches, rest, served.is_cut)
 
 

@@ -19,7 +19,6 @@ from spark_group_source.agents.prefetch.buffers import (
     UNKNOWN,
     AcceptedRows,
     BufferedRange,
-    BufferedSize,
     PrefetchBuffers,
 )
 from spark_group_source.errors import SourceError
@@ -83,8 +82,8 @@ class SharedBuffers:
         with self.changing() as buffers:
             buffers.free(ranges)
 
-    def size_of(self, tps: Iterable[TopicPartition]) -> BufferedSize:
-        """How much is buffered of these partitions."""
+    def size_of(self, tps: Iterable[TopicPartition]) -> tuple[int, int]:
+        """How many bytes and rows are buffered of these partitions."""
         with self.locked() as buffers:
             return buffers.size_of(tps)
 

@@ -153,7 +153,7 @@ class PrefetchServer:
             needed = buffers.last_arrivals(request.piece.ranges)
         checked = self._checker.checked(needed, request.piece.topic_ids) if needed else {}
         with self._buffers.locked() as buffers:
-            return buffers.take(*request.piece, checked, bytes_max=RESPONSE_BYTES_MAX)
+            return buffers.take(*request.piece, checked, RESPONSE_BYTES_MAX)
 
 
 def joined(ranges: Sequence[BufferedRange]) -> Iterator[list[BufferedRange]]:
