@@ -166,34 +166,24 @@ class _Worker:
         self._task = task
         self._client: ChannelClient | None = None
         self._folder: AgentFolder | None = None
-        self._without_executor, self._without_folder = Attempts(None), Attempts(None)
         self._unreached = Attempts(None)
         """The failed attempts to connect: of this worker, or with a folder of all workers of the executor."""
         self.find_executor()
 
     def find_executor(self) -> None:
-        """Find this worker's executor, unless it is known, or an attempt has failed just now (without /proc, or without
-        free file descriptors)."""
-        if self.executor is not None or not self._without_executor.is_due:
-            return
-        began_s = time.time()
-        self.executor = find_executor()
+        """Find this worker's executor, unless it is known. An attempt fails without /proc, and while the worker has no
+        free file descriptors."""
         if self.executor is None:
-            self._without_executor.add(began_s)
-        self.executor_name = executor_name(self.executor)
+            self.executor = find_executor()
+            self.executor_name = executor_name(self.executor)
 
     def agent_folder(self) -> "AgentFolder | None":
-        """The folder of the executor's agent; None if there can be none. After that, not every task tries again."""
-        if self._without_folder.is_due:
-            began_s, folder = time.time(), open_folder(self._task.run, self.executor)
-            if folder is None:
-                self._without_folder.add(began_s)
-            else:
-                self._without_folder.clear()
-                if self._folder is None:
-                    self._unreached = Attempts(folder.unreached)
-            self._folder = folder
-        return self._folder
+        """The folder of the executor's agent; None if there can be none now."""
+        folder = open_folder(self._task.run, self.executor)
+        if folder is not None and self._folder is None:
+            self._unreached = Attempts(folder.unreached)
+        self._folder = folder
+        return folder
 
     def ended(self, task: PlannedTask, counts: TaskCounts) -> TaskEnded:
         """The report of one of its tasks."""
