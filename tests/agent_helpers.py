@@ -11,7 +11,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -217,10 +217,10 @@ class TestedServer(server.PrefetchServer):
 class NoConnection(ControlConnection):
     """No members, and no stream reader."""
 
-    def __init__(self, given: Mapping[str, Any]) -> None:
+    def __init__(self, given: Mapping[str, Any], *_: object) -> None:
         """``given``: arguments of the test."""
 
-    def start(self, prefetch: Callable[[PrefetchPositions], None], prefetched: PrefetchSize) -> None:
+    def start(self) -> None:
         """Nothing to start."""
 
     @property
@@ -234,13 +234,13 @@ class NoConnection(ControlConnection):
 class NotingConnection(NoConnection):
     """Writes files into a folder, and ends when it finds one there."""
 
-    def __init__(self, given: Mapping[str, Any]) -> None:
-        self.folder = Path(given["folder"])
+    def __init__(self, given: Mapping[str, Any], _: object, prefetched: PrefetchSize) -> None:
+        self.folder, self.prefetched = Path(given["folder"]), prefetched
         (self.folder / "package").write_text(str(client.__file__))
 
-    def start(self, prefetch: Callable[[PrefetchPositions], None], prefetched: PrefetchSize) -> None:
+    def start(self) -> None:
         (self.folder / "started").touch()
-        assert prefetched([TopicPartition("nothing", 0)]) == (0, 0)
+        assert self.prefetched([TopicPartition("nothing", 0)]) == (0, 0)
 
     @property
     def end_reason(self) -> str:
@@ -253,10 +253,10 @@ class NotingConnection(NoConnection):
 class FailingConnection(NoConnection):
     """Has a thread named ``thread`` that fails when it finds a file in ``folder``."""
 
-    def __init__(self, given: Mapping[str, Any]) -> None:
+    def __init__(self, given: Mapping[str, Any], *_: object) -> None:
         self.thread, self.fail = given["thread"], Path(given["folder"]) / "fail"
 
-    def start(self, prefetch: Callable[[PrefetchPositions], None], prefetched: PrefetchSize) -> None:
+    def start(self) -> None:
         threading.Thread(target=self._run, name=self.thread).start()
 
     def _run(self) -> None:
@@ -274,7 +274,7 @@ class HangingConnection(NoConnection):
 class LoggingConnection(NoConnection):
     """Writes more than the log's limit, also directly to standard error."""
 
-    def __init__(self, given: Mapping[str, Any]) -> None:
+    def __init__(self, *_given: object) -> None:
         for _ in range(3 * LOG_BYTES_MAX // 1000):
             logging.getLogger(__name__).warning("%s", "x" * 1000)
         for _ in range(3 * LOG_BYTES_MAX // 1000):

@@ -67,36 +67,35 @@ class ControlConnection:
 
     Args:
         given: JSON: ``addresses``, ``secret`` (hexadecimal), ``executor``, ``name``, and ``settings`` of members.
+        prefetch: receives the positions after each new plan.
+        prefetched: returns the size of what is prefetched, for each heartbeat.
     """
 
-    def __init__(self, given: Mapping[str, Any]) -> None:
+    def __init__(
+        self, given: Mapping[str, Any], prefetch: Callable[[PrefetchPositions], None], prefetched: PrefetchSize
+    ) -> None:
         environment = Environment()
         self._addresses = [(str(host), int(port)) for host, port in given["addresses"]]
         self._secret = Secret.from_hex(given["secret"])
         self._client: ChannelClient | None = None
         self._ended = threading.Event()
         self._end_reason = ""
-        self._prefetch: Callable[[PrefetchPositions], None] = lambda _: None
+        self._prefetch = prefetch
         self._members = HostedMembers(
             agent=environment.new_id(),
             executor=given["executor"],
             name=given["name"],
             settings=given["settings"],
             environment=environment,
+            prefetched=prefetched,
             send=self._send,
             on_ended=self._on_ended,
             on_silent=self._on_silent,
         )
 
-    def start(self, prefetch: Callable[[PrefetchPositions], None], prefetched: PrefetchSize) -> None:
-        """Start the threads that connect, receive and send heartbeats.
-
-        Args:
-            prefetch: receives the positions after each new plan.
-            prefetched: returns the size of what is prefetched, for each heartbeat.
-        """
-        self._prefetch = prefetch
-        self._members.start(prefetched)
+    def start(self) -> None:
+        """Start the threads that connect, receive and send heartbeats."""
+        self._members.start()
         threading.Thread(target=self._stay_connected, name="control-connection", daemon=True).start()
 
     @property
@@ -168,16 +167,13 @@ class ControlConnection:
         self._ended.set()
 
 
-def _nothing_prefetched(_: Iterable[TopicPartition]) -> tuple[int, int]:
-    return 0, 0
-
-
 class HostedMembers:
     """The members that are placed on one agent.
 
     Args:
         agent, executor, name: as in :class:`AgentReport`.
         settings, environment: as in :class:`Member`.
+        prefetched: returns the size of what is prefetched, for each heartbeat.
         send: sends a message over the current connection, if there is one; never raises.
         on_ended: receives the reason why the agent has to end, once. All members are closed by then.
         on_silent: is called when nothing was received on the connection for too long; never raises or waits.
@@ -192,14 +188,15 @@ class HostedMembers:
         name: str,
         settings: Mapping[str, str],
         environment: Environment,
+        prefetched: PrefetchSize,
         send: Callable[[AgentReport], object],
         on_ended: Callable[[str], None],
         on_silent: Callable[[], object],
     ) -> None:
         self._agent, self._executor, self._name = agent, executor, name
-        self._settings, self._environment, self._send = dict(settings), environment, send
+        self._settings, self._environment = dict(settings), environment
+        self._prefetched, self._send = prefetched, send
         self._on_ended, self._on_silent = on_ended, on_silent
-        self._prefetched: PrefetchSize = _nothing_prefetched
         self._session: Session[MemberChange] = Session(environment)
         self._changed = environment.condition()
         self._members: dict[int, Member] = {}
@@ -212,9 +209,8 @@ class HostedMembers:
         """Whether no stream reader has accepted this agent yet."""
         self._end_reason: str | None = None
 
-    def start(self, prefetched: PrefetchSize = _nothing_prefetched) -> None:
-        """Start the thread that sends heartbeats, which report what is ``prefetched``."""
-        self._prefetched = prefetched
+    def start(self) -> None:
+        """Start the thread that sends heartbeats."""
         self._environment.spawn(
             "hosted", self._run, died=lambda exc: self._on_ended(f"the thread of the agent died: {exc!r}")
         )

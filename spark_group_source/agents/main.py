@@ -59,7 +59,7 @@ class Agent:
         self,
         given: Mapping[str, Any],
         *,
-        connection: Callable[[Mapping[str, Any]], ControlConnection] = ControlConnection,
+        connection: type[ControlConnection] = ControlConnection,
         server: type[PrefetchServer] = PrefetchServer,
     ) -> None:
         self._folder, self._lock = AgentFolder(Path(given["folder"])), int(given["lock"])
@@ -70,7 +70,7 @@ class Agent:
         self._buffers = SharedBuffers(int(given["buffer_bytes"]))
         columns = tuple(given["columns"])
         self._prefetcher = Prefetcher(self._buffers, lambda: open_prefetching_client(self._reader_settings), columns)
-        self._connection = connection(given["connection"])
+        self._connection = connection(given["connection"], self._buffers.follow, self._buffers.size_of)
         self._server = server(self._folder, self._buffers, lambda: open_client(self._reader_settings), columns)
 
     def end(self, reason: str) -> None:
@@ -92,7 +92,7 @@ class Agent:
         watch = ProcessWatch(self._executor)
         self._prefetcher.start()
         self._server.start()
-        self._connection.start(self._buffers.follow, self._buffers.size_of)
+        self._connection.start()
         log.info("agent %d of executor %d is ready", os.getpid(), self._executor.pid)
         started_s = touched_s = time.monotonic()
         while not self._end_reason:

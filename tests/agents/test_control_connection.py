@@ -54,8 +54,8 @@ def agent(reader: StreamReader) -> Iterator[tuple[ControlConnection, list[Prefet
         "name": "one",
         "settings": {"bootstrap.servers": "127.0.0.1:1", "group.id": "g", "session.timeout.ms": str(LEASE_MS)},
     }
-    connection = ControlConnection(given)
-    connection.start(requested.append, lambda _: (0, 0))
+    connection = ControlConnection(given, requested.append, lambda _: (0, 0))
+    connection.start()
     try:
         yield connection, requested
     finally:

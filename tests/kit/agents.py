@@ -162,6 +162,7 @@ class Agent:
             name=executor,
             settings=run.options.member_settings(),
             environment=environment,
+            prefetched=lambda _: (0, 0),
             send=self._send,
             on_ended=self._on_ended,
             on_silent=self._on_silent,

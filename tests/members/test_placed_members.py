@@ -9,7 +9,7 @@ import pytest
 from manual_environment import A0, A1, ManualEnvironment, metadata
 
 from spark_group_source.agents.connected_agents import ConnectedAgents, RemoteMember
-from spark_group_source.agents.hosted_members import HEARTBEATS_PER_LEASE, HostedMembers
+from spark_group_source.agents.hosted_members import HEARTBEATS_PER_LEASE, HostedMembers, PrefetchSize
 from spark_group_source.agents.messages import PENDING_MAX, AgentOrders, AgentReport, Session
 from spark_group_source.errors import AccessDenied
 from spark_group_source.kafka import Identity
@@ -41,7 +41,7 @@ class Wire:
 class Pair:
     """The stream reader's side and one agent."""
 
-    def __init__(self) -> None:
+    def __init__(self, prefetched: PrefetchSize = lambda _: (0, 0)) -> None:
         self.here, self.there = ManualEnvironment(), ManualEnvironment()
         self.events: list[ev.Event] = []
         self.ended: list[str] = []
@@ -60,6 +60,7 @@ class Pair:
             name="worker-1",
             settings=SETTINGS,
             environment=self.there,
+            prefetched=prefetched,
             send=self._send,
             on_ended=self.ended.append,
             on_silent=lambda: None,
@@ -217,9 +218,10 @@ def test_an_agent_that_the_run_does_not_use_is_dismissed(pair: Pair) -> None:
     assert [orders.end_reason for orders in stranger.to_agent] == ["no", "this run does not use the agent"]
 
 
-def test_a_heartbeat_reports_what_is_prefetched_for_each_slot(pair: Pair) -> None:
+def test_a_heartbeat_reports_what_is_prefetched_for_each_slot() -> None:
+    pair = Pair(lambda tps: (100 * len(list(tps)), 7))
+    pair.open()
     pair.place()
-    pair.agent.start(lambda tps: (100 * len(list(tps)), 7))
     pair.agent._send_report(prefetched=pair.agent._prefetched_by_slot())
     pair.carry()
     assert ev.PrefetchReported(agent="h1", buffered=(ev.Buffered(slot=3, bytes=0, rows=7),)) in pair.events
