@@ -48,25 +48,16 @@ HEADER_BYTES = 10
 HEADERS_TYPE = pa.list_(pa.struct([pa.field("key", pa.string()), pa.field("value", pa.binary())]))
 
 _TYPES = {
-    "key": pa.binary(),
-    "value": pa.binary(),
-    "topic": pa.string(),
-    "partition": pa.int32(),
-    "offset": pa.int64(),
-    "timestamp": pa.timestamp("us", tz="UTC"),
-    "timestampType": pa.int32(),
-    "headers": HEADERS_TYPE,
+    "key": (pa.binary(), "BINARY"),
+    "value": (pa.binary(), "BINARY"),
+    "topic": (pa.string(), "STRING"),
+    "partition": (pa.int32(), "INT"),
+    "offset": (pa.int64(), "BIGINT"),
+    "timestamp": (pa.timestamp("us", tz="UTC"), "TIMESTAMP"),
+    "timestampType": (pa.int32(), "INT"),
+    "headers": (HEADERS_TYPE, "ARRAY<STRUCT<key: STRING, value: BINARY>>"),
 }
-_DDL = {
-    "key": "BINARY",
-    "value": "BINARY",
-    "topic": "STRING",
-    "partition": "INT",
-    "offset": "BIGINT",
-    "timestamp": "TIMESTAMP",
-    "timestampType": "INT",
-    "headers": "ARRAY<STRUCT<key: STRING, value: BINARY>>",
-}
+"""By column, its type in Arrow and in Spark's DDL."""
 
 _INLINE_MAX = 12
 """An Arrow binary view stores values up to this length inline, longer ones as a reference."""
@@ -102,12 +93,12 @@ _check_pyarrow()
 
 def arrow_schema(columns: Sequence[str]) -> pa.Schema:
     """The schema of every batch with these columns of the source; all are nullable."""
-    return pa.schema([pa.field(name, _TYPES[name]) for name in columns])
+    return pa.schema([pa.field(name, _TYPES[name][0]) for name in columns])
 
 
 def spark_ddl(columns: Sequence[str]) -> str:
     """The same schema in Spark's DDL, for ``DataSource.schema()``."""
-    return ", ".join(f"{name} {_DDL[name]}" for name in columns)
+    return ", ".join(f"{name} {_TYPES[name][1]}" for name in columns)
 
 
 class ClientEvent(NamedTuple):
@@ -278,7 +269,7 @@ def build_batch(
         built["offset"] = fixed_width(offset, pa.int64())
     if "timestamp" in columns:
         _check_timestamps(slices, offset, timestamp_ms)
-        built["timestamp"] = fixed_width(timestamp_ms * 1000, _TYPES["timestamp"])
+        built["timestamp"] = fixed_width(timestamp_ms * 1000, _TYPES["timestamp"][0])
     if "timestampType" in columns:
         built["timestampType"] = fixed_width(timestamp_type - np.int32(1), pa.int32())
     return pa.RecordBatch.from_arrays([built[name] for name in columns], schema=arrow_schema(columns))
