@@ -23,7 +23,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import NamedTuple, TypeAlias
@@ -441,7 +441,7 @@ class RangeReader:
             finally:
                 chunk.free()
             self._after_poll(events, has_rows=bool(slices))
-        self._confirm_topics()
+        self._await_topic_checks(self._unconfirmed_topics)
 
     def _start(self) -> None:
         now = self._started_s = time.monotonic()
@@ -634,11 +634,7 @@ class RangeReader:
 
     def _await_planned_topics(self, topics: set[str]) -> None:
         """Before the first rows of topics: wait until brokers confirm their ids, or their ranges are skipped."""
-        pause = False
-        while names := self._unchecked_topics(topics):
-            self._request_topics(names, pause=pause)
-            pause = True
-            topics = {name for name in names if any(tp.topic == name for tp in self._ranges)}
+        self._await_topic_checks(lambda: self._unchecked_topics(topics & {tp.topic for tp in self._ranges}))
         self._last_rows_s = time.monotonic()
 
     def _unchecked_topics(self, topics: set[str]) -> set[str]:
@@ -647,29 +643,27 @@ class RangeReader:
         names, since_s = self._topics.with_planned_id(topics), self._started_s - TOPIC_CHECK_VALID_S
         return {name for name in names if not isinstance(self._topics.check(name, since_s), TopicPlanned)}
 
-    def _confirm_topics(self) -> None:
-        """After the last rows: wait until brokers confirm that all rows are of the planned topics. A topic that is
-        missing by now was not recreated."""
-        pause = False
-        while names := self._unconfirmed_topics():
-            self._request_topics(names, pause=pause)
-            pause = True
-
     def _unconfirmed_topics(self) -> set[str]:
+        """Topics of which rows were handed over, without a check after the last rows. A topic that is missing by then
+        was not recreated."""
         names = self._topics.with_planned_id(self._read_topics)
         since_s = self._last_rows_s - TOPIC_CHECK_VALID_S
         return {name for name in names if not isinstance(self._topics.check(name, since_s), TopicPlanned | TopicGone)}
 
-    def _request_topics(self, names: set[str], *, pause: bool) -> None:
-        """Request topics, unless a request is pending, and wait for a response."""
-        if not self._topics.is_request_open:
-            if pause:
-                _pause.wait(TOPIC_REQUEST_PAUSE_S)
-            self._topics.send(self._client, names)
-        if (checks := self._receive_topic_checks(TOPIC_REQUEST_PAUSE_S)) is not None:
-            now = time.monotonic()
-            self._deadline.note_request(now, now, is_answered=not isinstance(checks, ClientEvent))
-        self._enforce_deadline()
+    def _await_topic_checks(self, unchecked: Callable[[], set[str]]) -> None:
+        """Request those topics that ``unchecked`` returns, unless a request is pending, and wait for the response,
+        until it returns none."""
+        pause = False
+        while names := unchecked():
+            if not self._topics.is_request_open:
+                if pause:
+                    _pause.wait(TOPIC_REQUEST_PAUSE_S)
+                self._topics.send(self._client, names)
+            pause = True
+            if (checks := self._receive_topic_checks(TOPIC_REQUEST_PAUSE_S)) is not None:
+                now = time.monotonic()
+                self._deadline.note_request(now, now, is_answered=not isinstance(checks, ClientEvent))
+            self._enforce_deadline()
 
     # --- range checks
 
