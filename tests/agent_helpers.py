@@ -13,9 +13,9 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from kafka_helpers import STALLED_S, await_progress, await_until, size_of
 
@@ -172,7 +172,8 @@ def main(given: Mapping[str, Any]) -> None:
         for each in (NoConnection, FailingConnection, NotingConnection, HangingConnection, LoggingConnection)
     }
     chosen = kinds[given["connection"].get("kind", "NoConnection")]
-    agent_main.main(given, partial(agent_main.Agent, connection=chosen, server=TestedServer))
+    with patch.multiple(agent_main, ControlConnection=chosen, PrefetchServer=TestedServer):
+        agent_main.main(given)
 
 
 class TestedServer(server.PrefetchServer):

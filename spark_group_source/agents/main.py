@@ -15,7 +15,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,18 +50,10 @@ class Agent:
     Args:
         given: the JSON document that ``start_agent`` writes: ``folder``, ``lock`` (its file descriptor), ``executor``,
             ``reader_settings`` and ``columns`` (as tasks read), ``buffer_bytes`` (the limit of the memory for
-            prefetched records), and the arguments of ``connection``.
-        connection: creates the connection to the stream reader.
-        server: creates the server for tasks.
+            prefetched records), and ``connection`` (see :class:`ControlConnection`).
     """
 
-    def __init__(
-        self,
-        given: Mapping[str, Any],
-        *,
-        connection: type[ControlConnection] = ControlConnection,
-        server: type[PrefetchServer] = PrefetchServer,
-    ) -> None:
+    def __init__(self, given: Mapping[str, Any]) -> None:
         self._folder, self._lock = AgentFolder(Path(given["folder"])), int(given["lock"])
         self._executor = ProcessId(*given["executor"])
         self._reader_settings: Mapping[str, str] = given["reader_settings"]
@@ -70,8 +62,8 @@ class Agent:
         self._buffers = SharedBuffers(int(given["buffer_bytes"]))
         columns = tuple(given["columns"])
         self._prefetcher = Prefetcher(self._buffers, lambda: open_prefetching_client(self._reader_settings), columns)
-        self._connection = connection(given["connection"], self._buffers.follow, self._buffers.size_of)
-        self._server = server(self._folder, self._buffers, lambda: open_client(self._reader_settings), columns)
+        self._connection = ControlConnection(given["connection"], self._buffers.follow, self._buffers.size_of)
+        self._server = PrefetchServer(self._folder, self._buffers, lambda: open_client(self._reader_settings), columns)
 
     def end(self, reason: str) -> None:
         """Let the agent end. Any thread, and signal handlers."""
@@ -134,12 +126,11 @@ def open_prefetching_client(settings: Mapping[str, str]) -> NativeClient:
     )
 
 
-def main(given: Mapping[str, Any], create: Callable[[Mapping[str, Any]], Agent] = Agent) -> None:
+def main(given: Mapping[str, Any]) -> None:
     """Run the agent process.
 
     Args:
         given: the JSON document from standard input: see :class:`Agent`.
-        create: creates the agent.
     """
     _take_over_files(int(given["lock"]))
     handler = BoundedHandler()
@@ -147,7 +138,7 @@ def main(given: Mapping[str, Any], create: Callable[[Mapping[str, Any]], Agent] 
     logging.basicConfig(level=(os.environ.get("SPARK_GROUP_LOG_LEVEL") or "INFO").upper(), handlers=[handler])
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # meant for the application, whose end the agent detects itself
-    agent = create(given)
+    agent = Agent(given)
     signal.signal(signal.SIGTERM, lambda *_: agent.end("SIGTERM"))
     threading.excepthook = agent.thread_failed
     agent.run()
