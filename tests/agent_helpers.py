@@ -47,6 +47,12 @@ def is_agent(pid: int) -> bool:
     return b"spark-group-agent" in _read(pid, "cmdline") and ProcessId.of(pid) is not None
 
 
+def pid_of(folder: AgentFolder) -> int:
+    """The agent of this folder, which must be the only one."""
+    (pid,) = (pid for pid in living() if _read(pid, "cmdline").endswith(f"\0{folder.path.name}\0".encode()))
+    return pid
+
+
 def _read(pid: int, name: str) -> bytes:
     try:
         return Path(f"/proc/{pid}/{name}").read_bytes()

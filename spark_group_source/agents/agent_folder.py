@@ -205,13 +205,6 @@ class AgentFolder:
             for name in ("lock", "socket"):
                 os.utime(self.path / name)
 
-    @property
-    def pid(self) -> int:
-        """Of the agent that holds the lock; 0 if it has not written it yet, or there is none."""
-        with contextlib.suppress(OSError, ValueError):
-            return int((self.path / "lock").read_text())
-        return 0
-
     @contextlib.contextmanager
     def socket_path(self, name: str = "socket") -> Iterator[str]:
         """A path of the agent's socket that fits the limit of 107 characters, however long the folder's path is."""

@@ -95,7 +95,7 @@ def test_workers_of_one_executor_start_one_agent() -> None:
         (place,) = folders_of(jvm, 8)
         agent_helpers.await_ready(folder := AgentFolder(Path(place)))
         assert folder.path.name.startswith(f"{jvm.pid}-"), "the executor is the parent of their daemon"
-        assert agent_helpers.living() == [folder.pid]
+        assert agent_helpers.living() == [agent_helpers.pid_of(folder)]
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_an_agent_outlives_its_worker_and_ends_with_its_executor(command: tuple[
         (place,) = folders_of(jvm, 1)
         agent_helpers.await_ready(folder := AgentFolder(Path(place)))
         assert folder.path.name.startswith(f"{jvm.pid}-")
-        agent = ProcessId.of(folder.pid)
+        agent = ProcessId.of(agent_helpers.pid_of(folder))
         assert agent is not None
         parent = int(Path(f"/proc/{agent.pid}/stat").read_text().rpartition(")")[2].split()[1])
         assert parent != jvm.pid, "its worker has ended"
@@ -127,7 +127,8 @@ def test_runs_and_executors_have_an_agent_each(agent: Callable[..., AgentFolder]
     with executor(WORKER, settings(run="one")) as jvm:
         (place,) = folders_of(jvm, 1)
         agent_helpers.await_ready(AgentFolder(Path(place)))
-        assert len(agent_helpers.living()) == len({first.pid, second.pid, AgentFolder(Path(place)).pid}) == 3
+        folders = [first, second, AgentFolder(Path(place))]
+        assert len(agent_helpers.living()) == len({agent_helpers.pid_of(folder) for folder in folders}) == 3
 
 
 def test_the_end_of_a_process_is_detected_without_pidfd(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,12 +165,12 @@ def test_secrets_are_not_visible_and_other_users_cannot_open_the_folders(agent: 
     for path in (directory(), agents_directory(), folder.path):
         assert path.stat().st_mode & 0o077 == 0
     for name in ("cmdline", "environ"):
-        assert SECRET.encode() not in Path(f"/proc/{folder.pid}/{name}").read_bytes()
+        assert SECRET.encode() not in Path(f"/proc/{agent_helpers.pid_of(folder)}/{name}").read_bytes()
     agent_helpers.state(folder)
     files = [path for path in directory().rglob("*") if path.is_file()]
     assert folder.log in files
     assert not any(SECRET.encode() in path.read_bytes() for path in files)
-    assert os.readlink(f"/proc/{folder.pid}/fd/0") == "/dev/null"
+    assert os.readlink(f"/proc/{agent_helpers.pid_of(folder)}/fd/0") == "/dev/null"
 
 
 def test_settings_may_be_larger_than_a_pipe(agent: Callable[..., AgentFolder]) -> None:
@@ -226,7 +227,7 @@ def test_an_agent_that_fails_to_start_is_logged_once_and_retried_after_a_pause(
 
 def test_a_killed_agent_is_replaced(agent: Callable[..., AgentFolder]) -> None:
     folder = agent()
-    first = folder.pid
+    first = agent_helpers.pid_of(folder)
     os.kill(first, signal.SIGKILL)
     agent_helpers.await_ended(first)
     folder.attempts.unlink(missing_ok=True)  # as an agent does after some seconds
@@ -236,7 +237,7 @@ def test_a_killed_agent_is_replaced(agent: Callable[..., AgentFolder]) -> None:
         return agent_helpers.state(folder) is not None
 
     await_until(answers, STARTED_S, what="an answer of another agent")
-    assert folder.pid != first
+    assert agent_helpers.pid_of(folder) != first
 
 
 def test_an_agent_starts_after_one_that_was_killed_before_it_listened(agent: Callable[..., AgentFolder]) -> None:
@@ -258,7 +259,7 @@ def test_the_next_agent_removes_folders_of_killed_ones(agent: Callable[..., Agen
     with executor(WORKER, settings()) as jvm:
         (place,) = folders_of(jvm, 1)
         agent_helpers.await_ready(left := AgentFolder(Path(place)))
-        os.kill(left.pid, signal.SIGKILL)
+        os.kill(agent_helpers.pid_of(left), signal.SIGKILL)
         await_until(lambda: agent_helpers.is_unlocked(left), STARTED_S, what="the end of the agent")
     assert left.path.exists()
     agent()
@@ -323,7 +324,7 @@ def test_the_socket_works_in_a_folder_with_a_long_path(
 @pytest.mark.parametrize("how", ["message", "folder", "SIGTERM"])
 def test_an_agent_ends_on_request(agent: Callable[..., AgentFolder], how: str) -> None:
     folder = agent()
-    pid = folder.pid
+    pid = agent_helpers.pid_of(folder)
     if how == "message":
         agent_helpers.end(folder)
     elif how == "folder":
@@ -339,11 +340,11 @@ def test_an_agent_whose_folder_was_removed_does_not_remove_that_of_the_next_one(
 ) -> None:
     """Programs that clean temporary folders remove old files."""
     folder = agent()
-    first = folder.pid
+    first = agent_helpers.pid_of(folder)
     os.kill(first, signal.SIGSTOP)
     folder.remove()
     agent()
-    second = folder.pid
+    (second,) = set(agent_helpers.living()) - {first}
     os.kill(first, signal.SIGCONT)
     agent_helpers.await_ended(first)
     assert agent_helpers.living() == [second] and agent_helpers.state(folder) is not None
@@ -382,7 +383,7 @@ def test_the_executor_of_a_driver_is_found_among_threads_with_any_names() -> Non
 
 def test_an_agent_ends_when_its_connection_has_ended(agent: Callable[..., AgentFolder], tmp_path: Path) -> None:
     folder = agent(connection={"kind": "NotingConnection", "folder": str(tmp_path)})
-    pid = folder.pid
+    pid = agent_helpers.pid_of(folder)
     await_until((tmp_path / "started").exists, STARTED_S, what="the connection, which starts after the server")
     assert not (tmp_path / "stopped").exists()
     (tmp_path / "over").touch()
@@ -395,7 +396,7 @@ def test_an_agent_ends_when_one_of_its_threads_has_failed(agent: Callable[..., A
     connection = {"kind": "FailingConnection", "folder": str(tmp_path)}
     prefetching = agent(run="1", connection={**connection, "thread": "prefetcher"})
     serving = agent(run="2", connection={**connection, "thread": "task"})
-    pid = prefetching.pid
+    pid = agent_helpers.pid_of(prefetching)
     (tmp_path / "fail").touch()
     agent_helpers.await_ended(pid)
     await_until(lambda: "ValueError" in serving.log.read_text(), STARTED_S, what="the failure of the thread")
@@ -404,7 +405,7 @@ def test_an_agent_ends_when_one_of_its_threads_has_failed(agent: Callable[..., A
 
 def test_an_agent_whose_end_hangs_exits(agent: Callable[..., AgentFolder]) -> None:
     folder = agent(connection={"kind": "HangingConnection"})
-    pid = folder.pid
+    pid = agent_helpers.pid_of(folder)
     agent_helpers.end(folder)
     agent_helpers.await_ended(pid)
 

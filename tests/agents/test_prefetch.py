@@ -252,13 +252,13 @@ def test_no_row_is_lost_or_duplicated_when_the_agent_is_killed(
     folder, ranges = many(topic, produce, reader)
     answered: list[ServedRanges] = []
     if moment == "before":
-        os.kill(folder.pid, signal.SIGKILL)
+        os.kill(agent_helpers.pid_of(folder), signal.SIGKILL)
     else:
         receive = client.receive
 
         def killing(*arguments: Any) -> Any:
             answered.append(receive(*arguments))  # its rows follow
-            os.kill(folder.pid, signal.SIGKILL)
+            os.kill(agent_helpers.pid_of(folder), signal.SIGKILL)
             return answered[0]
 
         monkeypatch.setattr(client, "receive", killing)
@@ -325,7 +325,7 @@ def test_a_full_agent_is_idle(topic: TopicFactory, produce: Produce, reader: Sta
     )
 
     def ticks() -> int:
-        fields = Path(f"/proc/{folder.pid}/stat").read_text().rpartition(")")[2].split()
+        fields = Path(f"/proc/{agent_helpers.pid_of(folder)}/stat").read_text().rpartition(")")[2].split()
         return int(fields[11]) + int(fields[12])
 
     def rested() -> bool:

@@ -99,8 +99,9 @@ def main(arguments: Sequence[str]) -> int:
                 assert rows == given.records, rows
                 print(f"{name:17} {before} MiB before, peak {peak} MiB, {peak - before} MiB for reading", flush=True)
         finally:
+            agent_pid = agent_helpers.pid_of(folder)
             agent_helpers.end(folder)
-            agent_helpers.await_ended(folder.pid)
+            agent_helpers.await_ended(agent_pid)
     return 0
 
 

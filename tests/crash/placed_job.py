@@ -168,12 +168,13 @@ def living() -> list[int]:
 
 def by_executor() -> dict[int, int]:
     """The running agents of this user, by executor."""
+    folders = {path.name for path in agents_directory().glob("*")}
     found = {}
-    for lock in agents_directory().glob("*/lock"):
-        with contextlib.suppress(OSError, ValueError, psutil.Error):
-            pid = int(lock.read_text())
-            if "spark-group-agent" in psutil.Process(pid).cmdline():
-                found[int(lock.parent.name.split("-")[0])] = pid
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            command = process.cmdline()
+            if "spark-group-agent" in command and command[-1] in folders:
+                found[int(command[-1].split("-")[0])] = process.pid
     return found
 
 
