@@ -15,7 +15,6 @@ in local mode, too, where the driver's JVM is the only executor; there a worker'
 stream reader that no task reaches logs a warning.
 """
 
-import contextlib
 import logging
 import os
 import socket
@@ -108,14 +107,21 @@ def read_piece(options: Options, piece: Piece, task: PlannedTask, read: ReadOpti
         return
     # Also in local mode a binding is late if the host's name has changed: tasks claim as of other executors then.
     folder = None if needs_no_agent else worker.agent_folder()
-    with _claimed(worker, task, piece, counts) as claimed:
+    claim = Claim(plan=task.plan, task=task.number, executor=worker.executor_name)
+    if task.late:
+        piece = worker.claim(claim)
+    else:
+        worker.claim_known_piece(claim)
+    try:
         if folder is not None and worker.is_connected:
             is_started = start_agent(_agent_settings(options, task, worker), worker.executor, folder)
             folder = folder if is_started else None
         if folder is None:
-            yield from read_ranges(claimed, read, counts)
+            yield from read_ranges(piece, read, counts)
         else:
-            yield from read_with_agent(folder, claimed, read, counts)
+            yield from read_with_agent(folder, piece, read, counts)
+    finally:
+        worker.report(worker.ended(task, counts.reported))
 
 
 def executor_name(executor: ProcessId | None) -> str:
@@ -142,20 +148,6 @@ def _agent_settings(options: Options, task: PlannedTask, worker: "_Worker") -> d
 
 
 # --- claims ---------------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def _claimed(worker: "_Worker", task: PlannedTask, piece: Piece, counts: ReadCounts) -> "Iterator[Piece]":
-    """Claim the task's piece, and report what was read when the task ends."""
-    claim = Claim(plan=task.plan, task=task.number, executor=worker.executor_name)
-    if task.late:
-        piece = worker.claim(claim)
-    else:
-        worker.claim_known_piece(claim)
-    try:
-        yield piece
-    finally:
-        worker.report(worker.ended(task, counts.reported))
 
 
 class _Worker:

@@ -10,7 +10,7 @@ from contextlib import closing
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 from confluent_kafka import TopicPartition as LibraryPartition
@@ -76,9 +76,9 @@ class OneTask:
         """Run one attempt of the task."""
         server = self.server
         planned = PlannedTask(server.addresses, server.secret, server.run, self.plan.name, 0, late=False)
-        with task._claimed(task._worker_of(planned), planned, Piece(self.plan.pieces[0].ranges), counts):
-            if error is not None:
-                raise error
+        reading = Mock(side_effect=error, return_value=())
+        with patch.multiple(task, open_folder=lambda *_: None, ReadCounts=lambda: counts, read_ranges=reading):
+            assert list(task.read_piece(Mock(), Piece(self.plan.pieces[0].ranges), planned, Mock())) == []
 
 
 @pytest.fixture
@@ -140,8 +140,7 @@ def test_executors_that_do_not_reach_the_driver_are_reported_once_on_the_driver(
         assert "connected" not in caplog.text
         if connects:
             planned = PlannedTask(server.addresses, server.secret, server.run, "an earlier plan", 0, late=False)
-            with task._claimed(task._Worker(planned), planned, Piece(), ReadCounts()):
-                pass
+            task._Worker(planned).claim_known_piece(Claim(plan=planned.plan, task=0, executor=HERE))
         for seq in range(10, 13):
             plan(seq)
         text = f"group g: no task of {UNREACHED_BATCHES} batches has connected to the stream reader at 127.0.0.1:"
