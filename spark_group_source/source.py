@@ -151,11 +151,8 @@ class GroupStreamReader(compatibility.CheckedPickle, DataSourceStreamReader):
     def _planned_tasks(
         self, server: "ControlServer", batch: StreamOffset, placed: "list[PlacedMembers]"
     ) -> Sequence[InputPartition]:
-        from spark_group_source.agents.agent_folder import find_executor
-        from spark_group_source.agents.task import PlannedTask, executor_name
+        from spark_group_source.agents.task import PlannedTask
 
-        # In local mode this process is a child of the only executor, as its workers are.
-        driver = executor_name(find_executor()) if self._options.member_host == "auto" else ""
         plan = server.plan_tasks(batch, placed)
         late = plan.binding == "late"  # the task's claim is answered with its piece
         return [
@@ -168,8 +165,7 @@ class GroupStreamReader(compatibility.CheckedPickle, DataSourceStreamReader):
                     plan.name,
                     number,
                     late,
-                    uses_agents=self._options.member_host != "driver",
-                    driver=driver,
+                    uses_agents=server.uses_agents,
                 ),
             )
             for number, piece in enumerate(plan.pieces)
@@ -198,6 +194,7 @@ class GroupStreamReader(compatibility.CheckedPickle, DataSourceStreamReader):
     def _running_coordinator(self) -> "Coordinator":
         """Return the run's coordinator. The first call starts it, with what the options need beside it."""
         if self._coordinator is None:
+            from spark_group_source.agents.agent_folder import is_local_mode
             from spark_group_source.host.run_files import LoadLock, Publisher
             from spark_group_source.runtime.coordinator import Coordinator
 
@@ -212,8 +209,12 @@ class GroupStreamReader(compatibility.CheckedPickle, DataSourceStreamReader):
             announces_end = not isinstance(self, PlainReader)
             coordinator = Coordinator(self._options, announces_end=announces_end, publisher=publisher)
             tasks_report = not self._options.fail_on_data_loss or self._options.tasks_report_sizes
-            if self._options.member_host != "driver" or tasks_report:
-                self._control_server = _start_control_server(self._options, coordinator)
+            member_host, local_mode = self._options.member_host, is_local_mode()
+            uses_agents = member_host == "executor" or (member_host == "auto" and not local_mode)
+            if uses_agents or tasks_report:
+                self._control_server = _start_control_server(
+                    self._options, coordinator, local_mode=local_mode, uses_agents=uses_agents
+                )
             self._coordinator = coordinator
             atexit.register(self.stop)  # in case SIGTERM arrives before stop() has replaced its handler
         return self._coordinator
@@ -347,12 +348,19 @@ if TYPE_CHECKING or compatibility.has_admission_control():
             return ends or None
 
 
-def _start_control_server(options: Options, coordinator: "Coordinator") -> "ControlServer | None":
+def _start_control_server(
+    options: Options, coordinator: "Coordinator", *, local_mode: bool, uses_agents: bool
+) -> "ControlServer | None":
     """Start the server that agents and tasks connect to. Returns None if it cannot listen and is not required."""
     from spark_group_source.agents.control_server import ControlServer
 
     server = ControlServer(
-        options, agents=coordinator.agents, died=coordinator.fail, on_task_report=coordinator.record_task
+        options,
+        local_mode=local_mode,
+        uses_agents=uses_agents,
+        agents=coordinator.agents,
+        died=coordinator.fail,
+        on_task_report=coordinator.record_task,
     )
     try:
         server.start()

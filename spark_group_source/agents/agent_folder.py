@@ -91,7 +91,7 @@ class ProcessId:
 
     @property
     def runs_tasks(self) -> bool:
-        """Whether this JVM has an executor. The driver's has one in local mode only, where it is the only one."""
+        """Whether this JVM has an executor."""
         for name in Path(f"/proc/{self.pid}/task").glob("*/comm"):
             with contextlib.suppress(OSError):  # a thread that has just ended
                 if name.read_bytes().strip() == _EXECUTOR_THREAD:  # Linux may cut a name in mid-character
@@ -112,6 +112,15 @@ def find_executor() -> ProcessId | None:
         stat = process_stat(parent)
         parent = int(stat[1]) if stat else 0
     return ProcessId.of(parent)
+
+
+def is_local_mode() -> bool:
+    """Whether the query of this stream reader runs in local mode. Without /proc it is not detected.
+
+    The parent of a stream reader is the driver's JVM, which has an executor in local mode only. It is the only one.
+    """
+    driver = find_executor()
+    return driver is not None and driver.runs_tasks
 
 
 def pid_namespace() -> int:

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from spark_group_source.agents.agent_folder import find_executor
 from spark_group_source.agents.channel.client import Address
 from spark_group_source.agents.channel.handshake import Secret
 from spark_group_source.agents.channel.server import ChannelPeer, ChannelServer
@@ -57,6 +56,8 @@ class ControlServer:
 
     Args:
         options: the query's.
+        local_mode: whether all tasks run on this host.
+        uses_agents: whether members may be placed on agents; then each task connects.
         agents: handles the reports of agents.
         died: receives the error that ended the channel's thread.
         on_task_report: receives what tasks report that they read.
@@ -66,25 +67,24 @@ class ControlServer:
         self,
         options: Options,
         *,
+        local_mode: bool,
+        uses_agents: bool,
         agents: ConnectedAgents,
         died: Callable[[BaseException], None],
         on_task_report: Callable[[ev.TaskReported], None],
     ) -> None:
-        self._agents, self._on_task_report = agents, on_task_report
+        self.uses_agents, self._agents, self._on_task_report = uses_agents, agents, on_task_report
         self.run, self.secret = uuid.uuid4().hex[:RUN_DIGITS], Secret.new()
         self.addresses: tuple[Address, ...] = ()
         """Where executors reach the server, in the order in which they try; empty before :meth:`start`."""
         self._lock = threading.Lock()
         self._group = options.group_id
-        self._unreached: set[int] | None = set() if options.member_host != "driver" else None
+        self._unreached: set[int] | None = set() if uses_agents else None
         """The batches that had tasks while no task has connected; None after one has, and after the log said so."""
         self._claims = Claims(
             self.run, min_partitions=options.min_partitions, max_records=options.max_records_per_partition
         )
-        jvm = find_executor()  # in local mode; otherwise the driver's JVM, which runs no tasks
-        where = listen_addresses(
-            options.coordinator_host, options.bootstrap_servers, local_mode=jvm is not None and jvm.runs_tasks
-        )
+        where = listen_addresses(options.coordinator_host, options.bootstrap_servers, local_mode=local_mode)
         self._advertised = where.advertised
         self._server = ChannelServer(
             CODEC,

@@ -10,9 +10,7 @@ its piece all the same, and starts no agent, which could not reach the stream re
 response to the claim names the piece.
 
 Where members stay in the stream reader, a task reads its planned piece, and connects to the stream reader only to
-report skipped records, or what it read if a limit of the batch needs sizes (``Options.tasks_report_sizes``). That is so
-in local mode, too, where the driver's JVM is the only executor; there a worker's first task reports as well, since a
-stream reader that no task reaches logs a warning.
+report skipped records, or what it read if a limit of the batch needs sizes (``Options.tasks_report_sizes``).
 """
 
 import logging
@@ -78,9 +76,6 @@ class PlannedTask:
     """Whether the binding is late: the task has to claim its piece."""
     uses_agents: bool = True
     """Whether members may be placed on agents."""
-    driver: str = ""
-    """The executor that gets no agent, because its JVM is the driver's: it is beside the stream reader already. Empty
-    with ``memberHost=executor``."""
 
 
 def read_piece(options: Options, piece: Piece, task: PlannedTask, read: ReadOptions) -> "Iterator[pa.RecordBatch]":
@@ -96,17 +91,13 @@ def read_piece(options: Options, piece: Piece, task: PlannedTask, read: ReadOpti
         GroupError: see :func:`~spark_group_source.reader.range_reader.read_ranges`.
     """
     counts, worker = ReadCounts(), _worker_of(task)
-    needs_no_agent = not task.uses_agents or worker.executor_name == task.driver
-    if needs_no_agent and not task.late:
+    if not task.uses_agents and not task.late:
         yield from read_ranges(piece, read, counts)
         reported = counts.reported
         if reported.skipped or options.tasks_report_sizes:
             worker.report(worker.ended(task, reported), connect=True)
-        elif task.uses_agents and not worker.is_connected:  # without counts, which later tasks do not report
-            worker.report(worker.ended(task, TaskCounts()), connect=True)
         return
-    # Also in local mode a binding is late if the host's name has changed: tasks claim as of other executors then.
-    folder = None if needs_no_agent else worker.agent_folder()
+    folder = worker.agent_folder() if task.uses_agents else None
     claim = Claim(plan=task.plan, task=task.number, executor=worker.executor_name)
     if task.late:
         piece = worker.claim(claim)

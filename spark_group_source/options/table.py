@@ -356,8 +356,9 @@ class Options:
         "driver's host; executor: in agents, and the query fails if the stream reader cannot listen for them.")
     coordinator_port: int = _option(
         "coordinatorPort", integer(0, 65_535), "port", default=0, shown="any free port",
-        doc="The port on which the stream reader listens for agents and tasks. With memberHost=driver "
-        "it is used only if failOnDataLoss is false or maxBytesPerTrigger is set, for the reports of tasks.")
+        doc="The port on which the stream reader listens for agents and tasks. With memberHost=driver, and with auto "
+        "in local mode, it is used only if failOnDataLoss is false or maxBytesPerTrigger is set, for the reports of "
+        "tasks.")
     coordinator_host: str | None = _option(
         "coordinatorHost", host, "name or address", default=None,
         shown="the address that connects to the brokers, then the host name; 127.0.0.1 in local mode",

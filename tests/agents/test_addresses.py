@@ -11,7 +11,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from spark_group_source.agents import control_server
+from spark_group_source.agents import agent_folder, control_server
 from spark_group_source.agents.agent_folder import ProcessId
 from spark_group_source.agents.control_server import ControlServer, ListenAddresses
 from spark_group_source.options.table import Options
@@ -77,12 +77,18 @@ def test_in_local_mode_the_server_listens_at_one_loopback_address_unless_coordin
     monkeypatch: pytest.MonkeyPatch, has_executor: bool, coordinator_host: str | None, is_reached: bool
 ) -> None:
     """This process is in place of the driver's JVM. 127.0.0.2 is in place of the host's address in a network."""
-    monkeypatch.setattr(control_server, "find_executor", lambda: ProcessId.of(os.getpid()))
+    monkeypatch.setattr(agent_folder, "find_executor", lambda: ProcessId.of(os.getpid()))
     more = {} if coordinator_host is None else {"coordinatorHost": coordinator_host}
     with executor_in_this_process() if has_executor else contextlib.nullcontext():
-        server = ControlServer(
-            Options.parse(GIVEN | more), agents=Mock(), died=lambda _: None, on_task_report=lambda _: None
-        )
+        local_mode = agent_folder.is_local_mode()
+    server = ControlServer(
+        Options.parse(GIVEN | more),
+        local_mode=local_mode,
+        uses_agents=True,
+        agents=Mock(),
+        died=lambda _: None,
+        on_task_report=lambda _: None,
+    )
     server.start()
     try:
         host, port = server.addresses[0]

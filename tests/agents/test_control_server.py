@@ -63,7 +63,9 @@ class OneTask:
     def __init__(self) -> None:
         self.reports: list[ev.TaskReported] = []
         self.server = ControlServer(
-            Options.parse({**GIVEN, "memberHost": "executor", "coordinatorHost": "127.0.0.1"}),
+            Options.parse({**GIVEN, "coordinatorHost": "127.0.0.1"}),
+            local_mode=False,
+            uses_agents=True,
             agents=NO_AGENTS,
             died=lambda exc: None,
             on_task_report=self.reports.append,
@@ -118,13 +120,13 @@ def test_a_failed_task_reports_its_rows_and_no_skipped_ranges(one_task: OneTask)
 
 
 @pytest.mark.parametrize(
-    ("host", "connects", "is_reported"), [("auto", False, True), ("auto", True, False), ("driver", False, False)]
+    ("uses_agents", "connects", "is_reported"), [(True, False, True), (True, True, False), (False, False, False)]
 )
 def test_executors_that_do_not_reach_the_driver_are_reported_once_on_the_driver(
-    host: str, connects: bool, is_reported: bool, caplog: pytest.LogCaptureFixture
+    uses_agents: bool, connects: bool, is_reported: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     server = ControlServer(
-        Options.parse({**GIVEN, "memberHost": host, "coordinatorHost": "127.0.0.1"}),
+        Options.parse({**GIVEN, "coordinatorHost": "127.0.0.1"}), local_mode=False, uses_agents=uses_agents,
         agents=NO_AGENTS, died=lambda exc: None, on_task_report=lambda _: None,
     )  # fmt: skip
 
@@ -272,8 +274,9 @@ def test_no_message_of_a_peer_with_the_secret_raises_an_error(sent: list[Any]) -
         handle=lambda _: None,
     )
     server = ControlServer(
-        Options.parse(GIVEN), agents=agents, died=lambda exc: pytest.fail(repr(exc)), on_task_report=lambda _: None
-    )
+        Options.parse(GIVEN), local_mode=True, uses_agents=True,
+        agents=agents, died=lambda exc: pytest.fail(repr(exc)), on_task_report=lambda _: None,
+    )  # fmt: skip
     peer: Any = Mock()
     agents.receive(peer, AgentReport(agent="a", executor=HERE, name="", fresh=True, received=0))
     agents.admit("a")

@@ -26,7 +26,7 @@ from spark_group_source.agents.task import PlannedTask
 from spark_group_source.errors import ChannelBroken
 from spark_group_source.model import OffsetRange, Piece, TopicPartition
 from spark_group_source.options.table import Options
-from spark_group_source.reader.range_reader import ReadCounts, ReadOptions
+from spark_group_source.reader.range_reader import ReadOptions
 from spark_group_source.source import PlainReader, RangesPartition
 
 CLAIM = Claim(plan="r.1", task=0, executor="here")
@@ -119,36 +119,28 @@ def test_a_worker_without_executor_or_folder_looks_again_in_each_task(
     assert seen == [(None, None), (here, folder), (here, None), (here, folder)]
 
 
-def test_a_task_of_the_driver_reads_its_piece_without_claim_and_agent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In local mode the driver's JVM is the executor. A worker reports its first task only."""
+def test_a_task_without_agents_reads_its_piece_without_claim_and_agent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(task, "_workers", {})
     reported: list[object] = []
     read: list[Piece] = []
 
-    def read_ranges(piece: Piece, _: object, counts: ReadCounts) -> list[object]:
+    def read_ranges(piece: Piece, *_: object) -> list[object]:
         read.append(piece)
-        counts.rows_from_brokers[piece.ranges[0].tp] += 4
         return []
 
     monkeypatch.setattr(task, "start_agent", lambda *_: pytest.fail("an agent was started"))
     monkeypatch.setattr(task, "read_ranges", read_ranges)
-    piece = GRANTED.piece
     options = Options.parse({"kafka.bootstrap.servers": "b:1", "kafka.group.id": "g", "subscribe": "orders"})
     with listening(lambda _, message, __: reported.append(message)) as planned:
-        here = task.executor_name(agent_folder.find_executor())
-        for _ in range(2):
-            partition = RangesPartition(piece, replace(planned, late=False, driver=here))
-            assert list(PlainReader(options).read(partition)) == []
-        await_until(lambda: reported, what="the report")
+        partition = RangesPartition(GRANTED.piece, replace(planned, late=False, uses_agents=False))
+        assert list(PlainReader(options).read(partition)) == []
         task._worker_of(planned).report(LAST, connect=True)
         await_until(lambda: LAST in reported, what="the last report")
-    assert read == [piece, piece]
-    first = TaskEnded(plan=planned.plan, task=planned.number, executor=here)
-    assert reported == [first, LAST], "without the counts, which would be a part of the rows"
+    assert read == [GRANTED.piece]
+    assert reported == [LAST]
 
 
-def test_a_task_of_the_driver_claims_its_piece_if_the_binding_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So it is after the name of the host has changed: earlier workers claim under the former name."""
+def test_a_task_without_agents_claims_its_piece_if_the_binding_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(task, "_workers", {})
     monkeypatch.setattr(task, "start_agent", lambda *_: pytest.fail("an agent was started"))
     read: list[Piece] = []
@@ -165,8 +157,7 @@ def test_a_task_of_the_driver_claims_its_piece_if_the_binding_is_late(monkeypatc
 
     options = Options.parse({"kafka.bootstrap.servers": "b:1", "kafka.group.id": "g", "subscribe": "orders"})
     with listening(answers) as planned:
-        late = replace(planned, driver=task.executor_name(agent_folder.find_executor()))
-        assert list(PlainReader(options).read(RangesPartition(Piece(()), late))) == []
+        assert list(PlainReader(options).read(RangesPartition(Piece(()), replace(planned, uses_agents=False)))) == []
         task._worker_of(planned).close()
     assert read == [GRANTED.piece]
 
