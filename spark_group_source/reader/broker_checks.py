@@ -12,8 +12,7 @@ used again while it covers rows that arrive (``range_reader.TOPIC_CHECK_VALID_S`
 
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TypeAlias
+from enum import Enum
 
 from spark_group_source import command_line
 from spark_group_source.error_codes import CODES, TLS_ALERT, Meaning, Request, Suspicions, meaning
@@ -30,38 +29,14 @@ RANGES_IN_MESSAGE_MAX = 5
 _FATAL = CODES["_FATAL"]
 
 
-@dataclass(frozen=True, slots=True)
-class TopicUnchecked:
-    """Brokers have not reported the topic yet."""
+class TopicCheck(Enum):
+    """A topic, compared with the plan."""
 
-
-@dataclass(frozen=True, slots=True)
-class TopicCheckFailed:
-    """Brokers reported an error: a temporary one, or a refusal. ``code``, ``text``: as in :class:`TopicDescription`."""
-
-    code: int
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class TopicPlanned:
-    """The topic has the planned id, or is not compared."""
-
-    partitions: int
-    """The number of its partitions."""
-
-
-@dataclass(frozen=True, slots=True)
-class TopicRecreated:
-    """The topic has another id than the planned one: it was deleted and recreated."""
-
-
-@dataclass(frozen=True, slots=True)
-class TopicGone:
-    """The topic does not exist."""
-
-
-TopicCheck: TypeAlias = TopicUnchecked | TopicCheckFailed | TopicPlanned | TopicRecreated | TopicGone
+    UNCHECKED = "brokers have not reported the topic yet"
+    FAILED = "brokers reported an error: a temporary one, or a refusal"
+    PLANNED = "the topic has the planned id, or is not compared"
+    RECREATED = "the topic has another id than the planned one: it was deleted and recreated"
+    GONE = "the topic does not exist"
 
 
 class TopicChecks:
@@ -95,8 +70,8 @@ class TopicChecks:
         """Drop the open request after its client was closed."""
         self._request = None
 
-    def receive(self, wait_s: float) -> Mapping[str, TopicCheck] | ClientEvent | None:
-        """Return the checks of the requested topics, within ``wait_s``.
+    def receive(self, wait_s: float) -> TopicDescriptions | ClientEvent | None:
+        """Return the descriptions of the requested topics, within ``wait_s``.
 
         Returns:
             An error if a request failed; it is still pending then. None without a response or an open request.
@@ -105,26 +80,26 @@ class TopicChecks:
         if received is None:
             return None
         topics, sent_s = received
-        if isinstance(topics, ClientEvent):
-            return topics
-        self._request = None
-        self._described.update({name: (topic, sent_s) for name, topic in topics.items()})
-        return {name: self._compared(name, topic) for name, topic in topics.items()}
+        if not isinstance(topics, ClientEvent):
+            self._request = None
+            self._described.update({name: (topic, sent_s) for name, topic in topics.items()})
+        return topics
 
     def check(self, name: str, since_s: float) -> TopicCheck:
         """Return the last check of a topic, if it was requested at ``since_s`` or later."""
         topic, sent_s = self._described.get(name, (None, since_s))
-        return self._compared(name, topic) if topic and sent_s >= since_s else TopicUnchecked()
+        return self.compare(name, topic) if topic and sent_s >= since_s else TopicCheck.UNCHECKED
 
-    def _compared(self, name: str, topic: TopicDescription) -> TopicCheck:
+    def compare(self, name: str, topic: TopicDescription) -> TopicCheck:
+        """Compare a topic with the plan."""
         match meaning(Request.TOPICS, topic.code):
             case Meaning.SUCCESS:
                 # Brokers before 2.8 have no ids: nothing is compared.
                 is_other = topic.id and topic.id != self._planned_ids.get(name, topic.id)
-                return TopicRecreated() if is_other else TopicPlanned(topic.partitions)
+                return TopicCheck.RECREATED if is_other else TopicCheck.PLANNED
             case Meaning.GONE:
-                return TopicGone()
-        return TopicCheckFailed(topic.code, topic.text)
+                return TopicCheck.GONE
+        return TopicCheck.FAILED
 
 
 class RequestFailures:

@@ -24,9 +24,9 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import Enum
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import pyarrow as pa
 
@@ -42,12 +42,7 @@ from spark_group_source.reader.broker_checks import (
     ReadDeadline,
     RequestFailures,
     TopicCheck,
-    TopicCheckFailed,
     TopicChecks,
-    TopicGone,
-    TopicPlanned,
-    TopicRecreated,
-    TopicUnchecked,
 )
 from spark_group_source.reader.native_client import NativeChunk, NativeClient
 from spark_group_source.reader.records import (
@@ -57,6 +52,8 @@ from spark_group_source.reader.records import (
     NewerRecord,
     RecordSize,
     RowSlice,
+    TopicDescription,
+    TopicDescriptions,
     Watermarks,
     group_by_batch,
     select_rows,
@@ -332,40 +329,12 @@ class ClientLease:
 # --- one reader -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """Planned rows of the range are handed over."""
+class RangeState(Enum):
+    """Whether fetched rows may be handed over."""
 
-
-@dataclass(frozen=True, slots=True)
-class Stopped:
-    """The client stopped fetching the partition, or fetches at a wrong offset. It is assigned again after a check."""
-
-
-@dataclass(frozen=True, slots=True)
-class Damaged:
-    """A record batch had a wrong checksum. Rows after it are dropped; the range is fetched again after a check."""
-
-
-@dataclass(frozen=True, slots=True)
-class NewerLeader:
-    """A newer leader than the plan's wrote the next record. Rows are dropped until a check shows whether the log was
-    truncated."""
-
-    record: NewerRecord
-
-
-RangeState: TypeAlias = Reading | Stopped | Damaged | NewerLeader
-READING, STOPPED, DAMAGED_BATCH = Reading(), Stopped(), Damaged()
-_DROPS_ROWS = (Damaged, NewerLeader)
-
-
-class LogEnd(Enum):
-    """Whether the position is at the end of what can be read."""
-
-    NOT_REACHED = "more records can be fetched"
-    REACHED = "at the end"
-    OPEN_TRANSACTION = "at the end, and the leader has records up to the planned end: a transaction is open"
+    READING = "planned rows of the range are handed over"
+    STOPPED = "the client stopped fetching, or fetches at a wrong offset; the partition is assigned again after a check"
+    DAMAGED = "a record batch had a wrong checksum; rows after it are dropped, and fetched again after a check"
 
 
 @dataclass(slots=True)
@@ -380,14 +349,19 @@ class RangeProgress:
     """The epoch of the leader that reported the end; None: unknown, or the leader counts in another way."""
     checked_s: float
     """When the position last moved, or the range was last checked; monotonic seconds."""
-    state: RangeState = field(default=READING)
-    """Whether fetched rows may be handed over, and if not, why."""
-    log_end: LogEnd = LogEnd.NOT_REACHED
+    state: RangeState | NewerRecord = RangeState.READING
+    """A record: the next one, written by a newer leader than the plan's. Rows are dropped until a check shows whether
+    the log was truncated."""
+    at_end: bool = False
+    """Whether the position is at the end of what can be read."""
+    in_transaction: bool = False
+    """Whether the leader has records up to the planned end though the position is at that end: a transaction is
+    open."""
 
     @property
     def drops_rows(self) -> bool:
         """Whether fetched rows are not the next ones."""
-        return isinstance(self.state, _DROPS_ROWS)
+        return self.state is RangeState.DAMAGED or isinstance(self.state, NewerRecord)
 
 
 class RangeReader:
@@ -459,7 +433,7 @@ class RangeReader:
         for event in chunk.events:
             progress = self._ranges.get(event.tp) if event.tp is not None else None
             if event.code in DAMAGED and progress is not None and not progress.drops_rows:
-                progress.state = DAMAGED_BATCH
+                progress.state = RangeState.DAMAGED
         self._await_planned_topics({fetched.tp.topic for fetched in chunk.partition_rows if fetched.tp in self._ranges})
         slices = self._select(chunk)
         if not self._ranges and (names := self._unconfirmed_topics()):
@@ -488,7 +462,7 @@ class RangeReader:
                 self._counts.rows_from_brokers[tp] += rows.last - rows.first
             self._advance(tp, progress, rows.position, now)
             if rows.newer is not None:
-                progress.state = NewerLeader(rows.newer)
+                progress.state = rows.newer
                 if self._check is not None and self._check.tp == tp:
                     self._check.cancel()  # its response may be older than the new leader
                     self._check = None
@@ -505,9 +479,9 @@ class RangeReader:
     def _advance(self, tp: TopicPartition, progress: RangeProgress, position: int, now: float) -> None:
         if position > progress.position:
             progress.position, progress.checked_s = position, now
-            progress.log_end = LogEnd.NOT_REACHED
-            if isinstance(progress.state, Stopped):
-                progress.state = READING
+            progress.at_end = progress.in_transaction = False
+            if progress.state is RangeState.STOPPED:
+                progress.state = RangeState.READING
             self._suspicions.clear(("short", tp), (Request.FETCH, tp.topic), (Request.FETCH, None))
             self._failures.clear_refusals()
         if progress.position >= progress.end and self._ranges.pop(tp, None) is not None:
@@ -541,14 +515,13 @@ class RangeReader:
                 # Transaction markers and compaction may have moved the log's end past the last record.
                 self._advance(tp, progress, event.offset, time.monotonic())
                 if tp in self._ranges:
-                    if progress.log_end is LogEnd.NOT_REACHED:  # an open transaction stays known until the check
-                        progress.log_end = LogEnd.REACHED
+                    progress.at_end = True
                     self._schedule_check(tp)
             return
         self._request_failed(Request.FETCH, event)
         if tp and progress:
             if event.code in OUT_OF_RANGE or meaning(Request.TOPICS, event.code) is Meaning.GONE or event.code < -1:
-                progress.state = STOPPED
+                progress.state = RangeState.STOPPED
             if event.code in OUT_OF_RANGE and ("short", tp) not in self._suspicions:
                 self._schedule_check(tp)
 
@@ -578,7 +551,7 @@ class RangeReader:
         self._topics.forget_request()
         self._check = None
         for progress in self._ranges.values():
-            progress.state = READING
+            progress.state = RangeState.READING
         self._client.assign([(tp, progress.position) for tp, progress in self._ranges.items()])
 
     def _enforce_deadline(self) -> None:
@@ -587,7 +560,7 @@ class RangeReader:
             self._check.note_request(is_answered=False)
         if self._deadline.remaining_s(now) <= 0:
             remaining = [self._remaining(tp) for tp in sorted(self._ranges)]
-            in_transaction = [r.tp for r in remaining if self._ranges[r.tp].log_end is LogEnd.OPEN_TRANSACTION]
+            in_transaction = [r.tp for r in remaining if self._ranges[r.tp].in_transaction]
             skips_aborted = self._options.settings.get("isolation.level") != "read_uncommitted"
             raise broker_checks.read_timeout(
                 self._options.servers,
@@ -600,33 +573,34 @@ class RangeReader:
 
     # --- topic checks
 
-    def _receive_topic_checks(self, wait_s: float) -> Mapping[str, TopicCheck] | ClientEvent | None:
-        """Receive and apply topic checks, within ``wait_s``."""
-        checks = self._topics.receive(wait_s)
-        if isinstance(checks, ClientEvent):
-            self._request_failed(Request.TOPICS, checks)
-        elif checks is not None:
+    def _receive_topic_checks(self, wait_s: float) -> TopicDescriptions | ClientEvent | None:
+        """Receive descriptions of topics, within ``wait_s``, and apply their checks."""
+        topics = self._topics.receive(wait_s)
+        if isinstance(topics, ClientEvent):
+            self._request_failed(Request.TOPICS, topics)
+        elif topics is not None:
             self._suspicions.clear((Request.FETCH, None), (Request.TOPICS, None))
-            for name, check in checks.items():
-                self._apply_topic_check(name, check)
-        return checks
+            for name, topic in topics.items():
+                self._apply_topic_check(name, topic)
+        return topics
 
-    def _apply_topic_check(self, name: str, check: TopicCheck) -> None:
+    def _apply_topic_check(self, name: str, topic: TopicDescription) -> None:
         now = time.monotonic()
-        match check:
-            case TopicGone():
+        match self._topics.compare(name, topic):
+            case TopicCheck.GONE:
                 if self._suspicions.report(("gone", name), now):
                     self._partitions_missing([tp for tp in self._ranges if tp.topic == name])
-            case TopicRecreated():
+            case TopicCheck.RECREATED:
                 self._suspicions.clear(("gone", name), (Request.TOPICS, name))
                 if self._suspicions.report(("recreated", name), now):
                     self._topic_recreated(name)
-            case TopicPlanned(partitions):
+            case TopicCheck.PLANNED:
                 self._suspicions.clear(("gone", name), ("recreated", name), (Request.TOPICS, name))
-                missing = [tp for tp in self._ranges if tp.topic == name and tp.partition >= partitions]
+                missing = [tp for tp in self._ranges if tp.topic == name and tp.partition >= topic.partitions]
                 self._partitions_missing([tp for tp in missing if self._suspicions.report(("gone", tp), now)])
-            case TopicCheckFailed(code, text):
-                self._request_failed(Request.TOPICS, ClientEvent(code, text, TopicPartition(name, 0), -1))
+            case TopicCheck.FAILED:
+                event = ClientEvent(topic.code, topic.text, TopicPartition(name, 0), -1)
+                self._request_failed(Request.TOPICS, event)
 
     def _is_suspect(self, tp: TopicPartition) -> bool:
         """Whether the partition may be missing, or the topic recreated, and this is not confirmed yet."""
@@ -641,14 +615,15 @@ class RangeReader:
         """Those of these topics whose ids were not confirmed: neither since the reader started, nor for the task before
         that had the client, shortly before that."""
         names, since_s = self._topics.with_planned_id(topics), self._started_s - TOPIC_CHECK_VALID_S
-        return {name for name in names if not isinstance(self._topics.check(name, since_s), TopicPlanned)}
+        return {name for name in names if self._topics.check(name, since_s) is not TopicCheck.PLANNED}
 
     def _unconfirmed_topics(self) -> set[str]:
         """Topics of which rows were handed over, without a check after the last rows. A topic that is missing by then
         was not recreated."""
         names = self._topics.with_planned_id(self._read_topics)
         since_s = self._last_rows_s - TOPIC_CHECK_VALID_S
-        return {name for name in names if not isinstance(self._topics.check(name, since_s), TopicPlanned | TopicGone)}
+        confirmed = (TopicCheck.PLANNED, TopicCheck.GONE)
+        return {name for name in names if self._topics.check(name, since_s) not in confirmed}
 
     def _await_topic_checks(self, unchecked: Callable[[], set[str]]) -> None:
         """Request those topics that ``unchecked`` returns, unless a request is pending, and wait for the response,
@@ -685,15 +660,15 @@ class RangeReader:
         self._check = None
         if progress := self._ranges.get(check.tp):
             progress.checked_s = time.monotonic()
-            if not isinstance(progress.state, Reading):
-                progress.state = READING
+            if progress.state is not RangeState.READING:
+                progress.state = RangeState.READING
                 self._client.reassign(check.tp, progress.position)
 
     def _is_done(self, check: RangeCheck) -> bool:
         """Receive the responses of a check and apply them. Returns whether all are there."""
         tp = check.tp
         topics = self._receive_topic_checks(0.0)
-        if isinstance(check.topic, TopicUnchecked):
+        if check.topic is TopicCheck.UNCHECKED:
             if isinstance(topics, ClientEvent):
                 check.note_request(is_answered=False)
             return False
@@ -706,20 +681,19 @@ class RangeReader:
         elif watermarks is not None:
             self._suspicions.clear((Request.OFFSETS, tp.topic))
             progress = self._ranges[tp]
-            match progress.state:
-                case NewerLeader(record):
-                    self._apply_leader_epoch(tp, progress, record, watermarks)
-                case _:
-                    self._apply_watermarks(tp, progress, watermarks)
+            if isinstance(progress.state, NewerRecord):
+                self._apply_leader_epoch(tp, progress, progress.state, watermarks)
+            else:
+                self._apply_watermarks(tp, progress, watermarks)
         return watermarks is not None
 
     def _apply_watermarks(self, tp: TopicPartition, progress: RangeProgress, watermarks: Watermarks) -> None:
         low, high, _ = watermarks
-        if progress.log_end is not LogEnd.NOT_REACHED:
-            progress.log_end = LogEnd.OPEN_TRANSACTION if high >= progress.end else LogEnd.REACHED
+        if progress.at_end:
+            progress.in_transaction = high >= progress.end
         if low > progress.position:
             self._records_lost(tp, progress, low, high)
-            progress.state = STOPPED
+            progress.state = RangeState.STOPPED
         elif high >= progress.end:
             self._suspicions.clear(("short", tp))
         elif self._suspicions.report(("short", tp), time.monotonic()):
