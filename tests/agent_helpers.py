@@ -104,7 +104,7 @@ def exchange(folder: AgentFolder, message: object) -> object:
     until_s = time.monotonic() + client.RESPONSE_S
     with client.connect(folder, until_s) as connection:
         connection.sendall(frame(CODEC.encode(message)))
-        return CODEC.decode(receive_frame(connection, CODEC.bytes_max, until_s)).message
+        return CODEC.decode(receive_frame(connection, CODEC.bytes_max, until_s))
 
 
 def prefetch(folder: AgentFolder, positions: PrefetchPositions) -> None:
@@ -191,7 +191,7 @@ class TestedServer(server.PrefetchServer):
         try:
             with connection:
                 until_s = time.monotonic() + server.REQUEST_S
-                message = CODEC.decode(receive_frame(connection, CODEC.bytes_max, until_s)).message
+                message = CODEC.decode(receive_frame(connection, CODEC.bytes_max, until_s))
                 match message:
                     case ClaimGranted():
                         self._respond(connection, message)

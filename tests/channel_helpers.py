@@ -9,7 +9,7 @@ from typing import Any, Self
 from spark_group_source.agents.channel.client import ChannelClient
 from spark_group_source.agents.channel.handshake import Secret
 from spark_group_source.agents.channel.server import ChannelLimits, ChannelPeer, ChannelServer
-from spark_group_source.agents.channel.wire import Codec, Envelope
+from spark_group_source.agents.channel.wire import Codec
 from spark_group_source.errors import ChannelBroken
 from spark_group_source.model import OffsetRange, TopicPartition
 
@@ -45,11 +45,18 @@ class Ping:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """A request; :class:`Pong` is the response."""
+
+    number: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Pong:
     number: int
 
 
-CODEC = Codec([Everything, Ping, Pong, Inner])
+CODEC = Codec([Everything, Ping, Question, Pong, Inner])
 
 
 class RecordingServer:
@@ -87,10 +94,10 @@ class RecordingServer:
         assert self.server.stop()
         assert self.died.empty()
 
-    def _on_message(self, peer: ChannelPeer, message: Any, request_number: int) -> None:
+    def _on_message(self, peer: ChannelPeer, message: Any) -> None:
         self.received.put((peer, message))
-        if request_number:
-            assert peer.send(Pong(number=message.number), responds_to=request_number)
+        if isinstance(message, Question):
+            assert peer.send(Pong(number=message.number))
 
     def client(self, *, secret: Secret | None = None, within_s: float = SOON_S) -> "ScopedClient":
         return ScopedClient([("127.0.0.1", self.port)], secret or self.secret, within_s)
@@ -108,7 +115,7 @@ class RecordingServer:
     def assert_serves(self) -> None:
         """A client with the secret is served."""
         with self.client() as client:
-            assert client.request(Ping(number=7), SOON_S) == Pong(number=7)
+            assert client.request(Question(number=7), SOON_S) == Pong(number=7)
 
 
 class ScopedClient(ChannelClient):
@@ -123,7 +130,7 @@ class ScopedClient(ChannelClient):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def next(self) -> Envelope:
+    def next(self) -> Any:
         """The next message."""
         found = self.receive(SOON_S)
         assert found is not None

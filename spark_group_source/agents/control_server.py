@@ -150,11 +150,11 @@ class ControlServer:
 
     # --- on the channel's thread ------------------------------------------------------------------------------------
 
-    def _on_message(self, peer: ChannelPeer, message: Any, request_number: int) -> None:
+    def _on_message(self, peer: ChannelPeer, message: Any) -> None:
         self._unreached = None
         match message:
             case Claim():
-                self._respond(peer, self._answer(message), request_number)
+                self._respond(peer, self._answer(message))
             case TaskEnded():
                 self._on_task_ended(message)
             case AgentReport():
@@ -163,13 +163,13 @@ class ControlServer:
                 peer.drop(f"it sent {type(message).__name__}, which only the stream reader sends")
 
     @staticmethod
-    def _respond(peer: ChannelPeer, response: ClaimGranted | ClaimRefused, request_number: int) -> None:
+    def _respond(peer: ChannelPeer, response: ClaimGranted | ClaimRefused) -> None:
         """Respond to a claim. A response that cannot be sent fails the task, not the run."""
         try:
-            peer.send(response, responds_to=request_number)
+            peer.send(response)
         except WireError as exc:
             log.warning("the response to a task's claim cannot be sent: %s; the task fails", exc)
-            peer.send(ClaimRefused(reason=str(exc)), responds_to=request_number)
+            peer.send(ClaimRefused(reason=str(exc)))
 
     def _on_task_ended(self, task: TaskEnded) -> None:
         with self._lock:

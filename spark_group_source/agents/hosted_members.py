@@ -18,7 +18,7 @@ from typing import Any
 
 from spark_group_source.agents.channel.client import ChannelClient
 from spark_group_source.agents.channel.handshake import Secret
-from spark_group_source.agents.channel.wire import Envelope, WireError
+from spark_group_source.agents.channel.wire import WireError
 from spark_group_source.agents.messages import (
     CODEC,
     AgentOrders,
@@ -142,10 +142,10 @@ class ControlConnection:
             match found:
                 case None:
                     pass
-                case Envelope(message=PrefetchPositions() as positions):
-                    self._prefetch(positions)
-                case Envelope(message=message):
-                    self._members.receive(message)
+                case PrefetchPositions():
+                    self._prefetch(found)
+                case _:
+                    self._members.receive(found)
 
     def _send(self, message: AgentReport) -> None:
         client = self._client

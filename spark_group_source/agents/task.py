@@ -243,14 +243,9 @@ class _Worker:
             client.send(TaskEnded(plan=message.plan, task=message.task, executor=message.executor))
 
     def _request(self, claim: Claim, within_s: float) -> object:
-        """Try once. A connection without a response may be dead, and is not used again."""
+        """Try once. A connection without a response is closed."""
         until_s = time.monotonic() + within_s
-        client = self._connected(within_s)
-        try:
-            return client.request(claim, max(until_s - time.monotonic(), 0.1))
-        except ChannelBroken:
-            client.close()
-            raise
+        return self._connected(within_s).request(claim, max(until_s - time.monotonic(), 0.1))
 
     def _connected(self, within_s: float) -> ChannelClient:
         if self._client is not None and time.monotonic() - self._client.sent_s > IDLE_S:

@@ -28,7 +28,7 @@ class StreamReader(RecordingServer):
         self.peers: list[ChannelPeer] = []
         super().__init__(codec=CODEC)
 
-    def _on_message(self, peer: ChannelPeer, message: Any, request_number: int) -> None:
+    def _on_message(self, peer: ChannelPeer, message: Any) -> None:
         assert isinstance(message, AgentReport)
         if message.end_reason:
             self.last.append(message)
@@ -97,9 +97,9 @@ def test_an_agent_with_a_long_lease_reports_before_its_connection_is_idle(
     reports: list[AgentReport] = []
     answer = reader._on_message
 
-    def count(peer: ChannelPeer, message: Any, request_number: int) -> None:
+    def count(peer: ChannelPeer, message: Any) -> None:
         reports.append(message)
-        answer(peer, message, request_number)
+        answer(peer, message)
 
     reader.server._on_message = count
     with agent(reader):

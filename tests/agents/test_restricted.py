@@ -110,9 +110,9 @@ def tasks(tmp_path: Path, servers: str) -> Tasks:
 def reader() -> Iterator[tuple[Address, Secret]]:
     """A stream reader that answers claims."""
 
-    def answers(peer: ChannelPeer, message: Any, request_number: int) -> None:
+    def answers(peer: ChannelPeer, message: Any) -> None:
         if isinstance(message, Claim):
-            peer.send(ClaimGranted(Piece()), responds_to=request_number)
+            peer.send(ClaimGranted(Piece()))
 
     with RecordingServer(codec=CODEC) as there:
         there.server._on_message = answers

@@ -33,7 +33,7 @@ CLAIM = Claim(plan="r.1", task=0, executor="here")
 GRANTED = ClaimGranted(Piece((OffsetRange(TopicPartition("orders", 0), 5, 9),), {"orders": "id"}))
 LAST = TaskEnded(plan="r.1", task=1, executor="here")
 
-Answers = Callable[[ChannelPeer, Any, int], None]
+Answers = Callable[[ChannelPeer, Any], None]
 
 
 @contextmanager
@@ -49,11 +49,11 @@ def test_a_claim_without_a_response_is_repeated_on_another_connection(monkeypatc
     monkeypatch.setattr(task, "ATTEMPT_S", 0.3)
     peers: list[ChannelPeer] = []
 
-    def answers(peer: ChannelPeer, _: Any, request_number: int) -> None:
+    def answers(peer: ChannelPeer, _: Any) -> None:
         if peer not in peers:
             peers.append(peer)
         if peer is not peers[0]:
-            peer.send(GRANTED, responds_to=request_number)
+            peer.send(GRANTED)
 
     with listening(answers) as planned:
         worker = task._Worker(planned)
@@ -76,9 +76,9 @@ def test_a_claim_that_times_out_names_the_remedy(monkeypatch: pytest.MonkeyPatch
 def test_a_refused_claim_is_not_repeated() -> None:
     claims = []
 
-    def answers(peer: ChannelPeer, message: Any, request_number: int) -> None:
+    def answers(peer: ChannelPeer, message: Any) -> None:
         claims.append(message)
-        peer.send(ClaimRefused(reason="no plan 'r.1'"), responds_to=request_number)
+        peer.send(ClaimRefused(reason="no plan 'r.1'"))
 
     with listening(answers) as planned, pytest.raises(ChannelBroken, match=r"no plan 'r.1'"):
         task._Worker(planned).claim(CLAIM)
@@ -91,7 +91,7 @@ def test_an_unreachable_stream_reader_delays_one_task_and_is_tried_again_after_a
     monkeypatch.setattr(task, "CONNECT_S", 0.3)
     monkeypatch.setattr(agent_folder, "_warned", set())
     claims = []
-    with listening(lambda _, message, __: claims.append(message)) as planned:
+    with listening(lambda _, message: claims.append(message)) as planned:
         worker = task._Worker(planned)
         for _ in range(3):
             worker.claim_known_piece(CLAIM)
@@ -131,7 +131,7 @@ def test_a_task_without_agents_reads_its_piece_without_claim_and_agent(monkeypat
     monkeypatch.setattr(task, "start_agent", lambda *_: pytest.fail("an agent was started"))
     monkeypatch.setattr(task, "read_ranges", read_ranges)
     options = Options.parse({"kafka.bootstrap.servers": "b:1", "kafka.group.id": "g", "subscribe": "orders"})
-    with listening(lambda _, message, __: reported.append(message)) as planned:
+    with listening(lambda _, message: reported.append(message)) as planned:
         partition = RangesPartition(GRANTED.piece, replace(planned, late=False, uses_agents=False))
         assert list(PlainReader(options).read(partition)) == []
         task._worker_of(planned).report(LAST, connect=True)
@@ -151,9 +151,9 @@ def test_a_task_without_agents_claims_its_piece_if_the_binding_is_late(monkeypat
 
     monkeypatch.setattr(task, "read_ranges", read_ranges)
 
-    def answers(peer: ChannelPeer, message: Any, request_number: int) -> None:
+    def answers(peer: ChannelPeer, message: Any) -> None:
         if isinstance(message, Claim):
-            peer.send(GRANTED, responds_to=request_number)
+            peer.send(GRANTED)
 
     options = Options.parse({"kafka.bootstrap.servers": "b:1", "kafka.group.id": "g", "subscribe": "orders"})
     with listening(answers) as planned:
@@ -227,8 +227,8 @@ def test_all_clients_of_an_executor_use_its_rack(monkeypatch: pytest.MonkeyPatch
         read.append(given.settings)
         return []
 
-    def answers(peer: ChannelPeer, _: object, request_number: int) -> None:
-        peer.send(GRANTED, responds_to=request_number)
+    def answers(peer: ChannelPeer, _: object) -> None:
+        peer.send(GRANTED)
 
     monkeypatch.setattr(task, "start_agent", lambda settings, _, __: started.append(settings))
     monkeypatch.setattr(task, "read_ranges", read_ranges)

@@ -170,17 +170,16 @@ class StreamReader:
             _tell(simulator, {**order, "from": number})
         return [_line(simulator) for simulator in simulators]
 
-    def _on_message(self, peer: ChannelPeer, message: Any, request_number: int) -> None:
+    def _on_message(self, peer: ChannelPeer, message: Any) -> None:
         match message:
             case Claim():
                 piece = self._claims.claim(message.plan, message.task, message.executor)
                 if isinstance(piece, PlannedPiece):
                     peer.send(
                         ClaimGranted(Piece(piece.ranges, {"orders": "a-topic-id-of-kafka-22"})),
-                        responds_to=request_number,
                     )
                 else:
-                    peer.send(ClaimRefused(reason=piece.reason), responds_to=request_number)
+                    peer.send(ClaimRefused(reason=piece.reason))
             case TaskEnded():
                 self._claims.ended(message.plan, message.task, message.executor)
 

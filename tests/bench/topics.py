@@ -60,14 +60,14 @@ def recorded(name, size):
         with open(os.path.join(os.environ["BENCH_SIZES"], f"{os.getpid()}-{name}"), "w") as file:
             file.write(str(size))
 
-def encode(self, message, _encode=Codec.encode, **numbers):
-    data = _encode(self, message, **numbers)
+def encode(self, message, _encode=Codec.encode):
+    data = _encode(self, message)
     recorded(type(message).__name__, len(data))
     return data
 
 def decode(self, data, _decode=Codec.decode):
     found = _decode(self, data)
-    recorded(type(found.message).__name__, len(data))
+    recorded(type(found).__name__, len(data))
     return found
 
 Codec.encode, Codec.decode = encode, decode

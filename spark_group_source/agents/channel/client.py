@@ -25,7 +25,6 @@ from spark_group_source.agents.channel.handshake import (
 from spark_group_source.agents.channel.wire import (
     FRAME_BYTES_MAX,
     Codec,
-    Envelope,
     WireError,
     receive_exactly,
     receive_frame,
@@ -65,7 +64,6 @@ class ChannelClient:
     def __init__(self, addresses: Sequence[Address], codec: Codec, secret: Secret, within_s: float) -> None:
         self._codec, self._secret = codec, secret
         self._sending, self._receiving = threading.Lock(), threading.RLock()
-        self._last_request = 0
         self.end_reason: str | None = None
         """Why the connection ended; None while it is open."""
         self.address, self._socket = self._connect(addresses, within_s)
@@ -125,16 +123,13 @@ class ChannelClient:
 
     # --- messages ---------------------------------------------------------------------------------------------------
 
-    def send(self, message: Any, *, request_number: int = 0) -> bool:
+    def send(self, message: Any) -> bool:
         """Send a message within :data:`SEND_S`. Returns False if the connection has ended.
-
-        Args:
-            request_number: the number of a request; 0 for other messages.
 
         Raises:
             WireError: the message is not one of the channel's.
         """
-        data = self._codec.encode(message, request_number=request_number)
+        data = self._codec.encode(message)
         try:
             with self._sending:
                 if self.end_reason is not None:
@@ -146,7 +141,7 @@ class ChannelClient:
             return False
         return True
 
-    def receive(self, within_s: float) -> Envelope | None:
+    def receive(self, within_s: float) -> Any:
         """The next message; None if none arrives in time. On one thread.
 
         Raises:
@@ -164,19 +159,25 @@ class ChannelClient:
         raise ChannelBroken(f"the control channel is closed: {self.end_reason}")
 
     def request(self, message: Any, within_s: float) -> Any:
-        """Send a request and return its response, on the thread that receives. Other messages are dropped meanwhile.
+        """Send a request and return the next message, which is its response. On the thread that receives.
+
+        A connection has one open request at most: without a response in time the connection is closed, because a late
+        one would be taken for the response to the next request. The other end sends nothing else over it.
 
         Raises:
             ChannelBroken: no response arrived in time, or the connection has ended.
         """
         until_s = monotonic() + within_s
-        self._last_request += 1
-        self.send(message, request_number=self._last_request)
-        while (left_s := until_s - monotonic()) > 0:
-            found = self.receive(left_s)
-            if found is not None and found.responds_to == self._last_request:
-                return found.message
-        raise ChannelBroken(f"no answer within {within_s:.1f} s", waited_ms=int(within_s * 1000))
+        response = None
+        try:
+            self.send(message)
+            response = self.receive(until_s - monotonic())
+        finally:
+            if response is None:
+                self.close("no answer in time")
+        if response is None:
+            raise ChannelBroken(f"no answer within {within_s:.1f} s", waited_ms=int(within_s * 1000))
+        return response
 
     def close(self, reason: str = "closed by this side") -> None:
         """Close the connection; any thread."""

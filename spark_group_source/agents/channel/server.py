@@ -112,16 +112,13 @@ class ChannelPeer:
     def __repr__(self) -> str:
         return f"ChannelPeer({self.address})"
 
-    def send(self, message: Any, *, responds_to: int = 0) -> bool:
+    def send(self, message: Any) -> bool:
         """Send a message. Returns False if the connection has ended.
-
-        Args:
-            responds_to: the number of the request that this is the response to; 0 for other messages.
 
         Raises:
             WireError: the message is not one of the channel's.
         """
-        data = self._server.codec.encode(message, responds_to=responds_to)
+        data = self._server.codec.encode(message)
         with self._lock:
             if self.reason:
                 return False
@@ -180,8 +177,7 @@ class ChannelPeer:
                 raise TimeoutError(f"the peer sent nothing for {limits.idle_s:.0f} s") from None
             if self.reason:  # the connection is being closed: further messages are dropped
                 continue
-            found = self._server.codec.decode(incoming.verify(body))
-            self._server.on_message(self, found.message, found.request_number)
+            self._server.on_message(self, self._server.codec.decode(incoming.verify(body)))
             count += 1
             if count % MESSAGES_PER_TURN == 0:
                 await asyncio.sleep(0)
@@ -219,7 +215,7 @@ class ChannelServer:
     Args:
         codec: the messages of the channel.
         secret: the run's.
-        on_message: receives the peer, the message, and the number of the request, or 0 if the message is no request.
+        on_message: receives the peer and the message.
         on_closed: receives a proven peer whose connection has ended, and why. Once for each.
         died: receives the error that ended the server's thread before :meth:`stop`.
         hosts: addresses to listen at; none means all addresses of this host.
@@ -232,7 +228,7 @@ class ChannelServer:
         codec: Codec,
         secret: Secret,
         *,
-        on_message: Callable[[ChannelPeer, Any, int], None],
+        on_message: Callable[[ChannelPeer, Any], None],
         on_closed: Callable[[ChannelPeer, str], None],
         died: Callable[[BaseException], None],
         hosts: Sequence[str] = (),
@@ -401,9 +397,9 @@ class ChannelServer:
         """The peer has proven that it knows the secret."""
         self._unproven.pop(peer, None)
 
-    def on_message(self, peer: ChannelPeer, message: Any, request_number: int) -> None:
+    def on_message(self, peer: ChannelPeer, message: Any) -> None:
         """The peer has sent a message."""
-        self._guarded(self._on_message, peer, message, request_number)
+        self._guarded(self._on_message, peer, message)
 
     def _on_gone(self, peer: ChannelPeer) -> None:
         del self._peers[peer]

@@ -33,14 +33,6 @@ class WireError(ValueError):
     """These bytes, or this value, are not a valid message. The text is one short line."""
 
 
-class Envelope(NamedTuple):
-    """A message. It is a request if ``request_number`` > 0, and the response to a request if ``responds_to`` > 0."""
-
-    message: Any  # one of the codec's types
-    request_number: int = 0
-    responds_to: int = 0
-
-
 class Codec:
     """Encodes and decodes a fixed set of messages.
 
@@ -58,7 +50,7 @@ class Codec:
         self.bytes_max = bytes_max
         self._messages = {message.__name__: (message, _field_codec(message)) for message in messages}
 
-    def encode(self, message: Any, *, request_number: int = 0, responds_to: int = 0) -> bytes:
+    def encode(self, message: Any) -> bytes:
         """Encode a message.
 
         Raises:
@@ -69,25 +61,22 @@ class Codec:
         if known is not type(message):
             raise WireError(f"{name} is not a message of this channel")
         try:
-            parts = [request_number, responds_to, name, codec.write(message)]
-            data = json.dumps(parts, ensure_ascii=False, separators=(",", ":")).encode()
+            data = json.dumps([name, codec.write(message)], ensure_ascii=False, separators=(",", ":")).encode()
         except Exception as exc:  # noqa: BLE001 - a field of another type than annotated
             raise WireError(f"{name} cannot be encoded: {_shortened(exc)}") from None
         if len(data) > self.bytes_max:
             raise WireError(f"{name} has {len(data)} bytes; the limit is {self.bytes_max}")
         return data
 
-    def decode(self, data: bytes) -> Envelope:
+    def decode(self, data: bytes) -> Any:
         """Decode a message.
 
         Raises:
             WireError: these bytes are not a message. No other error is raised, whatever the bytes.
         """
         try:
-            request_number, responds_to, name, body = json.loads(data)
-            if not (0 <= _INT.read(request_number) <= INT_MAX and 0 <= _INT.read(responds_to) <= INT_MAX):
-                raise WireError("a request number is negative")
-            return Envelope(self._messages[_STR.read(name)][1].read(body), request_number, responds_to)
+            name, body = json.loads(data)
+            return self._messages[_STR.read(name)][1].read(body)
         except Exception as exc:  # noqa: BLE001 - RecursionError, errors of a message's own checks, ...
             raise WireError(f"not a message of this channel: {_shortened(exc)}") from None
 

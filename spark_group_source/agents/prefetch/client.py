@@ -122,7 +122,7 @@ def send(connection: socket.socket, message: object, until_s: float) -> None:
 
 def receive(connection: socket.socket, wanted: type[MessageT], until_s: float) -> MessageT:
     """The next message, which must be of this type. Raises OSError, WireError."""
-    message = CODEC.decode(receive_frame(connection, CODEC.bytes_max, until_s)).message
+    message = CODEC.decode(receive_frame(connection, CODEC.bytes_max, until_s))
     if not isinstance(message, wanted):
         raise WireError(f"received {type(message).__name__}, expected {wanted.__name__}")
     return message

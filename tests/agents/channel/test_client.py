@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from channel_helpers import SOON_S, Ping, Pong, RecordingServer, ScopedClient
+from channel_helpers import SOON_S, Pong, Question, RecordingServer, ScopedClient
 
 from spark_group_source.agents.channel.handshake import FIELD_BYTES, GREETING, Secret
 from spark_group_source.errors import ChannelBroken
@@ -64,7 +64,7 @@ def test_the_client_connects_to_the_first_address_that_knows_the_secret() -> Non
         addresses = [("no.such.host.invalid", 1), closed_port(), other, hole, ("127.0.0.1", there.port)]
         with ScopedClient(addresses, there.secret) as client:
             assert client.address == ("127.0.0.1", there.port)
-            assert client.request(Ping(number=3), SOON_S) == Pong(number=3)
+            assert client.request(Question(number=3), SOON_S) == Pong(number=3)
 
 
 def test_the_error_names_each_address_and_its_error() -> None:
@@ -102,7 +102,7 @@ def test_an_impossible_name_of_a_host_is_an_error_of_its_address(impossible: str
         RecordingServer() as there,
         ScopedClient([(impossible, 1), ("127.0.0.1", there.port)], there.secret) as client,
     ):
-        assert client.request(Ping(number=3), SOON_S) == Pong(number=3)
+        assert client.request(Question(number=3), SOON_S) == Pong(number=3)
     with pytest.raises(ChannelBroken, match=rf"{re.escape(impossible)}:1: .*idna"):
         ScopedClient([(impossible, 1)], Secret.new(), 0.3)
 
@@ -160,15 +160,17 @@ def test_the_socket_is_not_closed_under_a_thread_that_is_about_to_poll_it(monkey
         assert "closed by this side" in failed[0] and client._socket.fileno() < 0
 
 
-def test_a_request_without_a_response_times_out() -> None:
+def test_a_request_without_a_response_times_out_and_closes_the_connection() -> None:
+    """A late response would be taken for the response to the next request."""
     with RecordingServer() as there, there.client() as client:
         there.server._on_message = lambda *_: None
         with pytest.raises(ChannelBroken, match="no answer within") as failed:
-            client.request(Ping(), 0.2)
+            client.request(Question(), 0.2)
         assert failed.value.fields == {"waited_ms": 200}
+        assert client.end_reason == "no answer in time"
 
 
 def test_a_receive_timeout_does_not_close_the_connection() -> None:
     with RecordingServer() as there, there.client() as client:
         assert client.receive(0.05) is None
-        assert client.request(Ping(number=1), SOON_S) == Pong(number=1)
+        assert client.request(Question(number=1), SOON_S) == Pong(number=1)

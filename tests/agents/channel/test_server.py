@@ -9,7 +9,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from channel_helpers import CODEC, SOON_S, Ping, Pong, RecordingServer, until_closed
+from channel_helpers import CODEC, SOON_S, Ping, Pong, Question, RecordingServer, until_closed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -24,7 +24,7 @@ from spark_group_source.agents.channel.handshake import (
     verify_server,
 )
 from spark_group_source.agents.channel.server import MESSAGES_PER_TURN, ChannelLimits, ChannelServer
-from spark_group_source.agents.channel.wire import FRAME_BYTES_MAX, Envelope, frame, receive_exactly
+from spark_group_source.agents.channel.wire import FRAME_BYTES_MAX, frame, receive_exactly
 from spark_group_source.errors import ChannelBroken
 
 OUTBOX = 16 << 20
@@ -53,9 +53,9 @@ def test_messages_are_sent_both_ways_and_requests_are_answered() -> None:
         assert client.send(Ping(number=1))
         peer, message = there.received.get(timeout=SOON_S)
         assert message == Ping(number=1)
-        assert client.request(Ping(number=2), SOON_S) == Pong(number=2)
+        assert client.request(Question(number=2), SOON_S) == Pong(number=2)
         assert peer.send(Pong(number=3))
-        assert client.next() == Envelope(Pong(number=3))
+        assert client.next() == Pong(number=3)
 
 
 def test_messages_of_several_threads_arrive_whole_and_in_each_threads_order() -> None:
@@ -70,7 +70,7 @@ def test_messages_of_several_threads_arrive_whole_and_in_each_threads_order() ->
         threads = [threading.Thread(target=send_all, args=(number,)) for number in range(4)]
         for thread in threads:
             thread.start()
-        received = [client.next().message.number for _ in range(800)]
+        received = [client.next().number for _ in range(800)]
         for number in range(4):
             assert [n % 1000 for n in received if n // 1000 == number] == list(range(200))
 
@@ -121,7 +121,7 @@ def test_a_request_fails_when_the_server_drops_the_connection() -> None:
     with RecordingServer() as there, there.client() as client:
         there.server._on_message = lambda peer, *_: peer.drop("no answer")
         with pytest.raises(ChannelBroken, match="closed by the peer"):
-            client.request(Ping(), SOON_S)
+            client.request(Question(), SOON_S)
 
 
 def test_messages_sent_before_the_server_stops_arrive() -> None:
@@ -139,7 +139,7 @@ def test_messages_sent_before_the_server_stops_arrive() -> None:
         for n in range(500):
             peer.send(Ping(number=n, load="x" * 1000))
         came: list[int] = []
-        reading = threading.Thread(target=lambda: came.extend(client.next().message.number for _ in range(500)))
+        reading = threading.Thread(target=lambda: came.extend(client.next().number for _ in range(500)))
         reading.start()
         assert there.server.stop()
         reading.join(SOON_S)
@@ -197,7 +197,7 @@ def test_garbage_closes_only_its_own_connection(data: bytes) -> None:
     with RecordingServer() as there:
         with there.raw() as stranger, there.client() as client:
             stranger.sendall(data)
-            assert client.request(Ping(number=1), SOON_S) == Pong(number=1)
+            assert client.request(Question(number=1), SOON_S) == Pong(number=1)
             stranger.shutdown(socket.SHUT_WR)
             until_closed(stranger)
         assert there.received.qsize() == 1
@@ -210,7 +210,7 @@ def test_garbage_of_a_proven_peer_closes_only_its_own_connection(data: bytes, si
         connected, hands = proven(there)
         with connected, there.client() as client:
             connected.sendall(hands.signer("client").sign(data) if signed else frame(data))
-            assert client.request(Ping(number=1), SOON_S) == Pong(number=1)
+            assert client.request(Question(number=1), SOON_S) == Pong(number=1)
             until_closed(connected)
         reason = there.closed.get(timeout=SOON_S)[1]
         assert "MAC" in reason or signed
@@ -260,7 +260,7 @@ def test_clients_that_connect_together_complete_their_handshakes(monkeypatch: py
         def connect(number: int) -> int:
             together.wait(SOON_S)
             with there.client() as client:
-                return int(client.request(Ping(number=number), SOON_S).number)
+                return int(client.request(Question(number=number), SOON_S).number)
 
         with ThreadPoolExecutor(clients) as pool:
             assert list(pool.map(connect, range(clients))) == list(range(clients))
@@ -272,7 +272,7 @@ def test_connections_are_bounded() -> None:
         with there.client() as first, there.client():
             with pytest.raises(ChannelBroken):
                 there.client(within_s=0.5)
-            assert first.request(Ping(number=1), SOON_S) == Pong(number=1)
+            assert first.request(Question(number=1), SOON_S) == Pong(number=1)
         await_connections(there, 0)
         there.assert_serves()
 
@@ -294,7 +294,7 @@ def test_a_peer_that_does_not_read_is_closed_at_its_bound_and_others_are_served(
             while peer.send(Ping(load=load)):
                 sent += 1
                 assert sent < 1_000, "the outbox has no bound"
-                assert client.request(Ping(number=1), SOON_S) == Pong(number=1)
+                assert client.request(Question(number=1), SOON_S) == Pong(number=1)
             assert "did not read" in there.closed.get(timeout=SOON_S)[1]
             assert sent * len(load) > OUTBOX, "the peer was closed before its bound"
 
