@@ -17,6 +17,17 @@ class TopicPartition(NamedTuple):
         return f"{self.topic}-{self.partition}"
 
 
+class Identity(NamedTuple):
+    """A consumer's identity in its group, which the broker checks at every commit."""
+
+    generation: int
+    """The group generation (classic) or the member epoch (KIP-848)."""
+    member: str
+    """The member id."""
+    metadata: bytes
+    """The consumer group metadata as the client library serialises it, for transactions."""
+
+
 class OffsetRange(NamedTuple):
     """The offsets [start, end) of one partition: ``end`` is the next offset after the range."""
 

@@ -25,9 +25,9 @@ from spark_group_source.agents.messages import (
     PrefetchPositions,
     Session,
 )
-from spark_group_source.kafka import Environment, Identity
+from spark_group_source.kafka import Environment
 from spark_group_source.members import SlotMember
-from spark_group_source.model import TopicPartition
+from spark_group_source.model import Identity, TopicPartition
 from spark_group_source.protocol import events as ev
 
 log = logging.getLogger(__name__)
@@ -298,7 +298,7 @@ class RemoteMember(SlotMember):
     def apply(self, change: MemberChange) -> None:
         """Apply one reported change. Changes arrive in order, each once."""
         if isinstance(change, MemberIdentity):
-            self._set_identity(change)
+            self._set_identity(change.identity)
         else:
             self._update(change)
             self._report(change)
@@ -311,13 +311,10 @@ class RemoteMember(SlotMember):
             self._identity, self.partitions = None, ()
             self._ended.set_result(None)
 
-    def _set_identity(self, change: MemberIdentity) -> None:
-        if not change.member:
-            self._identity = None
-            return
-        if change.member not in self._own_member_ids:
-            self._own_member_ids.append(change.member)
-        self._identity = Identity(change.generation, change.member, bytes.fromhex(change.metadata))
+    def _set_identity(self, identity: Identity | None) -> None:
+        if identity is not None and identity.member not in self._own_member_ids:
+            self._own_member_ids.append(identity.member)
+        self._identity = identity
 
     def _update(self, event: ev.MemberReport | ev.MemberEnded) -> None:
         with self._lock:

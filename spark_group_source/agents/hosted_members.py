@@ -30,9 +30,9 @@ from spark_group_source.agents.messages import (
     Session,
 )
 from spark_group_source.errors import ChannelBroken
-from spark_group_source.kafka import Environment, Identity
+from spark_group_source.kafka import Environment
 from spark_group_source.members import Member
-from spark_group_source.model import TopicPartition
+from spark_group_source.model import Identity, TopicPartition
 from spark_group_source.options.client import SESSION_TIMEOUT_MS, setting_ms
 from spark_group_source.protocol import events as ev
 
@@ -338,12 +338,7 @@ class HostedMembers:
                 log.warning("slot %d reported an unexpected event %s; ignoring it", join.slot, type(event).__name__)
 
     def _on_identity(self, join: ev.Join, identity: Identity | None) -> None:
-        generation, member, metadata = -1, "", ""
-        if identity is not None:
-            (generation, member), metadata = identity[:2], bytes(identity.metadata).hex()
-        self._session.add(
-            MemberIdentity(slot=join.slot, client=join.client, generation=generation, member=member, metadata=metadata)
-        )
+        self._session.add(MemberIdentity(slot=join.slot, client=join.client, identity=identity))
 
     # --- reports ----------------------------------------------------------------------------------------------------
 

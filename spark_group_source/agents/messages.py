@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from spark_group_source.agents.channel.wire import Codec
-from spark_group_source.model import Piece, TaskCounts, TopicPartition
+from spark_group_source.model import Identity, Piece, TaskCounts, TopicPartition
 from spark_group_source.protocol import events as ev
 
 if TYPE_CHECKING:  # the package loads confluent_kafka, which would delay the first task of each worker
@@ -104,21 +104,11 @@ class ServedRanges:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemberIdentity:
-    """The identity of a member in the group after it changed.
-
-    ``member``: the member id; empty while the consumer is no member. ``generation``: the generation of a classic group
-    or the member epoch (KIP-848); -1 while it is no member. ``metadata``: the client library's group metadata, in
-    hexadecimal.
-    """
+    """The identity of a member in the group after it changed; None while the consumer is no member."""
 
     slot: int
     client: int
-    generation: int
-    member: str
-    metadata: str
-
-    def __post_init__(self) -> None:
-        bytes.fromhex(self.metadata)  # a message that does not decode closes its own connection only
+    identity: Identity | None
 
 
 MemberChange = ev.Assigned | ev.Revoking | ev.Lost | ev.MemberFailed | ev.MemberFenced | ev.MemberEnded | MemberIdentity

@@ -7,7 +7,7 @@ errors become this package's exceptions.
 
 from spark_group_source.kafka.admin import Admin, EpochEnds
 from spark_group_source.kafka.committer import TransactionalCommitter
-from spark_group_source.kafka.consumer import Identity, MemberConsumer, RefusedOnce, take_over_membership
+from spark_group_source.kafka.consumer import MemberConsumer, RefusedOnce, take_over_membership
 from spark_group_source.kafka.environment import Empty, Environment, Queue, Thread, check_settings
 from spark_group_source.kafka.group_admin import GroupAdmin
 from spark_group_source.kafka.group_offsets import GroupOffsets
@@ -22,6 +22,7 @@ from spark_group_source.kafka.translation import (
     OffsetNote,
     Topic,
 )
+from spark_group_source.model import Identity
 
 __all__ = [
     "Admin",

@@ -13,10 +13,9 @@ from confluent_kafka import KafkaError, KafkaException
 
 from spark_group_source.error_codes import Meaning, Request, meaning
 from spark_group_source.errors import CommitFailed, GroupError
-from spark_group_source.kafka.consumer import Identity
 from spark_group_source.kafka.environment import NEVER_JOINS, Environment, coordinator_idle
 from spark_group_source.kafka.translation import ClientInfo, CommitSizes, Notes, stale_member, to_kafka, translate
-from spark_group_source.model import TopicPartition
+from spark_group_source.model import Identity, TopicPartition
 
 TRANSACTION_TIMEOUT_S = 10.0
 """The timeout of init, commit and abort; normally they take milliseconds. An unanswered step is repeated. Lookups wait

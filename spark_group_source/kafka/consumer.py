@@ -10,7 +10,7 @@ import shlex
 import struct
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from confluent_kafka import KafkaError, KafkaException
 
@@ -26,7 +26,7 @@ from spark_group_source.kafka.translation import (
     stale_member,
     translate,
 )
-from spark_group_source.model import TopicPartition
+from spark_group_source.model import Identity, TopicPartition
 from spark_group_source.options.client import SESSION_TIMEOUT_MS, is_incremental
 
 log = logging.getLogger(__name__)
@@ -68,17 +68,6 @@ class RefusedOnce(GroupError):
     def __init__(self, denied: GroupError) -> None:
         super().__init__(str(denied))
         self.denied = denied
-
-
-class Identity(NamedTuple):
-    """A consumer's identity in its group, which the broker checks at every commit."""
-
-    generation: int
-    """The group generation (classic) or the member epoch (KIP-848)."""
-    member: str
-    """The member id."""
-    metadata: Any
-    """The consumer group metadata as the library serialises it, for transactions."""
 
 
 class MemberConsumer:
@@ -383,4 +372,4 @@ def _identity(metadata: Any) -> Identity | None:
         return None
     generation = int(struct.unpack_from("=i", raw, 7)[0])
     member = raw[11:].split(b"\0")[1].decode()
-    return Identity(generation, member, metadata) if generation > 0 and member else None
+    return Identity(generation, member, raw) if generation > 0 and member else None

@@ -39,7 +39,7 @@ from spark_group_source.agents.messages import (
 from spark_group_source.agents.task import PlannedTask
 from spark_group_source.kafka import Environment
 from spark_group_source.kafka.translation import from_kafka
-from spark_group_source.model import OffsetRange, Piece, TaskCounts, TopicPartition
+from spark_group_source.model import Identity, OffsetRange, Piece, TaskCounts, TopicPartition
 from spark_group_source.options.table import Options
 from spark_group_source.protocol import events as ev
 from spark_group_source.protocol.claims import TaskPlan
@@ -247,7 +247,6 @@ def test_an_agent_prefetches_a_bounded_number_of_partitions_the_busy_ones_first(
     assert CODEC.decode(CODEC.encode(positions)) == positions
 
 
-st.register_type_strategy(MemberIdentity, st.builds(MemberIdentity, metadata=st.binary(max_size=9).map(bytes.hex)))
 ANY_MESSAGE = st.one_of(*(st.from_type(getattr(messages, name)) for name in CODEC._messages))
 
 
@@ -259,7 +258,7 @@ def accepts(message: Any) -> bool:
     return True
 
 
-IDENTITY = MemberIdentity(slot=0, client=0, generation=1, member="m", metadata="c0ffee")
+IDENTITY = MemberIdentity(slot=0, client=0, identity=Identity(1, "m", b"\xc0\xff\xee"))
 
 
 @settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))

@@ -567,7 +567,7 @@ MUTANTS = [
     Mutant(
         "forgets-identities",
         "agents/connected_agents.py",
-        "self._identity = Identity(change.generation, change.member, bytes.fromhex(change.metadata))",
+        "self._identity = identity",
         "pass",
         "offsets of a placed slot are committed under the identity that its member reported",
         agents=True,

@@ -37,9 +37,9 @@ class Codec:
     """Encodes and decodes a fixed set of messages.
 
     Args:
-        messages: the dataclasses that may be sent, with different names. Fields may be str, int, bool, None, tuples
-            and mappings of these, tuples of partitions or ranges, mappings by partition, dataclasses, named
-            tuples, and unions of these and None.
+        messages: the dataclasses that may be sent, with different names. Fields may be str, int, bool, bytes,
+            None, tuples and mappings of these, tuples of partitions or ranges, mappings by partition, dataclasses,
+            named tuples, and unions of these and None.
         bytes_max: size limit of one message.
 
     Raises:
@@ -105,7 +105,8 @@ def _scalar(wanted: type[Any], is_valid: Callable[[Any], bool] = lambda _: True)
 _STR: Final = _scalar(str, lambda text: text.isascii() or bool(text.encode()))  # JSON can contain a lone surrogate
 _INT: Final = _scalar(int, lambda number: -INT_MAX - 1 <= number <= INT_MAX)
 _NONE: Final = _scalar(type(None))
-_SCALARS: Final[Mapping[Any, _FieldCodec]] = {str: _STR, int: _INT, bool: _scalar(bool), type(None): _NONE}
+_BYTES: Final = _FieldCodec(bytes.hex, lambda data: bytes.fromhex(_STR.read(data)))
+_SCALARS: Final = {str: _STR, int: _INT, bool: _scalar(bool), bytes: _BYTES, type(None): _NONE}
 
 
 @functools.cache
