@@ -117,13 +117,13 @@ class Agent:
 def open_prefetching_client(settings: Mapping[str, str]) -> NativeClient:
     """Open the client of the prefetcher. Its fetch responses have at least ``kafka.message.max.bytes``: librdkafka
     refuses a smaller bound."""
-    return open_client(
-        settings,
-        queued_max_messages_kbytes=QUEUE_KBYTES,
-        queued_min_messages=QUEUE_MESSAGES,
-        fetch_max_bytes=str(max(FETCH_BYTES, int(settings.get("message.max.bytes", 0)))),
-        fetch_wait_max_ms=FETCH_WAIT_MS,
-    )
+    defaults = {
+        "queued.max.messages.kbytes": QUEUE_KBYTES,
+        "queued.min.messages": QUEUE_MESSAGES,
+        "fetch.max.bytes": str(max(FETCH_BYTES, int(settings.get("message.max.bytes", 0)))),
+        "fetch.wait.max.ms": FETCH_WAIT_MS,
+    }
+    return open_client({**defaults, **settings})
 
 
 def main(given: Mapping[str, Any]) -> None:

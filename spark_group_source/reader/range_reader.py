@@ -252,22 +252,21 @@ def _non_empty(ranges: tuple[OffsetRange, ...]) -> tuple[OffsetRange, ...]:
 # --- clients ----------------------------------------------------------------------------------------------------------
 
 
-def open_client(settings: Mapping[str, str], **defaults: str) -> NativeClient:
+def open_client(settings: Mapping[str, str]) -> NativeClient:
     """Open a reading client for the caller alone; it is not shared with tasks.
 
     Args:
         settings: as for :func:`read_ranges`.
-        defaults: defaults that differ from those of tasks' clients, with ``_`` for each dot.
 
     Raises:
         OptionError: librdkafka refuses a setting.
         SetupError: librdkafka cannot be used here.
     """
-    return NativeClient(_settings(settings, {name.replace("_", "."): value for name, value in defaults.items()}))
+    return NativeClient(_settings(settings))
 
 
-def _settings(given: Mapping[str, str], defaults: Mapping[str, str] | None = None) -> dict[str, str]:
-    return {**_DEFAULT_SETTINGS, **(defaults or {}), **given, **_FORCED_SETTINGS}
+def _settings(given: Mapping[str, str]) -> dict[str, str]:
+    return {**_DEFAULT_SETTINGS, **given, **_FORCED_SETTINGS}
 
 
 class _ClientSettings(dict[str, str]):
