@@ -15,10 +15,8 @@ within a bound.
 """
 
 from collections import Counter, deque
-from collections.abc import Callable
 from dataclasses import dataclass
 
-from spark_group_source.model import TopicPartition
 from spark_group_source.protocol import events as ev
 from spark_group_source.protocol.outbox import Outbox
 from spark_group_source.protocol.rules import SLOTS_MAX, Rules
@@ -203,19 +201,10 @@ class Placement:
         slots: the slots.
         counts: the statistics of the run.
         out: receives commands and log lines, and has the time.
-        is_committed: whether the position of an assigned partition is committed, and no commit of it is in flight.
     """
 
-    def __init__(
-        self,
-        rules: Rules,
-        slots: Slots,
-        counts: Statistics,
-        out: Outbox,
-        is_committed: Callable[[TopicPartition], bool],
-    ) -> None:
+    def __init__(self, rules: Rules, slots: Slots, counts: Statistics, out: Outbox) -> None:
         self._rules, self._slots, self._counts, self._out = rules, slots, counts, out
-        self._is_committed = is_committed
         self.agents = AgentRegistry(rules, out)
         self.transactional = False
         """Whether the brokers allow transactions, as far as is known. If not, all members live in the stream reader,
@@ -264,7 +253,7 @@ class Placement:
         if self._moves_since_ms is None and now_ms < self._next_check_ms:
             return
         for slot, agent in self._misplaced():
-            if all(map(self._is_committed, slot.partitions)):
+            if self._slots.is_fully_committed(slot):
                 self._move(slot, agent)
             else:
                 are_waiting = True
@@ -409,7 +398,7 @@ class Placement:
         return False
 
     def _may_leave(self, slot: Slot) -> bool:
-        return self._slots.may_move(slot) and all(map(self._is_committed, slot.partitions))
+        return self._slots.may_move(slot) and self._slots.is_fully_committed(slot)
 
     def _move(self, slot: Slot, agent: str) -> None:
         self._out.log(f"slot {slot.number} moves to {self.agents.name(agent) or 'the stream reader'}")

@@ -31,7 +31,7 @@ from spark_group_source.protocol.group_assignment import GroupAssignment
 from spark_group_source.protocol.lookups import POSITION_MS_MAX, PositionLookups
 from spark_group_source.protocol.offsets import BatchKey, StreamOffset
 from spark_group_source.protocol.outbox import Outbox
-from spark_group_source.protocol.partition_states import Known, Origin, Position, uncommitted_offset
+from spark_group_source.protocol.partition_states import Origin, Position
 from spark_group_source.protocol.partitions import RENEW_CHECK_MS, Partitions
 from spark_group_source.protocol.placement import Placement
 from spark_group_source.protocol.planner import Planner
@@ -92,18 +92,18 @@ class Run:
             fail_on_data_loss=rules.fail_on_data_loss, group=rules.group, connection=rules.connection
         )
         self._out = Outbox()
+        self._commits = CommitSchedule()
         self.slots = Slots(
             rules,
             self.partitions,
+            self._commits,
             self.counts,
             self._out,
-            must_hold=self._must_hold,
             agent_for=self._agent_for,
             agent_name=self._agent_name,
         )
-        self.placement = Placement(rules, self.slots, self.counts, self._out, self._is_fully_committed)
+        self.placement = Placement(rules, self.slots, self.counts, self._out)
         self.lookups = PositionLookups(rules, self.partitions, self.counts, self._out)
-        self._commits = CommitSchedule()
         self._assignment = GroupAssignment(rules, self.slots, self.partitions, self._commits, self._out)
         self._skips = Skips()
         self._renew_at_ms: int | None = None
@@ -666,23 +666,6 @@ class Run:
                     topic_ids=dict(self.data_loss.topic_ids),
                 )
             )
-
-    def _must_hold(self, tp: TopicPartition) -> bool:
-        """Whether a partition that Kafka revokes must be held for now: its batch is not durable or not committed."""
-        partition = self.partitions.ours[tp]
-        if not isinstance(partition, Known):
-            # an earlier run's batch may be in flight, or its offsets not committed: first resolve the position
-            return uncommitted_offset(partition.memory) is not None or self.partitions.is_in_flight(tp)
-        if partition.until is not None:
-            return True
-        at = partition.position
-        return tp in self.partitions.due and (self._commits.includes(tp) or at.offset != at.committed)
-
-    def _is_fully_committed(self, tp: TopicPartition) -> bool:
-        """Whether Kafka has the position of a partition, and no batch or commit of it is on its way."""
-        partition = self.partitions.ours[tp]
-        is_ready = isinstance(partition, Known) and partition.is_ready
-        return is_ready and not self._commits.includes(tp) and tp not in self.partitions.due
 
     def _agent_for(self, slot: Slot) -> str:
         return self.placement.agent_for(slot)

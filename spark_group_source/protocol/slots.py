@@ -1,7 +1,7 @@
 """The slots of a run: the member of each, its partitions, the revocation that it holds, and whether it was replaced.
 
-Runs in: the stream reader (inside ``run``), tests. Deliberately absent: positions (``partitions``), when a revocation
-may be released (``run``), which agent a member lives on (``placement``), batches and commits.
+Runs in: the stream reader (inside ``run``), tests. Deliberately absent: positions (``partitions``), which agent a
+member lives on (``placement``), batches and commits.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
@@ -15,8 +15,9 @@ from spark_group_source.protocol import events as ev
 from spark_group_source.protocol import identifiers
 from spark_group_source.protocol.data_loss import GRACE_MS
 from spark_group_source.protocol.outbox import Outbox
+from spark_group_source.protocol.partition_states import Known, uncommitted_offset
 from spark_group_source.protocol.partitions import Partitions
-from spark_group_source.protocol.request_schedule import pause_ms
+from spark_group_source.protocol.request_schedule import CommitSchedule, pause_ms
 from spark_group_source.protocol.rules import SLOTS_MAX, Rules
 from spark_group_source.protocol.states import SLOTS, SlotState, require_change
 from spark_group_source.protocol.statistics import Statistics
@@ -179,9 +180,9 @@ class Slots:
     Args:
         rules: the number of slots, and their budgets.
         partitions: the partitions of the run.
+        commits: which commit is on its way.
         counts: the statistics of the run.
         out: receives commands and log lines, and has the time.
-        must_hold: whether a revoked partition has to be held for now.
         agent_for: the agent for the next member of a slot.
         agent_name: the name of an agent for logs and client ids.
     """
@@ -190,15 +191,16 @@ class Slots:
         self,
         rules: Rules,
         partitions: Partitions,
+        commits: CommitSchedule,
         counts: Statistics,
         out: Outbox,
         *,
-        must_hold: Callable[[TopicPartition], bool],
         agent_for: Callable[[Slot], str],
         agent_name: Callable[[str], str],
     ) -> None:
-        self._rules, self._partitions, self._counts, self._out = rules, partitions, counts, out
-        self._must_hold, self._agent_for, self._agent_name = must_hold, agent_for, agent_name
+        self._rules, self._partitions, self._commits = rules, partitions, commits
+        self._counts, self._out = counts, out
+        self._agent_for, self._agent_name = agent_for, agent_name
         self._stream, self.static = "", True
         self._topics: tuple[str, ...] = ()
         self.missing_topics: tuple[str, ...] = ()
@@ -357,7 +359,7 @@ class Slots:
     def release_revocations(self) -> None:
         """Release the revocations of which no partition has to be held any more."""
         for number, revoking in sorted(self._held.items()):
-            if not any(map(self._must_hold, revoking.partitions)):
+            if not any(map(self.must_hold, revoking.partitions)):
                 self._release(self.all[number], revoking, is_overrun=False)
 
     def record_prefetch(self, event: ev.PrefetchReported) -> None:
@@ -469,6 +471,26 @@ class Slots:
         """Whether no slot has a member."""
         return all(isinstance(slot.state, ClosedState) for slot in self.all)
 
+    def must_hold(self, tp: TopicPartition) -> bool:
+        """Whether a partition that Kafka revokes must be held for now: its batch is not durable or not committed."""
+        partition = self._partitions.ours[tp]
+        if not isinstance(partition, Known):
+            # an earlier run's batch may be in flight, or its offsets not committed: first resolve the position
+            return uncommitted_offset(partition.memory) is not None or self._partitions.is_in_flight(tp)
+        if partition.until is not None:
+            return True
+        at = partition.position
+        return tp in self._partitions.due and (self._commits.includes(tp) or at.offset != at.committed)
+
+    def is_fully_committed(self, slot: Slot) -> bool:
+        """Whether Kafka has the positions of all partitions of a slot, and no batch or commit of one is on its way."""
+        for tp in slot.partitions:
+            partition = self._partitions.ours[tp]
+            is_ready = isinstance(partition, Known) and partition.is_ready
+            if not is_ready or self._commits.includes(tp) or tp in self._partitions.due:
+                return False
+        return True
+
     def revoked(self) -> Iterator[TopicPartition]:
         """Partitions that are revoked and not released yet."""
         for revoking in self._held.values():
@@ -570,7 +592,7 @@ class Slots:
 
     def _assigned(self, slot: Slot, member: Membership, event: ev.Assigned) -> None:
         if isinstance(slot.state, RevokingState):  # an assignment ends a revocation, whether it was released or not
-            late = tuple(tp for tp in slot.state.partitions if self._must_hold(tp))
+            late = tuple(tp for tp in slot.state.partitions if self.must_hold(tp))
             self._lose(slot, late, "the group completed a rebalance while they were held")
             self._drop(slot, tuple(slot.state.partitions), ev.Release)
         is_rejoining, slot.is_rejoining = slot.is_rejoining, False
@@ -637,7 +659,7 @@ class Slots:
     def _release(self, slot: Slot, revoking: RevokingState, *, is_overrun: bool) -> None:
         held_ms = self._out.now_ms - revoking.since_ms
         if is_overrun:
-            late = [tp for tp in revoking.partitions if self._must_hold(tp)]
+            late = [tp for tp in revoking.partitions if self.must_hold(tp)]
             self._out.log(
                 f"slot {slot.number} held a revocation for {held_ms} ms, its whole budget; {len(late)} partitions are "
                 "released without a commit, and their next reader may read the batch in flight again",

@@ -157,9 +157,9 @@ def test_a_seed_reproduces_its_outcome() -> None:
 
 
 def test_a_failure_prints_its_story_and_the_command_that_repeats_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    from spark_group_source.protocol.run import Run
+    from spark_group_source.protocol.slots import Slots
 
-    monkeypatch.setattr(Run, "_must_hold", lambda *_: False)  # revocations do not wait for the batch
+    monkeypatch.setattr(Slots, "must_hold", lambda *_: False)  # revocations do not wait for the batch
     text = ""
     for seed in range(50):
         try:
