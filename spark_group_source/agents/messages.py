@@ -113,7 +113,7 @@ class MemberIdentity:
 
 MemberChange = ev.Assigned | ev.Revoking | ev.Lost | ev.MemberFailed | ev.MemberFenced | ev.MemberEnded | MemberIdentity
 """A change of one member."""
-MemberOrder = ev.Join | ev.Release | ev.ReleaseAll | ev.Subscribe | ev.Leave
+MemberOrder = ev.Join | ev.Release | ev.Subscribe | ev.Leave
 """An order to one member."""
 
 

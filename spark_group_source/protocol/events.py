@@ -507,12 +507,6 @@ class Release:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReleaseAll(Release):
-    """The same for a slot that gives up all its partitions and rejoins (eager). Members execute it as a
-    :class:`Release`; only the slot's next state differs (``states.SLOTS``)."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Leave:
     """Close the slot's consumer. ``leave``: it leaves the group; otherwise it stays a member until its session ends."""
 
@@ -668,6 +662,10 @@ class ResetDetected:
 
 class RecreatedUnchecked:
     """The partition's topic was recreated, and the position was not among those that were checked."""
+
+
+class ReleaseAll:
+    """The revocation is released, and the slot gives up all its partitions and rejoins (eager)."""
 
 
 class SlotMoves:

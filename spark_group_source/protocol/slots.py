@@ -668,9 +668,11 @@ class Slots:
             self._lose(slot, tuple(late), "the revocation was held for its whole budget")
         self._drop(slot, tuple(revoking.partitions), ev.Release)
         self._counts.count_release(held_ms, overrun=is_overrun)
-        release = ev.ReleaseAll if revoking.is_eager else ev.Release
-        self._change(slot, release, (JoiningState if revoking.is_eager else AssignedState)(revoking.member))
-        self._out.order(release(slot=slot.number, client=slot.client))
+        if revoking.is_eager:
+            self._change(slot, ev.ReleaseAll, JoiningState(revoking.member))
+        else:
+            self._change(slot, ev.Release, AssignedState(revoking.member))
+        self._out.order(ev.Release(slot=slot.number, client=slot.client))
 
     def _lose(self, slot: Slot, partitions: tuple[TopicPartition, ...], why: str) -> None:
         """Another consumer may read these already: never commit them, and count what is not committed."""

@@ -72,7 +72,7 @@ def test_eager_member_releases_all_partitions_and_rejoins(group: GroupHarness) -
     group.reads({A: (100, 150)}, B)
     assert group.revoking(A, B, eager=True) == []
     group.durable()
-    assert group.commit_succeeds() == [ev.ReleaseAll(slot=0, client=1)]
+    assert group.commit_succeeds() == [ev.Release(slot=0, client=1)]
     assert group.run.statistics().slots == (SlotState.JOINING.value,)
     group.assigned(A, generation=2)
     group.committed({A: 150})
