@@ -346,6 +346,21 @@ class Partitions:
         """Positions of assigned partitions that have to be committed."""
         return self._due
 
+    def due_commit(self, stream: str, excluded_slots: Set[int]) -> ev.CommitOffsets:
+        """The commit of all positions that have to be committed, without those of ``excluded_slots``. The run adds what
+        it knows of topics and leader epochs."""
+        ours = self.ours
+        due = {tp: at for tp, at in self._due.items() if ours[tp].slot not in excluded_slots}
+        return ev.CommitOffsets(
+            offsets={tp: at.offset for tp, at in due.items()},
+            slots={tp: ours[tp].slot for tp in due},
+            stream=stream,
+            seq=self.seq,
+            reset_number=self.reset_number,
+            followed=frozenset(tp for tp, at in due.items() if at.origin is Origin.FOLLOWED),
+            truncated_after={tp: at.truncated_after for tp, at in due.items() if at.truncated_after is not None},
+        )
+
     def apply_commits(self, offsets: Mapping[TopicPartition, int], *, now_ms: int) -> None:
         """These offsets are committed under this stream's name."""
         ours, due = self.ours, self._due

@@ -31,7 +31,6 @@ from spark_group_source.protocol.group_assignment import GroupAssignment
 from spark_group_source.protocol.lookups import POSITION_MS_MAX, PositionLookups
 from spark_group_source.protocol.offsets import BatchKey, StreamOffset
 from spark_group_source.protocol.outbox import Outbox
-from spark_group_source.protocol.partition_states import Origin, Position
 from spark_group_source.protocol.partitions import RENEW_CHECK_MS, Partitions
 from spark_group_source.protocol.placement import Placement
 from spark_group_source.protocol.planner import Planner
@@ -629,40 +628,20 @@ class Run:
 
     def _apply_rules(self) -> None:
         """The joint rules, after every group event: commit, release, look up."""
-        if (due := self.partitions.due) and self._commits.may_commit:
-            self._order_commit(due)
+        if self.partitions.due and self._commits.may_commit:
+            self._order_commit()
         self.slots.release_revocations()
         self.lookups.order()
 
-    def _order_commit(self, due: Mapping[TopicPartition, Position]) -> None:
-        offsets: dict[TopicPartition, int] = {}
-        slots: dict[TopicPartition, int] = {}
-        followed, truncated_after = [], {}
-        ours, excluded = self.partitions.ours, self._commits.excluded_slots
-        for tp, position in due.items():
-            slot = ours[tp].slot
-            if slot in excluded:
-                continue
-            offsets[tp], slots[tp] = position.offset, slot
-            if position.origin is Origin.STREAM:
-                continue
-            if position.origin is Origin.FOLLOWED:
-                followed.append(tp)
-            elif position.truncated_after is not None:
-                truncated_after[tp] = position.truncated_after
-        if offsets:
-            self._commits.started(offsets, slots.values())
+    def _order_commit(self) -> None:
+        commit = self.partitions.due_commit(self.stream, self._commits.excluded_slots)
+        if commit.offsets:
+            self._commits.started(commit.offsets, commit.slots.values())
             self._out.order(
-                ev.CommitOffsets(
-                    offsets=offsets,
-                    slots=slots,
-                    stream=self.stream,
-                    seq=self.seq,
-                    reset_number=self.partitions.reset_number,
-                    followed=frozenset(followed),
-                    started=frozenset(self.lookups.started & offsets.keys()),
-                    truncated_after=truncated_after,
-                    leader_epochs=self.data_loss.known_epochs.of(offsets),
+                replace(
+                    commit,
+                    started=frozenset(self.lookups.started & commit.offsets.keys()),
+                    leader_epochs=self.data_loss.known_epochs.of(commit.offsets),
                     topic_ids=dict(self.data_loss.topic_ids),
                 )
             )

@@ -385,9 +385,9 @@ MUTANTS = [
     ),
     Mutant(
         "commits-ahead",
-        M,
-        "offsets[tp], slots[tp] = position.offset, slot",
-        "offsets[tp], slots[tp] = position.offset + 1, slot",
+        P,
+        "offsets={tp: at.offset for tp, at in due.items()},",
+        "offsets={tp: at.offset + 1 for tp, at in due.items()},",
         "committed offsets are never ahead of durable rows",
     ),
     Mutant(
