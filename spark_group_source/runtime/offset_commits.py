@@ -145,11 +145,162 @@ class OffsetCommits:
         self._report_transactions(allowed=True)
         return True
 
+    def finish_transaction(self) -> None:
+        """Finish an unanswered commit before the group's offsets are read: an open transaction delays a stable read.
+
+        Raises:
+            Fenced: a newer driver commits for this stream.
+        """
+        try:
+            self._committer.finish_transaction()
+        except Fenced:
+            raise
+        except SourceError as exc:
+            log.info("group %s: the last offset commit is still unanswered: %s", self._group, exc)
+
+    def commit(self, order: CommitOrder) -> ev.OffsetsCommitted | ev.OffsetCommitFailed:
+        """Commit the order's offsets and read them back, without the slots whose members have changed.
+
+        Raises:
+            Fenced: a newer driver commits for this stream.
+            AccessDenied: neither a transaction nor a member may commit, refused twice.
+            GroupError: nothing, or not everything, was committed.
+        """
+        command, skipped = order.command, dict(order.skipped)
+        notes = notes_of(command, at_ms=self._environment.wall_ms())
+        try:
+            self._commit(order.parts, notes, skipped)
+        except CommitFailed:
+            wanted = {tp for tp in command.offsets if command.slots[tp] not in skipped}
+            existing = self._admin.existing_partitions(wanted)  # Kafka refuses a whole commit that names a deleted one
+            if existing == wanted:
+                raise
+            log.warning(
+                "group %s: %d partitions do not exist any more; their offsets are not committed",
+                self._group,
+                len(wanted - existing),
+            )
+            parts = [
+                replace(p, offsets={tp: at for tp, at in p.offsets.items() if tp in existing}) for p in order.parts
+            ]
+            self._commit([part for part in parts if part.offsets], notes, skipped)
+        # A deleted partition counts as committed: Kafka accepts no offset for it.
+        done = {tp: offset for tp, offset in command.offsets.items() if command.slots[tp] not in skipped}
+        if done or not skipped:
+            return ev.OffsetsCommitted(offsets=done, left_out=skipped)
+        return ev.OffsetCommitFailed(reason="; ".join(sorted(set(skipped.values()))), stale=True)
+
+    def _commit(self, parts: Sequence[MemberCommit], notes: Notes, skipped: dict[int, str]) -> None:
+        """Commit and read back the parts of all unchanged members; add the slots of the others to ``skipped``."""
+        while parts := self._of_unchanged_members(parts, skipped):
+            try:
+                by_members = self._commit_together(parts, notes, complete=not skipped)
+            except MemberStale as exc:
+                self._skip(parts[exc.part], exc, skipped)
+            else:
+                if by_members and not skipped and all(part.member.static for part in parts):
+                    self._regain_id()
+                self._offsets.wait_until_visible({tp: offset for part in parts for tp, offset in part.offsets.items()})
+                return
+
+    def _of_unchanged_members(self, parts: Sequence[MemberCommit], skipped: dict[int, str]) -> list[MemberCommit]:
+        for part in parts:
+            if (reason := part.stale_reason) is not None:
+                skipped.setdefault(part.member.slot, reason)
+        return [part for part in parts if part.member.slot not in skipped]
+
+    def _commit_together(self, parts: Sequence[MemberCommit], notes: Notes, *, complete: bool) -> bool:
+        """Commit all parts in one transaction or, where transactions are denied, each part by its member.
+
+        Args:
+            complete: no member's part is skipped.
+
+        Returns:
+            Whether the members committed.
+
+        Raises:
+            MemberStale: a member has changed.
+            AccessDenied: neither a transaction nor a member may commit, refused twice.
+            CommitFailed: nothing was committed; the protocol orders the commit again.
+        """
+        placed = [part for part in parts if part.member.agent]
+        if self._committer.id_uncertain and placed:
+            denied = self._regain_by_group(parts, complete=complete)
+            if denied is not None:
+                self._count_denial(denied)
+        if not self._committer.id_uncertain and self._environment.now_ms() >= self._retry_transaction_at_ms:
+            denied = self._commit_in_transaction(parts, notes)
+            if denied is None:
+                self._transactions_allowed()
+                return False
+            if denied.fields.get("on") in ("topic", "group"):
+                self._commit_denied(denied)  # a member's commit needs the same permission
+            self._count_denial(denied)
+        if placed:
+            raise CommitFailed(
+                f"transactions are denied, and {len(placed)} members are placed on agents: they must return first"
+            )
+        denied = _commit_by_members(parts, notes)
+        if denied is not None:
+            self._commit_denied(denied)
+        self._commit_denied_since_ms = None
+        return True
+
+    def _commit_in_transaction(self, parts: Sequence[MemberCommit], notes: Notes) -> AccessDenied | None:
+        """Commit in a transaction. Returns the error if transactions are denied."""
+        try:
+            self._committer.prepare()
+            self._committer.finish_transaction()
+            _check_unchanged(parts)  # the two calls above may have taken seconds
+            self._committer.commit([(p.identity, p.offsets) for p in parts if p.identity is not None], notes)
+        except AccessDenied as exc:
+            return exc
+        return None
+
+    def _transactions_allowed(self) -> None:
+        if self.members_commit:
+            log.warning("group %s: transactions are allowed again; offsets are committed in transactions", self._group)
+        self._denials, self._commit_denied_since_ms = 0, None
+        self._report_transactions(allowed=True)
+
+    def _skip(self, part: MemberCommit, exc: MemberStale, skipped: dict[int, str]) -> None:
+        member, skipped[part.member.slot] = part.member, str(exc)
+        if exc.expelled:  # its own client may not know yet: replace the member
+            member.submit(ev.Leave(slot=member.slot, leave=False))
+            self._handle(ev.MemberFailed(slot=member.slot, client=member.client, reason=str(exc)))
+
+    # --- where transactions are denied --------------------------------------------------------------------------------
+
+    def _count_denial(self, exc: AccessDenied) -> None:
+        """Count a refused transaction.
+
+        Raises:
+            CommitFailed: it was the first one; the protocol orders the commit again.
+        """
+        self._denials += 1
+        if not self.members_commit:
+            raise CommitFailed(f"{exc}; retrying once") from exc
+        self._retry_transaction_at_ms = self._environment.now_ms() + TRANSACTION_RETRY_MS
+        self._report_transactions()
+        if self._denials == DENIALS_CONFIRMED:
+            log.warning("group %s: transactions are denied (%s); the members commit the offsets", self._group, exc)
+
+    def _commit_denied(self, exc: AccessDenied) -> NoReturn:
+        """Raise AccessDenied, which fails the run, if no commit was allowed for COMMIT_DENIED_MS; else CommitFailed."""
+        now_ms = self._environment.now_ms()
+        if self._commit_denied_since_ms is None:
+            self._commit_denied_since_ms = now_ms
+        if now_ms - self._commit_denied_since_ms >= COMMIT_DENIED_MS:
+            raise exc
+        raise CommitFailed(f"{exc}; retrying once") from exc
+
     def _report_transactions(self, *, allowed: bool = False) -> None:
         """Send TransactionsChecked when it is known whether transactions are allowed, and that has changed."""
         if (allowed or self.members_commit) and self._reported_allowed is not allowed:
             self._reported_allowed = allowed
             self._handle(ev.TransactionsChecked(allowed=allowed))
+
+    # --- whether a newer driver runs this stream ----------------------------------------------------------------------
 
     def check_replaced(
         self, slot: int, partition: Callable[[], TopicPartition], *, confirmed: bool = True
@@ -210,148 +361,6 @@ class OffsetCommits:
             None,
         )
 
-    def finish_transaction(self) -> None:
-        """Finish an unanswered commit before the group's offsets are read: an open transaction delays a stable read.
-
-        Raises:
-            Fenced: a newer driver commits for this stream.
-        """
-        try:
-            self._committer.finish_transaction()
-        except Fenced:
-            raise
-        except SourceError as exc:
-            log.info("group %s: the last offset commit is still unanswered: %s", self._group, exc)
-
-    def commit(self, order: CommitOrder) -> ev.OffsetsCommitted | ev.OffsetCommitFailed:
-        """Commit the order's offsets and read them back, without the slots whose members have changed.
-
-        Raises:
-            Fenced: a newer driver commits for this stream.
-            AccessDenied: neither a transaction nor a member may commit, refused twice.
-            GroupError: nothing, or not everything, was committed.
-        """
-        command, skipped = order.command, dict(order.skipped)
-        notes = notes_of(command, at_ms=self._environment.wall_ms())
-        try:
-            self._commit(order.parts, notes, skipped)
-        except CommitFailed:
-            wanted = {tp for tp in command.offsets if command.slots[tp] not in skipped}
-            existing = self._admin.existing_partitions(wanted)  # Kafka refuses a whole commit that names a deleted one
-            if existing == wanted:
-                raise
-            log.warning(
-                "group %s: %d partitions do not exist any more; their offsets are not committed",
-                self._group,
-                len(wanted - existing),
-            )
-            parts = [
-                replace(p, offsets={tp: at for tp, at in p.offsets.items() if tp in existing}) for p in order.parts
-            ]
-            self._commit([part for part in parts if part.offsets], notes, skipped)
-        # A deleted partition counts as committed: Kafka accepts no offset for it.
-        done = {tp: offset for tp, offset in command.offsets.items() if command.slots[tp] not in skipped}
-        if done or not skipped:
-            return ev.OffsetsCommitted(offsets=done, left_out=skipped)
-        return ev.OffsetCommitFailed(reason="; ".join(sorted(set(skipped.values()))), stale=True)
-
-    def _commit(self, parts: Sequence[MemberCommit], notes: Notes, skipped: dict[int, str]) -> None:
-        """Commit and read back the parts of all unchanged members; add the slots of the others to ``skipped``."""
-        while parts := self._of_unchanged_members(parts, skipped):
-            try:
-                by_members = self._commit_together(parts, notes, complete=not skipped)
-            except MemberStale as exc:
-                self._skip(parts[exc.part], exc, skipped)
-            else:
-                if by_members and not skipped and all(part.member.static for part in parts):
-                    self._regain_id()
-                self._offsets.wait_until_visible({tp: offset for part in parts for tp, offset in part.offsets.items()})
-                return
-
-    def _regain_id(self) -> None:
-        """Take the transactional id back if it is uncertain: the brokers have just accepted the members' commits, and
-        no other client has a membership of this run. (A process that was frozen may have taken back some of those of
-        its successor.)
-
-        Raises:
-            Fenced: a newer driver commits for this stream.
-        """
-        if self._committer.id_uncertain:
-            try:
-                if (foreign := self._foreign_member()) is not None:
-                    raise CommitFailed(f"{foreign.instance_id} is {foreign.member_id} at {foreign.host} now")
-                self._committer.regain_id()
-            except Fenced:
-                raise
-            except SourceError as exc:
-                log.info("group %s: transactional id not regained; retrying at the next commit: %s", self._group, exc)
-
-    def _of_unchanged_members(self, parts: Sequence[MemberCommit], skipped: dict[int, str]) -> list[MemberCommit]:
-        for part in parts:
-            if (reason := part.stale_reason) is not None:
-                skipped.setdefault(part.member.slot, reason)
-        return [part for part in parts if part.member.slot not in skipped]
-
-    def _skip(self, part: MemberCommit, exc: MemberStale, skipped: dict[int, str]) -> None:
-        member, skipped[part.member.slot] = part.member, str(exc)
-        if exc.expelled:  # its own client may not know yet: replace the member
-            member.submit(ev.Leave(slot=member.slot, leave=False))
-            self._handle(ev.MemberFailed(slot=member.slot, client=member.client, reason=str(exc)))
-
-    def _commit_together(self, parts: Sequence[MemberCommit], notes: Notes, *, complete: bool) -> bool:
-        """Commit all parts in one transaction or, where transactions are denied, each part by its member.
-
-        Args:
-            complete: no member's part is skipped.
-
-        Returns:
-            Whether the members committed.
-
-        Raises:
-            MemberStale: a member has changed.
-            AccessDenied: neither a transaction nor a member may commit, refused twice.
-            CommitFailed: nothing was committed; the protocol orders the commit again.
-        """
-        placed = [part for part in parts if part.member.agent]
-        if self._committer.id_uncertain and placed:
-            denied = self._regain_by_group(parts, complete=complete)
-            if denied is not None:
-                self._count_denial(denied)
-        if not self._committer.id_uncertain and self._environment.now_ms() >= self._retry_transaction_at_ms:
-            denied = self._commit_in_transaction(parts, notes)
-            if denied is None:
-                self._transactions_allowed()
-                return False
-            if denied.fields.get("on") in ("topic", "group"):
-                self._commit_denied(denied)  # a member's commit needs the same permission
-            self._count_denial(denied)
-        if placed:
-            raise CommitFailed(
-                f"transactions are denied, and {len(placed)} members are placed on agents: they must return first"
-            )
-        denied = _commit_by_members(parts, notes)
-        if denied is not None:
-            self._commit_denied(denied)
-        self._commit_denied_since_ms = None
-        return True
-
-    def _commit_in_transaction(self, parts: Sequence[MemberCommit], notes: Notes) -> AccessDenied | None:
-        """Commit in a transaction. Returns the error if transactions are denied."""
-        try:
-            self._committer.prepare()
-            self._committer.finish_transaction()
-            _check_unchanged(parts)  # the two calls above may have taken seconds
-            self._committer.commit([(p.identity, p.offsets) for p in parts if p.identity is not None], notes)
-        except AccessDenied as exc:
-            return exc
-        return None
-
-    def _transactions_allowed(self) -> None:
-        if self.members_commit:
-            log.warning("group %s: transactions are allowed again; offsets are committed in transactions", self._group)
-        self._denials, self._commit_denied_since_ms = 0, None
-        self._report_transactions(allowed=True)
-
     def _regain_by_group(self, parts: Sequence[MemberCommit], *, complete: bool) -> AccessDenied | None:
         """Take the transactional id back if the group contains all of these members: a newer driver of this stream
         would have their memberships. Needed where members are placed on agents, since those do not commit.
@@ -370,28 +379,23 @@ class OffsetCommits:
             return exc
         return None
 
-    def _count_denial(self, exc: AccessDenied) -> None:
-        """Count a refused transaction.
+    def _regain_id(self) -> None:
+        """Take the transactional id back if it is uncertain: the brokers have just accepted the members' commits, and
+        no other client has a membership of this run. (A process that was frozen may have taken back some of those of
+        its successor.)
 
         Raises:
-            CommitFailed: it was the first one; the protocol orders the commit again.
+            Fenced: a newer driver commits for this stream.
         """
-        self._denials += 1
-        if not self.members_commit:
-            raise CommitFailed(f"{exc}; retrying once") from exc
-        self._retry_transaction_at_ms = self._environment.now_ms() + TRANSACTION_RETRY_MS
-        self._report_transactions()
-        if self._denials == DENIALS_CONFIRMED:
-            log.warning("group %s: transactions are denied (%s); the members commit the offsets", self._group, exc)
-
-    def _commit_denied(self, exc: AccessDenied) -> NoReturn:
-        """Raise AccessDenied, which fails the run, if no commit was allowed for COMMIT_DENIED_MS; else CommitFailed."""
-        now_ms = self._environment.now_ms()
-        if self._commit_denied_since_ms is None:
-            self._commit_denied_since_ms = now_ms
-        if now_ms - self._commit_denied_since_ms >= COMMIT_DENIED_MS:
-            raise exc
-        raise CommitFailed(f"{exc}; retrying once") from exc
+        if self._committer.id_uncertain:
+            try:
+                if (foreign := self._foreign_member()) is not None:
+                    raise CommitFailed(f"{foreign.instance_id} is {foreign.member_id} at {foreign.host} now")
+                self._committer.regain_id()
+            except Fenced:
+                raise
+            except SourceError as exc:
+                log.info("group %s: transactional id not regained; retrying at the next commit: %s", self._group, exc)
 
 
 def _check_unchanged(parts: Sequence[MemberCommit]) -> None:
