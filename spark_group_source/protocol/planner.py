@@ -1,8 +1,8 @@
 """The plan of a batch: which ranges it reads, what else the checkpoint must contain, and how the ranges are packed into
 tasks.
 
-Runs in: the stream reader, tests, benchmarks. Deliberately absent: positions and members (``run``), log ends
-(``data_loss``), and when a batch is planned. Only this module creates a :class:`StreamOffset` of a batch.
+Runs in: the stream reader, tests, benchmarks. Deliberately absent: positions and members (``run``), and log ends
+(``data_loss``). Only this module creates a :class:`StreamOffset` of a batch.
 """
 
 import heapq
@@ -99,7 +99,7 @@ class Planner:
         self._target: Mapping[TopicPartition, int] | None = None
         """Up to where an AvailableNow run reads; None for other triggers."""
         self.left = 0
-        """The offsets that the last batch left because of ``maxOffsetsPerTrigger`` or ``maxBytesPerTrigger``."""
+        """The offsets up to the log ends that the last batch left because of the limits of a batch."""
         self._turn: int | None = None
         """The index of the partition whose turn comes next; None before the run's first limited batch."""
         self.record_sizes = RecordSizes()
@@ -128,7 +128,7 @@ class Planner:
 
         The first batch of a stream is planned even if it reads nothing: it brings the stream id and the start positions
         into the checkpoint. A partition whose end is unknown reads nothing, but its position is in the plan like all
-        others.
+        others. ``minOffsetsPerTrigger`` and :attr:`left` count all offsets up to the ends, whatever the limits are.
 
         Args:
             run: the run, with its partitions and their positions.

@@ -901,7 +901,7 @@ class Run:
             )
         elif self.planner.left:
             self._out.log(
-                "the query stops after one batch, which maxOffsetsPerTrigger or maxBytesPerTrigger limited; "
+                "the query stops after one batch, which the limits of a batch bounded; "
                 f"{self.planner.left} offsets are left. If its trigger is availableNow, set the source's option "
                 "trigger to availableNow, because this Spark runs only one batch",
                 warn=True,

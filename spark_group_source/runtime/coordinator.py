@@ -108,7 +108,7 @@ class Coordinator:
 
         Args:
             start: the end offset of the last batch, which is durable.
-            unlimited: ignore ``maxOffsetsPerTrigger`` (Trigger.Once).
+            unlimited: ignore all limits of a batch (Trigger.Once).
             after_batch: the query has run a batch since the last call.
 
         Returns:
