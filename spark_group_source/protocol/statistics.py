@@ -109,8 +109,9 @@ class Statistics:
 
     @classmethod
     def from_dict(cls, doc: Mapping[str, Any]) -> "Statistics":
-        """The inverse of :meth:`as_dict`, also through JSON. Ignores unknown names."""
-        values: dict[str, Any] = {each.name: doc[each.name] for each in fields(cls)}
+        """The inverse of :meth:`as_dict`, also through JSON. Another version of the package may have written it:
+        unknown names are ignored, and missing ones get their defaults."""
+        values: dict[str, Any] = {each.name: doc[each.name] for each in fields(cls) if each.name in doc}
         return cls(**values | {name: tuple(value) for name, value in values.items() if isinstance(value, list)})
 
     def count_rebalance(self, reason: str, *, now_ms: int) -> None:

@@ -63,6 +63,11 @@ def test_statistics_survive_their_json(run: Run) -> None:
     assert Statistics.from_dict(run.statistics().as_dict()) == run.statistics()
 
 
+def test_statistics_of_another_version_are_read() -> None:
+    doc = {"group": "etl", "seq": 4, "slots": ["joining"], "of_a_newer_version": 1}
+    assert Statistics.from_dict(doc) == Statistics(group="etl", seq=4, slots=("joining",))
+
+
 def test_buffered_rows_are_not_shown_after_the_slot_left_the_agent(run: Run) -> None:
     slot = run.slots.all[1]
     slot.agent = "h1"
