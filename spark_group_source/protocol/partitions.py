@@ -503,26 +503,6 @@ class Partitions:
                 start, end = memory.last_batch.start, memory.position.offset
         return end - start
 
-    def check(self) -> str | None:
-        """The first contradiction, or None."""
-        for tp, partition in self.ours.items():
-            if tp in self._unassigned:
-                return f"{tp} is assigned and unassigned"
-            if isinstance(partition, Unresolved) != (tp in self._unresolved):
-                return f"{tp} has no position, and no lookup is planned"
-            is_due = isinstance(partition, Known) and partition.is_due
-            if is_due != (tp in self._due):
-                return f"the position of {tp} has to be committed, and no commit is planned"
-            until = partition.until if isinstance(partition, Known) else None
-            if until is not None and isinstance(partition, Known) and not partition.position.offset < until:
-                return f"the range of {tp} does not start at its position"
-        states = [state_of(partition) for partition in self.ours.values()]
-        if self._unknown_count != sum(not isinstance(each, Known) for each in self.ours.values()):
-            return "the partitions without a position are miscounted"
-        if self._adopting_count != states.count(PartitionState.ADOPTING):
-            return "the partitions with foreign commits are miscounted"
-        return None
-
     # --- helpers ----------------------------------------------------------------------------------------------------
 
     def _memory(self, tp: TopicPartition) -> AnyMemory:

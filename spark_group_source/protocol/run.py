@@ -252,18 +252,6 @@ class Run:
             records_lost=self.data_loss.records_lost + self._skips.records_lost,
         )
 
-    def check(self) -> None:
-        """Check the invariants. Visits every partition: for tests.
-
-        Raises:
-            InvariantBroken: one does not hold.
-        """
-        if self.closed:  # events are ignored since then: the rest is out of date
-            _require(self.slots.all_closed, "a closed run still has a member")
-            return
-        wrong = self.slots.check() or self.partitions.check()
-        _require(wrong is None, wrong or "")
-
     # --- events: which part handles which ---------------------------------------------------------------------------
 
     def _apply(self, event: ev.Event) -> None:

@@ -466,11 +466,6 @@ class Slots:
             return None
         return self._unassigned_since_ms
 
-    @property
-    def all_closed(self) -> bool:
-        """Whether no slot has a member."""
-        return all(isinstance(slot.state, ClosedState) for slot in self.all)
-
     def must_hold(self, tp: TopicPartition) -> bool:
         """Whether a partition that Kafka revokes must be held for now: its batch is not durable or not committed."""
         partition = self._partitions.ours[tp]
@@ -513,22 +508,6 @@ class Slots:
             "gets an assignment. Set kafka.group.protocol to consumer, a smaller groupMembers, or a larger "
             "max.message.bytes for that topic, or subscribe to fewer topics."
         )
-
-    def check(self) -> str | None:
-        """The first contradiction, or None."""
-        for slot in self.all:
-            revoking = slot.state if isinstance(slot.state, RevokingState) else None
-            if revoking is not self._held.get(slot.number):
-                return f"slot {slot.number} holds another revocation, and is {slot.state.kind.value}"
-            if revoking is not None and not revoking.partitions <= slot.partitions:
-                return f"slot {slot.number} releases partitions that it does not have"
-        if sum(len(slot.partitions) for slot in self.all) != len(self._partitions.ours):
-            return "a partition has two slots or none"
-        for tp, partition in self._partitions.ours.items():
-            if tp not in self.all[partition.slot].partitions:
-                return f"{tp} names another slot than the one that has it"
-        assigned = sum(isinstance(slot.state, AssignedState) for slot in self.all)
-        return None if assigned == self._assigned_count else "the assigned slots are miscounted"
 
     # --- changes ----------------------------------------------------------------------------------------------------
 

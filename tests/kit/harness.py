@@ -2,12 +2,13 @@
 
 Runs in: tests. Deliberately absent: threads, and a group with members of its own (``kafka_group``).
 :class:`GroupHarness` has a run, and the test plays Spark, Kafka and the agents (in ``run_harness`` Kafka answers from
-dictionaries). Each event is followed by :meth:`Run.check`, so every test also tests the invariants.
+dictionaries). Each event is followed by :func:`require_consistent`, so every test also tests the invariants.
 """
 
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
+from kit.contradictions import require_consistent
 from spark_group_source.errors import InvariantBroken
 from spark_group_source.model import TopicPartition
 from spark_group_source.options.starting import StartingPosition
@@ -88,7 +89,7 @@ class GroupHarness:
         commands: Commands = []
         for event in events:
             commands += self.run.handle(event, now_ms=self.clock())
-            self.run.check()
+            require_consistent(self.run)
         for command in commands:
             if isinstance(command, ev.Join):
                 self.clients[command.slot] = command.client

@@ -1,12 +1,13 @@
 """A run with short methods around it: a test makes Spark's calls, and Kafka answers from dictionaries.
 
 Runs in: tests. Deliberately absent: threads; a run without Kafka's answers (``harness``). Each event is followed by
-:meth:`Run.check`, so every test also tests the invariants.
+:func:`require_consistent`, so every test also tests the invariants.
 """
 
 from collections.abc import Container, Iterable, Mapping
 from typing import Any, TypeVar
 
+from kit.contradictions import require_consistent
 from kit.harness import GROUP, STREAM, Commands, ManualClock, only, rules_with, tps
 from spark_group_source.errors import BrokerUnavailable
 from spark_group_source.model import StartAt, TopicPartition
@@ -147,7 +148,7 @@ class RunHarness:
             now = self.run.handle(event, now_ms=self.clock())
             self._carry_out(now)
             commands += now
-            self.run.check()
+            require_consistent(self.run)
         return commands
 
     def set_target(self, ends: Mapping[TopicPartition, int]) -> None:

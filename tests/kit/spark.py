@@ -17,6 +17,7 @@ from greenlet import GreenletExit
 from kit.agents import Channel, Executors, Inbox
 from kit.books import Reader
 from kit.cluster import Cluster
+from kit.contradictions import contradiction
 from kit.environment import SimulatedEnvironment
 from kit.invariants import Invariants, Violation
 from kit.world import Do, Process, Thread, World
@@ -225,10 +226,8 @@ class WatchedRun(Run):
         if self.stream and self._reader.known is not self.lookups.known:
             self._reader.party, self._reader.known = self.stream, self.lookups.known
         self._reader.closing |= self.closed  # nothing is counted any more
-        try:
-            self.check()
-        except InvariantBroken as exc:
-            self._break(str(exc))
+        if wrong := contradiction(self):
+            self._break(wrong)
         for command in commands:
             if isinstance(command, ev.Fail):
                 self.failed_ms = self._process.world.now_ms

@@ -15,6 +15,7 @@ from random import Random
 from typing import Any
 
 import pytest
+from kit.contradictions import contradiction
 from kit.harness import GROUP, HOLD_BUDGET_MS, STREAM, rules_with
 
 from model.group_rules import ALL, KNOWN, START, Model
@@ -376,7 +377,7 @@ class GroupRun:
     # --- always -----------------------------------------------------------------------------------------------------
 
     def agrees(self) -> None:
-        self.run.check()
+        assert contradiction(self.run) is None
         positions = self.run.partitions
         assert self.run.partitions.ours.keys() == set(self.model.held)
         assert self.run.plannable() == self.model.plannable()

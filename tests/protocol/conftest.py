@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 import pytest
+from kit.contradictions import require_consistent
 from kit.harness import GroupHarness
 
 
@@ -12,7 +13,7 @@ def group() -> Iterator[GroupHarness]:
     harness = GroupHarness()
     harness.start_stream()
     yield harness
-    harness.run.check()
+    require_consistent(harness.run)
 
 
 @pytest.fixture
@@ -21,7 +22,7 @@ def pair() -> Iterator[GroupHarness]:
     harness = GroupHarness(slots=2)
     harness.start_stream()
     yield harness
-    harness.run.check()
+    require_consistent(harness.run)
 
 
 @pytest.fixture
@@ -29,4 +30,4 @@ def fresh() -> Iterator[GroupHarness]:
     """A run that has no stream yet."""
     harness = GroupHarness()
     yield harness
-    harness.run.check()
+    require_consistent(harness.run)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
+from kit.contradictions import require_consistent
 from kit.harness import GROUP, JOINING_BUDGET_MS, STREAM, Commands, GroupHarness, only, tps
 
 from spark_group_source.errors import Fenced, InvariantBroken, RebalanceTimeout
@@ -450,10 +451,10 @@ def test_each_contradiction_between_slots_and_partitions_is_reported(
     pair.start_stream()
     pair.settled(A, slot=0)
     pair.settled(B, slot=1)
-    pair.run.check()
+    require_consistent(pair.run)
     spoil(pair.run.slots, pair.run.slots.all[0])
     with pytest.raises(InvariantBroken, match=why):
-        pair.run.check()
+        require_consistent(pair.run)
 
 
 LONG = tuple(f"orders.{number}.".ljust(200, "x") for number in range(2_000))
