@@ -96,22 +96,14 @@ class Planner:
         self._rules = rules
         self._planned_at_ms: int | None = None
         """When the last batch was planned; None before the run's first."""
-        self._target: Mapping[TopicPartition, int] | None = None
-        """Up to where an AvailableNow run reads; None for other triggers."""
+        self.target: Mapping[TopicPartition, int] | None = None
+        """Up to where an AvailableNow run reads; partitions that are not in it are left to the next run. None for other
+        triggers."""
         self.left = 0
         """The offsets up to the log ends that the last batch left because of the limits of a batch."""
         self._turn: int | None = None
         """The index of the partition whose turn comes next; None before the run's first limited batch."""
         self.record_sizes = RecordSizes()
-
-    def set_target(self, ends: Mapping[TopicPartition, int]) -> None:
-        """Set the end of an AvailableNow run. Partitions that are not in it are left for the next run."""
-        self._target = ends
-
-    @property
-    def has_target(self) -> bool:
-        """Whether this run has a target."""
-        return self._target is not None
 
     def plan(
         self,
@@ -141,8 +133,8 @@ class Planner:
         """
         # how much to read
         positions = run.plannable()
-        if self._target is not None:
-            ends = {tp: min(end, self._target.get(tp, positions.get(tp, end))) for tp, end in ends.items()}
+        if self.target is not None:
+            ends = {tp: min(end, self.target.get(tp, positions.get(tp, end))) for tp, end in ends.items()}
         backlogs = {tp: (at, max(at, ends.get(tp, at))) for tp, at in positions.items()}
         total = sum(end - at for at, end in backlogs.values())
         if not (total or first) or not self._is_worthwhile(total, unlimited=unlimited, now_ms=now_ms):
@@ -191,8 +183,13 @@ class Planner:
         return turn
 
     def _is_worthwhile(self, total: int, *, unlimited: bool, now_ms: int) -> bool:
-        min_offsets = None if unlimited or self.has_target else self._rules.min_offsets
-        return is_worthwhile(total, min_offsets, self._planned_at_ms, now_ms, self._rules.max_delay_ms)
+        """Whether to plan a batch now instead of waiting for ``minOffsetsPerTrigger``. Triggers that read everything
+        available do not wait, nor does the first batch of a run, and no batch waits longer than ``max_delay_ms`` after
+        the one before."""
+        min_offsets = self._rules.min_offsets
+        if unlimited or self.target is not None or self._planned_at_ms is None or min_offsets is None:
+            return True
+        return total >= min_offsets or now_ms - self._planned_at_ms >= self._rules.max_delay_ms
 
 
 # --- how much of the backlog, and into how many tasks ----------------------------------------------------------------
@@ -226,7 +223,8 @@ def fair_share(
         return until
     share, spare = _equal_share(sizes.values(), max_offsets)
     unsatisfied = sorted(tp for tp, size in sizes.items() if size > share)
-    first = bisect_left(unsatisfied, _first_served(backlogs, turn)) if spare else 0
+    ordered = sorted(backlogs)
+    first = bisect_left(unsatisfied, ordered[turn % len(ordered)])
     for i, tp in enumerate(unsatisfied[first:] + unsatisfied[:first]):
         until[tp] = backlogs[tp][0] + share + (i < spare)
     return until
@@ -262,12 +260,6 @@ def offsets_within(
     return max(1, max_bytes // max(size for _, size in sizes))  # less than a record for each partition
 
 
-def _first_served(backlogs: Iterable[TopicPartition], at: int) -> TopicPartition:
-    """The partition at index ``at`` of the sorted partitions, modulo their number."""
-    ordered = sorted(backlogs)
-    return ordered[at % len(ordered)]
-
-
 def _equal_share(sizes: Iterable[int], amount: int) -> tuple[int, int]:
     """The share of each partition whose backlog exceeds it, and the remainder (less than the number of such
     partitions).
@@ -281,26 +273,6 @@ def _equal_share(sizes: Iterable[int], amount: int) -> tuple[int, int]:
             return share, spare
         amount -= size
     raise InvariantBroken("the limit of the batch is above its backlog", left=amount)
-
-
-def is_worthwhile(
-    total_backlog: int, min_offsets: int | None, last_batch_ms: int | None, now_ms: int, max_delay_ms: int
-) -> bool:
-    """Whether to plan a batch now instead of waiting for ``min_offsets``.
-
-    The first batch of a run never waits, and no batch waits longer than ``max_delay_ms`` after the one before. Triggers
-    that read everything available pass ``min_offsets=None``.
-
-    Args:
-        total_backlog: offsets that can be read now, over all assigned partitions.
-        min_offsets: None means no waiting.
-        last_batch_ms: when the run planned its last batch, on the clock of ``now_ms``; None: it has planned none.
-        now_ms: the time.
-        max_delay_ms: the longest wait.
-    """
-    if last_batch_ms is None or min_offsets is None or total_backlog >= min_offsets:
-        return True
-    return now_ms - last_batch_ms >= max_delay_ms
 
 
 def pack(

@@ -348,7 +348,7 @@ class Run:
             # responses to the steps of a call
             case ev.TargetRead():
                 self._broker_answered(Requester.CALL)
-                self.planner.set_target(event.ends)
+                self.planner.target = event.ends
                 self._choose_membership()
                 self._move(ev.TargetRead)
             case ev.TopicsListed():
@@ -819,7 +819,7 @@ class Run:
         if not self._must_read_all:
             self._move(ev.NothingToRead)
         elif self._knows_all:
-            self._move(ev.TargetReached if self.planner.has_target else ev.NothingToRead)
+            self._move(ev.TargetReached if self.planner.target is not None else ev.NothingToRead)
         else:
             self._read_again()
 
@@ -920,7 +920,7 @@ class Run:
     @property
     def _is_bounded(self) -> bool:
         """Whether this run ends by itself: trigger AvailableNow or Once."""
-        return self._is_unlimited or self.planner.has_target
+        return self._is_unlimited or self.planner.target is not None
 
     @property
     def _is_single_batch(self) -> bool:

@@ -21,7 +21,6 @@ from spark_group_source.protocol.planner import (
     TASKS_MAX,
     Planner,
     fair_share,
-    is_worthwhile,
     offsets_within,
     pack,
 )
@@ -81,8 +80,7 @@ def test_empty_batch_is_planned_only_as_the_first(group: GroupHarness) -> None:
 def test_target_limits_every_partition_and_excludes_later_ones(group: GroupHarness) -> None:
     group.settled(A, B, C)
     planner = Planner(rules_with(min_offsets=1_000_000))  # a bounded run does not wait
-    planner.set_target({A: 120, B: 90})
-    assert planner.has_target
+    planner.target = {A: 120, B: 90}
     assert planned(group, {A: 150, B: 150, C: 150}, planner).ranges == {A: (100, 120), B: (100, 100), C: (100, 100)}
     group.durable()
     assert plan(group, {A: 150, B: 150, C: 150}, planner) is None
@@ -349,7 +347,9 @@ def test_waiting_partition_is_served_while_others_come_and_go(limit: int, arriva
 def test_small_backlog_waits_until_the_maximum_delay(
     backlog: int, at_least: int | None, last_batch_ms: int | None, now_ms: int, runs: bool
 ) -> None:
-    assert is_worthwhile(backlog, at_least, last_batch_ms, now_ms, max_delay_ms=5_000) == runs
+    planner = Planner(rules_with(min_offsets=at_least, max_delay_ms=5_000))
+    planner._planned_at_ms = last_batch_ms
+    assert planner._is_worthwhile(backlog, unlimited=False, now_ms=now_ms) == runs
 
 
 # --- the packing into tasks ------------------------------------------------------------------------------------------
