@@ -9,7 +9,7 @@ from typing import Any
 
 from spark_group_source.kafka import CommittedOffset, Topic
 from spark_group_source.model import TopicPartition
-from spark_group_source.protocol.identifiers import note_text, parse_note
+from spark_group_source.protocol.identifiers import Note, note_text, parse_note
 
 P0 = TopicPartition("orders", 0)
 SERVERS = "broker-1:9092,broker-2:9092"
@@ -30,7 +30,7 @@ class OffsetModel:
         """The settings with which the last command connects."""
 
     def commit(self, at: int, *, foreign: bool = False) -> None:
-        self.offsets[P0] = CommittedOffset(at, "" if foreign else note_text("s1", 0))
+        self.offsets[P0] = CommittedOffset(at, "" if foreign else note_text(Note("s1", 0)))
 
     @property
     def position(self) -> int:

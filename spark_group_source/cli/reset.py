@@ -380,15 +380,9 @@ def plan_reset(
     for tp in offsets.keys() & notes.keys() - targets.keys():
         note = notes[tp]
         if note.stream is not None:
-            texts[tp] = identifiers.note_text(
-                note.stream,
-                note.seq,
-                reset_number,
-                followed=note.followed,
-                started=note.started and offsets[tp] == committed[tp].offset,
-                truncated_after=note.truncated_after,
-                topic_id=note.topic_id,
-            )
+            started = note.started and offsets[tp] == committed[tp].offset
+            note = note._replace(reset_number=reset_number, started=started, at_ms=None)
+            texts[tp] = identifiers.note_text(note)
     return PlannedReset(reset_number, offsets, texts)
 
 

@@ -50,29 +50,19 @@ class Note(NamedTuple):
     recreated topic by then."""
 
 
-def note_text(
-    stream: str,
-    seq: int,
-    reset_number: int = 0,
-    *,
-    followed: bool = False,
-    started: bool = False,
-    truncated_after: int | None = None,
-    at_ms: int | None = None,
-    topic_id: str = "",
-) -> str:
-    """The note of a stream's commit."""
-    words = [STREAM_PREFIX, stream, str(seq), str(reset_number)]
-    if followed:
+def note_text(note: Note) -> str:
+    """The note of a stream's commit as text; the note has a stream."""
+    words = [f"{STREAM_PREFIX}:{note.stream}:{note.seq}:{note.reset_number}"]
+    if note.followed:
         words.append(FOLLOWED)
-    if started:
+    if note.started:
         words.append(STARTED)
-    if truncated_after is not None:
-        words.append(f"{TRUNCATED_AFTER}={truncated_after}")
-    if at_ms is not None:
-        words.append(f"{AT}={at_ms}")
-    if topic_id:
-        words.append(f"{TOPIC}={topic_id}")
+    if note.truncated_after is not None:
+        words.append(f"{TRUNCATED_AFTER}={note.truncated_after}")
+    if note.at_ms is not None:
+        words.append(f"{AT}={note.at_ms}")
+    if note.topic_id:
+        words.append(f"{TOPIC}={note.topic_id}")
     return ":".join(words)
 
 

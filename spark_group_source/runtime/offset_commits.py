@@ -407,28 +407,18 @@ def _check_unchanged(parts: Sequence[MemberCommit]) -> None:
 
 def notes_of(command: ev.CommitOffsets, *, at_ms: int) -> Notes:
     """Return what is committed beside each offset. ``at_ms``: the time of the commit, in milliseconds since 1970."""
-
-    def text(topic: str, *, followed: bool = False, started: bool = False, truncated_after: int | None = None) -> str:
-        return identifiers.note_text(
-            command.stream,
-            command.seq,
-            command.reset_number,
-            followed=followed,
-            started=started,
-            truncated_after=truncated_after,
-            at_ms=at_ms,
-            topic_id=command.topic_ids.get(topic, ""),
-        )
-
-    plain = {topic: text(topic) for topic in {tp.topic for tp in command.offsets}}
+    of_all = identifiers.Note(command.stream, command.seq, command.reset_number, at_ms=at_ms)
+    topics = {tp.topic for tp in command.offsets}
+    notes = {topic: of_all._replace(topic_id=command.topic_ids.get(topic, "")) for topic in topics}
+    plain = {topic: identifiers.note_text(note) for topic, note in notes.items()}
     texts = {tp: plain[tp.topic] for tp in command.offsets}
     for tp in command.followed | command.started | command.truncated_after.keys():
-        texts[tp] = text(
-            tp.topic,
+        note = notes[tp.topic]._replace(
             followed=tp in command.followed,
             started=tp in command.started,
             truncated_after=command.truncated_after.get(tp),
         )
+        texts[tp] = identifiers.note_text(note)
     return {tp: OffsetNote(text, command.leader_epochs.get(tp, UNKNOWN_EPOCH)) for tp, text in texts.items()}
 
 

@@ -54,7 +54,7 @@ from spark_group_source.delta import Writer, native_writer, table_writer
 from spark_group_source.errors import LedgerConflict
 from spark_group_source.kafka import CommittedOffset
 from spark_group_source.local.broker import Broker
-from spark_group_source.protocol.identifiers import note_text, parse_note
+from spark_group_source.protocol.identifiers import Note, note_text, parse_note
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -242,7 +242,7 @@ class OperationRace:
         self._session.conf.set(table_writer.SNAPSHOT_PARTITIONS, "2")
         self._kafka = OffsetModel(partitions=PARTITIONS)
         self._kafka.end = sys.maxsize
-        self._kafka.offsets = {tp: CommittedOffset(0, note_text("a", 0)) for tp in self._kafka.partitions}
+        self._kafka.offsets = {tp: CommittedOffset(0, note_text(Note("a", 0))) for tp in self._kafka.partitions}
         self._stop = threading.Event()
         self._counts = Counter[str]()
         self._orphans: list[Path] = []
@@ -323,7 +323,7 @@ class OperationRace:
             raise RuntimeError(f"batch {n} was refused {REFUSALS_MAX} times")
         self._counts["batches"] += 1
         if self._kafka.resets == resets:  # otherwise it is void
-            self._kafka.offsets[tp] = CommittedOffset(end, note_text("a", n, resets))
+            self._kafka.offsets[tp] = CommittedOffset(end, note_text(Note("a", n, resets)))
 
     def _obey(self, refused: LedgerConflict) -> None:
         """Run the commands of a message that write the missing records again."""

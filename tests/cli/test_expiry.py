@@ -6,7 +6,7 @@ from kit.harness import tps
 from spark_group_source.cli.report import Expiry, RetentionStart, expiries, expiring_soon, retention_start
 from spark_group_source.kafka import GroupDescription, GroupMember
 from spark_group_source.model import TopicPartition
-from spark_group_source.protocol.identifiers import note_text, parse_note, reset_text
+from spark_group_source.protocol.identifiers import Note, note_text, parse_note, reset_text
 
 A, B, C = tps("orders", 0, 1, 2)
 OLD = TopicPartition("former", 0)
@@ -75,11 +75,11 @@ def test_G10_unknown_commit_times_give_no_expiry() -> None:
 
 
 def test_commit_metadata_contains_commit_time() -> None:
-    text = note_text("s", 4, 2, followed=True, truncated_after=9, at_ms=1_700_000_000_123)
-    rest = parse_note(note_text("s", 4, 2, followed=True, truncated_after=9))
+    text = note_text(Note("s", 4, 2, followed=True, truncated_after=9, at_ms=1_700_000_000_123))
+    rest = parse_note(note_text(Note("s", 4, 2, followed=True, truncated_after=9)))
     assert parse_note(text) == rest._replace(at_ms=1_700_000_000_123)
-    assert parse_note(note_text("s", 4, at_ms=5)).at_ms == 5
-    assert parse_note(note_text("s", 4, at_ms=5, topic_id="rMJ-q_4")).topic_id == "rMJ-q_4"
+    assert parse_note(note_text(Note("s", 4, at_ms=5))).at_ms == 5
+    assert parse_note(note_text(Note("s", 4, at_ms=5, topic_id="rMJ-q_4"))).topic_id == "rMJ-q_4"
     assert parse_note("spark-group:s:4:2:later=a=b:at=5").at_ms == 5, "words of a later version are ignored"
-    for other in (note_text("s", 4), reset_text(1), "", "at=5", "x:y:1:2:at=5", "spark-group:s:1:2:at=x"):
+    for other in (note_text(Note("s", 4)), reset_text(1), "", "at=5", "x:y:1:2:at=5", "spark-group:s:1:2:at=x"):
         assert parse_note(other).at_ms is None and not parse_note(other).followed

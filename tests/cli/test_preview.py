@@ -267,7 +267,7 @@ LAST = CheckpointBatch(
     ),
     runs_again=False,
 )
-OWN = identifiers.note_text("abc", 3)
+OWN = identifiers.note_text(identifiers.Note("abc", 3))
 
 
 @pytest.mark.parametrize(
@@ -275,8 +275,8 @@ OWN = identifiers.note_text("abc", 3)
     [
         (None, False, 4, "checkpoint"),
         (CommittedOffset(4, OWN), False, 4, "checkpoint"),
-        (CommittedOffset(2, identifiers.note_text("abc", 2)), True, 2, "checkpoint"),
-        (CommittedOffset(7, identifiers.note_text("other", 9)), False, 7, "committed offset"),
+        (CommittedOffset(2, identifiers.note_text(identifiers.Note("abc", 2))), True, 2, "checkpoint"),
+        (CommittedOffset(7, identifiers.note_text(identifiers.Note("other", 9))), False, 7, "committed offset"),
         (CommittedOffset(7, ""), False, 7, "committed offset"),
         (CommittedOffset(1, ""), False, 1, "committed offset"),
         (CommittedOffset(0, identifiers.reset_text(1)), False, 0, "committed offset"),

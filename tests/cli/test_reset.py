@@ -41,7 +41,9 @@ def test_first_reset_has_number_1_in_all_commit_metadata() -> None:
 
 
 def test_reset_number_follows_the_highest_of_kafka_and_table() -> None:
-    before = committed({P0: (9, note_text("s1", 4, 2)), P1: (7, reset_text(3)), P2: (7, note_text("s1", 4))})
+    before = committed(
+        {P0: (9, note_text(Note("s1", 4, 2))), P1: (7, reset_text(3)), P2: (7, note_text(Note("s1", 4)))}
+    )
     assert plan_reset({P0: 5}, before, None, TOPICS).reset_number == 4
     assert plan_reset({P0: 5}, before, ledger({}, reset_number=2), TOPICS).reset_number == 4
     assert plan_reset({P0: 5}, before, ledger({}, reset_number=6), TOPICS).reset_number == 7
@@ -49,11 +51,13 @@ def test_reset_number_follows_the_highest_of_kafka_and_table() -> None:
 
 
 def test_unmoved_partition_keeps_stream_id_with_new_reset_number() -> None:
-    before = committed({P0: (9, note_text("s1", 4)), P1: (7, note_text("s1", 3)), P2: (8, note_text("s1", 3, 1))})
+    before = committed(
+        {P0: (9, note_text(Note("s1", 4))), P1: (7, note_text(Note("s1", 3))), P2: (8, note_text(Note("s1", 3, 1)))}
+    )
     found = plan_reset({P0: 5}, before, None, TOPICS)
     assert found.notes[P0] == reset_text(2)
     assert [parse_note(found.notes[tp]) for tp in (P1, P2)] == [Note("s1", 3, 2)] * 2
-    more = note_text("s1", 3, followed=True, truncated_after=90)
+    more = note_text(Note("s1", 3, followed=True, truncated_after=90))
     kept = plan_reset({P0: 5}, committed({P1: (7, more)}), None, TOPICS)
     assert parse_note(kept.notes[P1]) == Note("s1", 3, 1, followed=True, truncated_after=90)
 
@@ -61,14 +65,14 @@ def test_unmoved_partition_keeps_stream_id_with_new_reset_number() -> None:
 @pytest.mark.parametrize(("recorded", "started"), [(None, True), (7, True), (8, False)])
 def test_unmoved_partition_still_starts_there_unless_the_ledger_moves_it(recorded: int | None, started: bool) -> None:
     of_table = None if recorded is None else ledger({P1: recorded})
-    found = plan_reset({P0: 5}, committed({P1: (7, note_text("s1", -1, started=True))}), of_table, TOPICS)
+    found = plan_reset({P0: 5}, committed({P1: (7, note_text(Note("s1", -1, started=True)))}), of_table, TOPICS)
     assert found.offsets[P1] == (recorded or 7)
     assert parse_note(found.notes[P1]).started is started
 
 
 def test_unmoved_partition_follows_a_ledger_that_is_ahead() -> None:
     """The last commit of a run was lost. Behind the ledger, the partition would look like an operator's rewind."""
-    before = committed({P0: (9, note_text("s1", 4)), P1: (7, note_text("s1", 4))})
+    before = committed({P0: (9, note_text(Note("s1", 4))), P1: (7, note_text(Note("s1", 4)))})
     found = plan_reset({P0: 5}, before, ledger({P0: 12, P1: 10, P2: 3}), TOPICS)
     assert found.offsets == {P0: 5, P1: 10, P2: 3}
     assert plan_reset({P0: 5}, before, ledger({P1: 2}), TOPICS).offsets == {P0: 5, P1: 7}, "another member had it since"
@@ -76,7 +80,9 @@ def test_unmoved_partition_follows_a_ledger_that_is_ahead() -> None:
 
 def test_ledger_with_older_reset_number_does_not_undo_a_reset() -> None:
     """The group was reset to another table's ledger; a reset with this table skips no record that the other lacks."""
-    before = committed({P0: (9, note_text("s1", 4, 1)), P1: (7, note_text("s2", 4, 1)), P2: (7, reset_text(1))})
+    before = committed(
+        {P0: (9, note_text(Note("s1", 4, 1))), P1: (7, note_text(Note("s2", 4, 1))), P2: (7, reset_text(1))}
+    )
     assert plan_reset({P0: 5}, before, ledger({P1: 10, P2: 10}), TOPICS).offsets == {P0: 5, P1: 7, P2: 7}
     assert plan_reset({P0: 5}, before, ledger({P1: 10, P2: 10}, reset_number=1), TOPICS).offsets == {
         P0: 5,
@@ -87,7 +93,9 @@ def test_ledger_with_older_reset_number_does_not_undo_a_reset() -> None:
 
 def test_commit_of_a_void_batch_is_ignored() -> None:
     """The stream did not know the last reset. At Kafka's offset the records of that batch would be lost."""
-    before = committed({P0: (9, note_text("s1", 4)), P1: (7, note_text("s1", 4)), P2: (7, note_text("s2", 4, 1))})
+    before = committed(
+        {P0: (9, note_text(Note("s1", 4))), P1: (7, note_text(Note("s1", 4))), P2: (7, note_text(Note("s2", 4, 1)))}
+    )
     table = replace(ledger({P1: 2, P2: 2}, reset_number=1), void=frozenset({"s1"}))
     assert plan_reset({P0: 5}, before, table, TOPICS).offsets == {P0: 5, P1: 2, P2: 7}
 

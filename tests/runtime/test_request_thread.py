@@ -184,7 +184,7 @@ def test_a_lookup_returns_its_partitions_and_parsed_notes(scene: Scene) -> None:
 @pytest.mark.parametrize(("stamp_ms", "at_ms"), [(WALL_MS - 5_000, -5_000), (WALL_MS + 86_400_000, 0)])
 def test_a_commit_in_the_future_counts_as_one_of_now(stamp_ms: int, at_ms: int) -> None:
     """The clock of the host that committed was ahead: the offset would not be renewed for so long."""
-    note = identifiers.note_text("s", 3, at_ms=stamp_ms)
+    note = identifiers.note_text(identifiers.Note("s", 3, at_ms=stamp_ms))
     parsed = parse_committed(CommittedOffset(9, note), wall_ms=WALL_MS, now_ms=1_000)
     assert parsed is not None and parsed.at_ms == 1_000 + at_ms
 

@@ -16,7 +16,7 @@ from kit.kafka_group import Code, Entry
 from kit.world import Process, World
 
 from spark_group_source.model import TopicPartition
-from spark_group_source.protocol.identifiers import note_text
+from spark_group_source.protocol.identifiers import Note, note_text
 from spark_group_source.protocol.offsets import StreamOffset
 
 TP = TopicPartition("orders", 0)
@@ -61,7 +61,7 @@ class Scene:
 
     def commit(self, reader: Reader, offset: int, *, seq: int = 0) -> None:
         old = self._committed
-        stream, note = (None, "") if reader.counted is None else (reader.party, note_text(reader.party, seq))
+        stream, note = (None, "") if reader.counted is None else (reader.party, note_text(Note(reader.party, seq)))
         self._committed = Entry(offset, stream, reader.name, 1 if old is None else old.order + 1, note)
         self.truth.committed(TP, old, self._committed)
 

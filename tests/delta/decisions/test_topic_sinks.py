@@ -24,7 +24,7 @@ from spark_group_source.errors import LedgerConflict, OptionError
 from spark_group_source.host import run_files
 from spark_group_source.kafka import CommittedOffset, Topic
 from spark_group_source.model import TopicPartition
-from spark_group_source.protocol.identifiers import note_text
+from spark_group_source.protocol.identifiers import Note, note_text
 from spark_group_source.protocol.offsets import BatchKey
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ def test_G4_reset_to_the_ledger_of_one_table_moves_its_topic_only(
     for n in range(2):
         query.run(sinks, n, offset(n, of(*both, start=5 * n, end=5 * n + 5)))
     tps = {topic: TopicPartition(topic, 0) for topic in both}
-    admin.offsets = {tp: CommittedOffset(10, note_text("s1", 1)) for tp in tps.values()}
+    admin.offsets = {tp: CommittedOffset(10, note_text(Note("s1", 1))) for tp in tps.values()}
     monkeypatch.setattr(admin, "existing_topics", lambda names: {name: Topic("id-1", 1) for name in names})
     DeltaTable(lake / "orders").restore(1)
     refused = offset(2, of(*both, start=10, end=12))
