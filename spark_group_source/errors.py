@@ -3,28 +3,6 @@
 Runs in: every process. Deliberately absent: exceptions of other libraries (each is translated in one place: Kafka's in
 ``kafka.translation``, Delta's in ``delta.table_writer``) and secrets.
 
-::
-
-    SourceError
-    ├── OptionError          an option is missing or wrong; the message names it
-    ├── GroupError           a failure at run time; ``retriable`` says whether a retry can help
-    │   ├── BrokerUnavailable     no broker answered in time (retriable)
-    │   ├── AccessDenied          credentials or permissions were refused
-    │   ├── TopicMissing          a topic was deleted, or does not exist
-    │   ├── DataLoss              planned or committed offsets are no longer in the log
-    │   ├── ReadTimeout           a range was not read within its deadline (retriable)
-    │   ├── RebalanceTimeout      the group got no assignment in time (retriable)
-    │   ├── DrainTimeout          a query did not finish its batch in time (retriable)
-    │   ├── ChannelBroken         the control channel is closed, refused or timed out (retriable)
-    │   ├── CommitFailed          Kafka refused the offset commit; the rows are safe (retriable)
-    │   ├── Fenced                a newer driver runs this stream
-    │   ├── CheckpointMismatch    the checkpoint is another group's, or its offsets cannot be read
-    │   ├── LedgerConflict        the table's offsets and the batch contradict each other
-    │   ├── BadRecords            too many records of a query cannot be written to its table
-    │   └── RegistryUnavailable   a schema registry did not answer in time (retriable)
-    ├── SetupError           Spark, Java, Python or a library is missing or has an unsupported version
-    └── InvariantBroken      a bug in this package; nothing was written, the message has the last events
-
 Every class keeps its ``fields`` through pickle, because errors travel from executors to the driver. Class names are
 stable: they appear in stack traces, in logs and in the output of ``spark-group``. ``docs/errors.md`` is rendered from
 the docstrings and from ``remedy``.

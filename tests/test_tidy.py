@@ -288,7 +288,6 @@ def test_every_error_survives_pickling_with_its_fields(cls: type[errors.SourceEr
     error = cls("what was wrong", topic="orders", partition=3)
     again = pickle.loads(pickle.dumps(error))
     assert (type(again), str(again), again.fields) == (cls, "what was wrong", {"topic": "orders", "partition": 3})
-    assert cls.__name__ in (errors.__doc__ or "")
 
 
 def test_every_module_can_be_imported() -> None:
