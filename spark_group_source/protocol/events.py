@@ -300,8 +300,9 @@ class LookupFailed:
 class OffsetsCommitted:
     """These offsets are committed, and a plain read shows them.
 
-    ``left_out``: slots whose offsets are not committed because their member is not in the group at the moment, with the
-    reason. Their offsets are committed later.
+    ``left_out``: slots whose offsets are not committed, with the reason: their member is in another generation than
+    when the commit was ordered, or in none. That is normal during a rebalance, and may concern all slots of the commit.
+    The offsets of partitions that are still held are committed later.
     """
 
     offsets: Mapping[TopicPartition, int]
@@ -310,14 +311,9 @@ class OffsetsCommitted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffsetCommitFailed:
-    """Kafka refused the commit; the next one includes its offsets.
-
-    ``stale``: a member is in another generation than when the commit was ordered, or in none. That is normal during a
-    rebalance; the offsets of partitions that are still held are committed again.
-    """
+    """Kafka refused the commit; the next one includes its offsets."""
 
     reason: str
-    stale: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -203,7 +203,7 @@ class CommitSchedule:
         self._state = Committing(offsets, frozenset(slots))
 
     def succeeded(self, now_ms: int, *, left_out: Mapping[int, str], all_committed: bool) -> int | None:
-        """The commit succeeded, but for the offsets of the slots in ``left_out``.
+        """The commit succeeded, but for the offsets of the slots in ``left_out``, which may be all of its slots.
 
         Args:
             left_out: the slots whose offsets were left out, and why.
@@ -228,13 +228,6 @@ class CommitSchedule:
         self.last_failure = reason
         self._state = Backoff(until_ms=now_ms + pause_ms(self._failures))
         self._failures += 1
-
-    def was_stale(self, now_ms: int, reason: str) -> None:
-        """Nothing was committed: every member is in another generation than when it was ordered, or in none."""
-        self.last_failure = reason
-        for slot in self._committing_slots():
-            self._leave_out(slot, reason, now_ms)
-        self._state = Idle()
 
     def slot_is_back(self, slot: int) -> None:
         """The slot has an assignment, or its offsets were committed: its next offsets may be committed at once."""

@@ -587,30 +587,24 @@ class Run:
 
     def _offsets_committed(self, event: ev.OffsetsCommitted) -> None:
         self.partitions.apply_commits(event.offsets, now_ms=self._now_ms)
-        all_committed = not self.partitions.due
+        all_committed = bool(event.offsets) and not self.partitions.due
         took_ms = self._commits.succeeded(self._now_ms, left_out=event.left_out, all_committed=all_committed)
-        self.counts.count_commit(took_ms)
-        self._warn_of_absent_slots()
-
-    def _offset_commit_failed(self, event: ev.OffsetCommitFailed) -> None:
-        if event.stale:
-            self._commits.was_stale(self._now_ms, event.reason)
-            self._warn_of_absent_slots()
-            return
-        self._commits.failed(self._now_ms, event.reason)
-        self.counts.commits_failed += 1
-        self._out.log(
-            f"offset commit failed ({event.reason}); no rows are lost, the next commit includes these offsets",
-            warn=True,
-        )
-
-    def _warn_of_absent_slots(self) -> None:
+        if event.offsets:
+            self.counts.count_commit(took_ms)
         for number, reason in self._commits.newly_absent(self._now_ms):
             self._out.log(
                 f"slot {number} is not in the group ({reason}); the offsets of its partitions are committed when it is "
                 "back, those of other slots now",
                 warn=True,
             )
+
+    def _offset_commit_failed(self, event: ev.OffsetCommitFailed) -> None:
+        self._commits.failed(self._now_ms, event.reason)
+        self.counts.commits_failed += 1
+        self._out.log(
+            f"offset commit failed ({event.reason}); no rows are lost, the next commit includes these offsets",
+            warn=True,
+        )
 
     # --- joint rules ------------------------------------------------------------------------------------------------
 

@@ -158,7 +158,7 @@ class OffsetCommits:
         except SourceError as exc:
             log.info("group %s: the last offset commit is still unanswered: %s", self._group, exc)
 
-    def commit(self, order: CommitOrder) -> ev.OffsetsCommitted | ev.OffsetCommitFailed:
+    def commit(self, order: CommitOrder) -> ev.OffsetsCommitted:
         """Commit the order's offsets and read them back, without the slots whose members have changed.
 
         Raises:
@@ -186,9 +186,7 @@ class OffsetCommits:
             self._commit([part for part in parts if part.offsets], notes, skipped)
         # A deleted partition counts as committed: Kafka accepts no offset for it.
         done = {tp: offset for tp, offset in command.offsets.items() if command.slots[tp] not in skipped}
-        if done or not skipped:
-            return ev.OffsetsCommitted(offsets=done, left_out=skipped)
-        return ev.OffsetCommitFailed(reason="; ".join(sorted(set(skipped.values()))), stale=True)
+        return ev.OffsetsCommitted(offsets=done, left_out=skipped)
 
     def _commit(self, parts: Sequence[MemberCommit], notes: Notes, skipped: dict[int, str]) -> None:
         """Commit and read back the parts of all unchanged members; add the slots of the others to ``skipped``."""
