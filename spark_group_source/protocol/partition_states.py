@@ -9,18 +9,9 @@ has a :class:`Memory` of it.
 """
 
 from dataclasses import dataclass
-from enum import Enum
 from typing import ClassVar
 
 from spark_group_source.protocol import events as ev
-
-
-class Origin(Enum):
-    """Why a position is where it is."""
-
-    STREAM = "stream"  # a batch or a commit of a stream, or the starting options
-    FOLLOWED = "followed"  # a commit that no stream made: by an operator or an ordinary consumer
-    TRUNCATED = "truncated"  # the log was truncated below the position before it, or recreated with its topic
 
 
 @dataclass(slots=True)
@@ -32,10 +23,12 @@ class Position:
     first: int
     """The first position in this assignment, or before a last batch that Kafka may not have. Without a committed
     offset, the next reader may start there."""
-    origin: Origin = Origin.STREAM
+    followed: bool = False
+    """Whether it comes from a commit that no stream made: by an operator or an ordinary consumer. Not while
+    ``truncated_after`` is set."""
     truncated_after: int | None = None
-    """TRUNCATED: the last leader epoch that was known before the truncation, or RECREATED, until an offset behind
-    ``first`` is committed. Otherwise None."""
+    """If the log was truncated below the position before this one, or recreated with its topic: the last leader epoch
+    that was known before that, or RECREATED, until an offset behind ``first`` is committed. Otherwise None."""
     lost_from: int | None = None
     """The position before records were found missing, until a batch moves the partition on; None: none are missing."""
     committed: int | None = None

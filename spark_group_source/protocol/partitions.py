@@ -23,7 +23,6 @@ from spark_group_source.protocol.partition_states import (
     Known,
     LastBatch,
     Memory,
-    Origin,
     Position,
     Resolving,
     Unassigned,
@@ -108,8 +107,7 @@ class Partitions:
             else:
                 first = first if uncommitted else until
                 memory = Memory(Position(until, first), LastBatch(self.seq, start if lost is None else lost))
-            if tp in offset.truncated_after:
-                memory.position.origin, memory.position.truncated_after = Origin.TRUNCATED, offset.truncated_after[tp]
+            memory.position.truncated_after = offset.truncated_after.get(tp)
             self._unassigned[tp] = Unassigned(memory)
 
     def assign(self, tp: TopicPartition, slot: int) -> None:
@@ -170,7 +168,7 @@ class Partitions:
         records again. Returns its partitions; none if a reset has voided the batch."""
         self.seq = seq
         ranges, self._in_flight = self._in_flight, {}
-        ours, due, truncated = self.ours, self._due, Origin.TRUNCATED
+        ours, due = self.ours, self._due
         next_state(PARTITIONS, PartitionState.IN_FLIGHT, ev.Durable, "a partition")  # once for all
         for tp, (start, end) in ranges.items():
             partition = ours.get(tp)
@@ -182,8 +180,7 @@ class Partitions:
                         partition.durable.pending = (start, end)
                     continue
                 at.offset, at.lost_from, partition.until = partition.until, None, None
-                if at.origin is not truncated:
-                    at.origin = Origin.STREAM
+                at.followed = False
                 if at.committed == at.offset:
                     at.committed = None  # by a late answer about a commit that was overtaken
             elif start < end and not isinstance(partition, Known):
@@ -296,7 +293,8 @@ class Partitions:
             start, end = memory.pending or (start, end)
             at, last = memory.position, memory.last_batch
             expected = at.offset
-            is_inside = at.offset - at.uncommitted <= offset < at.offset and at.origin is Origin.STREAM
+            is_own = not at.followed and at.truncated_after is None
+            is_inside = is_own and at.offset - at.uncommitted <= offset < at.offset
             if last.replays_next:  # a former run's batch: not counted when the partition was lost
                 self._counts.possible_duplicates += end - start
             elif last.start is not None and min(last.start, at.offset - at.uncommitted) <= offset < at.offset:
@@ -305,11 +303,10 @@ class Partitions:
             expected, is_inside = end, True
         # A commit of another stream shows whether that stream followed one; if that was a move back, it still is.
         is_followed = (committed.stream is None or committed.followed) and not is_inside
-        origin = Origin.FOLLOWED if is_followed else Origin.STREAM
         at = Position(
             offset,
             first=offset,
-            origin=origin if committed.truncated_after is None else Origin.TRUNCATED,
+            followed=is_followed and committed.truncated_after is None,
             truncated_after=committed.truncated_after,  # no batch from there may be durable yet
             committed=offset,
             committed_ms=committed.at_ms,
@@ -357,7 +354,7 @@ class Partitions:
             stream=stream,
             seq=self.seq,
             reset_number=self.reset_number,
-            followed=frozenset(tp for tp, at in due.items() if at.origin is Origin.FOLLOWED),
+            followed=frozenset(tp for tp, at in due.items() if at.followed),
             truncated_after={tp: at.truncated_after for tp, at in due.items() if at.truncated_after is not None},
         )
 
@@ -376,8 +373,8 @@ class Partitions:
                 self._update_due(tp, partition)
                 continue
             at.renews = False
-            if at.origin is Origin.TRUNCATED and offset > at.first:  # a batch from there on is durable
-                at.origin, at.truncated_after = Origin.STREAM, None
+            if offset > at.first:  # a batch from there on is durable
+                at.truncated_after = None
             due.pop(tp, None)
             if partition.is_foreign and partition.until is None:
                 self._update_known(tp, partition, ev.OffsetsCommitted, is_foreign=False)
@@ -476,11 +473,9 @@ class Partitions:
 
     def jumps(self) -> dict[TopicPartition, Position]:
         """Positions of assigned partitions that are not where a stream, or the starting options, left them."""
-        stream = Origin.STREAM
+        positions = ((tp, each.position) for tp, each in self.ours.items() if isinstance(each, Known))
         return {
-            tp: at
-            for tp, each in self.ours.items()
-            if isinstance(each, Known) and ((at := each.position).origin is not stream or at.lost_from is not None)
+            tp: at for tp, at in positions if at.followed or at.truncated_after is not None or at.lost_from is not None
         }
 
     def is_in_flight(self, tp: TopicPartition) -> bool:
@@ -570,7 +565,7 @@ def _own_position(memory: AnyMemory, committed: ev.Committed | None, reset_numbe
     if committed is None:
         assert memory is not None
         offset = remembered.offset if remembered else memory.without_last_batch
-        is_followed = remembered is not None and remembered.origin is Origin.FOLLOWED
+        is_followed = remembered is not None and remembered.followed
     else:
         offset = committed.offset
         if isinstance(memory, Memory) and is_older(committed, memory):
@@ -584,11 +579,10 @@ def _own_position(memory: AnyMemory, committed: ev.Committed | None, reset_numbe
     if isinstance(memory, Memory) and memory.pending is not None and not is_after_pending(committed, memory):
         offset = after_batch(first, memory.pending)
         is_followed = is_followed and offset == first
-    origin = Origin.FOLLOWED if is_followed else Origin.STREAM
     return Position(
         offset,
         first=first,
-        origin=origin if truncated_after is None else Origin.TRUNCATED,
+        followed=is_followed and truncated_after is None,
         truncated_after=truncated_after,
         committed=None if committed is None else committed.offset,
         committed_ms=None if committed is None else committed.at_ms,
@@ -610,10 +604,8 @@ def _jump(at: Position, offset: int, *, recreated: bool, truncated_after: int | 
         truncated_after = RECREATED
     elif truncated_after is not None and at.truncated_after is not None:
         truncated_after = max(truncated_after, at.truncated_after)  # a table may have rows of both former logs
-    if truncated_after is not None:
-        at.origin, at.truncated_after, at.lost_from = Origin.TRUNCATED, truncated_after, None
-    elif recreated:
-        at.origin, at.truncated_after, at.lost_from = Origin.STREAM, None, None
+    if recreated or truncated_after is not None:
+        at.followed, at.truncated_after, at.lost_from = False, truncated_after, None
     elif at.lost_from is None:
         at.lost_from = at.offset
     # What this run read between an earlier committed offset and a truncation is in the log, and may be read again.

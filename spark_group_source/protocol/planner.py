@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Final, Protocol
 from spark_group_source.errors import InvariantBroken, OptionError
 from spark_group_source.model import OffsetRange, TopicPartition
 from spark_group_source.protocol.offsets import StreamOffset
-from spark_group_source.protocol.partition_states import Origin
 from spark_group_source.protocol.rules import Rules
 
 if TYPE_CHECKING:
@@ -156,7 +155,7 @@ class Planner:
             known=known,
             ranges={tp: (backlogs[tp][0], end) for tp, end in until.items()},
             reset_number=run.partitions.reset_number,
-            followed=frozenset(tp for tp, at in jumps.items() if at.origin is Origin.FOLLOWED),
+            followed=frozenset(tp for tp, at in jumps.items() if at.followed),
             started=frozenset(run.lookups.started & until.keys()),
             behind=run.partitions.behind(),
             leader_epochs=leader_epochs(positions | uncommitted),

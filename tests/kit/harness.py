@@ -15,7 +15,6 @@ from spark_group_source.options.starting import StartingPosition
 from spark_group_source.protocol import events as ev
 from spark_group_source.protocol import identifiers
 from spark_group_source.protocol.offsets import BatchKey, StreamOffset
-from spark_group_source.protocol.partition_states import Origin
 from spark_group_source.protocol.rules import Rules
 from spark_group_source.protocol.run import Run
 from spark_group_source.protocol.states import RunState
@@ -109,7 +108,7 @@ class GroupHarness:
 
     def followed(self) -> set[TopicPartition]:
         """Partitions whose position is a commit that no stream made."""
-        return {tp for tp, at in self.run.partitions.jumps().items() if at.origin is Origin.FOLLOWED}
+        return {tp for tp, at in self.run.partitions.jumps().items() if at.followed}
 
     def truncated(self) -> dict[TopicPartition, int]:
         """Partitions that go back to where their log was truncated: the leader epochs known before that."""

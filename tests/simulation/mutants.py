@@ -235,15 +235,15 @@ MUTANTS = [
     Mutant(
         "keeps-a-pending-batch-over-a-foreign-commit",
         P,
-        "at = Position(\n            offset,\n            first=offset,\n            origin=origin",
+        "at = Position(\n            offset,\n            first=offset,\n            followed=",
         "at = Position(\n            end if getattr(memory, 'pending', 0) and is_inside else offset,\n"
-        "            first=offset,\n            origin=origin",
+        "            first=offset,\n            followed=",
         "a foreign commit inside a pending batch counts, as the sink may have skipped that batch",
     ),
     Mutant(
         "takes-a-commit-below-what-is-durable-for-a-rewind",
         P,
-        "is_inside = at.offset - at.uncommitted <= offset < at.offset and at.origin is Origin.STREAM",
+        "is_inside = is_own and at.offset - at.uncommitted <= offset < at.offset",
         "is_inside = False",
         "a foreign commit of records that this stream has read and not committed is no move back",
     ),
@@ -286,7 +286,7 @@ MUTANTS = [
     Mutant(
         "hides-a-rewind",
         "protocol/planner.py",
-        "followed=frozenset(tp for tp, at in jumps.items() if at.origin is Origin.FOLLOWED),",
+        "followed=frozenset(tp for tp, at in jumps.items() if at.followed),",
         "followed=frozenset(),",
         "the plan reports to the sink which positions followed a foreign commit",
     ),
