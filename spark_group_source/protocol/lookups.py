@@ -11,10 +11,10 @@ from spark_group_source.model import EARLIEST, LATEST, TopicPartition
 from spark_group_source.protocol import events as ev
 from spark_group_source.protocol.data_loss import data_loss
 from spark_group_source.protocol.outbox import Outbox
-from spark_group_source.protocol.partition_states import Fetching, Resolving, VoidedMemory
-from spark_group_source.protocol.partitions import Partitions
+from spark_group_source.protocol.partitions import Partitions, VoidedMemory
 from spark_group_source.protocol.request_schedule import pause_ms
 from spark_group_source.protocol.rules import Rules
+from spark_group_source.protocol.states import PartitionState
 from spark_group_source.protocol.statistics import Statistics
 
 POSITION_MS_MAX = 5_000
@@ -118,7 +118,7 @@ class PositionLookups:
         new, restored = [], []
         for tp, committed in event.offsets.items():
             partition = self._partitions.end_lookup(tp)
-            if not isinstance(partition, Fetching):
+            if partition is None or partition.state is not PartitionState.FETCHING:
                 continue
             if committed is None and partition.memory is None:
                 new.append(tp)
@@ -177,7 +177,7 @@ class PositionLookups:
         too_late = []
         for tp, at in event.offsets.items():
             partition = self._partitions.end_lookup(tp)
-            if not isinstance(partition, Resolving):
+            if partition is None or partition.state is not PartitionState.RESOLVING:
                 continue
             if at is None:
                 too_late.append(tp)

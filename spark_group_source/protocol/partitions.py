@@ -1,7 +1,11 @@
 """The partitions of a run: which are assigned, their positions, and which positions have to be committed.
 
 Runs in: the stream reader, tests. Deliberately absent: why a slot has a partition (``slots``), requests to Kafka
-(answers are passed in as values), and the fields of one partition (``partition_states``).
+(answers are passed in as values), and which change follows from which event (the table in ``states``).
+
+The *position* of a partition is the next offset after all durable batches of the stream. It is a :class:`Position`
+while it is known (adopting, ready, in flight). Before it is known, and after the partition is revoked, the run only
+has a :class:`Memory` of it.
 
 A batch that becomes durable while the position of one of its partitions is not known (the partition was revoked, or
 just came back) is *pending*: it is applied to the committed offset, unless a foreign commit changed that. After a
@@ -11,28 +15,12 @@ foreign commit inside a batch of this stream, the partition continues at the for
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Set
+from dataclasses import dataclass
 
 from spark_group_source.errors import InvariantBroken
 from spark_group_source.model import TopicPartition
 from spark_group_source.protocol import events as ev
 from spark_group_source.protocol.offsets import RECREATED, StreamOffset
-from spark_group_source.protocol.partition_states import (
-    AnyMemory,
-    AssignedPartition,
-    Fetching,
-    Known,
-    LastBatch,
-    Memory,
-    Position,
-    Resolving,
-    Unassigned,
-    Unresolved,
-    VoidedMemory,
-    after_batch,
-    is_after_pending,
-    is_older,
-    uncommitted_offset,
-)
 from spark_group_source.protocol.states import PARTITIONS, PartitionState, next_state, require_change
 from spark_group_source.protocol.statistics import Statistics
 
@@ -48,14 +36,201 @@ RENEW_CHECK_MS = 600_000
 UNKNOWN = frozenset({PartitionState.UNRESOLVED, PartitionState.FETCHING, PartitionState.RESOLVING})
 """States of an assigned partition without a known position."""
 
-_STATES = {
-    Unassigned: PartitionState.UNASSIGNED,
-    Unresolved: PartitionState.UNRESOLVED,
-    Fetching: PartitionState.FETCHING,
-    Resolving: PartitionState.RESOLVING,
-}
-
 Ranges = Mapping[TopicPartition, tuple[int, int]]
+
+# --- one partition ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Position:
+    """Where a partition is, or was when its position was last known."""
+
+    offset: int
+    """The next offset to read."""
+    first: int
+    """The first position in this assignment, or before a last batch that Kafka may not have. Without a committed
+    offset, the next reader may start there."""
+    followed: bool = False
+    """Whether it comes from a commit that no stream made: by an operator or an ordinary consumer. Not while
+    ``truncated_after`` is set."""
+    truncated_after: int | None = None
+    """If the log was truncated below the position before this one, or recreated with its topic: the last leader epoch
+    that was known before that, or RECREATED, until an offset behind ``first`` is committed. Otherwise None."""
+    lost_from: int | None = None
+    """The position before records were found missing, until a batch moves the partition on; None: none are missing."""
+    committed: int | None = None
+    """The committed offset, under any name, as far as this run knows."""
+    committed_ms: int | None = None
+    """When ``committed`` was committed, on the run's clock; None if that is not known."""
+    renews: bool = False
+    """Whether ``committed`` is so old that it has to be committed again."""
+    checkpoint_start: int | None = None
+    """Where the last batch of the checkpoint started to read the partition, from the answer that made the position
+    known until the partition is revoked: a reset may have voided that batch."""
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the position has to be committed, as far as the committed offset shows."""
+        return self.committed != self.offset or self.renews
+
+    @property
+    def without_last_batch(self) -> int:
+        """The position before the last batch of the checkpoint, which a reset may have voided."""
+        return self.offset if self.checkpoint_start is None else self.checkpoint_start
+
+    @property
+    def uncommitted(self) -> int:
+        """The number of offsets that are durable but not committed."""
+        return max(0, self.offset - self._base)
+
+    def unconfirmed(self, end: int) -> int:
+        """The number of offsets that the next reader reads again, when this run has read up to ``end``."""
+        return end - min(self.offset, self._base)
+
+    @property
+    def _base(self) -> int:
+        return self.first if self.committed is None else self.committed
+
+
+@dataclass(frozen=True, slots=True)
+class LastBatch:
+    """The last durable batch that a remembered position accounts for."""
+
+    seq: int
+    """The number of the batch; -1 before the first."""
+    start: int | None = None
+    """Where the batch started to read the partition; known from a checkpoint only."""
+    replays_next: bool = False
+    """Whether the batch after this one starts at the position and runs again."""
+
+
+@dataclass(slots=True)
+class Memory:
+    """The last known position of a partition whose present position is not known."""
+
+    position: Position
+    last_batch: LastBatch
+    pending: tuple[int, int] | None = None
+    """The range of a batch that became durable while the position was not known."""
+
+    @property
+    def reached(self) -> int:
+        """The end of what is durable, as far as this run knows."""
+        offset = self.position.offset
+        return offset if self.pending is None else after_batch(offset, self.pending)
+
+    @property
+    def without_last_batch(self) -> int:
+        """The position before the last batch, as far as this run knows: a reset may have voided that batch."""
+        return self.position.offset if self.last_batch.start is None else self.last_batch.start
+
+
+@dataclass(frozen=True, slots=True)
+class VoidedMemory:
+    """A reset of the group voided what was remembered. If the group never committed the partition, the reset could not
+    move it, and it starts here."""
+
+    without_last_batch: int
+
+
+AnyMemory = Memory | VoidedMemory | None
+"""None: this run and its checkpoint never had the partition, or its topic was recreated."""
+
+
+def uncommitted_offset(memory: AnyMemory) -> int | None:
+    """The end of what is durable, if Kafka may not have it as the committed offset of this stream."""
+    if not isinstance(memory, Memory) or memory.position.committed == memory.reached:
+        return None
+    return memory.reached
+
+
+# --- states ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Unassigned:
+    """No slot of this run has the partition."""
+
+    memory: AnyMemory = None
+
+
+@dataclass(slots=True)
+class Unknown:
+    """Assigned, without a known position."""
+
+    slot: int
+    memory: AnyMemory
+    state: PartitionState
+    """UNRESOLVED: no lookup is in flight. FETCHING: the committed offset of the group is being read. RESOLVING: the
+    group has none and the run has no memory, so the starting options are being resolved."""
+
+
+@dataclass(slots=True)
+class Known:
+    """Assigned, with a known position: adopting, ready or in flight.
+
+    Changed in place, because a batch can have 100,000 partitions.
+    """
+
+    slot: int
+    position: Position
+    is_foreign: bool = False
+    """Whether the position is a foreign commit, which has to be committed under this stream's name before the next
+    batch reads the partition. Inside the batch in flight it is adopted when that is durable: a commit of this stream
+    from before the batch would mean that the batch comes after it."""
+    until: int | None = None
+    """The end of what the batch in flight reads; None if it does not read the partition."""
+    durable: Memory | None = None
+    """What was remembered when the position became a foreign commit inside what is durable. It holds again if the
+    partition is lost before the position is committed under this stream's name."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the next batch may read the partition."""
+        return self.until is None and not self.is_foreign
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the position has to be committed now."""
+        return self.until is None if self.is_foreign else self.position.is_due
+
+
+AssignedPartition = Unknown | Known
+"""A partition that a slot of this run has: every state but :class:`Unassigned`."""
+
+
+# --- comparing positions ---------------------------------------------------------------------------------------------
+
+
+def is_older(committed: ev.Committed, memory: Memory) -> bool:
+    """Whether a commit of this stream was made before the remembered position was reached."""
+    at, position, last = committed.offset, memory.position, memory.last_batch
+    if committed.seq > last.seq or (committed.seq == last.seq and not last.replays_next):
+        return False
+    if committed.seq == last.seq:
+        # The batch after it is to be run again. Between the two the position can have moved on, when records that were
+        # to be read were missing. Any other commit below the position was made since.
+        return at >= position.offset or at == position.lost_from
+    # A run with a batch in flight continues where another stream or an operator moved the group meanwhile. Under this
+    # stream's name that looks like an earlier commit; but it is below the start of that batch, and no batch of this
+    # stream ended there.
+    put_back = committed.seq == last.seq - 1 and last.start is not None and at < last.start
+    return not put_back
+
+
+def is_after_pending(committed: ev.Committed | None, memory: Memory) -> bool:
+    """Whether a commit of this stream was made when the pending batch was durable, which is the one after the last: the
+    commit accounts for it."""
+    return committed is not None and committed.seq > memory.last_batch.seq
+
+
+def after_batch(at: int, batch: tuple[int, int]) -> int:
+    """The position after a batch, if it was ``at`` before: only a batch that covers ``at`` moves it."""
+    start, end = batch
+    return end if start <= at < end else at
+
+
+# --- all partitions ---------------------------------------------------------------------------------------------------
 
 
 class Partitions:
@@ -115,7 +290,7 @@ class Partitions:
         before = self.ours.get(tp) or self._unassigned.pop(tp, Unassigned())
         next_state(PARTITIONS, state_of(before), ev.Assigned, tp)
         assert isinstance(before, Unassigned)
-        self.ours[tp] = Unresolved(slot, before.memory)
+        self.ours[tp] = Unknown(slot, before.memory, PartitionState.UNRESOLVED)
         self._unresolved[tp] = None
         self._unknown_count += 1
 
@@ -200,14 +375,14 @@ class Partitions:
             _jump(partition.position, offset, recreated=tp.topic in topics, truncated_after=missing.truncated.get(tp))
             self._update_due(tp, partition)
         for tp, each in self._unknown() if topics else ():
-            if tp.topic in topics and tp not in missing.offsets and not isinstance(each, Resolving):
+            if tp.topic in topics and tp not in missing.offsets:
                 each.memory = None
         # Positions that the check did not have are of the deleted topic, or chosen by startingOffsets in the new one,
         # which is read from its first record. They are looked up again and not committed, even if they are revoked.
         for tp, mine in list(self.ours.items()) if topics else ():
-            is_idle = isinstance(mine, Resolving) or (isinstance(mine, Known) and mine.until is None)
+            is_idle = state_of(mine) in (PartitionState.RESOLVING, PartitionState.ADOPTING, PartitionState.READY)
             if tp.topic in topics and tp not in missing.offsets and is_idle:
-                self._replace(tp, ev.RecreatedUnchecked, Unresolved(mine.slot, None))
+                self._replace(tp, ev.RecreatedUnchecked, Unknown(mine.slot, None, PartitionState.UNRESOLVED))
                 self._due.pop(tp, None)
 
     def forget(self, topics: Collection[str]) -> None:
@@ -227,34 +402,37 @@ class Partitions:
         free = [tp for tp in self._unresolved if not self._lookups[tp] and tp not in paused]
         for tp in free:
             partition = self.ours[tp]
-            assert isinstance(partition, Unresolved)
+            assert isinstance(partition, Unknown)
             self._lookups[tp] += 1
-            self._replace(tp, ev.FetchCommittedOffsets, Fetching(partition.slot, partition.memory))
+            fetching = Unknown(partition.slot, partition.memory, PartitionState.FETCHING)
+            self._replace(tp, ev.FetchCommittedOffsets, fetching)
         return tuple(free)
 
-    def end_lookup(self, tp: TopicPartition) -> AssignedPartition | None:
-        """An answer about a partition arrived. Returns the partition, if it is assigned."""
+    def end_lookup(self, tp: TopicPartition) -> Unknown | None:
+        """An answer about a partition arrived. Returns the partition, if it is assigned and its position unknown."""
         self._lookups[tp] = max(0, self._lookups[tp] - 1)
-        return self.ours.get(tp)
+        partition = self.ours.get(tp)
+        return partition if isinstance(partition, Unknown) else None
 
     def fail_lookups(self, tps: Iterable[TopicPartition]) -> None:
         """These lookups have to be repeated."""
         for tp in tps:
             partition = self.end_lookup(tp)
-            if isinstance(partition, Fetching | Resolving):
-                self._replace(tp, ev.LookupFailed, Unresolved(partition.slot, partition.memory))
+            if partition is not None and partition.state is not PartitionState.UNRESOLVED:
+                unresolved = Unknown(partition.slot, partition.memory, PartitionState.UNRESOLVED)
+                self._replace(tp, ev.LookupFailed, unresolved)
 
     def begin_resolving(self, tp: TopicPartition) -> None:
         """The group has no committed offset and the run has no memory: the start is resolved by a second lookup."""
         self._lookups[tp] += 1
-        self._replace(tp, ev.ResolveStarts, Resolving(self.ours[tp].slot))
+        self._replace(tp, ev.ResolveStarts, Unknown(self.ours[tp].slot, None, PartitionState.RESOLVING))
 
     def repeat_resolving(self, tp: TopicPartition) -> None:
         """The start is resolved by one more lookup."""
         self._lookups[tp] += 1
 
     def apply_committed(
-        self, tp: TopicPartition, partition: Fetching, committed: ev.Committed | None, *, stream: str
+        self, tp: TopicPartition, partition: Unknown, committed: ev.Committed | None, *, stream: str
     ) -> int | None:
         """Choose the position by the committed offset and the memory; at least one of them exists.
 
@@ -273,7 +451,7 @@ class Partitions:
         self._set_known(tp, Known(partition.slot, at, is_foreign=True, durable=durable), ev.ForeignCommit)
         return moved_from
 
-    def apply_start(self, tp: TopicPartition, partition: Resolving, offset: int) -> None:
+    def apply_start(self, tp: TopicPartition, partition: Unknown, offset: int) -> None:
         """The start of a partition without a committed offset is resolved."""
         self._set_known(tp, Known(partition.slot, Position(offset, offset)), ev.StartsResolved)
 
@@ -333,7 +511,7 @@ class Partitions:
                 memory: AnyMemory = VoidedMemory(partition.position.without_last_batch)
             else:
                 memory = _voided(partition.memory)
-            self._replace(tp, ev.ResetDetected, Unresolved(partition.slot, memory))
+            self._replace(tp, ev.ResetDetected, Unknown(partition.slot, memory, PartitionState.UNRESOLVED))
             self._due.pop(tp, None)
 
     # --- offset commits ---------------------------------------------------------------------------------------------
@@ -505,7 +683,7 @@ class Partitions:
         partition = self.ours.get(tp) or self._unassigned.get(tp)
         return None if partition is None or isinstance(partition, Known) else partition.memory
 
-    def _unknown(self) -> Iterator[tuple[TopicPartition, Unassigned | Unresolved | Fetching | Resolving]]:
+    def _unknown(self) -> Iterator[tuple[TopicPartition, Unassigned | Unknown]]:
         """The partitions whose position is not known, assigned or not."""
         yield from self._unassigned.items()
         if self._unknown_count:
@@ -546,8 +724,10 @@ class Partitions:
 
 def state_of(partition: Unassigned | AssignedPartition) -> PartitionState:
     """The state that a record stands for."""
-    if not isinstance(partition, Known):
-        return _STATES[type(partition)]
+    if isinstance(partition, Unassigned):
+        return PartitionState.UNASSIGNED
+    if isinstance(partition, Unknown):
+        return partition.state
     if partition.until is not None:
         return PartitionState.IN_FLIGHT
     return PartitionState.ADOPTING if partition.is_foreign else PartitionState.READY

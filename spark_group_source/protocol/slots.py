@@ -15,8 +15,7 @@ from spark_group_source.protocol import events as ev
 from spark_group_source.protocol import identifiers
 from spark_group_source.protocol.data_loss import GRACE_MS
 from spark_group_source.protocol.outbox import Outbox
-from spark_group_source.protocol.partition_states import Known, uncommitted_offset
-from spark_group_source.protocol.partitions import Partitions
+from spark_group_source.protocol.partitions import Known, Partitions, uncommitted_offset
 from spark_group_source.protocol.request_schedule import CommitSchedule, pause_ms
 from spark_group_source.protocol.rules import SLOTS_MAX, Rules
 from spark_group_source.protocol.states import SLOTS, SlotState, require_change

@@ -4,8 +4,7 @@ Runs in: tests. Deliberately absent: the rules of a consumer group (``invariants
 """
 
 from spark_group_source.errors import InvariantBroken
-from spark_group_source.protocol.partition_states import Known, Unresolved
-from spark_group_source.protocol.partitions import Partitions, state_of
+from spark_group_source.protocol.partitions import Known, Partitions, state_of
 from spark_group_source.protocol.run import Run
 from spark_group_source.protocol.slots import AssignedState, ClosedState, RevokingState, Slots
 from spark_group_source.protocol.states import PartitionState
@@ -49,7 +48,7 @@ def _of_partitions(partitions: Partitions) -> str | None:
     for tp, partition in partitions.ours.items():
         if tp in partitions._unassigned:
             return f"{tp} is assigned and unassigned"
-        if isinstance(partition, Unresolved) != (tp in partitions._unresolved):
+        if (state_of(partition) is PartitionState.UNRESOLVED) != (tp in partitions._unresolved):
             return f"{tp} has no position, and no lookup is planned"
         is_due = isinstance(partition, Known) and partition.is_due
         if is_due != (tp in partitions.due):

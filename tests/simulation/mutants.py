@@ -93,9 +93,8 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
         return self._mutant.source()
 
 
-P, PS, M, S, E, L = (
+P, M, S, E, L = (
     "protocol/partitions.py",
-    "protocol/partition_states.py",
     "protocol/run.py",
     "protocol/slots.py",
     "protocol/request_schedule.py",
@@ -178,7 +177,7 @@ MUTANTS = [
     ),
     Mutant(
         "ignores-a-pending-batch",
-        PS,
+        P,
         "return end if start <= at < end else at",
         "return at",
         "a pending batch is applied as if the committed offset had preceded it",
@@ -213,7 +212,7 @@ MUTANTS = [
     ),
     Mutant(
         "counts-no-duplicates",
-        PS,
+        P,
         "return end - min(self.offset, self._base)",
         "return 0",
         "possible duplicates are counted",
@@ -227,7 +226,7 @@ MUTANTS = [
     ),
     Mutant(
         "undoes-a-rewind-before-its-batch",
-        PS,
+        P,
         "put_back = committed.seq == last.seq - 1 and last.start is not None and at < last.start",
         "put_back = False",
         "a commit of the stream that was moved back before the batch in flight counts",
