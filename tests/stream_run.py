@@ -8,10 +8,10 @@ from offset_model import OffsetModel
 
 from spark_group_source.host import run_files
 from spark_group_source.kafka import CommittedOffset
-from spark_group_source.options.starting import StartingPosition
 from spark_group_source.protocol import events as ev
 from spark_group_source.protocol.data_loss import GRACE_MS
 from spark_group_source.protocol.offsets import BatchKey, StreamOffset
+from spark_group_source.protocol.rules import StartingPosition
 from spark_group_source.runtime.offset_commits import notes_of
 from spark_group_source.runtime.request_thread import parse_committed
 

@@ -47,9 +47,9 @@ from spark_group_source.errors import LedgerConflict, OptionError
 from spark_group_source.host import run_files
 from spark_group_source.kafka import CommittedOffset
 from spark_group_source.model import StartAt, TopicPartition
-from spark_group_source.options.starting import StartingPosition
 from spark_group_source.options.table import Options
 from spark_group_source.protocol.offsets import StreamOffset, parse
+from spark_group_source.protocol.rules import StartingPosition
 from spark_group_source.protocol.statistics import Statistics
 
 Record = tuple[str, str, int, int]

@@ -1,15 +1,12 @@
-"""Starting positions of partitions for which the group has no committed offset.
+"""The values of the starting options.
 
-Runs in: every process. Deliberately absent: requests to brokers (``kafka`` turns a :class:`StartAt` into an offset) and
-the decision whether a partition has a committed offset (``protocol``).
+Runs in: every process. Deliberately absent: the position that follows from all of them (``protocol.rules``), and
+requests to brokers (``kafka`` turns a :class:`StartAt` into an offset).
 """
 
 import json
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-from spark_group_source.errors import OptionError
 from spark_group_source.model import EARLIEST, LATEST, StartAt, TopicPartition
 
 LATEST_OFFSET = -1
@@ -18,54 +15,8 @@ EARLIEST_OFFSET = -2
 """In the JSON of ``startingOffsets``: the start of the log."""
 OFFSET_MAX = 2**63 - 1
 PARTITION_MAX = 2**31 - 1
-LISTED_MAX = 20
-"""Partitions that an error message lists; more are only counted."""
 
-NoMatch = Literal["error", "latest"]
 PartitionValues = tuple[tuple[TopicPartition, int], ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StartingPosition:
-    """The starting position of a query, combined from the starting options.
-
-    A partition that is added while the query runs starts at :data:`EARLIEST` whatever the options are, because "latest"
-    would skip its first records; the caller knows that the partition is new.
-    """
-
-    everywhere: StartAt = EARLIEST
-    """The position of all partitions, if ``each`` is None."""
-    each: tuple[tuple[TopicPartition, StartAt], ...] | None = None
-    """The position of each partition; None: ``everywhere`` applies."""
-    no_match: NoMatch = "error"
-    """For kind "time", if no record has such a timestamp: fail, or start at the end of the log."""
-
-    def resolve(self, partitions: Iterable[TopicPartition]) -> dict[TopicPartition, StartAt]:
-        """Return the starting position of every partition of a new stream.
-
-        Args:
-            partitions: all partitions of the subscribed topics, not only those assigned to this process.
-
-        Raises:
-            OptionError: the JSON does not name exactly these partitions; ``fields``: specified, assigned.
-        """
-        if self.each is None:
-            return dict.fromkeys(partitions, self.everywhere)
-        named = dict(self.each)
-        specified, assigned = sorted(named), sorted(set(partitions))
-        if specified != assigned:
-            raise OptionError(
-                "the starting options do not name exactly the partitions of the subscribed topics: "
-                f"specified {_listed(specified)}; assigned {_listed(assigned)}. "
-                "Name each partition once (-2 is earliest, -1 is latest)",
-                specified=[str(tp) for tp in specified],
-                assigned=[str(tp) for tp in assigned],
-            )
-        return named
-
-    def of(self, tp: TopicPartition) -> StartAt:
-        """Return the starting position of one partition, without a check; earliest if the JSON does not name it."""
-        return self.everywhere if self.each is None else dict(self.each).get(tp, EARLIEST)
 
 
 def start_at(offset: int) -> StartAt:
@@ -140,9 +91,3 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         duplicate = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"it names {duplicate!r} twice")
     return doc
-
-
-def _listed(partitions: list[TopicPartition]) -> str:
-    shown = ", ".join(str(tp) for tp in partitions[:LISTED_MAX])
-    more = len(partitions) - LISTED_MAX
-    return f"[{shown}]" if more <= 0 else f"[{shown} and {more} more]"

@@ -19,16 +19,8 @@ from spark_group_source import command_line
 from spark_group_source.errors import OptionError
 from spark_group_source.model import StartAt
 from spark_group_source.options import client as client_settings
-from spark_group_source.options.starting import (
-    NoMatch,
-    PartitionValues,
-    StartingPosition,
-    parse_offsets,
-    parse_timestamps,
-    start_at,
-    topics_of,
-)
-from spark_group_source.protocol.rules import Rules
+from spark_group_source.options.starting import PartitionValues, parse_offsets, parse_timestamps, start_at, topics_of
+from spark_group_source.protocol.rules import NoMatch, Rules, StartingPosition
 
 GROUP_MEMBERS_MAX: Final = 1_000
 MIN_PARTITIONS_MAX: Final = 100_000

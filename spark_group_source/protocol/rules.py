@@ -1,35 +1,65 @@
 """What the protocol gets from the options: limits, budgets and choices.
 
-Runs in: the stream reader, tests. Deliberately absent: parsing (``options``), and the settings of Kafka clients.
+Runs in: every process. Deliberately absent: parsing (``options``), and the settings of Kafka clients.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 from spark_group_source.command_line import Connection
-from spark_group_source.model import StartAt, TopicPartition
+from spark_group_source.errors import OptionError
+from spark_group_source.model import EARLIEST, StartAt, TopicPartition
 
 SLOTS_MAX = 1_000
 """The most slots of one run; the option ``groupMembers`` has the same limit."""
+LISTED_MAX = 20
+"""Partitions that an error message lists; more are only counted."""
+
+NoMatch = Literal["error", "latest"]
 
 
-class Starting(Protocol):
-    """Where a partition starts that its group never committed (implemented in ``options.starting``)."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartingPosition:
+    """Where the partitions of a query start that its group never committed, combined from the starting options.
 
-    @property
-    def no_match(self) -> Literal["error", "latest"]:
-        """What happens if no record is as young as the requested time: an error, or a start at the end."""
+    A partition that is added while the query runs starts at :data:`EARLIEST` whatever the options are, because "latest"
+    would skip its first records; the caller knows that the partition is new.
+    """
 
-    def of(self, tp: TopicPartition) -> StartAt:
-        """The start of one partition."""
+    everywhere: StartAt = EARLIEST
+    """The position of all partitions, if ``each`` is None."""
+    each: tuple[tuple[TopicPartition, StartAt], ...] | None = None
+    """The position of each partition; None: ``everywhere`` applies."""
+    no_match: NoMatch = "error"
+    """For kind "time", if no record has such a timestamp: fail, or start at the end of the log."""
 
-    def resolve(self, partitions: Iterable[TopicPartition]) -> Mapping[TopicPartition, StartAt]:
-        """The starts of all partitions of a new stream.
+    def resolve(self, partitions: Iterable[TopicPartition]) -> dict[TopicPartition, StartAt]:
+        """Return the starting position of every partition of a new stream.
+
+        Args:
+            partitions: all partitions of the subscribed topics, not only those assigned to this process.
 
         Raises:
-            OptionError: the option names partitions that do not exist.
+            OptionError: the JSON does not name exactly these partitions; ``fields``: specified, assigned.
         """
+        if self.each is None:
+            return dict.fromkeys(partitions, self.everywhere)
+        named = dict(self.each)
+        specified, assigned = sorted(named), sorted(set(partitions))
+        if specified != assigned:
+            raise OptionError(
+                "the starting options do not name exactly the partitions of the subscribed topics: "
+                f"specified {_listed(specified)}; assigned {_listed(assigned)}. "
+                "Name each partition once (-2 is earliest, -1 is latest)",
+                specified=[str(tp) for tp in specified],
+                assigned=[str(tp) for tp in assigned],
+            )
+        return named
+
+    def of(self, tp: TopicPartition) -> StartAt:
+        """Return the starting position of one partition, without a check; earliest if the JSON does not name it."""
+        return self.everywhere if self.each is None else dict(self.each).get(tp, EARLIEST)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +67,7 @@ class Rules:
     """The rules of one query."""
 
     group: str
-    starting: Starting
+    starting: StartingPosition
     connection: Connection = ()
     """The arguments with which commands connect to the brokers, for those in error texts."""
     named_topics: tuple[str, ...] = ()
@@ -82,3 +112,9 @@ class Rules:
     """A batch waits for this many offsets; None: it does not wait."""
     max_delay_ms: int = 900_000
     """How long a batch waits for ``min_offsets`` after the batch before it."""
+
+
+def _listed(partitions: list[TopicPartition]) -> str:
+    shown = ", ".join(str(tp) for tp in partitions[:LISTED_MAX])
+    more = len(partitions) - LISTED_MAX
+    return f"[{shown}]" if more <= 0 else f"[{shown} and {more} more]"

@@ -14,12 +14,11 @@ from rich.console import Console
 from rich.table import Table
 
 from spark_group_source.model import TopicPartition
-from spark_group_source.options.starting import StartingPosition
 from spark_group_source.protocol import events as ev
 from spark_group_source.protocol.data_loss import LeaderEpochs
 from spark_group_source.protocol.offsets import StreamOffset
 from spark_group_source.protocol.planner import Planner
-from spark_group_source.protocol.rules import Rules
+from spark_group_source.protocol.rules import Rules, StartingPosition
 from spark_group_source.protocol.run import Run
 from spark_group_source.protocol.states import RunState
 

@@ -11,11 +11,10 @@ from typing import Any, TypeVar
 from kit.contradictions import require_consistent
 from spark_group_source.errors import InvariantBroken
 from spark_group_source.model import TopicPartition
-from spark_group_source.options.starting import StartingPosition
 from spark_group_source.protocol import events as ev
 from spark_group_source.protocol import identifiers
 from spark_group_source.protocol.offsets import BatchKey, StreamOffset
-from spark_group_source.protocol.rules import Rules
+from spark_group_source.protocol.rules import Rules, StartingPosition
 from spark_group_source.protocol.run import Run
 from spark_group_source.protocol.states import RunState
 

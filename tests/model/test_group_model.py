@@ -21,11 +21,11 @@ from kit.harness import GROUP, HOLD_BUDGET_MS, STREAM, rules_with
 from model.group_rules import ALL, KNOWN, START, Model
 from spark_group_source.errors import BrokerUnavailable
 from spark_group_source.model import EARLIEST, LATEST, TopicPartition
-from spark_group_source.options.starting import StartingPosition
 from spark_group_source.protocol import events as ev
 from spark_group_source.protocol.identifiers import client_id
 from spark_group_source.protocol.offsets import StreamOffset, parse
 from spark_group_source.protocol.planner import Planner
+from spark_group_source.protocol.rules import StartingPosition
 from spark_group_source.protocol.run import Run
 from spark_group_source.protocol.states import RunState
 

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from spark_group_source.errors import OptionError
 from spark_group_source.model import EARLIEST, LATEST, StartAt, TopicPartition
-from spark_group_source.options.starting import StartingPosition
 from spark_group_source.options.table import (
     COLUMNS,
     INTERNAL_TOPICS,
@@ -19,6 +18,7 @@ from spark_group_source.options.table import (
     Options,
     did_you_mean,
 )
+from spark_group_source.protocol.rules import StartingPosition
 
 BASE = {"kafka.bootstrap.servers": "broker:9092", "kafka.group.id": "etl"}
 ORDERS = BASE | {"subscribe": "orders"}

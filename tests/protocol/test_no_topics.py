@@ -8,9 +8,9 @@ from kit.run_harness import RunHarness
 
 from spark_group_source.errors import TopicMissing
 from spark_group_source.model import LATEST
-from spark_group_source.options.starting import StartingPosition
 from spark_group_source.protocol import events as ev
 from spark_group_source.protocol.offsets import StreamOffset
+from spark_group_source.protocol.rules import StartingPosition
 from spark_group_source.protocol.run import IDLE_PAUSES_MS
 from spark_group_source.protocol.states import RunState
 

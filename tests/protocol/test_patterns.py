@@ -10,10 +10,10 @@ from kit.run_harness import RunHarness
 
 from spark_group_source.errors import TopicMissing
 from spark_group_source.model import LATEST
-from spark_group_source.options.starting import StartingPosition
 from spark_group_source.protocol import events as ev
 from spark_group_source.protocol.data_loss import GRACE_MS
 from spark_group_source.protocol.offsets import StreamOffset
+from spark_group_source.protocol.rules import StartingPosition
 
 ORDERS, PAYMENTS = tps("orders", 0) + tps("payments", 0)
 ORDERS_ONLY, BOTH = {"orders": 1}, {"orders": 1, "payments": 1}

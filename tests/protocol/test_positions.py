@@ -7,10 +7,10 @@ from kit.harness import STREAM, GroupHarness, only, rules_with, tps
 
 from spark_group_source.errors import BrokerUnavailable, DataLoss, OptionError
 from spark_group_source.model import EARLIEST, LATEST, StartAt, TopicPartition
-from spark_group_source.options.starting import StartingPosition
 from spark_group_source.protocol import events as ev
 from spark_group_source.protocol.offsets import StreamOffset, parse
 from spark_group_source.protocol.planner import Planner
+from spark_group_source.protocol.rules import StartingPosition
 
 A, B, C, D = tps("orders", 0, 1, 2, 3)
 NEW = tps("orders", 4)[0]

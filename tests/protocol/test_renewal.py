@@ -4,9 +4,9 @@ import pytest
 from kit.harness import STREAM, GroupHarness, only, tps
 
 from spark_group_source.model import LATEST
-from spark_group_source.options.starting import StartingPosition
 from spark_group_source.protocol import events as ev
 from spark_group_source.protocol.partitions import RENEW_CHECK_MS, RENEW_MS
+from spark_group_source.protocol.rules import StartingPosition
 
 A, B, C = tps("orders", 0, 1, 2)
 

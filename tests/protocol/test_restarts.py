@@ -8,10 +8,10 @@ from kit.harness import GROUP, STREAM, GroupHarness, only, tps
 from kit.run_harness import ANSWER_MS, RunHarness
 
 from spark_group_source.model import LATEST, TopicPartition
-from spark_group_source.options.starting import StartingPosition
 from spark_group_source.protocol import events as ev
 from spark_group_source.protocol.data_loss import GRACE_MS
 from spark_group_source.protocol.offsets import StreamOffset, parse
+from spark_group_source.protocol.rules import StartingPosition
 
 A, B = tps("orders", 0, 1)
 PAST = StreamOffset(

@@ -17,11 +17,11 @@ from spark_group_source.errors import (
     RebalanceTimeout,
 )
 from spark_group_source.model import LATEST
-from spark_group_source.options.starting import StartingPosition
 from spark_group_source.protocol import events as ev
 from spark_group_source.protocol.data_loss import EARLIER_MS
 from spark_group_source.protocol.group_assignment import ASSIGNMENT_WARNING_MS, DESCRIBE_PAUSE_MS
 from spark_group_source.protocol.offsets import BatchKey, StreamOffset
+from spark_group_source.protocol.rules import StartingPosition
 from spark_group_source.protocol.run import (
     COMMIT_MS_MAX,
     IDLE_LOAD_MAX,

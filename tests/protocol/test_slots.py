@@ -8,11 +8,10 @@ from kit.contradictions import require_consistent
 from kit.harness import GROUP, JOINING_BUDGET_MS, STREAM, Commands, GroupHarness, only, tps
 
 from spark_group_source.errors import Fenced, InvariantBroken, RebalanceTimeout
-from spark_group_source.options.starting import StartingPosition
 from spark_group_source.protocol import events as ev
 from spark_group_source.protocol.data_loss import GRACE_MS
 from spark_group_source.protocol.offsets import StreamOffset
-from spark_group_source.protocol.rules import Rules
+from spark_group_source.protocol.rules import Rules, StartingPosition
 from spark_group_source.protocol.slots import (
     CLOSE_MS_MAX,
     LEAVE_MS_MAX,
