@@ -205,7 +205,7 @@ class Member(SlotMember):
         """Wait until the thread has ended; return False after the timeout."""
         if self._thread is None:
             return True
-        if timeout_s > 0:  # with 0 it may be called on the thread itself, while it reports its end
+        if timeout_s > 0 and self._thread.is_alive():  # with 0 it may be the thread itself, which reports its end
             self._thread.join(timeout_s)
         return not self._thread.is_alive()
 

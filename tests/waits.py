@@ -66,7 +66,6 @@ GIVEN = {
     "kafka.consumer:MemberConsumer.poll poll": "{members.POLL_S}",
     "kafka.environment:Environment.pause wait": "the pause between a bounded number of attempts; each is in this table "
     "or in the next one",
-    "kafka.environment:_Thread.join join": "{runtime.coordinator.CLOSE_S_MAX}",
     "kafka.group_offsets:GroupOffsets._answers committed": "{kafka.group_offsets.READ_TIMEOUT_S}",
     "local.broker:Broker._end wait": "{local.broker.STOP_S}",
     "local.broker:Node.wait wait": "{local.broker.STOP_S}",

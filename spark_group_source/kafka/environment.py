@@ -47,8 +47,8 @@ _AdminClient: Any = kafka_admin.AdminClient
 class Thread(Protocol):
     """A thread that :meth:`Environment.spawn` started."""
 
-    def join(self, timeout_s: float) -> None:
-        """Wait until it has ended, at most for the timeout."""
+    def join(self, timeout_s: float, /) -> None:
+        """Wait until it has ended, at most for the timeout. Only for a thread that could be started."""
 
     def is_alive(self) -> bool:
         """Whether it runs; False also if it could not be started."""
@@ -105,8 +105,22 @@ class Environment:
             died: called with every exception that leaves ``run`` (except SystemExit), on that thread. If the thread
                 cannot be started, called with the reason on the calling thread before this returns.
         """
-        thread = _Thread(name, run, died)
-        thread.start()
+
+        def guarded() -> None:
+            try:
+                run()
+            except SystemExit:
+                pass
+            except:  # noqa: E722 - a callback error that the library passes on may not be a BaseException
+                exc: object = sys.exc_info()[1]
+                log.exception("thread %s died", name)
+                died(exc if isinstance(exc, BaseException) else RuntimeError(repr(exc)))
+
+        thread = threading.Thread(target=guarded, name=name, daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as exc:  # the system cannot start more threads
+            died(exc)
         return thread
 
     # --- this process -----------------------------------------------------------------------------------------------
@@ -132,37 +146,6 @@ class Environment:
     def admin(self, settings: Mapping[str, Any]) -> Any:
         """Create a ``confluent_kafka.admin.AdminClient``."""
         return create_client(_AdminClient, settings)
-
-
-class _Thread:
-    def __init__(self, name: str, run: Callable[[], None], died: Callable[[BaseException], None]) -> None:
-        self._run, self._died = run, died
-        self._thread = threading.Thread(target=self._guarded, name=name, daemon=True)
-        self._started = False
-
-    def start(self) -> None:
-        try:
-            self._thread.start()
-            self._started = True
-        except RuntimeError as exc:  # the system cannot start more threads
-            self._died(exc)
-
-    def join(self, timeout_s: float) -> None:
-        if self._started:
-            self._thread.join(timeout_s)
-
-    def is_alive(self) -> bool:
-        return self._started and self._thread.is_alive()
-
-    def _guarded(self) -> None:
-        try:
-            self._run()
-        except SystemExit:
-            pass
-        except:  # noqa: E722 - a callback error that the library passes on may not be a BaseException
-            exc: object = sys.exc_info()[1]
-            log.exception("thread %s died", self._thread.name)
-            self._died(exc if isinstance(exc, BaseException) else RuntimeError(repr(exc)))
 
 
 # --- clients of confluent_kafka -------------------------------------------------------------------------------------
