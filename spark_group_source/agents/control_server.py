@@ -31,7 +31,7 @@ from spark_group_source.agents.messages import (
 from spark_group_source.model import Piece, TopicPartition
 from spark_group_source.options.table import Options
 from spark_group_source.protocol import events as ev
-from spark_group_source.protocol.claims import Claims, TaskPlan, UnknownTask
+from spark_group_source.protocol.claims import Claims, TaskPlan
 from spark_group_source.protocol.offsets import StreamOffset
 
 log = logging.getLogger(__name__)
@@ -182,8 +182,9 @@ class ControlServer:
         with self._lock:
             piece = self._claims.claim(claim.plan, claim.task, claim.executor)
             plan = self._claims.plan(claim.plan)
-        if isinstance(piece, UnknownTask) or plan is None:
-            return ClaimRefused(reason=piece.reason if isinstance(piece, UnknownTask) else "its plan was dropped")
+        if isinstance(piece, str):
+            return ClaimRefused(reason=piece)
+        assert plan is not None  # it has the piece
         return ClaimGranted(Piece.of(piece.ranges, plan.offset.topic_ids, plan.offset.leader_epochs))
 
 

@@ -66,13 +66,6 @@ class TaskPlan:
     """With a fixed binding, by the number of the task."""
 
 
-@dataclass(frozen=True, slots=True)
-class UnknownTask:
-    """The response to a claim of a task that is in no plan, and why."""
-
-    reason: str
-
-
 class Claims:
     """The plans of one run, and the claims on their pieces.
 
@@ -123,16 +116,17 @@ class Claims:
             self._forget(offset.seq)
         return plan
 
-    def claim(self, plan: str, task: int, executor: str) -> PlannedPiece | UnknownTask:
-        """The piece of task number ``task`` of a plan, which now runs on ``executor``."""
+    def claim(self, plan: str, task: int, executor: str) -> PlannedPiece | str:
+        """The piece of task number ``task`` of a plan, which now runs on ``executor``; or the reason why there is none:
+        the task is in no plan."""
         claims = self._plans.get(plan)
         if claims is None:
-            return UnknownTask(
+            return (
                 f"plan {plan!r} is another run's, of an earlier batch, or older than the last {PLANS_MAX} plans of run "
                 f"{self._run!r}"
             )
         if not 0 <= task < len(claims.plan.pieces):
-            return UnknownTask(f"plan {plan!r} has {len(claims.plan.pieces)} tasks, and none with number {task}")
+            return f"plan {plan!r} has {len(claims.plan.pieces)} tasks, and none with number {task}"
         self._running.add((plan, task, executor))
         self._concurrent[-1] = max(self._concurrent[-1], len(self._running))
         return claims.claim(task, executor)
@@ -180,9 +174,6 @@ class _PlanClaims:
         for number, piece in enumerate(plan.pieces):
             self._free.setdefault(piece.executor, deque()).append(number)
             self._free_records[piece.executor] = self._free_records.get(piece.executor, 0) + piece.size
-        self._by_size = [(-records, executor) for executor, records in self._free_records.items()]
-        """A heap of executors by free records, the most first. Outdated entries are skipped."""
-        heapq.heapify(self._by_size)
 
     def claim(self, task: int, executor: str) -> PlannedPiece:
         if task not in self.piece_of:
@@ -194,21 +185,12 @@ class _PlanClaims:
         records. There are as many pieces as tasks, so there is one."""
         source = next((name for name in (executor, "") if name in self._free), None)
         if source is None:
-            source = self._with_most_records()
+            source = max(self._free_records, key=self._free_records.__getitem__)
         number = self._free[source].popleft()
         self._free_records[source] -= self.plan.pieces[number].size
-        if self._free[source]:
-            heapq.heappush(self._by_size, (-self._free_records[source], source))
-        else:
+        if not self._free[source]:
             del self._free[source], self._free_records[source]
         return number
-
-    def _with_most_records(self) -> str:
-        while True:
-            records, executor = self._by_size[0]
-            if self._free_records.get(executor) == -records:
-                return executor
-            heapq.heappop(self._by_size)  # outdated
 
 
 # --- splitting ------------------------------------------------------------------------------------------------------
