@@ -37,7 +37,7 @@ from spark_group_source.protocol.planner import Planner
 from spark_group_source.protocol.request_schedule import CommitSchedule, Outage, Requester
 from spark_group_source.protocol.rules import Rules
 from spark_group_source.protocol.slots import IN_READER, Slot, Slots, shown
-from spark_group_source.protocol.states import BEFORE_PLAN, RUN, RunState, SlotState, next_state
+from spark_group_source.protocol.states import BEFORE_PLAN, RUN, RunState, next_state
 from spark_group_source.protocol.statistics import Skips, Statistics
 
 SETTLE_MS_MAX = 10_000
@@ -212,11 +212,6 @@ class Run:
         for tp in self.slots.revoked():
             found.pop(tp, None)
         return found
-
-    def awaits_end(self, slot: int) -> bool:
-        """Whether a slot waits for its member to close. Any thread: the caller was ordered to close."""
-        found = self.slots.get(slot)
-        return found is not None and found.state.kind is SlotState.MOVING
 
     def next_deadline_ms(self) -> int | None:
         """When :class:`Tick` is due; None while nothing waits for a time."""

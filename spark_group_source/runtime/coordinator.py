@@ -273,14 +273,9 @@ class Coordinator:
             self._options.member_settings(),
             environment=self._environment,
             own_member_ids=self._requests.own_member_ids,
-            report=self._report,
+            report=self._handle,
             before_join=self._requests.await_transactional_id,
         )
-
-    def _report(self, event: ev.Event) -> None:
-        """Handle a member's event; its end only if the next member of the slot waits for it."""
-        if not isinstance(event, ev.MemberEnded) or self._run.awaits_end(event.slot):
-            self._handle(event)
 
     def _retire(self, slot: int) -> None:
         """Keep a slot's former member until its thread has ended."""

@@ -264,8 +264,8 @@ class OffsetCommits:
     def _skip(self, part: MemberCommit, exc: MemberStale, skipped: dict[int, str]) -> None:
         member, skipped[part.member.slot] = part.member, str(exc)
         if exc.expelled:  # its own client may not know yet: replace the member
-            member.submit(ev.Leave(slot=member.slot, leave=False))
             self._handle(ev.MemberFailed(slot=member.slot, client=member.client, reason=str(exc)))
+            member.submit(ev.Leave(slot=member.slot, leave=False))
 
     # --- where transactions are denied --------------------------------------------------------------------------------
 
