@@ -10,7 +10,6 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
-from functools import partial
 from typing import Any, TypeVar
 
 from confluent_kafka import OFFSET_END, IsolationLevel, KafkaError, KafkaException, TopicCollection
@@ -332,49 +331,42 @@ class Admin:
             return {}
         level = IsolationLevel.READ_COMMITTED if committed else IsolationLevel.READ_UNCOMMITTED
         requests = [{to_kafka(tp): specs[tp] for tp in batch} for batch in request_batches(specs)]
-        send = partial(self._list_offsets_once, requests, level, require_all, offset_min)
+
+        def send(bound: Bound) -> dict[Any, Any]:
+            """Send once. The library's errors are the same for missing partitions and for those whose leader it does
+            not know, so a second request finds out which partitions exist."""
+            answers: dict[Any, Any] = {}
+            failed: dict[Any, KafkaException] = {}
+            futures: dict[Any, Future[Any]] = {}
+            for request in requests:
+                futures |= self._client.list_offsets(request, isolation_level=level, **bound)
+            for partition, future in futures.items():
+                try:
+                    answer = self._answer(Request.OFFSETS, future, partition.topic)
+                    if not isinstance(answer, Missing) and answer.offset < offset_min:
+                        raise _no_answer()
+                    answers[partition] = answer
+                except KafkaException as exc:
+                    if self._refusal.error is not None:
+                        raise
+                    failed[partition] = exc
+            if not require_all:  # a new client would not find a leader either
+                failed = {p: exc for p, exc in failed.items() if exc.args[0].code() != KafkaError.LEADER_NOT_AVAILABLE}
+            if failed and answers and not require_all:
+                if self._environment.now_ms() >= self._renewed_ms + RENEW_EVERY_S * 1000:
+                    self._renew()
+                return answers
+            if not failed:
+                return answers
+            ambiguous = {p: exc for p, exc in failed.items() if exc.args[0].code() in AMBIGUOUS_CODES}
+            errors = [exc for p, exc in failed.items() if p not in ambiguous]
+            errors = errors or self._of_existing(ambiguous, bound, leaderless=require_all)
+            if errors:
+                raise errors[0]
+            return answers
+
         answers = self._request(Request.OFFSETS, "listing offsets", send)
         return {TopicPartition(p.topic, p.partition): at for p, at in answers.items() if not isinstance(at, Missing)}
-
-    def _list_offsets_once(
-        self,
-        requests: Iterable[dict[Any, Any]],
-        level: IsolationLevel,
-        require_all: bool,
-        offset_min: int,
-        bound: Bound,
-    ) -> dict[Any, Any]:
-        """Send once. The library's errors are the same for missing partitions and for those whose leader it does not
-        know, so a second request finds out which partitions exist."""
-        answers: dict[Any, Any] = {}
-        failed: dict[Any, KafkaException] = {}
-        futures: dict[Any, Future[Any]] = {}
-        for request in requests:
-            futures |= self._client.list_offsets(request, isolation_level=level, **bound)
-        for partition, future in futures.items():
-            try:
-                answer = self._answer(Request.OFFSETS, future, partition.topic)
-                if not isinstance(answer, Missing) and answer.offset < offset_min:
-                    raise _no_answer()
-                answers[partition] = answer
-            except KafkaException as exc:
-                if self._refusal.error is not None:
-                    raise
-                failed[partition] = exc
-        if not require_all:  # a new client would not find a leader either
-            failed = {p: exc for p, exc in failed.items() if exc.args[0].code() != KafkaError.LEADER_NOT_AVAILABLE}
-        if failed and answers and not require_all:
-            if self._environment.now_ms() >= self._renewed_ms + RENEW_EVERY_S * 1000:
-                self._renew()
-            return answers
-        if not failed:
-            return answers
-        ambiguous = {p: exc for p, exc in failed.items() if exc.args[0].code() in AMBIGUOUS_CODES}
-        errors = [exc for p, exc in failed.items() if p not in ambiguous]
-        errors = errors or self._of_existing(ambiguous, bound, leaderless=require_all)
-        if errors:
-            raise errors[0]
-        return answers
 
     def _of_existing(
         self, failed: Mapping[Any, KafkaException], bound: Bound, *, leaderless: bool

@@ -450,7 +450,7 @@ class Slots:
     @property
     def members_max(self) -> int:
         """How many members with these topics the group may have; at least one."""
-        return max(1, min(self._fitting(), SLOTS_MAX))
+        return max(1, self._fitting())
 
     @property
     def all_assigned(self) -> bool:
@@ -527,10 +527,17 @@ class Slots:
             self._out.log(text, warn=True)
 
     def _fitting(self) -> int:
-        """Return how many members with these topics Kafka can store."""
-        rules = self._rules
-        fitting = members_max(self._topics, cooperative=rules.cooperative) if rules.classic else None
-        return SLOTS_MAX if fitting is None else fitting
+        """Return how many members with these topics fit into the group's record, at most SLOTS_MAX.
+
+        Kafka stores a classic group as one record in the topic ``__consumer_offsets``: for each member the names of its
+        topics in its subscription and again in its assignment (``GroupMetadataValue``; with cooperative-sticky a third
+        time, as the partitions that it owns). A record above the topic's ``max.message.bytes`` cannot be stored. Then
+        the broker answers each SyncGroup with UNKNOWN_SERVER_ERROR, librdkafka joins again without a word, and no
+        member of the group gets an assignment, for ever. A KIP-848 group has records for each member, with topic ids in
+        assignments. The subscriptions of other applications' members are not known here.
+        """
+        bytes_ = member_bytes(self._topics, cooperative=self._rules.cooperative) if self._rules.classic else 0
+        return min(int(RECORD_BYTES_MAX * NAMES_SHARE) // bytes_, SLOTS_MAX) if bytes_ else SLOTS_MAX
 
     def _subscribe(self, slot: Slot) -> None:
         slot.topics = self._topics
@@ -731,17 +738,3 @@ def member_bytes(topics: Iterable[str], *, cooperative: bool) -> int:
     """Return how much of the group's record the topic names of one member take, if it has a partition of each topic."""
     times = 3 if cooperative else 2
     return sum(times * (len(name) + LENGTH_BYTES) + (times - 1) * PARTITIONS_BYTES for name in topics)
-
-
-def members_max(topics: Iterable[str], *, cooperative: bool) -> int | None:
-    """Return how many members with this subscription fit into the group's record; None: as many as one likes.
-
-    Kafka stores a classic group as one record in the topic ``__consumer_offsets``: for each member the names of its
-    topics in its subscription and again in its assignment (``GroupMetadataValue``; with cooperative-sticky a third
-    time, as the partitions that it owns). A record above the topic's ``max.message.bytes`` cannot be stored. Then the
-    broker answers each SyncGroup with UNKNOWN_SERVER_ERROR, librdkafka joins again without a word, and no member of the
-    group gets an assignment, for ever. A KIP-848 group has records for each member, with topic ids in assignments. The
-    subscriptions of other applications' members are not known here.
-    """
-    bytes_ = member_bytes(topics, cooperative=cooperative)
-    return int(RECORD_BYTES_MAX * NAMES_SHARE) // bytes_ if bytes_ else None

@@ -11,7 +11,7 @@ from spark_group_source.errors import Fenced, InvariantBroken, RebalanceTimeout
 from spark_group_source.protocol import events as ev
 from spark_group_source.protocol.data_loss import GRACE_MS
 from spark_group_source.protocol.offsets import StreamOffset
-from spark_group_source.protocol.rules import Rules, StartingPosition
+from spark_group_source.protocol.rules import SLOTS_MAX, Rules, StartingPosition
 from spark_group_source.protocol.slots import (
     CLOSE_MS_MAX,
     LEAVE_MS_MAX,
@@ -21,7 +21,6 @@ from spark_group_source.protocol.slots import (
     RevokingState,
     Slot,
     Slots,
-    members_max,
 )
 
 A, B, C, D = tps("orders", 0, 1, 2, 3)
@@ -474,9 +473,19 @@ def test_group_that_kafka_may_be_unable_to_store_is_warned_of(rules: dict[str, A
 
 @pytest.mark.parametrize(("cooperative", "fit"), [(False, 1), (True, 0)])
 def test_topic_names_count_once_more_for_cooperative_members(cooperative: bool, fit: int) -> None:
-    assert members_max(LONG, cooperative=cooperative) == fit
-    assert members_max(LONG[:500], cooperative=cooperative) == [4, 3][cooperative]
-    assert members_max((), cooperative=cooperative) is None
+    g = GroupHarness(cooperative=cooperative)
+    g.start_stream(dict.fromkeys(LONG, 6))
+    slots = g.run.slots
+    assert (slots._fitting(), slots.members_max) == (fit, 1)
+    slots.change_topics(LONG[:500])
+    g.clock.advance(ms=GRACE_MS)
+    g.feed(ev.Tick())
+    slots.change_topics(LONG[:500])
+    assert slots._fitting() == slots.members_max == [4, 3][cooperative]
+
+
+def test_group_without_topics_may_have_any_number_of_members() -> None:
+    assert GroupHarness().run.slots.members_max == SLOTS_MAX
 
 
 def test_topics_that_are_added_may_make_the_group_too_large() -> None:
