@@ -333,17 +333,15 @@ class NotReplaced:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplacedUnclear:
-    """It is unknown whether a newer driver replaced this run. ``final``: it stays unknown, because transactions are
-    refused."""
+    """It is unknown whether a newer driver replaced this run."""
 
     slot: int
     reason: str
-    final: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replaced:
-    """A newer driver commits for this stream: this run must stop."""
+    """A newer driver commits for this stream, or may do so and cannot be detected: this run must stop."""
 
     reason: str
 

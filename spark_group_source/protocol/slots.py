@@ -300,8 +300,6 @@ class Slots:
         if slot is None or not isinstance(slot.state, CheckingState):
             return None
         self._change(slot, ev.ReplacedUnclear, slot.state)
-        if event.final:
-            return self.replaced(f"another client has the instance id of slot {slot.number}, and {event.reason}")
         waited_ms = self._out.now_ms - self._begin_failing(slot)
         bound_ms = self._rules.broker_timeout_ms and max(self._rules.broker_timeout_ms, self._rules.joining_budget_ms)
         if bound_ms and waited_ms >= bound_ms:

@@ -314,7 +314,8 @@ class OffsetCommits:
         if self.members_commit and not confirmed:
             return ev.NotReplaced(slot=slot)
         if self.members_commit and not self._has_placed_members():
-            return ev.ReplacedUnclear(slot=slot, reason="transactions are not allowed here", final=True)
+            reason = f"another client has the instance id of slot {slot}, and transactions are not allowed here"
+            return ev.Replaced(reason=reason)
         try:
             if self._committer.id_uncertain or self.members_commit:
                 return self._check_memberships(slot)  # the other client may be a frozen agent of this run

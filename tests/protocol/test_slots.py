@@ -268,17 +268,9 @@ def test_unclear_replacement_is_checked_again_after_a_growing_pause_within_a_bou
     )
 
 
-def test_replacement_that_can_never_be_checked_fails_the_run_at_once(group: GroupHarness) -> None:
-    group.fenced()
-    unknown = ev.ReplacedUnclear(slot=0, reason="transactions are not allowed", final=True)
-    (fail,) = only(ev.Fail, group.feed(unknown))
-    assert isinstance(fail.error, Fenced) and "transactions are not allowed" in str(fail.error)
-    assert group.run.statistics().slots == ("closed",)
-
-
 def test_late_result_of_a_replacement_check_is_ignored(group: GroupHarness) -> None:
     group.settled(A)
-    assert group.feed(ev.NotReplaced(slot=0), ev.ReplacedUnclear(slot=0, reason="x", final=True)) == []
+    assert group.feed(ev.NotReplaced(slot=0), ev.ReplacedUnclear(slot=0, reason="x")) == []
     assert group.run.statistics().slots == ("assigned",)
 
 

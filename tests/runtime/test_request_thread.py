@@ -308,22 +308,23 @@ def test_check_whether_a_run_was_replaced(
         scene.environment.will(call, answer)
     scene.run(scene.order(ev.CheckReplaced(slot=1)))
     (event,) = scene.handled
-    assert type(event) is expected and getattr(event, "slot", 1) == 1 and not getattr(event, "final", False)
+    assert type(event) is expected and getattr(event, "slot", 1) == 1
     assert len(scene.environment.called("init_transactions")) == 1
     if call is None:
         assert scene.environment.called("send_offsets") == [(-1, {A0: (0, None, None)})]
 
 
-def test_without_transactions_replacement_is_unclear(scene: Scene) -> None:
+def test_without_transactions_another_client_counts_as_a_newer_driver(scene: Scene) -> None:
     scene.environment.will("init_transactions", DENIED, DENIED)
     scene.shows({A0: 5, A1: 6})
     question = ev.CheckReplaced(slot=1)
     only_possible = ev.CheckReplaced(slot=2, confirmed=False)
     scene.run(*(scene.order(order) for order in (question, commit_command(), question, only_possible)))
     before, done, after, joins_again = scene.handled
-    assert isinstance(before, ev.ReplacedUnclear) and not before.final
+    assert isinstance(before, ev.ReplacedUnclear)
     assert isinstance(done, ev.OffsetsCommitted)
-    assert isinstance(after, ev.ReplacedUnclear) and after.final
+    both = "another client has the instance id of slot 1, and transactions are not allowed here"
+    assert after == ev.Replaced(reason=both), "it cannot be found out, so this run stops"
     assert joins_again == ev.NotReplaced(slot=2), "no other member was seen in its place"
 
 
