@@ -233,22 +233,6 @@ def read_last_batch(files: CheckpointFiles, root: str, group: str) -> Checkpoint
     return CheckpointBatch(number, found, number not in checkpoints.batch_numbers(files, f"{root}/commits"))
 
 
-@dataclass
-class _Run:
-    """A run that has all partitions, and none of whose commits failed."""
-
-    stream: str
-    partitions: Partitions
-    lookups: PositionLookups
-
-    @property
-    def seq(self) -> int:
-        return self.partitions.seq
-
-    def plannable(self) -> dict[TopicPartition, int]:
-        return self.partitions.plannable()
-
-
 def find_starts(
     admin: GroupAdmin, options: Options, counts: dict[str, int], last: CheckpointBatch | None
 ) -> tuple[list[Start], StreamOffset]:
@@ -318,8 +302,18 @@ def find_starts(
         return Start(tp, at, ends.get(tp), origin, log_starts.get(tp), refused)
 
     partitions.apply_commits({tp: at.offset for tp, at in partitions.due.items()}, now_ms=0)
-    run = _Run(stream, partitions, lookups)
-    ours = Planner(options.rules()).plan(run, ends, {}, lambda _: {}, first=True, unlimited=True, now_ms=0)
+    ours = Planner(options.rules()).plan(
+        partitions.plannable(),
+        ends,
+        {},
+        lambda _: {},
+        stream=stream,
+        partitions=partitions,
+        lookups=lookups,
+        first=True,
+        unlimited=True,
+        now_ms=0,
+    )
     assert ours is not None, "the first batch of a run is planned without records, too"
     return [start(tp) for tp in tps], last.offset if last is not None and again else ours
 

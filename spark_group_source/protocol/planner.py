@@ -9,7 +9,7 @@ import heapq
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 from spark_group_source.errors import InvariantBroken, OptionError
 from spark_group_source.model import OffsetRange, TopicPartition
@@ -68,22 +68,6 @@ class RecordSizes:
         return max(1, -(-size // rows))
 
 
-class Reader(Protocol):
-    """What a batch is planned for: a run, or the preview of one."""
-
-    stream: str
-    """The stream id."""
-    partitions: "Partitions"
-    lookups: "PositionLookups"
-
-    @property
-    def seq(self) -> int:
-        """Number of the last durable batch; -1 before the first."""
-
-    def plannable(self) -> dict[TopicPartition, int]:
-        """The position of every partition that the batch may read."""
-
-
 class Planner:
     """Plans the batches of one run.
 
@@ -106,11 +90,14 @@ class Planner:
 
     def plan(
         self,
-        run: Reader,
+        positions: dict[TopicPartition, int],
         ends: Mapping[TopicPartition, int],
         topic_ids: Mapping[str, str],
         leader_epochs: Callable[[Mapping[TopicPartition, int]], dict[TopicPartition, int]],
         *,
+        stream: str,
+        partitions: "Partitions",
+        lookups: "PositionLookups",
         first: bool,
         unlimited: bool,
         now_ms: int,
@@ -122,16 +109,18 @@ class Planner:
         others. ``minOffsetsPerTrigger`` and :attr:`left` count all offsets up to the ends, whatever the limits are.
 
         Args:
-            run: the run, with its partitions and their positions.
+            positions: the position of every partition that the batch may read.
             ends: up to where each partition may be read; missing if no broker answered.
             topic_ids: the ids of the topics whose log ends were read.
             leader_epochs: returns the leader epochs to store with these positions.
+            stream: the stream id.
+            partitions: the run's partitions.
+            lookups: the run's position lookups.
             first: whether this is the first batch of the stream.
             unlimited: whether the trigger is Once, which reads everything available.
             now_ms: the time.
         """
         # how much to read
-        positions = run.plannable()
         if self.target is not None:
             ends = {tp: min(end, self.target.get(tp, positions.get(tp, end))) for tp, end in ends.items()}
         backlogs = {tp: (at, max(at, ends.get(tp, at))) for tp, at in positions.items()}
@@ -139,30 +128,30 @@ class Planner:
         if not (total or first) or not self._is_worthwhile(total, unlimited=unlimited, now_ms=now_ms):
             return None
         limit = None if unlimited else self._limit(backlogs)
-        until = fair_share(backlogs, limit, self._next_turn(limit, run.seq + 1))
+        until = fair_share(backlogs, limit, self._next_turn(limit, partitions.seq + 1))
         self._planned_at_ms = now_ms
         self.left = total - sum(end - backlogs[tp][0] for tp, end in until.items())
         # what the checkpoint stores besides
-        known = run.lookups.known
+        known = lookups.known
         read = {tp.topic for tp in until}
-        jumps = {tp: at for tp, at in run.partitions.jumps().items() if tp in until}
-        uncommitted = {tp: at for tp, at in run.partitions.uncommitted().items() if tp not in until}
+        jumps = {tp: at for tp, at in partitions.jumps().items() if tp in until}
+        uncommitted = {tp: at for tp, at in partitions.uncommitted().items() if tp not in until}
         return StreamOffset(
             group=self._rules.group,
-            stream=run.stream,
-            seq=run.seq + 1,
+            stream=stream,
+            seq=partitions.seq + 1,
             topic_ids={topic: id_ for topic, id_ in topic_ids.items() if topic in known or topic in read},
             known=known,
             ranges={tp: (backlogs[tp][0], end) for tp, end in until.items()},
-            reset_number=run.partitions.reset_number,
+            reset_number=partitions.reset_number,
             followed=frozenset(tp for tp, at in jumps.items() if at.followed),
-            started=frozenset(run.lookups.started & until.keys()),
-            behind=run.partitions.behind(),
+            started=frozenset(lookups.started & until.keys()),
+            behind=partitions.behind(),
             leader_epochs=leader_epochs(positions | uncommitted),
             truncated_after={tp: at.truncated_after for tp, at in jumps.items() if at.truncated_after is not None},
             lost_from={tp: at.lost_from for tp, at in jumps.items() if at.lost_from is not None},
             uncommitted=uncommitted,
-            last_batches=run.partitions.last_batches(uncommitted),
+            last_batches=partitions.last_batches(uncommitted),
         )
 
     def _limit(self, backlogs: Mapping[TopicPartition, tuple[int, int]]) -> int | None:

@@ -786,10 +786,13 @@ class Run:
     def _plan_batch(self) -> None:
         """Plan the next batch up to the log ends that were read."""
         planned = self.planner.plan(
-            self,
+            self.plannable(),
             self.data_loss.ends,
             self.data_loss.topic_ids,
             self.data_loss.leader_epochs,
+            stream=self.stream,
+            partitions=self.partitions,
+            lookups=self.lookups,
             first=self._is_first,
             unlimited=self._is_unlimited,
             now_ms=self._now_ms,

@@ -179,7 +179,7 @@ class StreamReader:
                         ClaimGranted(Piece(piece.ranges, {"orders": "a-topic-id-of-kafka-22"})),
                     )
                 else:
-                    peer.send(ClaimRefused(reason=piece.reason))
+                    peer.send(ClaimRefused(reason=piece))
             case TaskEnded():
                 self._claims.ended(message.plan, message.task, message.executor)
 

@@ -121,7 +121,18 @@ def plan(run: Run, planner: Planner) -> tuple[StreamOffset, dict[str, float]]:
         return LeaderEpochs().at_ends(positions, ends, leaders)
 
     parts["plan"], planned = measure(
-        lambda: planner.plan(run, ends, {"orders": "x"}, epochs_at, first=False, unlimited=False, now_ms=0)
+        lambda: planner.plan(
+            positions,
+            ends,
+            {"orders": "x"},
+            epochs_at,
+            stream=run.stream,
+            partitions=run.partitions,
+            lookups=run.lookups,
+            first=False,
+            unlimited=False,
+            now_ms=0,
+        )
     )
     assert planned is not None
     parts["dict"], _ = measure(lambda: {tp: at + 1 for tp, at in positions.items()})

@@ -14,6 +14,7 @@ from spark_group_source.model import TopicPartition
 from spark_group_source.protocol import events as ev
 from spark_group_source.protocol import identifiers
 from spark_group_source.protocol.offsets import BatchKey, StreamOffset
+from spark_group_source.protocol.planner import Planner
 from spark_group_source.protocol.rules import Rules, StartingPosition
 from spark_group_source.protocol.run import Run
 from spark_group_source.protocol.states import RunState
@@ -48,6 +49,31 @@ def rules_with(**rules: Any) -> Rules:
         "joining_budget_ms": JOINING_BUDGET_MS,
     }
     return Rules(**usual | rules)
+
+
+def plan_batch(
+    run: Run,
+    ends: Mapping[TopicPartition, int],
+    planner: Planner | None = None,
+    *,
+    topic_ids: Mapping[str, str] | None = None,
+    first: bool = False,
+    unlimited: bool = False,
+    now_ms: int = 0,
+) -> StreamOffset | None:
+    """The plan of the run's next batch."""
+    return (planner or Planner(rules_with())).plan(
+        run.plannable(),
+        ends,
+        topic_ids or {},
+        lambda _: {},
+        stream=run.stream,
+        partitions=run.partitions,
+        lookups=run.lookups,
+        first=first,
+        unlimited=unlimited,
+        now_ms=now_ms,
+    )
 
 
 class ManualClock:

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from kit.contradictions import contradiction
-from kit.harness import GROUP, HOLD_BUDGET_MS, STREAM, rules_with
+from kit.harness import GROUP, HOLD_BUDGET_MS, STREAM, plan_batch, rules_with
 
 from model.group_rules import ALL, KNOWN, START, Model
 from spark_group_source.errors import BrokerUnavailable
@@ -200,7 +200,7 @@ class GroupRun:
         model = self.model
         ranges = {tp: (at, at + sizes[ALL.index(tp)]) for tp, at in model.plannable().items()}
         ends = {tp: end for tp, (_, end) in ranges.items()}
-        offset = self.planner.plan(self.run, ends, {}, lambda _: {}, first=True, unlimited=False, now_ms=self.now_ms)
+        offset = plan_batch(self.run, ends, self.planner, first=True, now_ms=self.now_ms)
         assert offset is not None
         assert (offset.seq, offset.reset_number, offset.ranges) == (model.seq + 1, model.reset_number, ranges)
         assert offset.uncommitted == {tp: at for tp, at in model.uncommitted().items() if tp not in ranges}

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kit.harness import GROUP, STREAM, GroupHarness, rules_with, tps
+from kit.harness import GROUP, STREAM, GroupHarness, plan_batch, rules_with, tps
 from kit.run_harness import RunHarness
 
 from spark_group_source.errors import InvariantBroken, OptionError
@@ -41,8 +41,7 @@ def plan(
     unlimited: bool = False,
     now_ms: int = 0,
 ) -> StreamOffset | None:
-    planner = planner or Planner(rules_with())
-    return planner.plan(group.run, ends, IDS, lambda _: {}, first=first, unlimited=unlimited, now_ms=now_ms)
+    return plan_batch(group.run, ends, planner, topic_ids=IDS, first=first, unlimited=unlimited, now_ms=now_ms)
 
 
 def planned(group: GroupHarness, ends: Ends, planner: Planner | None = None) -> StreamOffset:

@@ -3,13 +3,12 @@
 from typing import Literal
 
 import pytest
-from kit.harness import STREAM, GroupHarness, only, rules_with, tps
+from kit.harness import STREAM, GroupHarness, only, plan_batch, tps
 
 from spark_group_source.errors import BrokerUnavailable, DataLoss, OptionError
 from spark_group_source.model import EARLIEST, LATEST, StartAt, TopicPartition
 from spark_group_source.protocol import events as ev
 from spark_group_source.protocol.offsets import StreamOffset, parse
-from spark_group_source.protocol.planner import Planner
 from spark_group_source.protocol.rules import StartingPosition
 
 A, B, C, D = tps("orders", 0, 1, 2, 3)
@@ -384,7 +383,7 @@ def test_foreign_commit_that_was_seen_before_the_partition_was_lost_again_counts
     if lost:
         fresh.lost(A)
     if restart:
-        batch = Planner(rules_with()).plan(fresh.run, {B: 10}, {}, lambda _: {}, first=False, unlimited=False, now_ms=0)
+        batch = plan_batch(fresh.run, {B: 10})
         assert batch is not None
         fresh = GroupHarness()
         fresh.resume(parse(batch.to_json()))
@@ -423,8 +422,7 @@ def test_the_same_holds_for_commits_in_earlier_batches_that_kafka_did_not_have_a
     group.reads({A: (HAS_KAFKA, HAS_SINK)})
     group.durable()
     group.feed(ev.OffsetCommitFailed(reason="timed out"))
-    planner = Planner(rules_with())
-    batch = planner.plan(group.run, {A: 180}, {}, lambda _: {}, first=False, unlimited=False, now_ms=0)
+    batch = plan_batch(group.run, {A: 180})
     assert batch is not None and batch.behind == {A: HAS_SINK - HAS_KAFKA}
     again = GroupHarness()
     again.replay(parse(batch.to_json())) if replay else again.resume(parse(batch.to_json()))
@@ -438,8 +436,7 @@ def test_plan_without_a_lost_partition_has_what_kafka_lacks_of_it(group: GroupHa
     group.durable()
     group.feed(ev.OffsetCommitFailed(reason="timed out"))
     group.lost(A)
-    planner = Planner(rules_with())
-    batch = planner.plan(group.run, {B: 180}, {}, lambda _: {}, first=False, unlimited=False, now_ms=0)
+    batch = plan_batch(group.run, {B: 180})
     assert batch is not None and batch.uncommitted == {A: HAS_SINK}
     again = GroupHarness()
     again.resume(parse(batch.to_json()))

@@ -271,14 +271,14 @@ MUTANTS = [
     Mutant(
         "plans-no-uncommitted-offsets",
         "protocol/planner.py",
-        "uncommitted = {tp: at for tp, at in run.partitions.uncommitted().items() if tp not in until}",
+        "uncommitted = {tp: at for tp, at in partitions.uncommitted().items() if tp not in until}",
         "uncommitted = {}",
         "the plan contains uncommitted positions",
     ),
     Mutant(
         "plans-without-reset-number",
         "protocol/planner.py",
-        "reset_number=run.partitions.reset_number,",
+        "reset_number=partitions.reset_number,",
         "reset_number=0,",
         "a plan contains the reset number of its run",
     ),
@@ -292,7 +292,7 @@ MUTANTS = [
     Mutant(
         "plans-without-what-kafka-lacks",
         "protocol/planner.py",
-        "behind=run.partitions.behind(),",
+        "behind=partitions.behind(),",
         "behind={},",
         "a commit in a batch before the last that Kafka did not have at the plan is no rewind",
     ),
