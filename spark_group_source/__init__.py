@@ -76,39 +76,26 @@ __all__ = [
 __version__ = "0.1.0"
 
 
+_MODULES_OF_NAMES = {
+    "DeadLetters": "delta.dead_letters",
+    "DeltaSink": "delta.sink",
+    "DeltaSinks": "delta.topic_sinks",
+    "GroupListener": "host.listener",
+    "KafkaGroupDataSource": "source",
+    "Merge": "delta.merge",
+    "describe": "cli.functions",
+    "reset": "cli.functions",
+}
+"""The modules of the names that are imported on first access."""
+
+
 def __getattr__(name: str) -> Any:
-    if name in ("DeadLetters", "DeltaSink", "DeltaSinks", "GroupListener", "KafkaGroupDataSource", "Merge"):
-        from spark_group_source import compatibility
-
-        compatibility.check()  # a missing or unsupported Spark lacks what the next lines import
-    if name == "DeadLetters":
-        from spark_group_source.delta.dead_letters import DeadLetters
-
-        return DeadLetters
-    if name == "Merge":
-        from spark_group_source.delta.merge import Merge
-
-        return Merge
-    if name == "DeltaSink":
-        from spark_group_source.delta.sink import DeltaSink
-
-        return DeltaSink
-    if name == "DeltaSinks":
-        from spark_group_source.delta.topic_sinks import DeltaSinks
-
-        return DeltaSinks
-    if name == "GroupListener":
-        from spark_group_source.host.listener import GroupListener
-
-        return GroupListener
-    if name == "KafkaGroupDataSource":
-        from spark_group_source.source import KafkaGroupDataSource
-
-        return KafkaGroupDataSource
     if name == "decode":
         return importlib.import_module("spark_group_source.decode")
-    if name in ("describe", "reset"):
-        from spark_group_source.cli import functions
+    if name not in _MODULES_OF_NAMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name[0].isupper():  # a class, whose module imports pyspark
+        from spark_group_source import compatibility
 
-        return getattr(functions, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        compatibility.check()  # a missing or unsupported Spark lacks what the module imports
+    return getattr(importlib.import_module(f"spark_group_source.{_MODULES_OF_NAMES[name]}"), name)
