@@ -146,8 +146,8 @@ class Scene:
         """``spark-group`` with these words, but in this process and, where it needs one, with the tests' session."""
 
         @contextmanager
-        def session(wanted: bool) -> "Iterator[SparkSession | None]":
-            yield self.spark if wanted else None
+        def session() -> "Iterator[SparkSession]":
+            yield self.spark
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(common, "session", session)

@@ -590,8 +590,8 @@ class History:
         """Let the product use this history's models, and stop its commits at their moments."""
 
         @contextmanager
-        def session(wanted: bool) -> Iterator[Any]:
-            yield self.spark if wanted else None
+        def session() -> Iterator[Any]:
+            yield self.spark
 
         def before(moment: str, real: Callable[..., Any], after: str) -> Callable[..., Any]:
             def call(*args: Any, **kwargs: Any) -> Any:
@@ -691,7 +691,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("end", type=int)
     given = parser.parse_args(arguments)
     failed = []
-    with common.session(given.spark) as started:
+    with common.session() if given.spark else nullcontext() as started:
         spark: Any = started or frames.DeltaSession()
         changes: Changes = ByFiles() if started is None else ByStatements(started)
         for seed in range(given.first, given.end):

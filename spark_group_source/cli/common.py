@@ -218,15 +218,12 @@ def cells(values: Iterable[object]) -> list[Text]:
 
 
 @contextmanager
-def session(wanted: bool, *, avro: bool = False) -> "Iterator[SparkSession | None]":
-    """A local Spark session that can read checkpoints and read and write Delta tables; None unless ``wanted``.
+def session(*, avro: bool = False) -> "Iterator[SparkSession]":
+    """A local Spark session that can read checkpoints and read and write Delta tables.
 
     Args:
         avro: whether it has Spark's functions for Avro, too.
     """
-    if not wanted:
-        yield None
-        return
     from pyspark.sql import SparkSession
 
     from spark_group_source.local.conf import local_spark_settings
@@ -254,8 +251,7 @@ def table_history(table: str) -> "Iterator[TableHistory]":
     if log is not None:
         yield TableHistory(log)
         return
-    with session(True) as spark:
-        assert spark is not None
+    with session() as spark:
         yield table_writer.open_existing(spark, name).history()
 
 
@@ -274,6 +270,5 @@ def checkpoint_files(root: str, spark: "SparkSession | None" = None) -> "Iterato
     if path is not None:
         yield local_files(), str(Path(path))
         return
-    with session(True) if spark is None else nullcontext(spark) as found:
-        assert found is not None
+    with session() if spark is None else nullcontext(spark) as found:
         yield spark_files(found), root.rstrip("/")

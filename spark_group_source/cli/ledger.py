@@ -105,8 +105,7 @@ def verify(
     ):
         from spark_group_source.delta import verification
 
-        with common.session(True) as spark:
-            assert spark is not None
+        with common.session() as spark:
             found = verification.verify(spark, table, rows_per_record=rows_per_record)
         findings, notes = list(found.findings), list(found.notes)
         if admin is not None:
@@ -149,8 +148,7 @@ def copy(
     """Copy a group's ledger into a clone of its table, as it was in the cloned version."""
     from spark_group_source.delta import ledger_transfer, table_writer
 
-    with common.session(True) as spark:
-        assert spark is not None
+    with common.session() as spark:
         made = None
         if version is None:
             clone = ledger_transfer.find_clone(table_writer.open_existing(spark, table).history())
@@ -175,8 +173,7 @@ def rename(
     """Copy a group's ledger to the group's new name. The ledger of the former name stays in the log."""
     from spark_group_source.delta import ledger_transfer
 
-    with common.session(True) as spark:
-        assert spark is not None
+    with common.session() as spark:
         found = ledger_transfer.transfer_ledger(spark, table, group, table, to, execute=execute)
     _show_transfer(found, table, execute)
 

@@ -27,8 +27,7 @@ def show(
     table: Annotated[str, typer.Argument(help="A dead-letter table, by path or name.")], as_json: JsonOption = False
 ) -> None:
     """Show how many records violate each rule, how many of them were not replayed, and the first one of these."""
-    with common.session(True) as spark:
-        assert spark is not None
+    with common.session() as spark:
         from pyspark.sql import functions as F
 
         from spark_group_source.delta import dead_letters, table_names, table_writer
@@ -75,8 +74,7 @@ def replay(
 ) -> None:
     """Write the records that are good by the sink's present transform and rules into its table, each once."""
     found = _sink(sink)
-    with common.session(True, avro=True) as spark:  # its transform may need them
-        assert spark is not None
+    with common.session(avro=True) as spark:  # its transform may need them
         run = found.open_replay(spark)
         written = run.run()
     of_all = f" of {counted(written + run.left, 'record')}" if run.left else ""

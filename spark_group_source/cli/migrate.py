@@ -240,10 +240,10 @@ def _starting_offsets(admin: GroupAdmin, group: str, table: str | None, scope: S
         )
     committed = admin.committed(group)
     ledger = None
-    with common.session(table is not None) as spark:
-        if spark is not None and table is not None:
-            from spark_group_source.delta.ledger_store import require_ledger
+    if table is not None:
+        from spark_group_source.delta.ledger_store import require_ledger
 
+        with common.session() as spark:
             ledger = require_ledger(spark, table, group, topics={tp.topic for tp in committed})
     if described.state == DEAD and not committed and ledger is None:
         raise missing_group(admin, group)

@@ -605,7 +605,7 @@ def reset_command(
     scope = scope_of(topic or [])
     with (
         common.admin_of(bootstrap_servers, group, command_config) as admin,
-        common.session(table is not None) as spark,
+        contextlib.nullcontext() if table is None else common.session() as spark,
     ):
         since = table_version(spark, table) if execute else None
         again = (f"--to-{to}", *scope_words(scope)) if to in ("ledger", "further") else ()

@@ -344,8 +344,8 @@ class OperationRace:
                 raise RuntimeError(f"{command}: {shown.output}") from shown.exception
 
     @contextmanager
-    def _spark_of_commands(self, wanted: bool) -> Iterator[Any]:
-        yield self._query.spark if wanted else None
+    def _spark_of_commands(self) -> Iterator[Any]:
+        yield self._query.spark
 
     # the operation
 

@@ -338,7 +338,7 @@ class Comparison:
     def __init__(self, patch: pytest.MonkeyPatch, *, rows: Exception | None = None, kafka: Exception | None = None):
         self.is_done = False
         self._rows, self._kafka = rows, kafka
-        patch.setattr(common, "session", lambda _: nullcontext(self))
+        patch.setattr(common, "session", lambda: nullcontext(self))
         patch.setattr(verification, "verify", self._verify)
         patch.setattr(ledger, "compare_with_kafka", self._compare_with_kafka)
 

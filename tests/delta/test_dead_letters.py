@@ -517,7 +517,7 @@ def on_session(query: Query, monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands use the session of the tests."""
 
     @contextmanager
-    def session(wanted: bool, *, avro: bool = False) -> Iterator[Any]:
+    def session(*, avro: bool = False) -> Iterator[Any]:
         yield query.spark
 
     monkeypatch.setattr(common, "session", session)

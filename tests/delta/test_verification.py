@@ -147,8 +147,7 @@ def test_the_command_shows_a_correct_table_rows_behind_the_ledger_and_a_restore(
     query: Query, new_query: NewQuery, written: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     @contextmanager
-    def session(wanted: bool) -> Any:
-        assert wanted
+    def session() -> Any:
         yield query.spark
 
     monkeypatch.setattr(common, "session", session)

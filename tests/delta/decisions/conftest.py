@@ -100,8 +100,8 @@ def admin(query: Query, monkeypatch: pytest.MonkeyPatch) -> OffsetModel:
     kafka = OffsetModel()
 
     @contextmanager
-    def session(wanted: bool) -> Iterator[Session | None]:
-        yield query.spark if wanted else None  # type: ignore[misc]
+    def session() -> Iterator[Session]:
+        yield query.spark  # type: ignore[misc]
 
     @contextmanager
     def admin_of(servers: str, group: str, config: Path | None = None) -> Iterator[OffsetModel]:
