@@ -6,7 +6,7 @@ a ledger.
 """
 
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from enum import Enum
@@ -197,6 +197,7 @@ def read_group(
     for tp in tps:
         at = committed.get(tp)
         end = ends.get(tp)
+        counts_from, expires_after_ms = expiring.get(tp, (None, None))
         rows.append(
             PartitionRow(
                 topic=tp.topic,
@@ -207,8 +208,8 @@ def read_group(
                 ledger=(ledger or {}).get(tp),
                 member=owner.get(tp, ""),
                 stream="" if at is None else parse_note(at.metadata).stream or "",
-                expires=expiring[tp].counts_from.value if tp in expiring else "",
-                expires_after_ms=expiring[tp].earliest_ms if tp in expiring else None,
+                expires="" if counts_from is None else counts_from.value,
+                expires_after_ms=expires_after_ms,
             )
         )
     return GroupReport(
@@ -238,18 +239,6 @@ class RetentionStart(Enum):
     NOT_STABLE = "nothing, while the group rebalances"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Expiry:
-    """Expiry of one offset, as far as it is known.
-
-    ``earliest_ms``: it does not expire before, in milliseconds since the epoch; None if the commit time is not known,
-    or the retention does not count now.
-    """
-
-    counts_from: RetentionStart
-    earliest_ms: int | None = None
-
-
 def retention_start(group: GroupDescription) -> RetentionStart:
     """From when the retention counts for topics of which no member owns a partition."""
     if group.simple or group.protocol == "consumer":
@@ -261,8 +250,9 @@ def retention_start(group: GroupDescription) -> RetentionStart:
 
 def expiries(
     group: GroupDescription, committed_ms: Mapping[TopicPartition, int | None], *, retention_ms: int | None
-) -> dict[TopicPartition, Expiry]:
-    """The expiry of each offset of a group.
+) -> dict[TopicPartition, tuple[RetentionStart, int | None]]:
+    """From when the retention of each offset of a group counts, and the earliest expiry in milliseconds since the
+    epoch; None if the commit time is not known, or the retention does not count now.
 
     Args:
         committed_ms: commit time of each offset from its metadata (``identifiers.parse_note``); None if the metadata
@@ -277,20 +267,19 @@ def expiries(
         # A member made the newest commit, so the last member left after it.
         since = at if clock is RetentionStart.COMMIT else newest if clock is RetentionStart.EMPTY else None
         earliest_ms = None if since is None or retention_ms is None else since + retention_ms
-        found[tp] = Expiry(counts_from=clock, earliest_ms=earliest_ms)
+        found[tp] = clock, earliest_ms
     return found
 
 
 def expiring_soon(
-    expiries: Mapping[TopicPartition, Expiry], *, now_ms: int, retention_ms: int | None
-) -> Collection[TopicPartition]:
+    expiries: Mapping[TopicPartition, tuple[RetentionStart, int | None]], *, now_ms: int, retention_ms: int | None
+) -> list[TopicPartition]:
     """The offsets that may expire within the last quarter of their retention. Offsets with an unknown time are not
     included."""
     if retention_ms is None:
         return []
     soon_ms = now_ms + (1 - EXPIRING_SHARE) * retention_ms
-    known = {tp: expiry.earliest_ms for tp, expiry in expiries.items() if expiry.earliest_ms is not None}
-    return sorted(tp for tp, earliest_ms in known.items() if earliest_ms <= soon_ms)
+    return sorted(tp for tp, (_, earliest_ms) in expiries.items() if earliest_ms is not None and earliest_ms <= soon_ms)
 
 
 def _retention_ms(admin: GroupAdmin, coordinator: int) -> int | None:

@@ -3,7 +3,7 @@
 import pytest
 from kit.harness import tps
 
-from spark_group_source.cli.report import Expiry, RetentionStart, expiries, expiring_soon, retention_start
+from spark_group_source.cli.report import RetentionStart, expiries, expiring_soon, retention_start
 from spark_group_source.kafka import GroupDescription, GroupMember
 from spark_group_source.model import TopicPartition
 from spark_group_source.protocol.identifiers import Note, note_text, parse_note, reset_text
@@ -30,7 +30,7 @@ def seen(
 @pytest.mark.parametrize("state", STATES)
 def test_offsets_of_subscribed_topics_do_not_expire(state: str, protocol: str) -> None:
     found = expiries(seen(state, protocol, 1, "orders"), {A: 0, B: None}, retention_ms=WEEK_MS)
-    assert found == dict.fromkeys((A, B), Expiry(counts_from=RetentionStart.NONE))
+    assert found == dict.fromkeys((A, B), (RetentionStart.NONE, None))
 
 
 @pytest.mark.parametrize(
@@ -47,31 +47,29 @@ def test_offsets_of_subscribed_topics_do_not_expire(state: str, protocol: str) -
 )
 def test_retention_start_of_topics_without_subscriber(group: GroupDescription, clock: RetentionStart) -> None:
     assert retention_start(group) is clock
-    assert expiries(group, {OLD: 0}, retention_ms=None)[OLD].counts_from is clock
+    assert expiries(group, {OLD: 0}, retention_ms=None)[OLD][0] is clock
 
 
 def test_offsets_of_an_empty_classic_group_expire_after_newest_commit() -> None:
     found = expiries(seen("empty", "classic", 0), {A: 0, B: DAY_MS, C: None}, retention_ms=WEEK_MS)
-    later = Expiry(counts_from=RetentionStart.EMPTY, earliest_ms=DAY_MS + WEEK_MS)
+    later = RetentionStart.EMPTY, DAY_MS + WEEK_MS
     assert found == dict.fromkeys((A, B, C), later), "the last member committed the newest one, and left after that"
 
 
 def test_offsets_of_an_empty_kip848_group_expire_one_by_one() -> None:
     found = expiries(seen("empty", "consumer", 0), {A: 0, B: DAY_MS, C: None}, retention_ms=WEEK_MS)
-    assert [found[tp].earliest_ms for tp in (A, B, C)] == [WEEK_MS, DAY_MS + WEEK_MS, None]
+    assert [found[tp][1] for tp in (A, B, C)] == [WEEK_MS, DAY_MS + WEEK_MS, None]
     assert expiring_soon(found, now_ms=WEEK_MS - DAY_MS, retention_ms=WEEK_MS) == [A]
 
 
 def test_G10_unknown_commit_times_give_no_expiry() -> None:
     unknown = expiries(seen("empty", "consumer", 0), {A: None}, retention_ms=WEEK_MS)
-    assert unknown[A].earliest_ms is None and not expiring_soon(unknown, now_ms=10 * WEEK_MS, retention_ms=WEEK_MS)
+    assert unknown[A][1] is None and not expiring_soon(unknown, now_ms=10 * WEEK_MS, retention_ms=WEEK_MS)
     unlimited = expiries(seen("empty", "consumer", 0), {A: 0}, retention_ms=None)
-    assert unlimited[A].earliest_ms is None and not expiring_soon(unlimited, now_ms=10 * WEEK_MS, retention_ms=None)
+    assert unlimited[A][1] is None and not expiring_soon(unlimited, now_ms=10 * WEEK_MS, retention_ms=None)
     members = expiries(seen("stable", "classic", 1, "orders"), {OLD: 0, A: 0}, retention_ms=WEEK_MS)
-    assert members[OLD] == Expiry(counts_from=RetentionStart.COMMIT, earliest_ms=WEEK_MS), (
-        "a member may subscribe to it all the same"
-    )
-    assert members[A] == Expiry(counts_from=RetentionStart.NONE)
+    assert members[OLD] == (RetentionStart.COMMIT, WEEK_MS), "a member may subscribe to it all the same"
+    assert members[A] == (RetentionStart.NONE, None)
 
 
 def test_commit_metadata_contains_commit_time() -> None:
