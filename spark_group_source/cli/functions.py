@@ -39,6 +39,7 @@ def describe(
 
     Raises:
         OptionError: an option is invalid, or there is no session for ``table``.
+        GroupError: the group does not exist, neither in Kafka nor in the ledger nor among the runs of this host.
         BrokerUnavailable, AccessDenied: the cluster did not answer, or refused.
     """
     ledger = None
@@ -48,7 +49,10 @@ def describe(
         found = read_ledger(_session(spark), table, group)
         ledger = {} if found is None else found.offsets
     with common.admin_of(bootstrap_servers, group, options=options) as admin:
-        return report.describe(admin, group, ledger)
+        described = report.read_group(admin, group, ledger)
+        if described is None:
+            raise report.missing_group(admin, group)
+        return described
 
 
 def reset(

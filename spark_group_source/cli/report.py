@@ -149,21 +149,6 @@ def no_group(group: str) -> GroupReport:
     return GroupReport(group=group, state=DEAD, protocol="", assignor="", members=(), partitions=(), runs=())
 
 
-def describe(admin: GroupAdmin, group: str, ledger: Mapping[TopicPartition, int] | None = None) -> GroupReport:
-    """Read a group from the cluster.
-
-    Args:
-        ledger: the next offsets of a table, or None.
-
-    Raises:
-        GroupError: the group does not exist, neither in Kafka nor in the ledger nor among the runs of this host.
-    """
-    found = read_group(admin, group, ledger)
-    if found is None:
-        raise missing_group(admin, group)
-    return found
-
-
 def read_group(
     admin: GroupAdmin,
     group: str,
@@ -173,9 +158,10 @@ def read_group(
     expiry: bool = True,
     elsewhere: Sequence[dict[str, Any]] = (),
 ) -> GroupReport | None:
-    """Like :func:`describe`, but None if the group does not exist.
+    """Read a group from the cluster; None if it exists neither in Kafka nor in the ledger nor among the runs.
 
     Args:
+        ledger: the next offsets of a table, or None.
         offsets: False leaves out the partitions and their requests.
         expiry: False leaves out when offsets expire, which needs a request that many users may not send.
         elsewhere: statistics of runs on other hosts.

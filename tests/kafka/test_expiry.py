@@ -115,7 +115,9 @@ def played(servers: str) -> Minute:
     until(RETENTION_S * 0.8, "most of the retention")
     describing = GroupAdmin({"bootstrap.servers": servers}, retries=0)
     for group in ("brief", "classic", "running"):
-        seen.described[group] = report.describe(describing, group)
+        described = report.read_group(describing, group)
+        assert described is not None
+        seen.described[group] = described
     for group in ("simple", "classic", "consumer"):
         await_gone(group, former, *([read] if group == "simple" else []))
         seen.kept[group] = has(group)
