@@ -32,9 +32,9 @@ from spark_group_source.cli.common import (
     stop_on_signals,
     table_of,
 )
-from spark_group_source.cli.report import UNASSIGNED, GroupReport, counted, group_view, name_of, spans
+from spark_group_source.cli.report import UNASSIGNED, GroupReport, counted, group_view, spans
 from spark_group_source.errors import BrokerUnavailable, GroupError
-from spark_group_source.kafka import GroupAdmin
+from spark_group_source.kafka import GROUP_STATES, GroupAdmin
 from spark_group_source.protocol.slots import shown
 from spark_group_source.protocol.statistics import Statistics
 
@@ -47,17 +47,6 @@ EVENTS_MAX = 8
 ROWS_BESIDE = 18
 """Lines of the screen besides partitions and members: heading, frames, events."""
 ROWS_MIN = 5
-STATES = (
-    "stable",
-    "preparing_rebalancing",
-    "completing_rebalancing",
-    "empty",
-    "dead",
-    "assigning",
-    "reconciling",
-    "unknown",
-)
-"""A group's states in the client library's spelling; Kafka's own tool prints PreparingRebalance."""
 
 
 def list_groups(
@@ -180,10 +169,10 @@ def _states(text: str) -> set[str]:
     def plain(word: str) -> str:
         return word.strip().lower().replace("_", "").replace("rebalancing", "rebalance")
 
-    known = {plain(one): one for one in STATES}
+    known = {plain(one): one for one in GROUP_STATES}
     wanted = [plain(word) for word in text.split(",") if word.strip()]
     if wrong := [word for word in wanted if word not in known]:
-        raise common.UsageError(f"unknown state {wrong[0]!r}; the states are {', '.join(STATES)}")
+        raise common.UsageError(f"unknown state {wrong[0]!r}; the states are {', '.join(GROUP_STATES)}")
     return {known[word] for word in wanted}
 
 
@@ -194,7 +183,7 @@ def _show_states(found: list[GroupReport]) -> None:
 
 def _show_runs(described: GroupReport) -> None:
     """Print members without partitions, and statistics of the queries of this host or of a checkpoint."""
-    idle = [report.name_of(m) for m in described.members if not m.partitions]
+    idle = [m.name for m in described.members if not m.partitions]
     if idle:
         console.print(f"members without partitions: {', '.join(idle)}")
     for run in described.runs:
@@ -305,7 +294,7 @@ def changes(before: GroupReport, after: GroupReport) -> list[str]:
     said = []
     if before.state != after.state:
         said.append(f"the group is {after.state or 'unknown'}, it was {before.state or 'unknown'}")
-    was, now = ({name_of(member) for member in one.members} for one in (before, after))
+    was, now = ({member.name for member in one.members} for one in (before, after))
     said += [f"{name} joined" for name in sorted(now - was)]
     said += [f"{name} left" for name in sorted(was - now)]
     owners = {(row.topic, row.partition): row.member for row in before.partitions}

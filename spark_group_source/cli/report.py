@@ -173,7 +173,7 @@ def read_group(
     running = (*here, *(doc for doc in elsewhere if (doc["stream"], doc["pid"]) not in mine))
     if described.state == DEAD and not (described.members or committed or ledger or running):
         return None
-    owner = {tp: name_of(m) for m in described.members for tp in m.partitions}
+    owner = {tp: m.name for m in described.members for tp in m.partitions}
     tps = sorted(committed.keys() | owner.keys() | (ledger or {}).keys()) if offsets else []
     ends = admin.latest(tps, require_all=False)
     retention_ms = _retention_ms(admin, described.coordinator_id) if committed and expiry else None
@@ -277,11 +277,6 @@ def _retention_ms(admin: GroupAdmin, coordinator: int) -> int | None:
         return None
 
 
-def name_of(member: GroupMember) -> str:
-    """The instance id of a static member, which survives a restart; else the member id."""
-    return member.instance_id or member.member_id
-
-
 def spans(numbers: Iterable[int]) -> str:
     """``[0, 1, 2, 5]`` as ``0-2, 5``."""
     runs: list[list[int]] = []
@@ -315,13 +310,13 @@ def members_table(report: GroupReport, *, assignment: bool = True) -> Table:
     lags: dict[str, int] = {}
     for row in report.partitions:
         lags[row.member] = lags.get(row.member, 0) + (row.lag or 0)
-    for m in sorted(report.members, key=name_of):
+    for m in sorted(report.members, key=lambda member: member.name):
         topics: dict[str, list[int]] = {}
         for tp in m.partitions:
             topics.setdefault(tp.topic, []).append(tp.partition)
         assigned = ["; ".join(f"{topic} {spans(numbers)}" for topic, numbers in sorted(topics.items()))]
-        lag = lags.get(name_of(m), 0) if report.partitions else None
-        shown = (name_of(m), m.client_id, m.host, len(m.partitions), lag, *(assigned if assignment else []))
+        lag = lags.get(m.name, 0) if report.partitions else None
+        shown = (m.name, m.client_id, m.host, len(m.partitions), lag, *(assigned if assignment else []))
         table.add_row(*cells(shown))
     if unowned := lags.get("", 0):
         table.add_row(*cells((UNASSIGNED, "", "", "", unowned)), style="red")

@@ -58,7 +58,7 @@ TopicsOption = Annotated[
 ]
 DURATION = re.compile(r"P(?:(\d+)D)?(?:T(?=\d)(?:(\d+)H)?(?:(\d+)M)?(?:(\d+(?:\.\d{1,9})?)S)?)?")
 
-ACTIVE = frozenset({"stable", "preparing_rebalancing", "completing_rebalancing", "assigning", "reconciling"})
+ACTIVE = frozenset({"stable", "preparing_rebalancing", "completing_rebalancing"})
 """States in which Kafka refuses to move a group's offsets: its members would overwrite them."""
 
 

@@ -13,6 +13,7 @@ from spark_group_source.kafka.group_admin import GroupAdmin
 from spark_group_source.kafka.group_offsets import GroupOffsets
 from spark_group_source.kafka.record_times import RecordTime, RecordTimes
 from spark_group_source.kafka.translation import (
+    GROUP_STATES,
     CommittedOffset,
     GroupDescription,
     GroupMember,
@@ -25,6 +26,7 @@ from spark_group_source.kafka.translation import (
 from spark_group_source.model import Identity
 
 __all__ = [
+    "GROUP_STATES",
     "Admin",
     "CommittedOffset",
     "Empty",

@@ -6,7 +6,7 @@ Runs in: wherever ``kafka`` does. Deliberately absent: sending requests.
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from confluent_kafka import KafkaError
 from confluent_kafka import TopicPartition as KafkaPartition
@@ -288,6 +288,11 @@ class CommittedOffset:
     """The leader epoch of the records below it, if its committer stored one (KIP-320)."""
 
 
+GROUP_STATES: Final = ("stable", "preparing_rebalancing", "completing_rebalancing", "empty", "dead", "unknown")
+"""The states of a group: the client library's names in lower case, where Kafka's own tool prints PreparingRebalance. A
+KIP-848 group that is assigning or reconciling is unknown to the library."""
+
+
 @dataclass(frozen=True, slots=True)
 class GroupMember:
     """A member as the cluster describes it."""
@@ -301,13 +306,18 @@ class GroupMember:
     partitions: tuple[TopicPartition, ...]
     """Its assigned partitions. Kafka does not report what it subscribes to."""
 
+    @property
+    def name(self) -> str:
+        """The instance id of a static member, which survives a restart; else the member id."""
+        return self.instance_id or self.member_id
+
 
 @dataclass(frozen=True, slots=True)
 class GroupDescription:
     """A group as the cluster describes it."""
 
     state: str
-    """Kafka's name of the state in lower case, such as stable, empty, dead."""
+    """One of :data:`GROUP_STATES`."""
     protocol: str
     """classic, consumer, or another group protocol of Kafka."""
     assignor: str

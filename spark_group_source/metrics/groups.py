@@ -17,6 +17,7 @@ from functools import partial
 
 from spark_group_source.errors import GroupError
 from spark_group_source.kafka import (
+    GROUP_STATES,
     Environment,
     GroupAdmin,
     GroupDescription,
@@ -324,7 +325,7 @@ class GroupSweeper:
         if described.state not in SETTLED_STATES:
             return
         # A static member that rejoins has another member id, and the same partitions.
-        owned = {m.instance_id or m.member_id: frozenset(m.partitions) for m in described.members}
+        owned = {m.name: frozenset(m.partitions) for m in described.members}
         watched.rebalances += watched.owned is not None and owned != watched.owned
         watched.owned = owned
 
@@ -491,8 +492,6 @@ class Exporter:
 
 
 PREFIX = "kafka_group_"
-STATES = ("stable", "preparing_rebalancing", "completing_rebalancing", "empty", "dead", "unknown")
-"""The library's states in lower case. A KIP-848 group that is not stable is unknown to it."""
 
 _Row = Metric[SweepResult]
 
@@ -528,14 +527,14 @@ def _by_partition(name: str, read: Callable[[PartitionSnapshot], float | None], 
 def _states(seen: SweepResult, _now_ms: int) -> Iterator[Sample]:
     for group in seen.groups:
         if group.unreachable_since_ms is None:
-            for state in dict.fromkeys((*STATES, group.state)):
+            for state in dict.fromkeys((*GROUP_STATES, group.state)):
                 yield (group.group, state), float(state == group.state)
 
 
 def _members(seen: SweepResult, _now_ms: int) -> Iterator[Sample]:
     for group in seen.groups:
         for m in group.members:
-            yield (group.group, m.instance_id or m.member_id, m.client_id, m.host), len(m.partitions)
+            yield (group.group, m.name, m.client_id, m.host), len(m.partitions)
 
 
 def _by_ledger(name: str, read: Callable[[LedgerSnapshot, SweepResult], float | None], doc: str) -> _Row:
