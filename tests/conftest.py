@@ -36,6 +36,7 @@ from kafka_helpers import (
     produce_to,
 )
 from kit.broker_cluster import BrokerCluster
+from kit.spark_kafka import spark_kafka_jars
 from rich.console import ConsoleDimensions
 from scenes import WIDTH, Scene
 
@@ -43,7 +44,7 @@ from spark_group_source.cli import common
 from spark_group_source.errors import SetupError
 from spark_group_source.local import jars
 from spark_group_source.local.conf import local_spark_settings
-from spark_group_source.local.jars import delta_jars, kafka_tools_jars, spark_kafka_jars
+from spark_group_source.local.jars import delta_jars, kafka_tools_jars
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

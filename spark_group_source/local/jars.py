@@ -22,7 +22,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from importlib import metadata
 from pathlib import Path
 from xml.sax.saxutils import quoteattr
 
@@ -81,8 +80,6 @@ SPARKS_JARS = (
     "org.xerial.snappy:snappy-java",
 )
 """Dependencies that are not downloaded if Spark contains them: 82 of the 95 MB of Delta Lake."""
-SPARK_KAFKA_EXCLUDE = (f"org.apache.spark:spark-token-provider-kafka-0-10_{SCALA}",)
-TOKEN_PROVIDER = f"{SPARK_KAFKA_EXCLUDE[0]}:4.0.0"
 
 _SETTINGS = """<ivysettings>
   <settings defaultResolver="central"/>
@@ -183,17 +180,6 @@ def kafka_jars() -> list[Path]:
 def kafka_tools_jars() -> list[Path]:
     """The class path of Kafka's own command line, such as ``kafka-consumer-groups``, for comparisons in tests."""
     return resolve(KAFKA_TOOLS_COORDINATES, exclude=KAFKA_TOOLS_EXCLUDE, mb=33)
-
-
-def spark_kafka_jars(version: str = "") -> list[Path]:
-    """The jars of Spark's own Kafka connector, for comparisons in benchmarks and tests only.
-
-    Args:
-        version: empty: that of the installed Spark.
-    """
-    connector = f"org.apache.spark:spark-sql-kafka-0-10_{SCALA}:{version or metadata.version('pyspark')}"
-    exclude = (*SPARK_KAFKA_EXCLUDE, *_sparks_modules())
-    return _without_sparks(resolve((connector, TOKEN_PROVIDER), exclude=exclude, mb=10))
 
 
 def _spark_jars() -> Path:

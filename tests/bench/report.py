@@ -48,12 +48,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from confluent_kafka import Consumer, Producer
 from confluent_kafka.admin import AdminClient, NewPartitions, NewTopic  # type: ignore[attr-defined]  # the stub hides it
+from kit.spark_kafka import spark_kafka_jars
 
 from spark_group_source.delta import Writer
 from spark_group_source.delta.sink import DeltaSink
 from spark_group_source.local.broker import Broker
 from spark_group_source.local.conf import local_spark_settings
-from spark_group_source.local.jars import spark_kafka_jars
 from spark_group_source.protocol.offsets import parse
 from spark_group_source.source import KafkaGroupDataSource
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from delta_files import living_rows
 from kafka_helpers import await_until
+from kit.spark_kafka import spark_kafka_jars
 from rebalance.accounts import describe
 from scenes import Scene
 from streams import END_S, numbered, remove_entry
@@ -19,7 +20,6 @@ from typer.testing import CliRunner
 from spark_group_source.cli import migrate
 from spark_group_source.cli.app import app
 from spark_group_source.delta.checkpoint import local_files, spark_files
-from spark_group_source.local.jars import spark_kafka_jars
 from spark_group_source.model import TopicPartition
 
 pytestmark = [pytest.mark.spark, pytest.mark.full]

@@ -17,6 +17,7 @@ from confluent_kafka import KafkaException, Producer
 from confluent_kafka.admin import AdminClient
 from kafka_helpers import await_until, create_topic, end_offsets_of, produce_to
 from kit.broker_cluster import BrokerCluster
+from kit.spark_kafka import spark_kafka_jars
 from printed_commands import commands
 from streams import alive
 
@@ -360,7 +361,7 @@ def test_reported_sizes_are_those_of_the_downloads(monkeypatch: pytest.MonkeyPat
         return found
 
     monkeypatch.setattr(jars, "resolve", measured)
-    for used in (jars.kafka_jars, jars.delta_jars, jars.kafka_tools_jars, jars.spark_kafka_jars):
+    for used in (jars.kafka_jars, jars.delta_jars, jars.kafka_tools_jars, spark_kafka_jars):
         used()
     assert len(sizes) == 4 and all(abs(reported - real) < 2 for reported, real in sizes), sizes
 

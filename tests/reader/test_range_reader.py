@@ -189,7 +189,7 @@ import pickle, sys
 from pathlib import Path
 from pyspark.sql import SparkSession
 from spark_group_source.local.conf import local_spark_settings
-from spark_group_source.local.jars import spark_kafka_jars
+from kit.spark_kafka import spark_kafka_jars
 servers, topics, scratch, version = sys.argv[1:]
 builder = SparkSession.builder.master("local[1]")
 jars = ",".join(map(str, spark_kafka_jars(version)))
