@@ -281,7 +281,7 @@ def token_source(settings: Mapping[str, str]) -> tuple[dict[str, str], Callable[
     """
     own = dict(settings)
     if TOKEN_CALLABLE in own:
-        return own, UserFunction(TOKEN_CALLABLE, own.pop(TOKEN_CALLABLE))
+        return own, UserFunction(own.pop(TOKEN_CALLABLE))
     if own.get(_AWS_MARKER, "").strip().lower() != _AWS_IAM:
         return own, None
     del own[_AWS_MARKER]

@@ -21,7 +21,7 @@ from confluent_kafka import Consumer, KafkaError, KafkaException, Producer
 from confluent_kafka import admin as kafka_admin
 
 from spark_group_source.errors import BrokerUnavailable, OptionError
-from spark_group_source.options.client import CALLABLES, TOKEN_CALLABLE, import_callables, mask_secrets
+from spark_group_source.options.client import TOKEN_CALLABLE, UserFunction, import_callable, mask_secrets
 from spark_group_source.options.java import RENAMED
 from spark_group_source.options.table import Options
 
@@ -172,14 +172,16 @@ def coordinator_idle(settings: Mapping[str, str]) -> dict[str, str]:
 
 
 def create_client(constructor: Callable[[dict[str, Any]], Any], settings: Mapping[str, Any]) -> Any:
-    """Create a client. Functions named in the settings are imported in this process.
+    """Create a client. A function that the settings name is imported in this process.
 
     Raises:
         KafkaException: the library refuses the settings.
-        OptionError: a function cannot be imported here.
+        OptionError: the function cannot be imported here.
         BrokerUnavailable: the token function returned no token; the library waits 10 s for the first one.
     """
-    complete = {"logger": LibraryLog(), **import_callables(settings)}
+    complete = {"logger": LibraryLog(), **settings}
+    if TOKEN_CALLABLE in settings:
+        complete[TOKEN_CALLABLE] = UserFunction(settings[TOKEN_CALLABLE])
     try:
         return constructor(complete)
     except (KafkaException, SystemError) as failed:
@@ -204,10 +206,14 @@ def check_settings(options: Options) -> None:
         OptionError: the library refuses a setting (the message contains its text, without secrets), or a function
             cannot be imported.
     """
-    environment = Environment()
+    environment, consumer, producer = Environment(), options.consumer_settings(), options.producer_settings()
+    for settings in (consumer, producer):
+        settings["log_level"] = "0"
+        if TOKEN_CALLABLE in settings:  # a client would call the function when it is created
+            import_callable(settings.pop(TOKEN_CALLABLE))
     try:
-        environment.consumer(_checkable(options.consumer_settings())).close()
-        environment.producer(_checkable(options.producer_settings()))
+        environment.consumer(consumer).close()
+        environment.producer(producer)
     except KafkaException as exc:
         # "from None": the cause may contain a secret.
         raise refused_option(exc, dict(options.settings)) from None
@@ -227,9 +233,3 @@ def _hint(text: str) -> str:
         return ". Use range and roundrobin in any order, or cooperative-sticky alone (or Java's names of these)"
     origin = next((java for java, name in RENAMED.items() if f'"{name}"' in text), None)
     return "" if origin is None else f" (kafka.{origin} is the same setting)"
-
-
-def _checkable(settings: Mapping[str, str]) -> dict[str, Any]:
-    """Return the settings without the functions, which a client would call when it is created."""
-    known = import_callables(settings)
-    return {name: value for name, value in known.items() if name not in CALLABLES} | {"log_level": 0}

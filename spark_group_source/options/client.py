@@ -70,8 +70,6 @@ RECONNECT: Final[Mapping[str, str]] = {"reconnect.backoff.max.ms": "1000"}
 TOKEN_CALLABLE: Final = "oauth_cb"
 """Called with ``sasl.oauthbearer.config`` or an empty text. Returns (token, expiry in seconds since the epoch[,
 principal, extensions]), as confluent_kafka defines it."""
-CALLABLES: Final = frozenset({TOKEN_CALLABLE})
-"""Settings that may name a function."""
 
 CONNECTION: Final = (
     "api.", "broker.", "client.", "connections.", "debug", "enable.metrics.", "enable.sasl.", "enable.ssl.", "https.",
@@ -177,7 +175,7 @@ def is_incremental(settings: Mapping[str, str]) -> bool:
 def _check_allowed(name: str) -> None:
     if not name:
         raise OptionError("option 'kafka.' has no name after the dot; use for example kafka.bootstrap.servers")
-    reason = REFUSED.get(name, _CALLBACK if name.endswith("_cb") and name not in CALLABLES else "")
+    reason = REFUSED.get(name, _CALLBACK if name.endswith("_cb") and name != TOKEN_CALLABLE else "")
     if reason:
         raise OptionError(f"option 'kafka.{name}' cannot be set to any value: {reason}", option=f"kafka.{name}")
 
@@ -220,20 +218,10 @@ def check_heartbeats(settings: Mapping[str, str]) -> None:
 # --- functions of the user --------------------------------------------------------------------------------------------
 
 
-def import_callables(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings with functions in place of their names.
-
-    Raises:
-        OptionError: a function cannot be imported in this process.
-    """
-    return {**settings, **{name: UserFunction(name, settings[name]) for name in CALLABLES & settings.keys()}}
-
-
-def import_callable(setting: str, name: str) -> Callable[..., Any]:
-    """Import the function that a setting names.
+def import_callable(name: str) -> Callable[..., Any]:
+    """Import the function that :data:`TOKEN_CALLABLE` names.
 
     Args:
-        setting: without the prefix ``kafka.``.
         name: ``package.module:function``; the part after the colon may have dots.
 
     Raises:
@@ -241,30 +229,29 @@ def import_callable(setting: str, name: str) -> Callable[..., Any]:
     """
     module, _, path = name.strip().partition(":")
     if not module or not path:
-        raise _refused(setting, name, "it must be package.module:function")
+        raise _refused(name, "it must be package.module:function")
     try:
         found: Any = import_module(module)
         for part in path.split("."):
             found = getattr(found, part)
     except Exception as exc:
         raise _refused(
-            setting,
             name,
             f"{sys.executable} cannot import it ({type(exc).__name__}: {exc}). Ship its file with spark-submit "
             "--py-files (in a notebook: spark.addArtifacts(…, pyfile=True) or sparkContext.addPyFile(…)), or install "
             "its package on the driver and on every executor. For spark-group, add it to PYTHONPATH",
         ) from exc
     if not callable(found):
-        raise _refused(setting, name, f"it is of type {type(found).__name__}, but must be a function")
+        raise _refused(name, f"it is of type {type(found).__name__}, but must be a function")
     return found  # type: ignore[no-any-return]  # a module's attribute
 
 
 class UserFunction:
     """A function of the user that the client calls. The client does not report why a call failed; ``failure`` does."""
 
-    def __init__(self, setting: str, name: str) -> None:
-        self._setting, self.name = setting, name
-        self._function = import_callable(setting, name)
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._function = import_callable(name)
         self.failure = ""
         """The exception of the last call; empty if it succeeded."""
 
@@ -273,11 +260,11 @@ class UserFunction:
             found = self._function(*arguments)
         except Exception as exc:
             self.failure = f"{type(exc).__name__}: {exc}"
-            log.warning("kafka.%s: %s raised %s", self._setting, self.name, self.failure)
+            log.warning("kafka.%s: %s raised %s", TOKEN_CALLABLE, self.name, self.failure)
             raise
         self.failure = ""
         return found
 
 
-def _refused(setting: str, name: str, why: str) -> OptionError:
-    return OptionError(f"option 'kafka.{setting}' is {name!r}; {why}", option=f"kafka.{setting}")
+def _refused(name: str, why: str) -> OptionError:
+    return OptionError(f"option 'kafka.{TOKEN_CALLABLE}' is {name!r}; {why}", option=f"kafka.{TOKEN_CALLABLE}")

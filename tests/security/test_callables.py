@@ -14,7 +14,7 @@ from spark_group_source.error_codes import Meaning, Request, meaning
 from spark_group_source.errors import BrokerUnavailable, OptionError
 from spark_group_source.kafka import check_settings
 from spark_group_source.kafka.environment import Environment
-from spark_group_source.options.client import import_callable, import_callables
+from spark_group_source.options.client import UserFunction, import_callable
 from spark_group_source.options.table import Options
 from spark_group_source.reader import range_reader
 
@@ -64,7 +64,7 @@ def test_a_function_that_cannot_be_imported_is_refused_at_load_with_a_remedy(nam
 )
 def test_a_value_that_names_no_function_is_refused(name: str, message: str) -> None:
     with pytest.raises(OptionError, match=message):
-        import_callable("oauth_cb", name)
+        import_callable(name)
 
 
 def test_load_imports_the_function_and_does_not_call_it() -> None:
@@ -76,7 +76,7 @@ def test_load_imports_the_function_and_does_not_call_it() -> None:
 def test_pickled_options_have_the_functions_name_and_not_the_function() -> None:
     travelled: Options = pickle.loads(pickle.dumps(options(f"{HERE}:token")))
     assert travelled.consumer_settings()["oauth_cb"] == f"{HERE}:token"
-    assert import_callables(travelled.consumer_settings())["oauth_cb"]("x") == ("e30.e30.", 4e9)
+    assert UserFunction(travelled.consumer_settings()["oauth_cb"])("x") == ("e30.e30.", 4e9)
 
 
 @pytest.mark.parametrize(
