@@ -5,7 +5,7 @@ read by the code of a task, in this process.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -318,15 +318,8 @@ def find_starts(
     return [start(tp) for tp in tps], last.offset if last is not None and again else ours
 
 
-class TablePlan(NamedTuple):
-    """What a run would write to."""
-
-    facts: dict[str, str]
-    problems: list[str]
-
-
-def table_plan(table: TableWriter, rows: "DataFrame", group: str, name: str) -> TablePlan:
-    """Compare the rows that a run writes with the table.
+def table_plan(table: TableWriter, rows: "DataFrame", group: str, name: str) -> tuple[dict[str, str], list[str]]:
+    """Compare the rows that a run writes with the table. Returns facts about what it would write to, and problems.
 
     Args:
         rows: with the columns of the sink's transform.
@@ -335,7 +328,7 @@ def table_plan(table: TableWriter, rows: "DataFrame", group: str, name: str) -> 
     columns = ", ".join(f"{f.name} {f.dataType.simpleString()}" for f in rows.schema.fields)
     if not table.exists():
         by = f", partitioned by {', '.join(table.partition_by)}" if table.partition_by else ""
-        return TablePlan({"table": f"{name} is created by the first batch{by}", "columns": columns}, [])
+        return {"table": f"{name} is created by the first batch{by}", "columns": columns}, []
     new = table.lacking(rows)
     problems = []
     if new and not table.merge_schema:
@@ -353,7 +346,7 @@ def table_plan(table: TableWriter, rows: "DataFrame", group: str, name: str) -> 
     }
     if new and table.merge_schema:
         facts["new columns"] = ", ".join(new)
-    return TablePlan(facts, problems)
+    return facts, problems
 
 
 def rows_of(plan: Plan, rows_max: int) -> "list[pa.RecordBatch]":
@@ -361,19 +354,16 @@ def rows_of(plan: Plan, rows_max: int) -> "list[pa.RecordBatch]":
     from spark_group_source.source import GroupStreamReader, RangesPartition
 
     batches = GroupStreamReader(plan.options).read(RangesPartition(plan.piece(rows_max)))
+    found, left = [], rows_max
     try:
-        return list(_first(batches, rows_max))
+        for batch in batches:
+            found.append(batch.slice(0, left))
+            left -= batch.num_rows
+            if left <= 0:
+                break
+        return found
     finally:
         batches.close()  # type: ignore[attr-defined]  # a generator
-
-
-def _first(batches: "Iterator[pa.RecordBatch]", rows_max: int) -> "Iterator[pa.RecordBatch]":
-    left = rows_max
-    for batch in batches:
-        yield batch.slice(0, left)
-        left -= batch.num_rows
-        if left <= 0:
-            return
 
 
 def show_rows(spark: "SparkSession", plan: Plan, transform: "Callable[[DataFrame], DataFrame]", rows_max: int) -> None:
@@ -392,7 +382,7 @@ def check(plan: Plan, sink: "DeltaSink", rows: "DataFrame") -> tuple[RenderableT
     Args:
         rows: with the columns of the sink's transform.
     """
-    of_table = table_plan(sink.new_writer(rows.sparkSession), rows, plan.options.group_id, sink.table)
-    text = Group(plan.text(), facts_table(of_table.facts))
+    facts, problems = table_plan(sink.new_writer(rows.sparkSession), rows, plan.options.group_id, sink.table)
+    text = Group(plan.text(), facts_table(facts))
     refusal = sink.refusal_of(rows, plan.next_batch(), is_planned=plan.runs_again) if plan.batch.ranges else None
-    return text, plan.problems + of_table.problems + ([] if refusal is None else [refusal])
+    return text, plan.problems + problems + ([] if refusal is None else [refusal])

@@ -297,8 +297,8 @@ def test_a_start_is_where_a_run_with_this_checkpoint_and_these_offsets_continues
 def test_a_check_names_the_table_as_the_user_does() -> None:
     table: Any = SimpleNamespace(exists=lambda: False, partition_by=(), table="file:/home/me/lake/orders")
     rows: Any = SimpleNamespace(schema=SimpleNamespace(fields=[]))
-    found = preview.table_plan(table, rows, "g", "lake/orders")
-    assert found.facts["table"] == "lake/orders is created by the first batch"
+    facts, _ = preview.table_plan(table, rows, "g", "lake/orders")
+    assert facts["table"] == "lake/orders is created by the first batch"
 
 
 def test_a_start_beyond_every_record_is_named() -> None:
