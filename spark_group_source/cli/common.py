@@ -79,6 +79,10 @@ CheckpointOption = Annotated[
     str | None,
     typer.Option("--checkpoint", metavar="DIR", help="The checkpointLocation of a query on another host."),
 ]
+ExecuteOption = Annotated[
+    bool, typer.Option("--execute", help="Do it; without this the command only shows what it would do.")
+]
+NOT_EXECUTED = "nothing was changed; add --execute to do it"
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 ConfigOption = Annotated[
     Path | None,

@@ -130,11 +130,6 @@ def verify(
         raise typer.Exit(1)
 
 
-ExecuteOption = Annotated[
-    bool, typer.Option("--execute", help="Write the ledger; without this the command only shows it.")
-]
-
-
 @ledger_app.command("copy")
 def copy(
     source: Annotated[str, typer.Argument(help="The table that was cloned.")],
@@ -143,7 +138,7 @@ def copy(
     version: Annotated[
         int | None, typer.Option("--version", min=0, help="The cloned version, if the clone's log lacks it.")
     ] = None,
-    execute: ExecuteOption = False,
+    execute: common.ExecuteOption = False,
 ) -> None:
     """Copy a group's ledger into a clone of its table, as it was in the cloned version."""
     from spark_group_source.delta import ledger_transfer, table_writer
@@ -168,7 +163,7 @@ def rename(
     table: TableArgument,
     group: GroupOption,
     to: Annotated[str, typer.Option("--to", help="The group's new name.")],
-    execute: ExecuteOption = False,
+    execute: common.ExecuteOption = False,
 ) -> None:
     """Copy a group's ledger to the group's new name. The ledger of the former name stays in the log."""
     from spark_group_source.delta import ledger_transfer
@@ -184,7 +179,7 @@ def _show_transfer(ledger: "Ledger", table: str, execute: bool) -> None:
     rows = [(tp.topic, str(tp.partition), offset) for tp, offset in sorted(ledger.offsets.items())]
     console.print(table_of("topic", "partition", "next offset", rows=rows))
     if not execute:
-        typer.echo("nothing was changed; add --execute to do it")
+        typer.echo(common.NOT_EXECUTED)
         return
     typer.echo(f"table {table} has this ledger of group {ledger.group}. Move the group there, before its query starts:")
     typer.echo(f"    {table_names.reset_command(ledger.group, table, '--to-ledger')}")

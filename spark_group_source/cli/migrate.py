@@ -66,9 +66,7 @@ def migrate(
     out: Annotated[
         Path | None, typer.Option("--out", dir_okay=False, help="With --to-checkpoint: write the JSON to this file.")
     ] = None,
-    execute: Annotated[
-        bool, typer.Option("--execute", help="Commit the offsets; without this the command only shows them.")
-    ] = False,
+    execute: common.ExecuteOption = False,
     command_config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:

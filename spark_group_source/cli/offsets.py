@@ -17,7 +17,9 @@ import typer
 
 from spark_group_source import command_line
 from spark_group_source.cli.common import (
+    NOT_EXECUTED,
     ConfigOption,
+    ExecuteOption,
     GroupOption,
     JsonOption,
     ServersOption,
@@ -33,14 +35,10 @@ from spark_group_source.kafka import CommittedOffset, GroupAdmin, GroupDescripti
 from spark_group_source.kafka.group_admin import name_of
 from spark_group_source.model import TopicPartition
 
-ExecuteOption = Annotated[
-    bool, typer.Option("--execute", help="Delete; without this the command only shows what it would do.")
-]
 TopicsOption = Annotated[
     list[str], typer.Option("--topic", metavar="NAME[:0,1,2]", help="A topic, or some of its partitions; repeatable.")
 ]
 
-NOT_EXECUTED = "nothing was changed; add --execute to do it"
 CHECKPOINT_WINS = "A query of this package continues at its checkpoint, not at startingOffsets."
 
 

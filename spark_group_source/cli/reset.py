@@ -566,9 +566,7 @@ def reset_command(
         typer.Option("--batch", min=0, help="With --to-checkpoint: to the start of this batch."),
     ] = None,
     table: TableOption = None,
-    execute: Annotated[
-        bool, typer.Option("--execute", help="Move the offsets; without this the command only shows the plan.")
-    ] = False,
+    execute: common.ExecuteOption = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show the plan (the default).")] = False,
     export: Annotated[bool, typer.Option("--export", help="Print only the plan, as CSV.")] = False,
     command_config: ConfigOption = None,
