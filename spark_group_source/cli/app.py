@@ -12,7 +12,6 @@ import json
 import logging
 import sys
 import traceback
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -37,7 +36,7 @@ from spark_group_source.cli.common import (
     table_of,
 )
 from spark_group_source.cli.group import describe, list_groups, watch
-from spark_group_source.cli.ledger import LedgerReader, ledger_app
+from spark_group_source.cli.ledger import ledger_app, ledger_reader
 from spark_group_source.cli.letters import letters_app
 from spark_group_source.cli.migrate import migrate
 from spark_group_source.cli.offsets import delete_group, delete_offsets
@@ -312,16 +311,14 @@ def exporter(
     """Serve Prometheus metrics of groups: offsets, lag in records and seconds, members, rebalances. It joins no
     group."""
     from spark_group_source.kafka import check_settings
-    from spark_group_source.metrics.groups import Exporter, GroupSweeper, LedgerSnapshot
+    from spark_group_source.metrics.groups import Exporter, GroupSweeper
 
     if bool(group) == all_groups:
         raise common.UsageError("give either --group (repeatable) or --all-groups")
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
     options = options_of(bootstrap_servers, "-", command_config)
     check_settings(options)
-    read_ledgers: Callable[[], tuple[LedgerSnapshot, ...]] = tuple
-    if table:
-        read_ledgers = LedgerReader(table)
+    read_ledgers = ledger_reader(table or ())
     stop = stop_on_signals()
     names = None if all_groups else sorted(set(group or ()))
     sweeps = GroupSweeper(options.admin_settings(), names, isolation_level=isolation_level, bound_s=interval)

@@ -20,7 +20,7 @@ from spark_group_source.errors import GroupError, LedgerConflict, OptionError
 from spark_group_source.kafka import GroupAdmin
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from spark_group_source.delta.ledger_format import Ledger
     from spark_group_source.delta.table_history import Commit, LogFiles, TableHistory
@@ -275,20 +275,16 @@ def _group(group: str, ledger: "Ledger | None", commit: "Commit | None") -> dict
 # --- metrics ---------------------------------------------------------------------------------------------------------
 
 
-class LedgerReader:
-    """Reads the ledgers of some tables, again only what the tables' logs have in addition. Without Spark: a table must
-    have a local path and a log that ``deltalake`` can open.
+def ledger_reader(tables: "Iterable[str]") -> "Callable[[], tuple[LedgerSnapshot, ...]]":
+    """Return a function that reads the ledgers of some tables, again only what the tables' logs have in addition. It
+    leaves out a ledger that cannot be read. Without Spark: a table must have a local path and a log that ``deltalake``
+    can open.
 
     Raises:
         OptionError: a table's log cannot be opened.
     """
-
-    def __init__(self, tables: "Iterable[str]") -> None:
-        self._tables = [_Table(table) for table in tables]
-
-    def __call__(self) -> "tuple[LedgerSnapshot, ...]":
-        """Return the ledgers that can be read; another one has no value."""
-        return tuple(found for table in self._tables for found in table.read_if_possible())
+    opened = [_Table(table) for table in tables]
+    return lambda: tuple(found for table in opened for found in table.read_if_possible())
 
 
 class _Table:

@@ -1,6 +1,7 @@
 """Metrics of the ledgers of tables: ahead of Kafka, about to expire, a RESTORE that is not settled."""
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from shutil import rmtree
 from types import SimpleNamespace
@@ -12,19 +13,21 @@ from prometheus_client import CollectorRegistry, generate_latest
 from sink_helpers import NewQuery, Query, one
 from sink_source import offset
 
-from spark_group_source.cli.ledger import LedgerReader
+from spark_group_source.cli.ledger import ledger_reader
 from spark_group_source.delta.ledger_store import set_ledger
 from spark_group_source.errors import OptionError
 from spark_group_source.metrics import groups
 from spark_group_source.metrics.endpoint import MetricsCollector
-from spark_group_source.metrics.groups import METRICS, GroupSnapshot, PartitionSnapshot, SweepResult
+from spark_group_source.metrics.groups import METRICS, GroupSnapshot, LedgerSnapshot, PartitionSnapshot, SweepResult
 from spark_group_source.model import TopicPartition
+
+LedgerRead = Callable[[], tuple[LedgerSnapshot, ...]]
 
 P0 = TopicPartition("orders", 0)
 DAY_S = 86_400
 
 
-def scrape_of(read: LedgerReader, committed: int | None) -> Scrape:
+def scrape_of(read: LedgerRead, committed: int | None) -> Scrape:
     group = GroupSnapshot(
         group="etl",
         unreachable_since_ms=5 if committed is None else None,
@@ -41,7 +44,7 @@ def scrape_of(read: LedgerReader, committed: int | None) -> Scrape:
 
 def test_ledgers_of_tables_are_compared_with_kafka(query: Query, table: Path) -> None:
     query.run(query.sink(table), 0, offset(0, one(0, 10)))
-    read = LedgerReader([str(table)])
+    read = ledger_reader([str(table)])
     found = scrape_of(read, 7)
     labels = {"group": "etl", "table": str(table)}
     assert value(found, "kafka_group_ledger_ahead_offsets", **labels) == 3
@@ -60,7 +63,7 @@ def test_ledgers_of_tables_are_compared_with_kafka(query: Query, table: Path) ->
     assert value(scrape_of(read, 10), "kafka_group_ledger_expires_seconds") <= 7200
 
 
-def alerts_of(read: LedgerReader, committed: int) -> set[str]:
+def alerts_of(read: LedgerRead, committed: int) -> set[str]:
     """The alerts of ledgers that fire."""
     return {name for name in firing(scrape_of(read, committed)) if "kafka_group_ledger" in ALERTS[name]}
 
@@ -68,7 +71,7 @@ def alerts_of(read: LedgerReader, committed: int) -> set[str]:
 def test_alerts_of_ledgers_fire_until_a_commit_or_a_reset_clears_them(query: Query, table: Path) -> None:
     for n in range(2):
         query.run(query.sink(table), n, offset(n, one(n * 10, n * 10 + 10)))
-    read = LedgerReader([str(table)])
+    read = ledger_reader([str(table)])
     assert alerts_of(read, 17) == {"KafkaGroupLedgerAhead"}
     assert alerts_of(read, 20) == set()
     DeltaTable(table).restore(1)
@@ -84,7 +87,7 @@ def test_the_alert_of_an_expiring_ledger_fires_in_the_last_tenth_of_the_logs_ret
     properties = {"delta.logRetentionDuration": retention}
     DeltaTable(table).alter.set_table_properties(properties, raise_if_not_exists=False)
     query.run(query.sink(table), 0, offset(0, one(0, 10)))
-    read = LedgerReader([str(table)])
+    read = ledger_reader([str(table)])
 
     def alerts_after(share: float) -> set[str]:
         now_s = time.time() + share * hours * 3600
@@ -100,7 +103,7 @@ def test_a_log_that_cannot_be_read_for_a_while_has_no_values(
 ) -> None:
     """The exporter continues: its other metrics are needed most while a file system has trouble."""
     query.run(query.sink(table), 0, offset(0, one(0, 10)))
-    read = LedgerReader([str(table)])
+    read = ledger_reader([str(table)])
     assert len(read()) == 1
     part = table / "_delta_log" / f"{DeltaTable(table).version() + 1:020}.json"
     part.write_text('{"commitInfo":{"opera')
@@ -123,7 +126,7 @@ def test_a_table_that_was_deleted_and_created_again_has_metrics_again(
 ) -> None:
     for n in range(3):
         query.run(query.sink(table), n, offset(n, one(10 * n, 10 * n + 10)))
-    read = LedgerReader([str(table)])
+    read = ledger_reader([str(table)])
     assert [found.offsets for found in read()] == [{P0: 30}]
     rmtree(table)
     assert not is_seen or read() == ()
@@ -138,4 +141,4 @@ def test_a_table_that_was_deleted_and_created_again_has_metrics_again(
 def test_a_table_that_cannot_be_read_without_spark_is_refused(tmp_path: Path) -> None:
     for table in ("orders", str(tmp_path)):
         with pytest.raises(OptionError, match=f"--table {table}: there is no Delta table at a local path"):
-            LedgerReader([table])
+            ledger_reader([table])

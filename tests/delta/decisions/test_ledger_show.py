@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from spark_group_source.cli import common, report
 from spark_group_source.cli.app import app
-from spark_group_source.cli.ledger import LedgerReader
+from spark_group_source.cli.ledger import ledger_reader
 from spark_group_source.delta import ledger_store
 from spark_group_source.delta.ledger_format import Ledger
 from spark_group_source.delta.ledger_store import set_ledger
@@ -118,7 +118,7 @@ def test_a_restore_that_leaves_the_rows_of_the_group_settles_itself(query: Query
     query.run(query.sink(table), 0, offset(0, {("orders", 0): (0, 5)}))
     DeltaTable(table).delete("offset < 3")
     DeltaTable(table).restore(1)
-    read = LedgerReader([str(table)])
+    read = ledger_reader([str(table)])
     assert "refused" not in CliRunner().invoke(app, ["ledger", "show", str(table)]).output
     assert [one.is_unsettled for one in read()] == [False]
     DeltaTable(table).restore(0)
