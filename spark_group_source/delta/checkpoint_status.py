@@ -220,4 +220,4 @@ def drain(status: StatusFiles, group: str, *, timeout_s: float) -> int:
     def request(run: str) -> None:
         status.write(group, "drain", {"run": run, "id": id_})
 
-    return run_files.drain_runs(run_files.DrainTarget(runs, request, WAITING_POLL_S), group, timeout_s=timeout_s)
+    return run_files.drain_runs(group, runs, request, poll_s=WAITING_POLL_S, timeout_s=timeout_s)

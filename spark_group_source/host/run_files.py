@@ -34,7 +34,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 from spark_group_source import command_line
 from spark_group_source.errors import DrainTimeout, GroupError, OptionError
@@ -389,19 +389,21 @@ def mark_durable_and_wait(offset: StreamOffset) -> None:
         pause.wait(POLL_S)
 
 
-class DrainTarget(NamedTuple):
-    """The runs that a drain waits for: those of this host, or that of one checkpoint."""
-
-    runs: Callable[[], dict[str, dict[str, Any]]]
-    """Returns what the runs published last, by the run's name."""
-    request_drain: Callable[[str], None]
-    """Requests that the run of that name finishes its batch and starts no other."""
-    poll_s: float
-    """The time between two calls of ``runs``, in seconds."""
-
-
-def drain_runs(target: DrainTarget, group: str, *, timeout_s: float) -> int:
+def drain_runs(
+    group: str,
+    runs: Callable[[], dict[str, dict[str, Any]]],
+    request: Callable[[str], None],
+    *,
+    poll_s: float,
+    timeout_s: float,
+) -> int:
     """Request that runs finish their batch and start no other, and wait until they have.
+
+    Args:
+        runs: returns what the runs published last, by the run's name: those of this host, or that of one checkpoint.
+        request: requests a drain of the run of that name.
+        poll_s: the time between two calls of ``runs``.
+        timeout_s: the longest wait.
 
     Returns:
         The number of runs that were drained.
@@ -410,12 +412,12 @@ def drain_runs(target: DrainTarget, group: str, *, timeout_s: float) -> int:
         DrainTimeout: a run did not drain in time.
         GroupError: another run was started meanwhile.
     """
-    requested = target.runs()
+    requested = runs()
     for name in requested:
-        target.request_drain(name)
+        request(name)
     deadline_s, pause = time.monotonic() + timeout_s, threading.Event()
     while True:
-        found = target.runs()
+        found = runs()
         if found.keys() - requested.keys():
             raise GroupError(
                 f"a query of group {group!r} was started during the drain, so it is not drained. Run the command again",
@@ -434,7 +436,7 @@ def drain_runs(target: DrainTarget, group: str, *, timeout_s: float) -> int:
                 "running, it drains when the batch ends: run the command again with a larger --timeout-s",
                 group=group,
             )
-        pause.wait(target.poll_s)
+        pause.wait(poll_s)
 
 
 def drain(group: str, *, driver: int | None = None, timeout_s: float = DRAIN_S) -> int:
@@ -489,7 +491,7 @@ def drain(group: str, *, driver: int | None = None, timeout_s: float = DRAIN_S) 
             f"{command_line.in_sentence(describe)}",
             group=group,
         )
-    return drain_runs(DrainTarget(runs, lambda pid: request_drain(int(pid)), POLL_S), group, timeout_s=timeout_s)
+    return drain_runs(group, runs, lambda pid: request_drain(int(pid)), poll_s=POLL_S, timeout_s=timeout_s)
 
 
 def _is_created() -> bool:
