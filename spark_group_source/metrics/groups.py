@@ -151,7 +151,6 @@ class GroupSweeper:
         isolation_level: that of their consumers; decides end offsets and which records they read.
         bound_s: a sweep in which a request failed asks for no further group after this. One without a failure asks for
             all groups, however long that takes. Then the ages of records are read for at most this time.
-        wall_s: the clock for the ages of records.
     """
 
     def __init__(
@@ -162,9 +161,8 @@ class GroupSweeper:
         isolation_level: str,
         bound_s: float,
         environment: Environment | None = None,
-        wall_s: Callable[[], float] = time.time,
     ) -> None:
-        self._settings, self._groups, self._bound_ms, self._wall_s = settings, groups, round(bound_s * 1000), wall_s
+        self._settings, self._groups, self._bound_ms = settings, groups, round(bound_s * 1000)
         self._environment = environment or Environment()
         self._admin = GroupAdmin(settings, environment=self._environment, retries=0)
         self._times = RecordTimes(settings, isolation_level=isolation_level, environment=self._environment)
@@ -189,7 +187,7 @@ class GroupSweeper:
                 if self._failures and self._environment.now_ms() >= until_ms:
                     break
                 self._attempt(f"group {name}", partial(self._read_group, name))
-        wall_ms = round(self._wall_s() * 1000)
+        wall_ms = self._environment.wall_ms()
         tps = {tp for watched in self._watched.values() for tp in watched.committed}
         ends: dict[TopicPartition, int] = {}
         if tps:
@@ -203,7 +201,7 @@ class GroupSweeper:
             groups=tuple(self._snapshot(name, ends, wall_ms) for name in sorted(self._watched) if self._is_known(name)),
             unreachable_since_ms=self._silent_since_ms,
             took_s=(self._environment.now_ms() - started_ms) / 1000,
-            ended_s=self._wall_s(),
+            ended_s=self._environment.wall_ms() / 1000,
             records_read=self._records_read,
         )
 
@@ -276,8 +274,8 @@ class GroupSweeper:
         }
         now_ms = self._environment.now_ms()
         firsts: dict[TopicPartition, int] = {}
-        if known := self._ages.known(behind, now_ms=now_ms):
-            self._attempt("log start offsets", lambda: firsts.update(self._admin.earliest(known, require_all=False)))
+        if lagging := {tp for tp, _ in behind}:
+            self._attempt("log start offsets", lambda: firsts.update(self._admin.earliest(lagging, require_all=False)))
         missing = self._ages.missing(behind, firsts, now_ms=now_ms)
         read: dict[Key, RecordTime | None] = {}
 
@@ -391,21 +389,19 @@ class RecordAges:
     def __init__(self) -> None:
         self._known: dict[Key, _Known] = {}
 
-    def known(self, behind: Mapping[Key, int], *, now_ms: int) -> set[TopicPartition]:
-        """Return the partitions with a known record, whose log start offsets show whether the record still exists."""
-        return {key[0] for key in behind if (known := self._fresh(key, now_ms)) is not None and known.record}
-
     def missing(self, behind: Mapping[Key, int], firsts: Mapping[TopicPartition, int], *, now_ms: int) -> list[Key]:
         """Return the keys whose record must be read, those never read before first.
 
         Args:
             behind: the end offset of the partition, by key.
-            firsts: the log start offsets of the partitions from :meth:`known`; an unanswered one is read again.
+            firsts: the log start offsets of the partitions, which show whether a known record still exists; the record
+                of an unanswered one is read again.
         """
         missing = []
         for key, end in behind.items():
-            known = self._fresh(key, now_ms)
-            if known is None or not _is_valid(known, end, firsts.get(key[0])):
+            known = self._known.get(key)
+            is_fresh = known is not None and now_ms < known.read_ms + READ_AGAIN_MS
+            if known is None or not is_fresh or not _is_valid(known, end, firsts.get(key[0])):
                 missing.append(key)
         return sorted(missing, key=lambda key: key in self._known)
 
@@ -423,10 +419,6 @@ class RecordAges:
         if known is None or (known.record is not None and known.record.timestamp_ms == NO_TIME):
             return None
         return 0.0 if known.record is None else max(0, wall_ms - known.record.timestamp_ms) / 1000
-
-    def _fresh(self, key: Key, now_ms: int) -> _Known | None:
-        known = self._known.get(key)
-        return known if known is not None and now_ms < known.read_ms + READ_AGAIN_MS else None
 
 
 def _is_valid(known: _Known, end: int, first: int | None) -> bool:

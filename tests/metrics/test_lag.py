@@ -10,7 +10,7 @@ from kafka_helpers import ADMIN_S, Record, await_markers, await_until, set_commi
 from scenes import Scene
 
 from spark_group_source.errors import BrokerUnavailable
-from spark_group_source.kafka import GroupAdmin
+from spark_group_source.kafka import Environment, GroupAdmin
 from spark_group_source.metrics.groups import GroupSweeper, SweepResult
 from spark_group_source.model import TopicPartition
 
@@ -26,6 +26,14 @@ COMPACT = {
 }
 NOW_S = time.time()
 
+
+class Frozen(Environment):
+    """An environment whose wall clock stands still."""
+
+    def wall_ms(self) -> int:
+        return round(NOW_S * 1000)
+
+
 MakeSweeps = Callable[..., GroupSweeper]
 
 
@@ -36,7 +44,7 @@ def sweeps(scene: Scene) -> Iterator[MakeSweeps]:
     def make(isolation_level: str = "read_committed", groups: tuple[str, ...] | None = (scene.group,)) -> GroupSweeper:
         settings = {"bootstrap.servers": scene.servers}
         made.append(
-            GroupSweeper(settings, groups, isolation_level=isolation_level, bound_s=HANG_S, wall_s=lambda: NOW_S)
+            GroupSweeper(settings, groups, isolation_level=isolation_level, bound_s=HANG_S, environment=Frozen())
         )
         return made[-1]
 
