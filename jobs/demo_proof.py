@@ -53,16 +53,13 @@ class DeltaLog:
                     self._add(doc["group"], doc["ledger"])
 
     def _add(self, group: str, ledger: dict[str, Any]) -> None:
-        """Replace the group's ledger by a full one, or add what a commit changed. Texts of the demo's few partitions
-        are not compressed."""
-        is_full = "full" not in ledger
-        found = {} if is_full else self._ledgers.get(group, {})
+        """Keep the group's newest ledger. Texts of the demo's few partitions are not compressed."""
+        found: dict[str, dict[int, int]] = {}
         for topic, entry in ledger["topics"].items():
             offsets = found.setdefault(topic, {})
-            for run in filter(None, (entry["offsets"] if is_full else entry).split(";")):
+            for run in filter(None, entry["offsets"].split(";")):
                 first, *numbers = map(int, run.split(","))
-                for partition, number in enumerate(numbers, first):
-                    offsets[partition] = offsets.get(partition, 0) + number
+                offsets |= dict(enumerate(numbers, first))
         self._ledgers[group] = found
 
     def ledger(self, group: str, topic: str) -> dict[int, int]:

@@ -105,7 +105,7 @@ TESTED: dict[str, tuple[int, str]] = {
     "delta/ledger_transfer.py: _renamed": (3, f"{SINK}test_commands_for_a_renamed_group_in_a_clone"),
     "delta/table_names.py: ledger_command": (1, f"{SINK}test_commands_for_a_renamed_group"),
     "cli/ledger.py: _show_transfer": (1, f"{SINK}test_commands_for_a_renamed_group"),
-    "delta/sink.py: DeltaSink._read_properties": (1, STATEMENTS),
+    "delta/sink.py: DeltaSink._check_properties": (1, STATEMENTS),
     "delta/merge.py: MergeWriter._add_columns": (1, NO_COMMAND),
     "delta/merge.py: MergeWriter._without_late": (1, NO_COMMAND),
     "delta/table_writer.py: OptionsWriter.create": (1, NO_COMMAND),

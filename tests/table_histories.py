@@ -419,7 +419,7 @@ class History:
             case "expire":
                 if not self.is_new_clone() and not self.lacks_rows():
                     self.log_line("the log is cleaned up")
-                    for each in self.sources.values():  # a running sink writes a full ledger in time
+                    for each in self.sources.values():  # a running sink knows its ledger
                         each.stop()
                     expire_log(self.table)
             case "restart":

@@ -466,8 +466,8 @@ class LetterBox:
 
 def _commit(table: TableWriter, history: TableHistory, rows: "DataFrame", key: str, before: Ledger) -> int | None:
     """Commit rows with the next number of a key, also if there are none, and return the version. Raises CommitRace."""
-    ledger, text = before.with_next_number().to_commit(before, now_ms=table_writer.now_ms())
-    note = note_of({key: text}, read=history.version)
+    ledger = before.with_next_number()
+    note = note_of({key: ledger.to_json(before, now_ms=table_writer.now_ms())}, read=history.version)
     return table.commit(history, rows, {APP_PREFIX + key: ledger.number}, note, needed=True)
 
 

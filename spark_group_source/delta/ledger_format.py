@@ -3,23 +3,15 @@
 Runs in: the user's driver, the command line, tests. Deliberately absent: any I/O, and what the ledger means for a batch
 (:mod:`ledger_decision`).
 
-Each commit of a group has the group's ledger after that commit in its note (:mod:`table_history`): the full ledger, or
-what changed since the group's commit before::
+Each commit of a group has the group's whole ledger after that commit in its note (:mod:`table_history`), so the newest
+commit of a group is enough to read it::
 
     {"former": {}, "new": {"orders": "1,25"}, "number": 41, "reset": 2, "streams": {"9f2c": [17, "<digest>"]},
      "topics": {"orders": {"id": "<topic id>", "offsets": "0,250,40"}}, "v": 1, "void": [], "written": 1795575641000}
 
-    {"full": [88, 41, 1795575641000], "number": 42, "reset": 2, "streams": {"9f2c": [18, "<digest>"]},
-     "topics": {"orders": "1,25"}, "v": 1, "void": []}
-
-Changes name the version, the number and the time of the last full ledger. A full ledger is written after FULL_EVERY
-commits, after FULL_AGE_MAX_MS or half of the time for which the table keeps its log, when a topic is new or recreated
-or a log was truncated, and by an operator. So the log has it as long as it has the changes since, except if it was cut
-by hand.
-
-Numbers of partitions are runs (:func:`_runs`): the first partition, then a number for it and for each one after it. In
-changes they are differences, of a new partition to 0. ``new`` has the partitions that the ledger did not have before,
-with the number of offsets that the commit moved: a ``RESTORE`` may lead back to their first offset.
+Numbers of partitions are runs (:func:`_runs`): the first partition, then a number for it and for each one after it.
+``new`` has the partitions that the ledger did not have before, with the number of offsets that the commit moved: a
+``RESTORE`` may lead back to their first offset.
 
 Delta deletes the ledger together with its commit (``delta.logRetentionDuration``). The ledger does *not* follow the
 rows: after ``RESTORE``, ``REPLACE`` or ``DELETE`` it still says what was written. ``spark-group reset`` with
@@ -73,13 +65,6 @@ FORMER_MAX = 1000
 SHOWN_CHARS_MAX = 200
 """How much of a damaged ledger an error shows."""
 
-
-FULL_EVERY = 20
-"""How many commits of the group one full ledger is for: so many are read at most to find a ledger."""
-
-FULL_AGE_MAX_MS = 3_600_000
-"""How old a full ledger may be at a commit that has changes only, in ms."""
-
 PLAIN_CHARS_MAX = 1_000
 """Longest runs that are not compressed."""
 
@@ -113,17 +98,6 @@ class LedgerTopic(NamedTuple):
         return not self.id or not id_ or self.id == id_
 
 
-class FullLedger(NamedTuple):
-    """The newest commit with the full ledger of a group."""
-
-    version: int
-    """The version of the table that the commit made; -1 until it is known."""
-    number: int
-    """Its ``SetTransaction`` number."""
-    written_ms: int
-    """When it was written, in ms since 1970 by the writer's clock."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ledger:
     """The records of one group that a table holds."""
@@ -143,8 +117,6 @@ class Ledger:
     """The ``SetTransaction`` number of the group's newest commit; 0: there is none."""
     table_version: int = -1
     """The version of the table for which this ledger is known to be the newest; -1: none."""
-    full: FullLedger | None = field(default=None, compare=False)
-    """Where the log has the full ledger from which this one is reached by changes; None: nowhere."""
 
     @property
     def offsets(self) -> dict[TopicPartition, int]:
@@ -153,55 +125,31 @@ class Ledger:
 
     # --- JSON ---------------------------------------------------------------------------------------------------------
 
-    def to_commit(
+    def to_json(
         self,
-        before: "Ledger | None",
+        before: "Ledger | None" = None,
         starts: Mapping[TopicPartition, int] = MappingProxyType({}),
         *,
         now_ms: int = 0,
-        log_retention_ms: int = 0,
-    ) -> tuple["Ledger", str]:
-        """Return the ledger as it is known after the commit that writes it, and its JSON text in that commit.
+    ) -> str:
+        """Return the JSON text of the ledger in the commit that writes it.
 
         Args:
-            before: the group's ledger before that commit; None: the full one is written.
+            before: the group's ledger before that commit; None: there is none.
             starts: where the ranges of the commit start.
-            now_ms: the time, in ms since 1970.
-            log_retention_ms: how long the table keeps its log. 0, where it is unknown, writes the full ledger.
+            now_ms: the time, in ms since 1970. It distinguishes the commits of two writers with one number and equal
+                ledgers.
         """
         doc: dict[str, Any] = {"number": self.number, "reset": self.reset_number, "streams": self.streams}
         doc |= {"v": VERSION, "void": sorted(self.void)}
-        changes = None if before is None else self._changes(before)
         if new := self._new(before, starts):
             doc["new"] = new
-        if (
-            changes is not None
-            and (full := self.full) is not None
-            and self.number - full.number < FULL_EVERY
-            and 0 <= now_ms - full.written_ms < min(FULL_AGE_MAX_MS, log_retention_ms // 2)
-        ):
-            return self, _dumps({**doc, "full": full, "topics": changes})
         doc |= {
             "former": {id_: {"name": topic.name, **_numbers_of(topic)} for id_, topic in self.former.items()},
             "topics": {name: {"id": topic.id, **_numbers_of(topic)} for name, topic in self.topics.items()},
             "written": now_ms,
         }
-        return replace(self, full=FullLedger(-1, self.number, now_ms)), _dumps(doc)
-
-    def _changes(self, before: "Ledger") -> dict[str, str] | None:
-        """Return how far the offsets of the present topics moved; None if more than that changed."""
-        if self.former != before.former or self.topics.keys() != before.topics.keys():
-            return None
-        changes = {}
-        for name, topic in self.topics.items():
-            old = before.topics[name]
-            same = (topic.id, topic.epochs, topic.gone) == (old.id, old.epochs, old.gone)
-            if not same or not old.offsets.keys() <= topic.offsets.keys():
-                return None
-            moved = {p: n - old.offsets.get(p, 0) for p, n in topic.offsets.items() if n != old.offsets.get(p)}
-            if moved:
-                changes[name] = _runs(moved)
-        return changes
+        return _dumps(doc)
 
     def _new(self, before: "Ledger | None", starts: Mapping[TopicPartition, int]) -> dict[str, str]:
         """Return the partitions that were not in the ledger before, with the number of offsets that they moved."""
@@ -213,28 +161,11 @@ class Ledger:
                 found[name] = _runs(new)
         return found
 
-    def with_changes(self, doc: Mapping[str, Any], *, table: str = "TABLE", table_version: int = -1) -> "Ledger":
-        """Return the ledger after the changes of the group's next commit.
-
-        Raises:
-            LedgerDamaged: they cannot be read, or they are not those of the next commit.
-        """
-        with _damage_refused(self.group, table, table_version, doc):
-            if self.full is None or tuple(doc["full"]) != self.full or _number(doc["number"]) != self.number + 1:
-                raise ValueError(f"changes #{doc['number']} behind #{self.number} since {self.full}")
-            topics = dict(self.topics)
-            for name, text in doc["topics"].items():
-                offsets = dict(topics[name].offsets)
-                for p, moved in _parse_runs(text).items():
-                    offsets[p] = _number(offsets.get(p, 0) + moved)
-                topics[name] = topics[name]._replace(offsets=offsets)
-            return replace(self, topics=topics, table_version=table_version, **_head(doc))
-
     @classmethod
     def from_json(
         cls, group: str, document: str | Mapping[str, Any], *, table: str = "TABLE", table_version: int = -1
     ) -> "Ledger":
-        """Read a full ledger.
+        """Read a ledger.
 
         Args:
             document: its JSON text, or the parsed text.
@@ -247,14 +178,24 @@ class Ledger:
         """
         with _damage_refused(group, table, table_version, document):
             doc = json.loads(document) if isinstance(document, str) else document
-            head = _head(doc)
+            if doc["v"] != VERSION:
+                raise LedgerConflict(
+                    f"the ledger of group {group!r} in table {table} has format version {doc['v']!r}, and this release "
+                    f"reads version {VERSION}. Run the release that wrote it, or a newer one",
+                    group=group,
+                    found=doc["v"],
+                )
+            _number(doc["written"])  # no member may be damaged, this one neither
+            streams = {stream: BatchKey(_number(seq), str(digest)) for stream, (seq, digest) in doc["streams"].items()}
             return cls(
                 group=group,
                 topics={name: _topic(name, str(entry["id"]), entry) for name, entry in doc["topics"].items()},
                 former={id_: _topic(str(entry["name"]), id_, entry) for id_, entry in doc["former"].items()},
+                streams=streams,
+                void=frozenset(map(str, doc["void"])),
+                reset_number=_number(doc["reset"]),
+                number=_number(doc["number"]),
                 table_version=table_version,
-                full=FullLedger(table_version, head["number"], _number(doc["written"])),
-                **head,
             )
 
     # --- a commit -----------------------------------------------------------------------------------------------------
@@ -264,9 +205,8 @@ class Ledger:
         return replace(self, number=self.number + 1, table_version=-1)
 
     def at_version(self, version: int) -> "Ledger":
-        """Return the ledger as known to be the newest in a version of the table; one just written: in its commit's."""
-        full = self.full._replace(version=version) if self.full is not None and self.full.version < 0 else self.full
-        return replace(self, table_version=version, full=full)
+        """Return the ledger as known to be the newest in a version of the table."""
+        return replace(self, table_version=version)
 
     def has_same_content(self, other: "Ledger | None") -> bool:
         """Return whether both hold the same offsets and the same reset, whichever batch wrote them."""
@@ -370,16 +310,11 @@ def _newest(former: Mapping[str, LedgerTopic]) -> dict[str, LedgerTopic]:
 # --- JSON -------------------------------------------------------------------------------------------------------------
 
 
-def is_full(doc: Mapping[str, Any]) -> bool:
-    """Return whether the JSON of a commit is a full ledger, not changes."""
-    return "full" not in doc
-
-
 def first_offsets(doc: Mapping[str, Any]) -> dict[TopicPartition, int]:
     """Return where the rows start of each partition that is new to the ledger in a commit."""
     found: dict[TopicPartition, int] = {}
     for name, text in doc.get("new", {}).items():
-        offsets = _parse_runs(doc["topics"][name]["offsets"] if is_full(doc) else doc["topics"][name])
+        offsets = _parse_runs(doc["topics"][name]["offsets"])
         found |= {TopicPartition(name, p): offsets[p] - moved for p, moved in _parse_runs(text).items()}
     return found
 
@@ -388,14 +323,6 @@ def first_offsets(doc: Mapping[str, Any]) -> dict[TopicPartition, int]:
 def _damage_refused(group: str, table: str, version: int, document: str | Mapping[str, Any]) -> Iterator[None]:
     try:
         yield
-        return
-    except UnknownVersion as exc:
-        raise LedgerConflict(
-            f"the ledger of group {group!r} in table {table} has format version {exc.args[0]!r}, and this release "
-            f"reads version {VERSION}. Run the release that wrote it, or a newer one",
-            group=group,
-            found=exc.args[0],
-        ) from None
     except (ValueError, KeyError, TypeError, AttributeError, zlib.error) as exc:
         text = document if isinstance(document, str) else _dumps(document)
         there = run_files.connection(group)  # table_names.reset_command would add an import level
@@ -410,22 +337,6 @@ def _damage_refused(group: str, table: str, version: int, document: str | Mappin
         ) from exc
 
 
-class UnknownVersion(Exception):
-    """The format version is another one."""
-
-
-def _head(doc: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the members that full ledgers and changes share, as arguments of :class:`Ledger`."""
-    if doc["v"] != VERSION:
-        raise UnknownVersion(doc["v"])
-    return {
-        "number": _number(doc["number"]),
-        "reset_number": _number(doc["reset"]),
-        "streams": {stream: BatchKey(_number(seq), str(digest)) for stream, (seq, digest) in doc["streams"].items()},
-        "void": frozenset(map(str, doc["void"])),
-    }
-
-
 def _dumps(doc: Mapping[str, Any]) -> str:
     return json.dumps(doc, separators=(",", ":"), sort_keys=False)
 
@@ -433,7 +344,7 @@ def _dumps(doc: Mapping[str, Any]) -> str:
 def _runs(numbers: Mapping[int, int]) -> str:
     """Return numbers by partition as text: runs ``<first partition>,<number>,<number>...``, separated by semicolons.
 
-    A long text is compressed: the numbers of 10,000 partitions would be 110 KB in each full ledger.
+    A long text is compressed: the numbers of 10,000 partitions would be 110 KB in each commit.
     """
     text, last = "", None
     for p, n in sorted(numbers.items()):

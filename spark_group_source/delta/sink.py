@@ -182,8 +182,6 @@ class DeltaSink:
         """The id of the table that has these ledgers; empty until the first batch."""
         self._ledgers: dict[str, Ledger] = {}
         """The newest ledger of each group, with the version of the table up to which it is known."""
-        self._log_retention_ms = 0
-        """How long the table keeps its log, in ms; read at the first batch, and with the native writer at each one."""
         self._idle_logs: list[LogFiles] = []
         """Opened logs of the table that no batch uses now; several queries may write at the same time."""
 
@@ -286,7 +284,7 @@ class DeltaSink:
         if not table.exists():
             return None
         try:
-            self._read_properties(table)
+            self._check_properties(table)
             BatchCheck(self, table, df, planned, is_planned=is_planned).decide(table.history())
         except (LedgerConflict, OptionError) as exc:
             return str(exc)
@@ -333,13 +331,13 @@ class DeltaSink:
                 rows = self._transformed(df)
                 rows = rows if self.dead_letters is None else self.dead_letters.table_rows(rows)
                 table.create(rows if self.merge is None else self.merge.table_rows(rows))
-            self._read_properties(table)
+            self._check_properties(table)
             if (table_id := table.identity()) != self._table_id:  # the table of an earlier run was deleted or replaced
                 self._table_id, self._ledgers, self._idle_logs = table_id, {}, []
             _keep_run(self._runs, planned.query_id, (planned.run_id, table_id))
             log.info("table %s: written %s", self.table, table.described_writer())
         elif table.log is not None:  # the properties are read already
-            self._read_properties(table)
+            self._check_properties(table)
         return table
 
     @contextmanager
@@ -378,12 +376,9 @@ class DeltaSink:
         except IndexError:
             return None
 
-    def _read_properties(self, table: TableWriter) -> None:
-        """Read how long the table keeps its log. Raises OptionError if it does not keep the numbers of commits."""
-        properties = table.properties()
-        log_retention = properties.get(table_names.LOG_RETENTION, table_names.LOG_RETENTION_DEFAULT)
-        self._log_retention_ms = table_names.interval_ms(log_retention)
-        if (retention := properties.get(table_names.RETENTION)) is not None:
+    def _check_properties(self, table: TableWriter) -> None:
+        """Raise OptionError if the table does not keep the numbers of commits."""
+        if (retention := table.properties().get(table_names.RETENTION)) is not None:
             name = table_names.sql_name(table.table)
             unset = f"ALTER TABLE {name} UNSET TBLPROPERTIES ('{table_names.RETENTION}')"
             raise OptionError(
@@ -791,15 +786,12 @@ class BatchCommit:
 
     def _commit(self, history: TableHistory, before: Mapping[str, Ledger | None], decision: WriteBatch) -> None:
         sink, planned = self.sink, self.planned
-        ledgers: dict[str, Ledger] = {}
-        texts: dict[str, str] = {}
-        for group, ledger in decision.ledgers.items():
-            ledgers[group], texts[group] = ledger.with_next_number().to_commit(
-                before[group],
-                self._starts(group),
-                now_ms=table_writer.now_ms(),
-                log_retention_ms=sink._log_retention_ms,
-            )
+        ledgers = {group: ledger.with_next_number() for group, ledger in decision.ledgers.items()}
+        now_ms = table_writer.now_ms()
+        texts = {
+            group: ledger.to_json(before[group], self._starts(group), now_ms=now_ms)
+            for group, ledger in ledgers.items()
+        }
         numbers = {APP_PREFIX + group: ledger.number for group, ledger in ledgers.items()}
         version = self.table.commit(
             history,

@@ -9,8 +9,8 @@ loaded, which is wrong when another writer commits meanwhile. Where the log cann
 the commits, there are no credentials, ``deltalake`` is not installed), ``DESCRIBE HISTORY`` has the same facts, for one
 Spark job per query (:class:`DescribedHistory`).
 
-The *note* is the ``userMetadata`` of a commit: the ledger of each of its groups as it is after that commit, in full or
-as changes (:mod:`ledger_format`). ``read`` is the version of the table by which the writer decided::
+The *note* is the ``userMetadata`` of a commit: the ledger of each of its groups as it is after that commit
+(:mod:`ledger_format`). ``read`` is the version of the table by which the writer decided::
 
     [{"group":"etl","ledger":{...},"read":41,"v":1}]
 
@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from pyspark.errors import PySparkException
 
 from spark_group_source.delta import table_names
-from spark_group_source.delta.ledger_format import APP_PREFIX, VERSION, Ledger, is_full
+from spark_group_source.delta.ledger_format import APP_PREFIX, VERSION, Ledger
 
 if TYPE_CHECKING:
     from deltalake import DeltaTable
@@ -58,7 +58,7 @@ def note_of(ledgers: Mapping[str, str], *, read: int, reason: str | None = None)
     """Return the note of a commit: the ledgers after it.
 
     Args:
-        ledgers: the JSON of each group's ledger (:meth:`Ledger.to_commit`).
+        ledgers: the JSON of each group's ledger (:meth:`Ledger.to_json`).
         read: the version of the table by which the commit was decided.
         reason: of an operator's commit: what set the ledger.
     """
@@ -169,13 +169,13 @@ class Commit(NamedTuple):
         )
 
     def ledger_entry(self, group: str) -> dict[str, Any] | None:
-        """Return the entry of a group, whose ``ledger`` is a full one or changes; None if the commit has none."""
+        """Return the entry of a group, with its ``ledger``; None if the commit has none."""
         return next((entry for entry in self.entries if entry["group"] == group and "ledger" in entry), None)
 
 
 class LedgerExpired(Exception):
-    """The group wrote to the table, and the table's log does not reach back to the group's last full ledger, or to the
-    version by which its newest commit was decided."""
+    """The group wrote to the table, and the table's log does not reach back to the group's newest commit, or to the
+    version by which that commit was decided."""
 
     def __init__(self, group: str) -> None:
         super().__init__(group)
@@ -246,38 +246,24 @@ class TableHistory:
     def ledger(self, group: str, known: Ledger | None = None) -> Ledger | None:
         """Return the newest ledger of a group, also after a ``RESTORE``; None if the group never wrote to the table.
 
-        It is the newest full ledger with all changes since: those of the group's commits in a row, by their numbers.
-
         Args:
             known: the group's ledger at an earlier version: only newer commits are read.
 
         Raises:
-            LedgerExpired: the group wrote, and the log does not reach back to its last full ledger.
+            LedgerExpired: the group wrote, and the log does not reach back to its newest commit.
             LedgerConflict: the ledger is damaged, or a newer release wrote it.
         """
         if self.number(group) == -1:
             return None
         after = -1 if known is None else known.table_version
         oldest_read = self.version + 1
-        changes: list[tuple[int, dict[str, Any]]] = []  # newest first
-        found = None
         for commit in self.commits(after=after):
             oldest_read = commit.version
-            if (entry := commit.ledger_entry(group)) is None:
-                continue
-            if is_full(entry["ledger"]):
-                found = Ledger.from_json(group, entry["ledger"], table=self.table, table_version=commit.version)
-                break
-            changes.append((commit.version, entry["ledger"]))
-        if found is None and known is not None and oldest_read == after + 1:
-            found = known
-        if found is None:
-            if oldest_read == 0 and not changes:
-                return None
+            if (entry := commit.ledger_entry(group)) is not None:
+                return Ledger.from_json(group, entry["ledger"], table=self.table, table_version=commit.version)
+        if oldest_read > after + 1:
             raise LedgerExpired(group)
-        for version, doc in reversed(changes):
-            found = found.with_changes(doc, table=self.table, table_version=version)
-        return found
+        return known
 
 
 class LogFiles:

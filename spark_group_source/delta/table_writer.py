@@ -456,13 +456,13 @@ class TableWriter:
         *,
         before: Ledger | None = None,
     ) -> Ledger:
-        """Commit a full ledger without rows, and return it with the version of the table. Raises CommitRace.
+        """Commit a ledger without rows, and return it with the version of the table. Raises CommitRace.
 
         Args:
             before: the group's ledger before; None: there is none.
             decided_at: the version whose rows the ledger fits; None: that of ``history``.
         """
-        ledger, text = ledger.to_commit(before, now_ms=now_ms())
+        text = ledger.to_json(before, now_ms=now_ms())
         note = note_of({ledger.group: text}, read=history.version if decided_at is None else decided_at, reason=reason)
         version = self.commit(history, None, {APP_PREFIX + ledger.group: ledger.number}, note, needed=True)
         assert version is not None

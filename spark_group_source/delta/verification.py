@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from spark_group_source.delta import table_names, table_writer
-from spark_group_source.delta.ledger_format import Ledger, is_full
+from spark_group_source.delta.ledger_format import Ledger
 from spark_group_source.delta.replaced_rows import find_unsettled
 from spark_group_source.delta.table_history import Commit, LedgerExpired, LogFiles, TableHistory
 from spark_group_source.errors import LedgerConflict
@@ -150,12 +150,7 @@ def _check_history(table: str, group: str, commits: Iterable[Commit], again: set
         if entry is None:
             continue
         try:
-            if is_full(entry["ledger"]):
-                ledger = Ledger.from_json(group, entry["ledger"], table=table, table_version=commit.version)
-            elif before is None:
-                continue  # the log was cut behind the full one
-            else:
-                ledger = before.with_changes(entry["ledger"], table=table, table_version=commit.version)
+            ledger = Ledger.from_json(group, entry["ledger"], table=table, table_version=commit.version)
         except LedgerConflict as exc:
             yield Finding("ledger", f"a ledger of group {group} cannot be read: {exc}", commit.version)
             before = None

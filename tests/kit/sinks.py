@@ -25,7 +25,6 @@ from spark_group_source.protocol.offsets import BatchKey, StreamOffset
 
 WRITE_MS = (5, 60)
 """The time between reading the table and the commit, in which another writer may commit."""
-LOG_RETENTION_MS = 30 * 24 * 3_600_000
 NO_ROWS: Any = SimpleNamespace(sparkSession=None)
 """In place of a batch's DataFrame."""
 
@@ -122,7 +121,7 @@ class Table:
         Raises:
             LedgerConflict: it must not be written.
         """
-        sink = self._sinks.setdefault(run.process.name, self._new_sink())
+        sink = self._sinks.setdefault(run.process.name, DeltaSink(f"/{self.name}"))
         query_id = run.query.checkpoint.query_id
         sink._runs[query_id] = None, self.name
         planned = PlannedBatch(query_id=query_id, batch_id=offset.seq, offsets=(offset,), root=f"/{run.query.name}")
@@ -137,11 +136,6 @@ class Table:
             run.marked = None if run.watched is None else run.watched.plan
         if offset not in durable and (ledger := sink._ledgers.get(offset.group)) is not None:
             run.query.void[offset.stream, offset.seq] = ledger.reset_number
-
-    def _new_sink(self) -> DeltaSink:
-        sink = DeltaSink(f"/{self.name}")
-        sink._log_retention_ms = LOG_RETENTION_MS
-        return sink
 
     def set_ledger(
         self,

@@ -455,13 +455,6 @@ MUTANTS = [
         "rows that the table has are dropped",
     ),
     Mutant(
-        "reads-full-ledgers-only",
-        "delta/table_history.py",
-        "        for version, doc in reversed(changes):",
-        "        for version, doc in changes[:0]:",
-        "the ledger is the newest full one with all changes since",
-    ),
-    Mutant(
         "ignores-a-reset-that-the-sink-reports",
         "protocol/run.py",
         "        if event.void_by > self.partitions.reset_number:",
@@ -637,7 +630,6 @@ FOUND_BY: dict[str, tuple[str, int]] = {
     "hides-a-fatal-error": ("cooperative", 43),
     "stops-the-clock": ("consumer", 0),
     "writes-rows-twice": ("consumer", 1),
-    "reads-full-ledgers-only": ("eager", 2),
     "writes-void-plans": ("eager", 5),
     "moves-uncommitted-slots": ("eager", 30),
     "joins-before-its-transactional-id": ("eager", 0),

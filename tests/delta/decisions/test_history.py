@@ -21,7 +21,6 @@ from sink_helpers import (
     expire_log,
     foreign_commits,
     next_offsets,
-    notes,
     offsets_in,
     one,
     records,
@@ -30,7 +29,7 @@ from sink_helpers import (
 )
 from sink_source import SCHEMA, offset
 
-from spark_group_source.delta import ledger_format, table_names, table_writer, verification
+from spark_group_source.delta import table_names, table_writer, verification
 from spark_group_source.delta.ledger_format import Ledger
 from spark_group_source.delta.ledger_store import read_ledger, set_ledger
 from spark_group_source.delta.table_history import (
@@ -52,7 +51,7 @@ P0, P1 = TopicPartition("orders", 0), TopicPartition("orders", 1)
 
 def test_a_note_is_read_as_it_was_written() -> None:
     ledger = Ledger(group='e"tl', number=3, reset_number=1).with_offsets({P0: 5})
-    text = note_of({'e"tl': ledger.to_commit(None)[1]}, read=8)
+    text = note_of({'e"tl': ledger.to_json()}, read=8)
     found = Commit.of(12, {"readVersion": 11, "operation": "WRITE", "userMetadata": text})
     assert found.read == 8 and found.ledger_entry("etl") is None
     history = TableHistory(ListedCommits(found, Commit(13, 12)))
@@ -61,22 +60,17 @@ def test_a_note_is_read_as_it_was_written() -> None:
 
 
 def test_a_note_of_an_optimize_is_that_of_the_merge_before_it() -> None:
-    text = note_of({"etl": Ledger(group="etl", number=3).to_commit(None)[1]}, read=8)
+    text = note_of({"etl": Ledger(group="etl", number=3).to_json()}, read=8)
     found = Commit.of(13, {"readVersion": 12, "operation": "OPTIMIZE", "userMetadata": text})
     assert (found.note, found.entries) == (None, ())
 
 
-def test_a_ledger_whose_full_one_is_no_longer_in_the_log_is_refused(query: Query, table: Path) -> None:
-    """The log has changes of it, also all changes since the full one: what they change is unknown."""
+def test_a_ledger_whose_commit_is_no_longer_in_the_log_is_refused(query: Query, table: Path) -> None:
     for n in range(4):
         query.run(query.sink(table), n, offset(n, one(n * 10, n * 10 + 10)))
-    full = table / "_delta_log" / f"{1:020}.json"
-    assert "written" in full.read_text() and "written" not in full.with_name(f"{2:020}.json").read_text()
     sink = query.sink(table)
     query.run(sink, 4, offset(4, one(40, 50)))
-    DeltaTable(table).create_checkpoint()
-    for version in range(2):
-        (table / "_delta_log" / f"{version:020}.json").unlink()
+    expire_log(table)
     with pytest.raises(LedgerConflict, match="so its ledger cannot be read"):
         read_ledger(query.spark, str(table), "etl")
     with pytest.raises(LedgerConflict, match=r"older than the table's log"):
@@ -87,24 +81,14 @@ def test_a_ledger_whose_full_one_is_no_longer_in_the_log_is_refused(query: Query
     assert (next_offsets(table), offsets_in(table)) == ({("orders", 0): 70}, list(range(70)))
 
 
-def test_the_log_has_a_full_ledger_as_long_as_changes_since(
-    query: Query, table: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    minutes = [0]
-    monkeypatch.setattr(table_writer, "now_ms", lambda: minutes[0] * 60_000)
-
-    def is_full(retention: str, minute: int) -> bool:
-        properties = {"delta.logRetentionDuration": retention}
-        DeltaTable(table).alter.set_table_properties(properties, raise_if_not_exists=False)
-        minutes[0] = minute
-        n = len(commits(table))
-        query.run(query.sink(table), n, offset(n, one(n, n + 1)))
-        return "written" in notes(commits(table)[-1])[0]["ledger"]
-
-    default = "interval 30 days"
-    assert [is_full(default, minute) for minute in (0, 59, 60, 61, 119, 120)] == [True, False, True, False, False, True]
-    assert [is_full("interval 20 minutes", minute) for minute in (121, 130, 131)] == [False, True, False]
-    assert [is_full(text, 132) for text in ("interval 1 minutes", "soon", "interval 1 weeks")] == [True, True, False]
+def test_the_newest_commit_of_a_group_is_enough_to_read_its_ledger(query: Query, table: Path) -> None:
+    for n in range(4):
+        query.run(query.sink(table), n, offset(n, one(n * 10, n * 10 + 10)))
+    cut_log(table, 4)
+    ledger = read_ledger(query.spark, str(table), "etl")
+    assert ledger is not None and (ledger.number, ledger.offsets) == (4, {P0: 40})
+    query.run(query.sink(table), 4, offset(4, one(40, 50)))
+    assert (next_offsets(table), offsets_in(table)) == ({("orders", 0): 50}, list(range(50)))
 
 
 def test_the_start_of_a_query_logs_its_ledger_and_the_groups_that_share_the_table(
@@ -209,7 +193,6 @@ def cut(query: Query, table: Path, before_next_commit: BeforeNextCommit, monkeyp
     sink = query.sink(table)
     for n in range(2):
         query.run(sink, n, offset(n, one(n * 10, n * 10 + 10)))
-    monkeypatch.setattr(ledger_format, "FULL_EVERY", 1)
     before_next_commit(lambda: foreign_commits(table, 4))
     query.run(sink, 2, offset(2, one(20, 30)))
     cut_log(table, 5)

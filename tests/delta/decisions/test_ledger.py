@@ -139,7 +139,7 @@ def test_records_of_a_truncated_log_are_written_once(case: Any) -> None:
     for batch, drop, end in batches:
         comparison = compare(batch, now)
         assert [(r.start, r.end) for r in comparison.drop] == ([drop] if drop else [])
-        now = Ledger.from_json("etl", comparison.ledger.to_commit(None)[1])
+        now = Ledger.from_json("etl", comparison.ledger.to_json())
         assert now.offsets == {P0: end}
         assert compare(batch, now).drop == tuple(batch.batch()), "the table has it"
 
@@ -148,7 +148,7 @@ def test_records_of_a_truncated_log_are_written_once(case: Any) -> None:
 def test_what_was_read_after_a_truncation_is_known_to_a_stream_that_finds_it_later() -> None:
     """Another stream had read the former log, and goes back to the truncation, which this table's stream never met."""
     first = replace(offset(0, ranges((55, 80))), leader_epochs={P0: 5})
-    known = Ledger.from_json("etl", compare(first, None).ledger.to_commit(None)[1])
+    known = Ledger.from_json("etl", compare(first, None).ledger.to_json())
     comparison = compare(truncated(60, 90, 3, 5), known)
     assert comparison.drop == (OffsetRange(P0, 60, 80),)
     assert comparison.ledger.offsets == {P0: 90}
@@ -170,7 +170,7 @@ def test_a_batch_of_a_log_that_was_truncated_since_does_not_move_the_ledger(end:
     records that have its offsets now for rows that the table has."""
     now = compare(truncated(60, end, 3, 5), ledger({P0: 100})).ledger
     late = replace(offset(7, ranges((start, 90)), stream="s2"), leader_epochs={P0: 3})
-    for known in (now, Ledger.from_json("etl", now.to_commit(None)[1])):
+    for known in (now, Ledger.from_json("etl", now.to_json())):
         comparison = compare(late, known)
         assert (comparison.drop, comparison.removed) == ((), (OffsetRange(P0, start, 90),))
         assert comparison.skipped == ()
@@ -504,7 +504,7 @@ topics = st.builds(LedgerTopic, names, ids, by_partition, by_partition, by_parti
     )
 )
 def test_a_ledger_is_read_as_it_was_written(before: Ledger) -> None:
-    after = Ledger.from_json("g", before.to_commit(None)[1])
+    after = Ledger.from_json("g", before.to_json())
     assert after == before
     assert (list(after.former), list(after.streams)) == (list(before.former), list(before.streams)), "the oldest first"
 
@@ -548,38 +548,12 @@ def test_numbers_of_partitions_are_read_as_they_were_written(runs: dict[int, int
     assert text.startswith("zlib:") == (len(runs) > 100)
 
 
-def test_changes_are_those_of_the_next_commit_since_the_same_full_ledger() -> None:
-    before = Ledger.from_json("etl", TEXT, table_version=4)
-    after = before.with_offsets({TopicPartition("a", 0): 3, TopicPartition("a", 7): 9}).with_next_number()
-    doc = json.loads(after.to_commit(before, {TopicPartition("a", 7): 2}, now_ms=6, log_retention_ms=100)[1])
-    assert (doc["full"], doc["topics"], doc["new"]) == ([4, 1, 5], {"a": "0,2;7,9"}, {"a": "7,7"})
-    assert before.with_changes(doc) == after
+def test_a_commit_has_the_start_of_each_partition_that_is_new_to_the_ledger() -> None:
+    before = Ledger.from_json("etl", TEXT)
+    after = before.with_offsets({TopicPartition("a", 0): 3, TopicPartition("a", 7): 9})
+    doc = json.loads(after.to_json(before, {TopicPartition("a", 7): 2}))
+    assert (doc["topics"]["a"]["offsets"], doc["new"]) == ("0,3;7,9", {"a": "7,7"})
     assert ledger_format.first_offsets(doc) == {TopicPartition("a", 7): 2}
-    damaged = ({"full": [3, 1, 5]}, {"number": 3}, {"topics": {"a": "0,-2"}}, {"topics": {"b": "0,1"}}, {"topics": 7})
-    for part in damaged:
-        with pytest.raises(LedgerConflict, match="damaged"):
-            before.with_changes({**doc, **part})
-
-
-@pytest.mark.parametrize(
-    ("number", "now_ms", "retention_ms", "is_full"),
-    [
-        (ledger_format.FULL_EVERY, 1_000, 10**10, False),
-        (ledger_format.FULL_EVERY + 1, 1_000, 10**10, True),
-        (2, 5 + ledger_format.FULL_AGE_MAX_MS, 10**10, True),
-        (2, 4 + ledger_format.FULL_AGE_MAX_MS, 10**10, False),
-        (2, 1_000, 1_000, True),
-        (2, 1_000, 2_000, False),
-        (2, 1_000, 0, True),
-        (2, 4, 10**10, True),
-    ],
-)
-def test_a_full_ledger_is_written_before_the_log_can_lose_the_last_one(
-    number: int, now_ms: int, retention_ms: int, is_full: bool
-) -> None:
-    before = replace(Ledger.from_json("etl", TEXT, table_version=4), number=number - 1)
-    _, text = before.with_next_number().to_commit(before, now_ms=now_ms, log_retention_ms=retention_ms)
-    assert ledger_format.is_full(json.loads(text)) == is_full
 
 
 def test_a_ledger_of_a_newer_release_is_refused() -> None:

@@ -31,7 +31,6 @@ from table_changes import ByFiles
 from typer.testing import CliRunner
 
 from spark_group_source.cli.app import app
-from spark_group_source.delta import ledger_format
 from spark_group_source.delta.ledger_format import Ledger
 from spark_group_source.delta.ledger_store import read_ledger, set_ledger
 from spark_group_source.delta.replaced_rows import Replacement, find_replacement, ledger_of_rows
@@ -193,7 +192,6 @@ def test_a_restore_by_timestamp_is_refused_if_two_versions_with_other_rows_in_be
 def test_a_restore_by_timestamp_to_a_version_that_left_the_log_is_refused_and_not_guessed(
     query: Query, table: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ledger_format, "FULL_EVERY", 1)
     sink = query.sink(table)
     for n in range(3):
         query.run(sink, n, offset(n, one(n * 10, n * 10 + 10)))
@@ -240,7 +238,6 @@ class Described(DescribedHistory):
 def test_a_restore_to_a_version_whose_ledger_left_the_log_is_refused_until_a_reset(
     query: Query, table: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ledger_format, "FULL_EVERY", 1)
     for n in range(3):
         query.run(query.sink(table), n, offset(n, one(n * 10, n * 10 + 10)))
         if n == 1:
@@ -516,7 +513,7 @@ def test_an_overwritten_table_is_taken_back_to_the_version_before_the_overwrites
 
 def batch(version: int, *, read: int | None = None) -> Commit:
     known = version - 1 if read is None else read
-    note = note_of({"etl": Ledger(group="etl").to_commit(None)[1]}, read=known)
+    note = note_of({"etl": Ledger(group="etl").to_json()}, read=known)
     return Commit.of(version, {"readVersion": version - 1, "operation": "WRITE", "userMetadata": note})
 
 

@@ -26,7 +26,7 @@ class Scripted:
             what = self._commits.get(version, "WRITE")
             info: dict[str, Any] = {"operation": what, "readVersion": version - 1}
             if isinstance(what, int):
-                _, text = Ledger(group=KEY, number=what).to_commit(None, now_ms=0)
+                text = Ledger(group=KEY, number=what).to_json()
                 info |= {"operation": "WRITE", "userMetadata": note_of({KEY: text}, read=version - 1)}
             elif isinstance(what, tuple):
                 info |= {"operation": "RESTORE", "operationParameters": {"version": what[1]}}
