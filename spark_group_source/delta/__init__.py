@@ -4,15 +4,62 @@ Runs in: the user's driver, the command line. Deliberately absent: Kafka, member
 """
 
 import json
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal
+
+from pyspark.errors import PySparkException
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 Writer = Literal["auto", "native", "options"]
 """Who commits to a table: ``deltalake``, Delta Lake, or the one that :class:`table_writer.TableWriter` chooses."""
+
+_lock = threading.Lock()
+_settings: dict[tuple[int, str], tuple[int, str | None]] = {}
+"""By session and setting: how many writes need it now, and the value before the first of them."""
+
+
+@contextmanager
+def session_setting(
+    spark: "SparkSession", key: str, value: str, *, only_if_unset: bool = False, must: bool = False
+) -> Iterator[None]:
+    """Change a setting of the session until the last of the writes that need it has ended, as several tables may be
+    written at the same time. ``foreachBatch`` has its own session, so other queries keep their value.
+
+    Args:
+        only_if_unset: keep a value that the user has set.
+        must: whether the block must not run where the platform forbids the setting.
+
+    Raises:
+        PySparkException: the platform forbids it, and ``must`` is set.
+    """
+    name = (id(spark), key)
+    with _lock:
+        is_changed = False
+        try:
+            users, before = _settings.get(name) or (0, spark.conf.get(key, None))
+            if users or not only_if_unset or before is None:
+                spark.conf.set(key, value)
+                _settings[name] = users + 1, before
+                is_changed = True
+        except PySparkException:
+            if must:
+                raise
+    try:
+        yield
+    finally:
+        if is_changed:
+            with _lock:
+                users, before = _settings.pop(name)
+                if users > 1:
+                    _settings[name] = users - 1, before
+                elif before is None:
+                    spark.conf.unset(key)
+                else:
+                    spark.conf.set(key, before)
 
 
 def kept(rows: "DataFrame") -> "DataFrame":

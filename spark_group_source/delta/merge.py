@@ -14,11 +14,11 @@ import contextlib
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from spark_group_source.delta import persisted, table_names
+from spark_group_source.delta import persisted, session_setting, table_names
 from spark_group_source.errors import OptionError
 
 if TYPE_CHECKING:
@@ -140,12 +140,13 @@ class MergeWriter:
         with persisted(self._merge.latest(self._with_sequence(rows))) as latest:
             bounds, deletions = self._inspect(latest)
             changes = latest.drop(_UNORDERED)
-            with session_lock:
+            with session_lock, contextlib.ExitStack() as stack:
                 self._add_columns(changes)
                 known = changes if self._merge.deleted is None else self._without_late(changes, deletions, table_id)
                 settings = {"write.txnAppId": app_id, "write.txnVersion": number, "commitInfo.userMetadata": note}
-                with _settings(self._spark, {_PREFIX + name: str(value) for name, value in settings.items()}):
-                    self._run(known, table_names.sql_name(self._table), self._clauses(changes), bounds)
+                for name, value in settings.items():
+                    stack.enter_context(session_setting(self._spark, _PREFIX + name, str(value), must=True))
+                self._run(known, table_names.sql_name(self._table), self._clauses(changes), bounds)
 
     def _with_sequence(self, rows: "DataFrame") -> "DataFrame":
         """Return the rows with the sequence as the table has it, because numbers that are text have another order."""
@@ -303,22 +304,6 @@ class MergeWriter:
 _cleaned: dict[tuple[str, str], float] = {}
 """By table of deleted keys and id of the table of the rows: when the sequences were cleaned last, on the monotonic
 clock."""
-
-
-@contextlib.contextmanager
-def _settings(spark: "SparkSession", settings: Mapping[str, str]) -> Iterator[None]:
-    """Set these settings of the session until the block ends."""
-    before = {key: spark.conf.get(key, None) for key in settings}
-    try:
-        for key, value in settings.items():
-            spark.conf.set(key, value)
-        yield
-    finally:
-        for key, former in before.items():
-            if former is None:
-                spark.conf.unset(key)
-            else:
-                spark.conf.set(key, former)
 
 
 def _literal(value: int | str | None, *, is_date: bool) -> str:

@@ -13,12 +13,10 @@ New columns are a commit of their own before that of the rows. A driver that is 
 with columns that are null.
 """
 
-import contextlib
 import json
 import logging
 import math
 import re
-import threading
 import uuid
 from collections.abc import Iterator, Mapping
 from datetime import UTC, date, datetime, timedelta
@@ -27,9 +25,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
-from pyspark.errors import PySparkException
-
-from spark_group_source.delta import table_names
+from spark_group_source.delta import session_setting, table_names
 from spark_group_source.delta.table_history import CommitRace, LogFiles
 
 if TYPE_CHECKING:
@@ -287,61 +283,11 @@ class NativeWriter:
         writer = rows.select(*map(table_names.quoted, columns)).write.mode("error")
         writer = writer.option("mapreduce.fileoutputcommitter.marksuccessfuljobs", "false")
         # Parquet keeps minimum and maximum of such timestamps; Spark's default, INT96, has none.
-        with allowed_setting(self._spark, "spark.sql.parquet.outputTimestampType", "TIMESTAMP_MICROS"):
+        with session_setting(self._spark, "spark.sql.parquet.outputTimestampType", "TIMESTAMP_MICROS"):
             (writer.partitionBy(*partitions) if partitions else writer).parquet(f"{self._log.location}/{folder}")
         actions = list(add_actions(self._log.files, folder, columns, partitions))
         self._written = rows, schema, actions
         return actions
-
-
-_lock = threading.Lock()
-_settings: dict[tuple[int, str], tuple[int, str | None]] = {}
-"""By session and setting: how many writes need it now, and the value before the first of them."""
-
-
-@contextlib.contextmanager
-def session_setting(spark: "SparkSession", key: str, value: str, *, only_if_unset: bool = False) -> Iterator[None]:
-    """Change a setting of the session until the last of the writes that need it has ended, as several tables may be
-    written at the same time. ``foreachBatch`` has its own session, so other queries keep their value.
-
-    Args:
-        only_if_unset: keep a value that the user has set.
-
-    Raises:
-        PySparkException: the platform forbids it.
-    """
-    name = (id(spark), key)
-    with _lock:
-        users, before = _settings.get(name, (0, None))
-        if not users:
-            before = spark.conf.get(key, None)
-        is_kept = not users and only_if_unset and before is not None
-        if not is_kept:
-            spark.conf.set(key, value)
-            _settings[name] = users + 1, before
-    if is_kept:
-        yield
-        return
-    try:
-        yield
-    finally:
-        with _lock:
-            users, before = _settings.pop(name)
-            if users > 1:
-                _settings[name] = users - 1, before
-            elif before is None:
-                spark.conf.unset(key)
-            else:
-                spark.conf.set(key, before)
-
-
-@contextlib.contextmanager
-def allowed_setting(spark: "SparkSession", key: str, value: str, *, only_if_unset: bool = False) -> Iterator[None]:
-    """Change a setting like :func:`session_setting`, unless the platform forbids it."""
-    with contextlib.ExitStack() as stack:
-        with contextlib.suppress(PySparkException):
-            stack.enter_context(session_setting(spark, key, value, only_if_unset=only_if_unset))
-        yield
 
 
 # --- the actions of the log ------------------------------------------------------------------------------------------

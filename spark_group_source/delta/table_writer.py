@@ -32,7 +32,7 @@ from urllib.parse import urlsplit
 from pyspark.errors import PySparkException
 
 from spark_group_source import compatibility
-from spark_group_source.delta import Writer, checkpoint, native_writer, table_names
+from spark_group_source.delta import Writer, checkpoint, native_writer, session_setting, table_names
 from spark_group_source.delta.ledger_format import APP_PREFIX, Ledger
 from spark_group_source.delta.merge import Merge, MergeWriter, session_lock
 from spark_group_source.delta.native_writer import NativeWriter
@@ -778,7 +778,7 @@ class OptionsWriter:
                 groups=groups,
             )
         ((app_id, number),) = numbers.items()
-        few_tasks = native_writer.allowed_setting(self._spark, SNAPSHOT_PARTITIONS, "2", only_if_unset=True)
+        few_tasks = session_setting(self._spark, SNAPSHOT_PARTITIONS, "2", only_if_unset=True)
         if self._merging is not None and rows is not None:
             with few_tasks, races():
                 self._merging.commit(rows, app_id, number, note, table_id)

@@ -36,7 +36,7 @@ from sink_helpers import (
 )
 from sink_source import SCHEMA, offset
 
-from spark_group_source.delta import Writer, table_names, table_writer
+from spark_group_source.delta import Writer, session_setting, table_names, table_writer
 from spark_group_source.delta import sink as sink_module
 from spark_group_source.delta.checkpoint import parse_planned
 from spark_group_source.delta.ledger_store import set_ledger
@@ -45,7 +45,6 @@ from spark_group_source.delta.native_writer import (
     add_actions,
     new_columns,
     reason_not_native,
-    session_setting,
 )
 from spark_group_source.delta.sink import DeltaSink, is_called_by_spark
 from spark_group_source.delta.table_history import CommitRace, LogFiles
@@ -821,7 +820,7 @@ def test_setting_that_the_platform_forbids_is_left_as_it_is(
     monkeypatch.setattr(query.spark.conf, "set", forbidden)
     query.run(query.sink(table), 0, offset(0, one(0, 5)))
     assert rows(table) == records(0, 5)
-    with pytest.raises(PySparkException), session_setting(query.spark, "k", "MICROS"):
+    with pytest.raises(PySparkException), session_setting(query.spark, "k", "MICROS", must=True):
         pass
 
 
