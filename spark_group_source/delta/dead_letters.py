@@ -101,7 +101,8 @@ class TableLetters:
     bad: int = 0
     """The bad ones of them."""
     ends: dict[tuple[str, str, int], int] | None = None
-    """By topic, its id and partition: the offset after the last bad record in the dead-letter table; None: not read."""
+    """By topic, its id and partition: no bad record in the dead-letter table has this offset or a higher one; None: not
+    read."""
     version: int = -1
     """The version of the dead-letter table to which ``ends`` belongs."""
 
@@ -173,7 +174,7 @@ class DeadLetters:
         own = self.open_table(table, storage_options)
         if own.identity() == table.identity():
             raise OptionError(f"table {table.table} has its own bad records: dead_letters needs another table")
-        return LetterBox(self, table, own, planned)
+        return LetterBox(self, table, own, planned, self._of_tables.setdefault(table.identity(), TableLetters()))
 
     def open_table(self, table: TableWriter, storage_options: Mapping[str, str] | None) -> TableWriter:
         """Open the dead-letter table of a sink's table, and create it if it does not exist. It is written natively
@@ -211,35 +212,6 @@ class DeadLetters:
         box.release()
         if box.own.log is not None:
             self._idle_logs.append(box.own.log)
-
-    def of_table(self, table_id: str) -> "TableLetters":
-        """Return what is known of the bad records of one table."""
-        return self._of_tables.setdefault(table_id, TableLetters())
-
-    def require_few(self, table: TableWriter, rows: int, bad: int, examples: str) -> None:
-        """Require that few rows are bad with those of a batch, which are not counted yet.
-
-        Raises:
-            BadRecords: too many are bad.
-        """
-        known = self.of_table(table.identity())
-        counted, all_bad = known.counted + rows, known.bad + bad
-        if counted >= self.min_rows and all_bad > self.max_fraction * counted:
-            raise BadRecords(
-                f"{all_bad} of the last {counted} rows for table {table.table} are bad, more than max_fraction="
-                f"{self.max_fraction:g} of them. Nothing of this batch was written. The first ones: "
-                f"{examples}. Correct the transform, the rules or the table, or raise max_fraction, and "
-                "start the query with the same checkpoint",
-                table=table.table,
-                rows=counted,
-                bad=all_bad,
-            )
-
-    def count(self, table: TableWriter, rows: int, bad: int) -> None:
-        """Count the rows of a batch."""
-        known = self.of_table(table.identity())
-        counted, all_bad = known.counted + rows, known.bad + bad
-        known.counted, known.bad = (0, 0) if counted >= self.min_rows else (counted, all_bad)
 
 
 class LetterRange(NamedTuple):
@@ -279,11 +251,14 @@ class LetterBox:
         letters: the dead-letter table and the rules.
         table: the table of the good rows.
         own: the dead-letter table.
+        known: what the process knows of the table's bad records.
     """
 
-    def __init__(self, letters: DeadLetters, table: TableWriter, own: TableWriter, planned: PlannedBatch) -> None:
+    def __init__(
+        self, letters: DeadLetters, table: TableWriter, own: TableWriter, planned: PlannedBatch, known: TableLetters
+    ) -> None:
         self.letters, self.table, self.own, self.planned = letters, table, own, planned
-        self._known = letters.of_table(table.identity())
+        self._known = known
         self._key = f"letters.{table.identity()}"
         """In place of a group's name, in the numbers and notes of the commits."""
         self._ranges: dict[tuple[str, str, int], LetterRange] = {}
@@ -336,28 +311,44 @@ class LetterBox:
         frame, rules = flag(self.letters, self.table, rows)
         flagged = self._kept = kept(frame)
         ((counted, bad),) = flagged.agg(F.count(F.lit(1)), F.count(_RULE)).collect()
-        if not bad:
-            self.letters.require_few(self.table, counted, 0, "")
-            self.letters.count(self.table, counted, 0)
-            return self.letters.table_rows(flagged.drop(_RULE))
-        found = bad_records(flagged, rules, bad, self.table.table)
-        examples = examples_of(found)
-        self.letters.require_few(self.table, counted, bad, examples)
-        self._require_planned(found)
-        self._commit(history, source, found)
-        self.letters.count(self.table, counted, bad)
-        self.written += len(found)
-        log.warning(
-            "table %s: %d of %d rows of batch %d are bad, and their records are in table %s: %s",
-            self.table.table,
-            bad,
-            counted,
-            self.planned.batch_id,
-            self.letters.table,
-            examples,
-        )
+        found = bad_records(flagged, rules, bad, self.table.table) if bad else {}
+        all_counted, all_bad = self._known.counted + counted, self._known.bad + bad
+        self._require_few(all_counted, all_bad, found)
+        if found:
+            self._require_planned(found)
+            self._commit(history, source, found)
+            self.written += len(found)
+            log.warning(
+                "table %s: %d of %d rows of batch %d are bad, and their records are in table %s: %s",
+                self.table.table,
+                bad,
+                counted,
+                self.planned.batch_id,
+                self.letters.table,
+                examples_of(found),
+            )
+        is_compared = all_counted >= self.letters.min_rows
+        self._known.counted, self._known.bad = (0, 0) if is_compared else (all_counted, all_bad)
         good = self.letters.table_rows(flagged.where(F.col(_RULE).isNull()).drop(_RULE))
-        return _without_records(good, found)
+        return _without_records(good, found) if found else good
+
+    def _require_few(self, counted: int, bad: int, found: "Mapping[Record, Rule]") -> None:
+        """Require that few of the counted rows are bad.
+
+        Raises:
+            BadRecords: too many are bad.
+        """
+        letters, table = self.letters, self.table.table
+        if counted >= letters.min_rows and bad > letters.max_fraction * counted:
+            raise BadRecords(
+                f"{bad} of the last {counted} rows for table {table} are bad, more than max_fraction="
+                f"{letters.max_fraction:g} of them. Nothing of this batch was written. The first ones: "
+                f"{examples_of(found)}. Correct the transform, the rules or the table, or raise max_fraction, and "
+                "start the query with the same checkpoint",
+                table=table,
+                rows=counted,
+                bad=bad,
+            )
 
     def _require_planned(self, found: "Iterable[Record]") -> None:
         """Raise OptionError for a bad row of a record that the batch does not have."""
@@ -458,10 +449,8 @@ class LetterBox:
         if version != history.version + 1 or self._known.ends is None:
             return  # another commit came in between: the next batch reads it
         self._known.version = version
-        places = {(topic, partition): (topic, id_, partition) for topic, id_, partition in self._ranges}
-        for topic, partition, at in found:
-            place = places[topic, partition]
-            self._known.ends[place] = max(at + 1, self._known.ends.get(place, 0))
+        ends = self._known.ends
+        ends |= {place: max(r.end, ends.get(place, 0)) for place, r in self._ranges.items()}
 
 
 def _commit(table: TableWriter, history: TableHistory, rows: "DataFrame", key: str, before: Ledger) -> int | None:
