@@ -359,7 +359,14 @@ class TableWriter:
         if reason is None:
             assert self.log is not None
             self._native = self._native or NativeWriter(self.spark, self.log)
-            committed = self._commit_natively(self._native, history, rows, numbers, note, needed=needed)
+            try:
+                committed = self._native.commit(rows, numbers, note, needed=needed)
+            except CommitRace:
+                raise
+            except Exception as exc:
+                if not self._is_committed(history, note, exc):
+                    raise
+                committed = True
         elif self.writer == "native" or not has_delta(self.spark):
             raise OptionError(
                 f"table {self.table} cannot be written natively: {reason}. Nothing was written. Use a Spark session "
@@ -398,34 +405,20 @@ class TableWriter:
         """Return the commit with this note that is newer than a version of the table; None if there is none."""
         return next((found for found in self.history().commits(after=history.version) if found.note == note), None)
 
-    def _commit_natively(
-        self,
-        writer: NativeWriter,
-        history: TableHistory,
-        rows: "DataFrame | None",
-        numbers: Mapping[str, int],
-        note: str,
-        *,
-        needed: bool,
-    ) -> bool:
-        """Commit like :meth:`NativeWriter.commit`, also if what ``deltalake`` does after the commit fails."""
-        try:
-            return writer.commit(rows, numbers, note, needed=needed)
-        except CommitRace:
-            raise
-        except Exception as exc:
-            found = None
-            with contextlib.suppress(Exception):  # of the storage: the error is the first one
-                found = self._find_commit(history, note)
-            if found is None:
-                raise
-            log.warning(
-                "table %s: version %d is committed, and a checkpoint of the log or its clean-up failed after that: %s",
-                self.table,
-                found.version,
-                str(exc).partition("\n")[0],
-            )
-            return True
+    def _is_committed(self, history: TableHistory, note: str, failure: Exception) -> bool:
+        """Return whether a native commit was made and only what ``deltalake`` does after it fails; then log it."""
+        found = None
+        with contextlib.suppress(Exception):  # of the storage: the error is the first one
+            found = self._find_commit(history, note)
+        if found is None:
+            return False
+        log.warning(
+            "table %s: version %d is committed, and a checkpoint of the log or its clean-up failed after that: %s",
+            self.table,
+            found.version,
+            str(failure).partition("\n")[0],
+        )
+        return True
 
     def compact(self) -> None:
         """Combine small files: by Delta's ``OPTIMIZE``; or by ``deltalake`` in a session without Delta Lake, and where
