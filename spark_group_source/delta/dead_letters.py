@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from spark_group_source.delta import constant_rows, kept, persisted, table_names, table_writer
 from spark_group_source.delta.checkpoint import PlannedBatch
-from spark_group_source.delta.ledger_format import APP_PREFIX, Ledger
-from spark_group_source.delta.table_history import LedgerExpired, LogFiles, TableHistory, note_of
+from spark_group_source.delta.ledger_format import Ledger
+from spark_group_source.delta.table_history import LedgerExpired, LogFiles, TableHistory
 from spark_group_source.delta.table_writer import TableWriter
 from spark_group_source.errors import BadRecords, OptionError
 from spark_group_source.model import OffsetRange
@@ -445,7 +445,7 @@ class LetterBox:
     def _commit(self, history: TableHistory, source: "DataFrame", found: "Mapping[Record, Rule]") -> None:
         """Commit bad records with the next number of this table. Raises CommitRace."""
         before = _last_commit(self.own, history, self._key)
-        version = _commit(self.own, history, self._letters(source, found), self._key, before)
+        version = self.own.commit_ledger(history, before, self._letters(source, found)).table_version
         if version != history.version + 1 or self._known.ends is None:
             return  # another commit came in between: the next batch reads it
         self._known.version = version
@@ -453,21 +453,12 @@ class LetterBox:
         ends |= {place: max(r.end, ends.get(place, 0)) for place, r in self._ranges.items()}
 
 
-def _commit(table: TableWriter, history: TableHistory, rows: "DataFrame", key: str, before: Ledger) -> int | None:
-    """Commit rows with the next number of a key, also if there are none, and return the version. Raises CommitRace."""
-    ledger = before.with_next_number()
-    note = note_of({key: ledger.to_json(before, now_ms=table_writer.now_ms())}, read=history.version)
-    return table.commit(history, rows, {APP_PREFIX + key: ledger.number}, note, needed=True)
-
-
 def _last_commit(table: TableWriter, history: TableHistory, key: str) -> Ledger:
     """Return the newest number of a key, as a ledger without offsets."""
     try:
         return history.ledger(key) or Ledger(group=key)
     except LedgerExpired:
-        number = history.number(key)
-        found = table.commit_first_ledger(history, key) if number is None else number
-        return found if isinstance(found, Ledger) else Ledger(group=key, number=found)
+        return table.restarted_ledger(history, key)
 
 
 # --- what is bad ------------------------------------------------------------------------------------------------------
@@ -778,7 +769,7 @@ class LetterReplay:
                 except LedgerExpired:  # there is no commit of this run yet
                     before = done
                 if before.number < number:
-                    _commit(self.table, history, rows, self._key, replace(before, number=number - 1))
+                    self.table.commit_ledger(history, replace(before, number=number - 1), rows)
 
             table_writer.retry_races(attempt, what=f"replay {number} to table {self.table.table}")
         return letters.count()

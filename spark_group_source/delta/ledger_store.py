@@ -194,7 +194,7 @@ def set_ledger(
                 group=group,
             )
         ledger = old.after_reset(reset_number, offsets, topic_ids, deleted)
-        return writer.commit_ledger(history, ledger.with_next_number(), reason, before=old)
+        return writer.commit_ledger(history, ledger, reason=reason, before=old)
 
     return table_writer.retry_races(attempt, what=f"setting the ledger of group {group!r} in table {table}")
 
@@ -212,7 +212,6 @@ def _refuse_replacement_since(history: TableHistory, since: int) -> None:
 
 def _replaced_ledger(writer: table_writer.TableWriter, history: TableHistory, group: str) -> Ledger:
     """Return the ledger that is about to be replaced; if it cannot be read, an empty one with its number."""
-    number = history.number(group)
     try:
         newest = history.ledger(group)
         return Ledger(group=group) if newest is None else ledger_to_reset(history, group) or newest
@@ -222,7 +221,4 @@ def _replaced_ledger(writer: table_writer.TableWriter, history: TableHistory, gr
         log.warning(
             "group %s: its last commit is older than the log of table %s; it gets a new ledger", group, writer.table
         )
-    if number is None:
-        found = writer.commit_first_ledger(history, group)
-        return found if isinstance(found, Ledger) else Ledger(group=group, number=found)
-    return Ledger(group=group, number=number)
+    return writer.restarted_ledger(history, group)

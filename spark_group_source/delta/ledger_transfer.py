@@ -203,7 +203,7 @@ def transfer_ledger(
         if not execute:
             return ledger
         try:
-            return writer.commit_ledger(history, ledger.with_next_number(), f"copy of {what}", decided_at)
+            return writer.commit_ledger(history, ledger, reason=f"copy of {what}", decided_at=decided_at)
         except CommitRace:
             if is_unknown:
                 raise taken from None

@@ -692,13 +692,11 @@ class BatchCommit:
             LedgerConflict: the batch starts at another position, or the rows do not end there; or the group may be new,
                 and rows could be written twice.
         """
-        number = history.number(group)
-        if number is None:  # DESCRIBE HISTORY shows none, so the group may be new
+        if history.number(group) is None:  # DESCRIBE HISTORY shows none, so the group may be new
             self._check_new_group(history, group)  # no ledger can be copied to it after its first commit
-            first = self._commit_first_ledger(history, group)
-            if isinstance(first, Ledger):
-                return first
-            number = first
+        ledger = self._restarted_ledger(history, group)
+        if ledger.number <= 1 and history.number(group) is None:
+            return ledger  # the group is new
         batch_id, table = self.planned.batch_id, self.table.table
         offsets = [offset for offset in self.planned.offsets if offset.group == group]
         unknown = sorted({tp for offset in offsets for tp in offset.followed | offset.started})
@@ -734,10 +732,10 @@ class BatchCommit:
             group,
             self.sink.table,
         )
-        return Ledger(group=group, number=number, table_version=history.version)
+        return ledger.at_version(history.version)
 
-    def _commit_first_ledger(self, history: TableHistory, group: str) -> Ledger | int:
-        return self.table.commit_first_ledger(history, group)
+    def _restarted_ledger(self, history: TableHistory, group: str) -> Ledger:
+        return self.table.restarted_ledger(history, group)
 
     def _starts(self, group: str) -> dict[TopicPartition, int]:
         """Return where the ranges of a group start."""
@@ -871,10 +869,9 @@ class BatchCheck(BatchCommit):
     def _log_ledger(self, history: TableHistory, group: str, ledger: Ledger | None) -> None:
         """Log nothing: no query starts."""
 
-    def _commit_first_ledger(self, history: TableHistory, group: str) -> Ledger:
-        """Return the ledger of a group that is new. Only a commit shows whether it is."""
-        del history
-        return Ledger(group=group)
+    def _restarted_ledger(self, history: TableHistory, group: str) -> Ledger:
+        """Where the number cannot be read, return the ledger of a new group: only a commit shows whether it is new."""
+        return Ledger(group=group, number=history.number(group) or 0)
 
     def _start_options(self, group: str) -> tuple[str, ...]:
         return super()._start_options(group) if self._is_planned else table_names.to_offsets(self._starts(group))

@@ -444,35 +444,42 @@ class TableWriter:
         self,
         history: TableHistory,
         ledger: Ledger,
-        reason: str,
-        decided_at: int | None = None,
+        rows: "DataFrame | None" = None,
         *,
+        reason: str | None = None,
+        decided_at: int | None = None,
         before: Ledger | None = None,
     ) -> Ledger:
-        """Commit a ledger without rows, and return it with the version of the table. Raises CommitRace.
+        """Commit a ledger with the group's next number, and return it with the version of the table. Raises CommitRace.
 
         Args:
-            before: the group's ledger before; None: there is none.
+            rows: None for a commit without rows.
+            reason: of an operator's commit: what set the ledger.
             decided_at: the version whose rows the ledger fits; None: that of ``history``.
+            before: the group's ledger before; None: there is none.
         """
+        ledger = ledger.with_next_number()
         text = ledger.to_json(before, now_ms=now_ms())
         note = note_of({ledger.group: text}, read=history.version if decided_at is None else decided_at, reason=reason)
-        version = self.commit(history, None, {APP_PREFIX + ledger.group: ledger.number}, note, needed=True)
+        version = self.commit(history, rows, {APP_PREFIX + ledger.group: ledger.number}, note, needed=True)
         assert version is not None
         return ledger.at_version(version)
 
-    def commit_first_ledger(self, history: TableHistory, group: str) -> Ledger | int:
-        """Try to commit a group's first ledger, with number 1, where the group's last number cannot be read.
+    def restarted_ledger(self, history: TableHistory, group: str) -> Ledger:
+        """Return an empty ledger in place of one that cannot be read, with a number that is not below any of the
+        group's.
 
-        Delta skips a commit whose number is used, so this shows whether the group ever wrote to the table.
-
-        Returns:
-            The ledger that was committed; or, if the group wrote before, a number that is not below any of its numbers.
+        Where the group's last number cannot be read, its first ledger is committed, with number 1. Delta skips a commit
+        whose number is used, so this shows whether the group ever wrote to the table. If it did not, the ledger that
+        was committed is returned, with its version.
         """
-        try:
-            return self.commit_ledger(history, Ledger(group=group).with_next_number(), "the group's first commit")
-        except CommitRace:
-            return int(time.time() * 1000)  # no group commits a thousand times a second
+        number = history.number(group)
+        if number is None:
+            try:
+                return self.commit_ledger(history, Ledger(group=group), reason="the group's first commit")
+            except CommitRace:
+                number = int(time.time() * 1000)  # no group commits a thousand times a second
+        return Ledger(group=group, number=number)
 
     def warn_of_other_drivers(self, reason: str) -> None:
         """Log once that Delta's commits of this table replace those of another driver, if they do.
