@@ -116,9 +116,10 @@ class Plan:
         return list(dict.fromkeys([*lost, *filter(None, found)]))
 
     def next_batch(self) -> PlannedBatch:
-        """Return the next batch as a sink gets it."""
+        """Return the next batch as a sink gets it; without a ``root`` if the checkpoint does not have it."""
         number = 0 if self.last is None else self.last.number + (not self.runs_again)
-        return PlannedBatch(query_id="", batch_id=number, offsets=(self.batch,), root=self.root)
+        root = self.root if self.runs_again else ""
+        return PlannedBatch(query_id="", batch_id=number, offsets=(self.batch,), root=root)
 
     @property
     def runs_again(self) -> bool:
@@ -384,5 +385,5 @@ def check(plan: Plan, sink: "DeltaSink", rows: "DataFrame") -> tuple[RenderableT
     """
     facts, problems = table_plan(sink.new_writer(rows.sparkSession), rows, plan.options.group_id, sink.table)
     text = Group(plan.text(), facts_table(facts))
-    refusal = sink.refusal_of(rows, plan.next_batch(), is_planned=plan.runs_again) if plan.batch.ranges else None
+    refusal = sink.refusal_of(rows, plan.next_batch()) if plan.batch.ranges else None
     return text, plan.problems + problems + ([] if refusal is None else [refusal])

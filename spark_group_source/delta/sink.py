@@ -272,20 +272,20 @@ class DeltaSink:
         """Let the run write a batch again, which this sink has written, because another sink's table failed."""
         release_write(self._runs[planned.query_id][1], planned)
 
-    def refusal_of(self, df: "DataFrame", planned: PlannedBatch, *, is_planned: bool) -> str | None:
+    def refusal_of(self, df: "DataFrame", planned: PlannedBatch) -> str | None:
         """Return why the table would refuse a batch, with the commands that settle it; None if it would be written, or
         the table does not exist. Nothing is written.
 
         Args:
             df: any rows of the batch's session.
-            is_planned: whether the checkpoint has the batch.
+            planned: the batch; without a ``root`` if the checkpoint does not have it.
         """
         table = self.new_writer(df.sparkSession)
         if not table.exists():
             return None
         try:
             self._check_properties(table)
-            BatchCheck(self, table, df, planned, is_planned=is_planned).decide(table.history())
+            BatchCommit(self, table, df, planned, TableWrite(planned.batch_id), writes=False).decide(table.history())
         except (LedgerConflict, OptionError) as exc:
             return str(exc)
         return None
@@ -461,7 +461,11 @@ def is_called_by_spark(caller: "FrameType") -> bool:
 
 
 class BatchCommit:
-    """The commit of one batch, attempted until no other writer is faster."""
+    """The commit of one batch, attempted until no other writer is faster.
+
+    Args:
+        writes: False: nothing is committed, and :meth:`decide` says what would be.
+    """
 
     def __init__(
         self,
@@ -472,9 +476,11 @@ class BatchCommit:
         write: "TableWrite",
         letters: LetterBox | None = None,
         common: Mapping[str, Ledger] = MappingProxyType({}),
+        *,
+        writes: bool = True,
     ) -> None:
         self.sink, self.table, self.df, self.planned, self.write = sink, table, df, planned, write
-        self.letters, self.common = letters, common
+        self.letters, self.common, self.writes = letters, common, writes
         self._rows: dict[tuple[OffsetRange, ...], DataFrame] = {}
         """The rows to write by the ranges that are left out: the same DataFrame again after a lost race."""
         self._ledgers = sink._ledgers
@@ -569,7 +575,7 @@ class BatchCommit:
         known = self._known.get(group)
         try:
             ledger = history.ledger(group, known)
-            if known is None:
+            if known is None and self.writes:
                 self._log_ledger(history, group, ledger)
             is_new = ledger is None or not (ledger.topics or ledger.streams or ledger.reset_number)
             if is_new:
@@ -694,8 +700,10 @@ class BatchCommit:
         """
         if history.number(group) is None:  # DESCRIBE HISTORY shows none, so the group may be new
             self._check_new_group(history, group)  # no ledger can be copied to it after its first commit
-        ledger = self._restarted_ledger(history, group)
-        if ledger.number <= 1 and history.number(group) is None:
+            if not self.writes:
+                return Ledger(group=group)  # only a commit shows whether the group is new
+        ledger = self.table.restarted_ledger(history, group)
+        if ledger.table_version >= 0:
             return ledger  # the group is new
         batch_id, table = self.planned.batch_id, self.table.table
         offsets = [offset for offset in self.planned.offsets if offset.group == group]
@@ -734,9 +742,6 @@ class BatchCommit:
         )
         return ledger.at_version(history.version)
 
-    def _restarted_ledger(self, history: TableHistory, group: str) -> Ledger:
-        return self.table.restarted_ledger(history, group)
-
     def _starts(self, group: str) -> dict[TopicPartition, int]:
         """Return where the ranges of a group start."""
         offsets = (offset for offset in self.planned.offsets if offset.group == group)
@@ -755,7 +760,9 @@ class BatchCommit:
             counted: the next offset of each partition that the ledger knows.
         """
         table, batch_id, starts = self.table.table, self.planned.batch_id, self._starts(group)
-        here = table_names.reset_command(group, table, *self._start_options(group))
+        in_checkpoint = "--to-checkpoint", self.planned.root, "--batch", str(batch_id)
+        to_start = in_checkpoint if self.planned.root else table_names.to_offsets(starts)
+        here = table_names.reset_command(group, table, *to_start)
         if not any(end > starts[tp] for tp, end in (ends or {}).items()):
             return {f"continue where batch {batch_id} starts": here}
         # Of all partitions: after a reset the query reads the committed offsets of those that are not named, which may
@@ -769,11 +776,6 @@ class BatchCommit:
             "continue behind the rows in the table": to_ends,
             f"write them again, and continue where batch {batch_id} starts": here,
         }
-
-    def _start_options(self, group: str) -> tuple[str, ...]:
-        """Return the options of a reset to the start of the batch."""
-        del group  # the checkpoint has its partitions
-        return "--to-checkpoint", self.planned.root, "--batch", str(self.planned.batch_id)
 
     # --- write ------------------------------------------------------------------------------------------------------
 
@@ -855,26 +857,6 @@ class BatchCommit:
                 log.warning("%s: topic %s was deleted and recreated; its offsets start again", where, topics)
             if comparison.skipped:
                 log.info("%s: another consumer of the group read %s", where, format_ranges(comparison.skipped))
-
-
-class BatchCheck(BatchCommit):
-    """Decides about a batch before it is written, and writes nothing."""
-
-    def __init__(
-        self, sink: DeltaSink, table: TableWriter, df: "DataFrame", planned: PlannedBatch, *, is_planned: bool
-    ) -> None:
-        super().__init__(sink, table, df, planned, TableWrite(planned.batch_id))
-        self._is_planned = is_planned
-
-    def _log_ledger(self, history: TableHistory, group: str, ledger: Ledger | None) -> None:
-        """Log nothing: no query starts."""
-
-    def _restarted_ledger(self, history: TableHistory, group: str) -> Ledger:
-        """Where the number cannot be read, return the ledger of a new group: only a commit shows whether it is new."""
-        return Ledger(group=group, number=history.number(group) or 0)
-
-    def _start_options(self, group: str) -> tuple[str, ...]:
-        return super()._start_options(group) if self._is_planned else table_names.to_offsets(self._starts(group))
 
 
 def without_ranges(df: "DataFrame", drop: Sequence[OffsetRange], table: str) -> "DataFrame":

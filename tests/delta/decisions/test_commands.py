@@ -274,9 +274,9 @@ def test_a_check_of_a_batch_that_is_not_planned_names_commands_that_run(
         query.run(query.sink(table), n, offset(n, one(n * 10, n * 10 + 10)))
     expire_log(table)
     admin.commit(10)
-    batch = PlannedBatch(query_id="", batch_id=2, offsets=(offset(2, one(10, 30)),), root=str(query.root))
+    batch = PlannedBatch(query_id="", batch_id=2, offsets=(offset(2, one(10, 30)),), root="")
     before = len(commits_of(table))
-    refusal = query.sink(table).refusal_of(query.spark.createDataFrame([], "a int"), batch, is_planned=False)
+    refusal = query.sink(table).refusal_of(query.spark.createDataFrame([], "a int"), batch)
     behind, here = commands(str(refusal))
     assert len(commits_of(table)) == before
     run_command(here if again else behind)
