@@ -17,21 +17,16 @@ for each group of the query:
 import contextlib
 import json
 import logging
-import os
 import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
-from spark_group_source.delta.checkpoint import CheckpointFiles, spark_files
+from spark_group_source.delta.checkpoint import CheckpointFiles
 from spark_group_source.errors import GroupError
 from spark_group_source.host import run_files
-
-if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
 
 log = logging.getLogger(__name__)
 
@@ -91,11 +86,6 @@ class StatusFiles(NamedTuple):
         return f"{self.root.rstrip('/')}/{FOLDER}/{quote(group, safe='')}.{kind}.json"
 
 
-def status_files(spark: "SparkSession", root: str) -> StatusFiles:
-    """Return the status files in a checkpoint, through Spark's file systems."""
-    return StatusFiles(spark_files(spark), root)
-
-
 # --- the run ---------------------------------------------------------------------------------------------------------
 
 _lock = threading.Lock()
@@ -103,18 +93,13 @@ _reported: set[tuple[str, str]] = set()
 """The runs and groups for which a reporter was started."""
 
 
-def run_name(run_id: str) -> str:
-    """Return the name of a run of a query; ``run_id`` is Spark's, new with every start."""
-    return f"{run_id}-{os.getpid()}"
-
-
-def start_reporting(run: str, group: str, stream: str, open_files: Callable[[], StatusFiles]) -> None:
+def start_reporting(run: str, group: str, stream: str, status: StatusFiles) -> None:
     """Report a run's statistics, and forward drain requests to it, until the run ends. A second call does nothing.
 
     Args:
-        run: the name of the run.
+        run: Spark's id of the run, new with every start.
         group, stream: identify the run's statistics on this host.
-        open_files: returns the status files.
+        status: the status files in the query's checkpoint.
     """
     if (run, group) in _reported:
         return
@@ -125,15 +110,15 @@ def start_reporting(run: str, group: str, stream: str, open_files: Callable[[], 
         if (run, group) in _reported:
             return
         _reported.add((run, group))
-    reporter = _StatusReporter(run, group, int(doc["pid"]), open_files)
+    reporter = _StatusReporter(run, group, int(doc["pid"]), status)
     threading.Thread(target=reporter.report_until_end, name=f"spark-group status of {stream}", daemon=True).start()
 
 
 class _StatusReporter:
     """Copies the statistics of one run to its checkpoint, and drain requests from there to the run."""
 
-    def __init__(self, run: str, group: str, pid: int, open_files: Callable[[], StatusFiles]) -> None:
-        self._run, self._group, self._pid, self._open_files = run, group, pid, open_files
+    def __init__(self, run: str, group: str, pid: int, status: StatusFiles) -> None:
+        self._run, self._group, self._pid, self._status = run, group, pid, status
         self._reported: dict[str, Any] = {}
         """The statistics that were written last."""
         self._is_drain_requested = False
@@ -163,22 +148,21 @@ class _StatusReporter:
         """Write the statistics if they changed, and forward or answer a drain request."""
         if self._is_drain_requested and not doc["drained"]:  # waits for the end of the drain
             return
-        status = self._open_files()
-        request = self._request(status)
+        request = self._request()
         is_requested = request.get("run") == self._run
         doc = {**doc, "answered": request.get("id") if is_requested and doc["drained"] else None}
         if doc != self._reported:
             more = {"run": self._run, "host": socket.gethostname(), "now_ms": time.monotonic_ns() // 1_000_000}
-            status.write(self._group, "run", {**doc, **more, "written_ms": int(time.time() * 1000)})
+            self._status.write(self._group, "run", {**doc, **more, "written_ms": int(time.time() * 1000)})
             self._reported = doc
         if is_requested and not doc["drained"]:
             run_files.request_drain(self._pid)
             self._is_drain_requested = True
 
-    def _request(self, status: StatusFiles) -> dict[str, Any]:
+    def _request(self) -> dict[str, Any]:
         """Return the drain request; empty if there is none, or only a part: its command was killed."""
         try:
-            return status.read(self._group, "drain") or {}
+            return self._status.read(self._group, "drain") or {}
         except GroupError as exc:
             log.debug("group %s: no drain request: %s", self._group, exc)
             return {}

@@ -54,7 +54,14 @@ from spark_group_source.delta import (
     table_names,
     table_writer,
 )
-from spark_group_source.delta.checkpoint import ONLY_RUN, PlannedBatch, is_finished, keep_state, read_planned
+from spark_group_source.delta.checkpoint import (
+    ONLY_RUN,
+    PlannedBatch,
+    is_finished,
+    keep_state,
+    read_planned,
+    spark_files,
+)
 from spark_group_source.delta.dead_letters import DeadLetters, LetterBox, LetterReplay
 from spark_group_source.delta.ledger_decision import SHOWN_MAX, AlreadyWritten, WriteBatch, format_ranges
 from spark_group_source.delta.ledger_format import APP_PREFIX, Ledger
@@ -442,12 +449,8 @@ def report(
         if is_whole_sink:
             run_files.mark_durable_and_wait(offset)
         if planned.run_id not in (None, ONLY_RUN):
-            checkpoint_status.start_reporting(
-                checkpoint_status.run_name(str(planned.run_id)),
-                offset.group,
-                offset.stream,
-                lambda: checkpoint_status.status_files(spark, planned.root),
-            )
+            status = checkpoint_status.StatusFiles(spark_files(spark), planned.root)
+            checkpoint_status.start_reporting(str(planned.run_id), offset.group, offset.stream, status)
 
 
 def is_called_by_spark(caller: "FrameType") -> bool:

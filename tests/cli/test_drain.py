@@ -57,7 +57,7 @@ def test_the_status_of_a_run_that_was_drained_before_is_no_answer() -> None:
     folder = Folder(drained=True, answered="of yesterday")
     with pytest.raises(GroupError, match="did not finish its batch within 0 s"):
         checkpoint_status.drain(folder.place, "etl", timeout_s=0)
-    reporter = checkpoint_status._StatusReporter("r1", "etl", 7, lambda: folder.place)
+    reporter = checkpoint_status._StatusReporter("r1", "etl", 7, folder.place)
     for _ in range(2):
         reporter.poll({"pid": 7, "group": "etl", "drained": True})
     request = json.loads(folder.files[DRAIN])
@@ -106,7 +106,7 @@ def test_a_run_reports_although_a_drain_request_stays_incomplete(part: str, monk
     folder.files[DRAIN] = part
     with pytest.raises(GroupError, match=r"etl\.drain\.json stays incomplete .*a drain command writes it"):
         folder.place.read("etl", "drain")
-    reporter = checkpoint_status._StatusReporter("r2", "etl", 7, lambda: folder.place)
+    reporter = checkpoint_status._StatusReporter("r2", "etl", 7, folder.place)
     reporter.poll({"pid": 7, "group": "etl", "drained": False})
     assert json.loads(folder.files[RUN])["run"] == "r2"
 
@@ -118,7 +118,7 @@ def test_a_run_drains_when_the_request_names_it(
     folder, pids = Folder(), list[int]()
     monkeypatch.setattr(run_files, "request_drain", pids.append)
     folder.files[DRAIN] = json.dumps({"run": requested})
-    reporter = checkpoint_status._StatusReporter("r1", "etl", 7, lambda: folder.place)
+    reporter = checkpoint_status._StatusReporter("r1", "etl", 7, folder.place)
     reporter.poll({"pid": 7, "group": "etl", "drained": drained})
     assert pids == then
     status = checkpoint_status.last_status(folder.place, "etl")
