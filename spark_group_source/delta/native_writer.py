@@ -130,12 +130,6 @@ def _fields(opened: "DeltaTable") -> list[dict[str, Any]]:
     return found
 
 
-def writable_columns(opened: "DeltaTable") -> list[str]:
-    """Return the columns whose values a writer supplies: all but those that Delta generates."""
-    generated = ("delta.generationExpression", "delta.identity.")
-    return [f["name"] for f in _fields(opened) if not any(key.startswith(generated) for key in f["metadata"])]
-
-
 def new_columns(opened: "DeltaTable", rows: "DataFrame") -> list[dict[str, Any]] | None:
     """Return the columns of the rows that the table lacks; None if only Delta itself can cast, add or refuse columns.
 

@@ -375,9 +375,8 @@ class TableWriter:
             )
         else:
             self.warn_of_other_drivers(reason)
-            columns = None if self.log is None else native_writer.writable_columns(self.log.opened)
             table_id = "" if self.merge is None else self.identity()
-            committed = self._options.commit(rows, numbers, note, needed=needed, columns=columns, table_id=table_id)
+            committed = self._options.commit(rows, numbers, note, needed=needed, table_id=table_id)
         if not committed:
             return None
         if (commit := self._find_commit(history, note)) is not None:
@@ -753,14 +752,12 @@ class OptionsWriter:
         note: str,
         *,
         needed: bool,
-        columns: Sequence[str] | None = None,
         table_id: str = "",
     ) -> bool:
         """Commit like :meth:`NativeWriter.commit`; but Delta skips a commit whose number is used, without an error, and
         a DataFrame without rows is committed, too: whether it has rows is known when it is written.
 
         Args:
-            columns: the columns whose values a writer supplies; None: all but those for which Delta refuses them.
             table_id: the id of the table, which a merge needs.
 
         Raises:
@@ -792,7 +789,7 @@ class OptionsWriter:
         identity = set[str]()
         with few_tasks:
             while True:
-                frame = self._empty(columns, identity) if rows is None else rows
+                frame = self._empty(identity) if rows is None else rows
                 try:
                     self._save(frame.write.format("delta").mode("append").options(**options))
                 except PySparkException as exc:  # before anything is written; Spark's schema hides such columns
@@ -812,13 +809,12 @@ class OptionsWriter:
             else:
                 writer.saveAsTable(self._table)
 
-    def _empty(self, columns: Sequence[str] | None, identity: Collection[str]) -> "DataFrame":
-        """Return no rows, with these columns of the table, or with all but identity columns."""
-        table = table_names.read(self._spark, self._table)
-        if columns is None and identity:
-            columns = [name for name in table.columns if name not in identity]
-        schema = (table if columns is None else table.select(*map(table_names.quoted, columns))).schema
-        return self._spark.createDataFrame([], schema)
+    def _empty(self, identity: Collection[str]) -> "DataFrame":
+        """Return no rows, with all columns of the table but identity columns."""
+        from pyspark.sql.types import StructType
+
+        fields = table_names.read(self._spark, self._table).schema.fields
+        return self._spark.createDataFrame([], StructType([field for field in fields if field.name not in identity]))
 
 
 @contextlib.contextmanager
