@@ -144,7 +144,7 @@ class TableWriter:
         self._native: NativeWriter | None = None
         self.changed = ChangedRows()
         """The rows that the last commit changed."""
-        self._options = OptionsWriter(spark, self.table, partition_by, merge_schema, merge)
+        self._options = OptionsWriter(self)
 
     @property
     def log(self) -> LogFiles | None:
@@ -166,7 +166,7 @@ class TableWriter:
         is_remote = native_writer.local_path(location) is None
         is_native = is_remote and self.storage_options is not None and self.writer != "options"
         if has_delta(self.spark) and not is_native:
-            self._options.create(rows, self.exists)
+            self._options.create(rows)
             return
         if not table_names.is_path(self.table):
             raise OptionError(
@@ -375,8 +375,7 @@ class TableWriter:
             )
         else:
             self.warn_of_other_drivers(reason)
-            table_id = "" if self.merge is None else self.identity()
-            committed = self._options.commit(rows, numbers, note, needed=needed, table_id=table_id)
+            committed = self._options.commit(rows, numbers, note, needed=needed)
         if not committed:
             return None
         if (commit := self._find_commit(history, note)) is not None:
@@ -674,23 +673,11 @@ def is_race(exc: Exception) -> bool:
 class OptionsWriter:
     """Appends to one table through Delta's DataFrame writer, or merges by key."""
 
-    def __init__(
-        self,
-        spark: "SparkSession",
-        table: str,
-        partition_by: tuple[str, ...] = (),
-        merge_schema: bool = False,
-        merge: Merge | None = None,
-    ) -> None:
-        self._spark, self._table = spark, table
-        self._merging = None if merge is None else MergeWriter(spark, table, merge, merge_schema=merge_schema)
-        self._partition_by, self._merge_schema = partition_by, merge_schema
+    def __init__(self, owner: TableWriter) -> None:
+        self._spark, self._table, self._owner = owner.spark, owner.table, owner
 
-    def create(self, rows: "DataFrame", exists: Callable[[], bool]) -> None:
+    def create(self, rows: "DataFrame") -> None:
         """Create the table with the columns of these rows, unless it exists. Other writers may do so at the same time.
-
-        Args:
-            exists: returns whether the table exists: Spark reports any folder with files as an existing table.
 
         Raises:
             OptionError: the folder has other files.
@@ -700,8 +687,8 @@ class OptionsWriter:
         statement = (
             f"CREATE TABLE {table_names.sql_name(self._table)} ({table_names.sql_columns(rows.schema)}) USING delta"
         )
-        if self._partition_by:
-            statement += f" PARTITIONED BY ({', '.join(map(table_names.quoted, self._partition_by))})"
+        if self._owner.partition_by:
+            statement += f" PARTITIONED BY ({', '.join(map(table_names.quoted, self._owner.partition_by))})"
         for attempt in range(1, CREATE_ATTEMPTS_MAX + 1):
             try:
                 with session_lock:
@@ -709,10 +696,11 @@ class OptionsWriter:
                 return
             except Exception as exc:  # raised by py4j where PySpark does not translate the class
                 condition = exc.getCondition() if isinstance(exc, PySparkException) else None
-                if condition in _FOLDER_EXISTS and exists():
+                # Spark reports any folder with files as an existing table.
+                if condition in _FOLDER_EXISTS and self._owner.exists():
                     return
                 if condition in _FOLDER_EXISTS and attempt == CREATE_ATTEMPTS_MAX and self._is_unfinished():
-                    self._finish(rows, exists)
+                    self._finish(rows)
                     return
                 if condition in _FOLDER_EXISTS and attempt == CREATE_ATTEMPTS_MAX:
                     raise OptionError(
@@ -737,12 +725,12 @@ class OptionsWriter:
         names = files.names(folder)
         return names == [LOG_FOLDER] and all(name[0] in "._" for name in files.names(f"{folder}/{LOG_FOLDER}"))
 
-    def _finish(self, rows: "DataFrame", exists: Callable[[], bool]) -> None:
+    def _finish(self, rows: "DataFrame") -> None:
         """Create the table in an unfinished folder: an append does so, while Delta's own ``create`` refuses it."""
         try:
             self._save(self._spark.createDataFrame([], rows.schema).write.format("delta").mode("append"))
         except CommitRace:
-            if not exists():
+            if not self._owner.exists():
                 raise
 
     def commit(
@@ -752,13 +740,9 @@ class OptionsWriter:
         note: str,
         *,
         needed: bool,
-        table_id: str = "",
     ) -> bool:
         """Commit like :meth:`NativeWriter.commit`; but Delta skips a commit whose number is used, without an error, and
         a DataFrame without rows is committed, too: whether it has rows is known when it is written.
-
-        Args:
-            table_id: the id of the table, which a merge needs.
 
         Raises:
             OptionError: the batch has several groups.
@@ -776,15 +760,17 @@ class OptionsWriter:
             )
         ((app_id, number),) = numbers.items()
         few_tasks = session_setting(self._spark, SNAPSHOT_PARTITIONS, "2", only_if_unset=True)
-        if self._merging is not None and rows is not None:
+        merge_schema = self._owner.merge_schema
+        if self._owner.merge is not None and rows is not None:
+            merging = MergeWriter(self._spark, self._table, self._owner.merge, merge_schema=merge_schema)
             with few_tasks, races():
-                self._merging.commit(rows, app_id, number, note, table_id)
+                merging.commit(rows, app_id, number, note, self._owner.identity())
             return True
         options: dict[str, str | int | bool] = {
             "txnAppId": app_id,
             "txnVersion": number,
             "userMetadata": note,
-            "mergeSchema": self._merge_schema,
+            "mergeSchema": merge_schema,
         }
         identity = set[str]()
         with few_tasks:
@@ -801,8 +787,8 @@ class OptionsWriter:
                     return True
 
     def _save(self, writer: Any) -> None:
-        if self._partition_by:
-            writer = writer.partitionBy(*self._partition_by)
+        if self._owner.partition_by:
+            writer = writer.partitionBy(*self._owner.partition_by)
         with races():
             if table_names.is_path(self._table):
                 writer.save(self._table)

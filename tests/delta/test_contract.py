@@ -199,9 +199,7 @@ def test_a_table_is_created_without_files_of_data(query: Query, new_table: Path)
         ).alias("n"),
         F.lit(True).alias("odd", metadata={"comment": r"it's \' odd"}),
     )
-    table_writer.OptionsWriter(query.spark, str(new_table)).create(
-        written(query.rows(offset(0, one(0, 1)))), lambda: False
-    )
+    table_writer.TableWriter(query.spark, str(new_table)).create(written(query.rows(offset(0, one(0, 1)))))
     assert [f.name for f in new_table.rglob("*") if f.suffix == ".parquet"] == []
     query.run(query.sink(new_table, transform=written), 0, offset(0, one(0, 2)))
     created = query.spark.read.format("delta").load(str(new_table))

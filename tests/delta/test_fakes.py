@@ -172,7 +172,7 @@ def test_the_fake_of_spark_leaves_the_commits_and_rows_that_spark_leaves(
             for n, (start, end) in enumerate([(30, 40), (35, 50), (50, 50)]):
                 query.run(sink, n, offset(n, {("orders", 0): (start, end), ("orders", 1): (n, n)}, stream="s2"))
         used = query.spark.createDataFrame([("orders", 0, 99, "used")], SCHEMA)
-        again = table_writer.OptionsWriter(query.spark, str(table))
+        again = table_writer.OptionsWriter(table_writer.TableWriter(query.spark, str(table)))
         if writer == "options":
             again.commit(used, {APP_PREFIX + "etl": 5}, "[]", needed=True)
         made = commits(table)[BATCHES + 1 :]

@@ -735,7 +735,7 @@ def test_columns_are_added_natively_if_every_table_can_have_them(
 def test_writer_options_refuse_the_sources_of_several_groups(query: Query) -> None:
     numbers = {"spark-group-source.team.orders": 1, "spark-group-source.team.clicks": 1}
     with pytest.raises(OptionError, match=r"have the groups team\.clicks, team\.orders, .*one query for each group"):
-        OptionsWriter(query.spark, "/t").commit(query.rows(), numbers, "note", needed=True)
+        OptionsWriter(TableWriter(query.spark, "/t")).commit(query.rows(), numbers, "note", needed=True)
 
 
 # The object itself
