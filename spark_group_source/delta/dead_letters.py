@@ -165,7 +165,10 @@ class DeadLetters:
         """Return what it was given."""
         return self.table, self.rules, self.error, self.max_fraction, self.min_rows
 
-    def open(self, table: TableWriter, planned: PlannedBatch, storage_options: Mapping[str, str] | None) -> "LetterBox":
+    @contextmanager
+    def open(
+        self, table: TableWriter, planned: PlannedBatch, storage_options: Mapping[str, str] | None
+    ) -> "Iterator[LetterBox]":
         """Open the dead-letter table for one batch of a sink's table. The first batch creates it.
 
         Raises:
@@ -174,7 +177,13 @@ class DeadLetters:
         own = self.open_table(table, storage_options)
         if own.identity() == table.identity():
             raise OptionError(f"table {table.table} has its own bad records: dead_letters needs another table")
-        return LetterBox(self, table, own, planned, self._of_tables.setdefault(table.identity(), TableLetters()))
+        box = LetterBox(self, table, own, planned, self._of_tables.setdefault(table.identity(), TableLetters()))
+        try:
+            yield box
+        finally:
+            box.release()
+            if own.log is not None:
+                self._idle_logs.append(own.log)
 
     def open_table(self, table: TableWriter, storage_options: Mapping[str, str] | None) -> TableWriter:
         """Open the dead-letter table of a sink's table, and create it if it does not exist. It is written natively
@@ -206,12 +215,6 @@ class DeadLetters:
                 f"error is {self.error!r}, but the sink's transform returns the columns {', '.join(rows.columns)}"
             )
         return rows if self.error is None else rows.drop(self.error)
-
-    def close(self, box: "LetterBox") -> None:
-        """Release what a batch used."""
-        box.release()
-        if box.own.log is not None:
-            self._idle_logs.append(box.own.log)
 
 
 class LetterRange(NamedTuple):

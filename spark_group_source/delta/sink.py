@@ -35,7 +35,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -257,10 +257,10 @@ class DeltaSink:
             The offsets whose rows the table has now: all but void ones.
         """
         table = self._open_table(df, planned)
-        with (
-            guarded_write(self._runs[planned.query_id][1], table.table, planned) as write,
-            self._open_letters(table, planned) as letters,
-        ):
+        box: AbstractContextManager[LetterBox | None] = (
+            nullcontext() if self.dead_letters is None else self.dead_letters.open(table, planned, self.storage_options)
+        )
+        with guarded_write(self._runs[planned.query_id][1], table.table, planned) as write, box as letters:
             batch = BatchCommit(self, table, df, planned, write, letters, common)
             durable = table_writer.retry_races(batch.attempt, what=f"batch {planned.batch_id} to table {self.table}")
         if not batch.has_read_rows:
@@ -346,18 +346,6 @@ class DeltaSink:
         elif table.log is not None:  # the properties are read already
             self._check_properties(table)
         return table
-
-    @contextmanager
-    def _open_letters(self, table: TableWriter, planned: PlannedBatch) -> "Iterator[LetterBox | None]":
-        """Open the dead-letter table for one batch; None: the sink has none."""
-        if self.dead_letters is None:
-            yield None
-            return
-        letters = self.dead_letters.open(table, planned, self.storage_options)
-        try:
-            yield letters
-        finally:
-            self.dead_letters.close(letters)
 
     def new_writer(self, spark: "SparkSession", opened: LogFiles | None = None) -> TableWriter:
         """Return what reads and writes the table; nothing is opened before it is used.
