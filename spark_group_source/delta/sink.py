@@ -261,8 +261,9 @@ class DeltaSink:
             nullcontext() if self.dead_letters is None else self.dead_letters.open(table, planned, self.storage_options)
         )
         with guarded_write(self._runs[planned.query_id][1], table.table, planned) as write, box as letters:
-            batch = BatchCommit(self, table, df, planned, write, letters, common)
+            batch = BatchCommit(self, table, df, planned, letters, common)
             durable = table_writer.retry_races(batch.attempt, what=f"batch {planned.batch_id} to table {self.table}")
+            write.find_version = batch.find_version
         if not batch.has_read_rows:
             keep_state(df, planned.root)
         if table.log is not None:
@@ -292,7 +293,7 @@ class DeltaSink:
             return None
         try:
             self._check_properties(table)
-            BatchCommit(self, table, df, planned, TableWrite(planned.batch_id), writes=False).decide(table.history())
+            BatchCommit(self, table, df, planned, writes=False).decide(table.history())
         except (LedgerConflict, OptionError) as exc:
             return str(exc)
         return None
@@ -464,13 +465,12 @@ class BatchCommit:
         table: TableWriter,
         df: "DataFrame",
         planned: PlannedBatch,
-        write: "TableWrite",
         letters: LetterBox | None = None,
         common: Mapping[str, Ledger] = MappingProxyType({}),
         *,
         writes: bool = True,
     ) -> None:
-        self.sink, self.table, self.df, self.planned, self.write = sink, table, df, planned, write
+        self.sink, self.table, self.df, self.planned = sink, table, df, planned
         self.letters, self.common, self.writes = letters, common, writes
         self._rows: dict[tuple[OffsetRange, ...], DataFrame] = {}
         """The rows to write by the ranges that are left out: the same DataFrame again after a lost race."""
@@ -478,6 +478,9 @@ class BatchCommit:
         """The ledgers of the sink's table; another query's run that finds another table gives the sink other ones."""
         self._known: dict[str, Ledger] = {}
         """The sink's ledgers when this attempt started; other queries may use the sink at the same time."""
+        self.find_version: Callable[[], int | None] = lambda: None
+        """Returns the version of the table that the commit of this batch made; None if there is none, or the log no
+        longer has it."""
 
     def attempt(self) -> tuple[StreamOffset, ...]:
         """Decide about the batch and commit it once.
@@ -497,7 +500,7 @@ class BatchCommit:
         ledgers, decision = self.decide(history)
         if isinstance(decision, AlreadyWritten):
             log.info("table %s: already has batch %d of query %s", self.sink.table, planned.batch_id, planned.query_id)
-            self.write.find_version = partial(self._version_of_batch, history)
+            self.find_version = partial(self._version_of_batch, history)
         else:
             self._commit(history, ledgers, decision)
         return decision.durable
@@ -794,7 +797,7 @@ class BatchCommit:
         if version is None:
             log.debug("table %s: no ledger to commit in batch %d of %s", sink.table, planned.batch_id, planned.query_id)
             return
-        self.write.version = version
+        self.find_version = lambda: version
         every = sink.optimize_every
         sink._is_optimize_due |= every > 0 and any(ledger.number % every == 0 for ledger in ledgers.values())
         if version == history.version + 1:  # no other commit came in between
@@ -891,10 +894,8 @@ class TableWrite:
     """The newest batch that a run writes, or wrote, to one table."""
 
     batch_id: int
-    version: int | None = None
-    """The version of the table that its commit made; None before that, and if nothing had to be committed."""
     find_version: Callable[[], int | None] = field(default=lambda: None, repr=False)
-    """Finds that of a commit of an earlier run."""
+    """As in :class:`BatchCommit`."""
 
 
 _lock = threading.Lock()
@@ -954,10 +955,9 @@ def _keep_run(runs: dict[str, _Run], query_id: str, run: _Run) -> None:
 
 
 def _second_write(table: str, planned: PlannedBatch, former: TableWrite) -> OptionError:
-    version = former.version
-    if version is None:
-        with suppress(Exception):  # of the storage: the error is another one
-            version = former.find_version()
+    version = None
+    with suppress(Exception):  # of the storage: the error is another one
+        version = former.find_version()
     if version is None:
         remedy = "The table has no rows of the second write in any version"
     else:

@@ -16,7 +16,7 @@ from spark_group_source.delta import ledger_store, table_writer
 from spark_group_source.delta.checkpoint import PlannedBatch
 from spark_group_source.delta.ledger_decision import WriteBatch
 from spark_group_source.delta.ledger_format import Ledger
-from spark_group_source.delta.sink import BatchCommit, DeltaSink, TableWrite
+from spark_group_source.delta.sink import BatchCommit, DeltaSink
 from spark_group_source.delta.table_history import Commit, CommitRace, TableHistory
 from spark_group_source.delta.table_writer import TableWriter
 from spark_group_source.host.run_files import NO_MARK, is_later
@@ -125,9 +125,7 @@ class Table:
         query_id = run.query.checkpoint.query_id
         sink._runs[query_id] = None, self.name
         planned = PlannedBatch(query_id=query_id, batch_id=offset.seq, offsets=(offset,), root=f"/{run.query.name}")
-        batch = SimulatedCommit(
-            sink, SimulatedWriter(self, run, offset, read), NO_ROWS, planned, TableWrite(offset.seq)
-        )
+        batch = SimulatedCommit(sink, SimulatedWriter(self, run, offset, read), NO_ROWS, planned)
         durable = table_writer.retry_races(batch.attempt, what=f"batch {offset.seq}")
         for done in durable:
             self.truth.durable(run.reader, done)  # at once: the run may act on the mark
