@@ -123,8 +123,8 @@ class Merge:
 class MergeWriter:
     """Merges batches into one table."""
 
-    def __init__(self, spark: "SparkSession", table: str, merge: Merge, *, merge_schema: bool) -> None:
-        self._spark, self._table, self._merge, self._merge_schema = spark, table, merge, merge_schema
+    def __init__(self, spark: "SparkSession", table: str, merge: Merge) -> None:
+        self._spark, self._table, self._merge = spark, table, merge
 
     def commit(self, rows: "DataFrame", app_id: str, number: int, note: str, table_id: str) -> None:
         """Merge rows, and commit the ``SetTransaction`` number and the note with them. Delta skips a number that is
@@ -211,20 +211,11 @@ class MergeWriter:
         )
 
     def _add_columns(self, changes: "DataFrame") -> None:
-        """Add new columns to the table, in a commit of its own.
-
-        Raises:
-            OptionError: there are some, and ``merge_schema`` is False.
-        """
+        """Add new columns to the table, in a commit of its own. Without ``merge_schema`` they were refused before."""
         from pyspark.sql.types import StructType
 
         known = {name.lower() for name in table_names.read(self._spark, self._table).columns}
         new = [field for field in changes.drop(_IS_DELETED).schema.fields if field.name.lower() not in known]
-        if new and not self._merge_schema:
-            raise OptionError(
-                f"table {self._table} lacks the column {new[0].name} of the batch, and merge_schema is False. Nothing "
-                "was written. Set merge_schema=True, or name the column in Merge(without=...)"
-            )
         if new:
             columns = table_names.sql_columns(StructType(new))
             self._spark.sql(f"ALTER TABLE {table_names.sql_name(self._table)} ADD COLUMNS ({columns})")

@@ -305,12 +305,8 @@ class TableWriter:
         if rows is not None and (reason := self._reason_of_hosts()) is not None:
             return reason
         reason = native_writer.reason_not_native(source.opened)
-        if reason is None and rows is not None:
-            new = native_writer.new_columns(source.opened, rows)
-            if new is None:
-                return "the batch has other columns or types"
-            if new and not self.merge_schema:
-                return f"the table lacks its column {new[0]['name']}, and merge_schema is False"
+        if reason is None and rows is not None and native_writer.new_columns(source.opened, rows) is None:
+            return "the batch has other columns or types"
         partitions = tuple(source.opened.metadata().partition_columns)
         if reason is None and self.partition_by and self.partition_by != partitions:
             return f"it is partitioned by {', '.join(partitions) or 'nothing'}, not by {', '.join(self.partition_by)}"
@@ -353,9 +349,9 @@ class TableWriter:
             Exception: that of Delta, ``deltalake`` or the storage, unchanged. Nothing was written, unless the storage
                 fails so that it cannot be read, either.
         """
-        reason = self.reason_not_native(rows)
-        if reason is not None and rows is not None:
+        if rows is not None:
             self._refuse_new_columns(rows)
+        reason = self.reason_not_native(rows)
         if reason is None:
             assert self.log is not None
             self._native = self._native or NativeWriter(self.spark, self.log)
@@ -387,14 +383,15 @@ class TableWriter:
         raise CommitRace(f"another commit has the number {dict(numbers)}")
 
     def _refuse_new_columns(self, rows: "DataFrame") -> None:
-        """Refuse rows with new columns without ``merge_schema``; a merge does so itself. Delta's own error names
-        options of its writer, which a sink does not have."""
-        if self.merge_schema or self.merge is not None or not (new := self.lacking(rows)):
+        """Raise OptionError for rows with new columns without ``merge_schema``. Delta's own error names options of its
+        writer, which a sink does not have."""
+        if self.merge_schema or not (new := self.lacking(rows if self.merge is None else self.merge.table_rows(rows))):
             return
+        of_merge = "" if self.merge is None else ", or name them in Merge(without=...)"
         raise OptionError(
             f"table {self.table} lacks the columns {', '.join(new)} of the batch, and merge_schema is False. Nothing "
             "was written. To add them, set merge_schema=True (--merge-schema of the command run); otherwise leave "
-            "them out in the transform",
+            f"them out in the transform{of_merge}",
             table=self.table,
             columns=new,
         )
@@ -760,9 +757,8 @@ class OptionsWriter:
             )
         ((app_id, number),) = numbers.items()
         few_tasks = session_setting(self._spark, SNAPSHOT_PARTITIONS, "2", only_if_unset=True)
-        merge_schema = self._owner.merge_schema
         if self._owner.merge is not None and rows is not None:
-            merging = MergeWriter(self._spark, self._table, self._owner.merge, merge_schema=merge_schema)
+            merging = MergeWriter(self._spark, self._table, self._owner.merge)
             with few_tasks, races():
                 merging.commit(rows, app_id, number, note, self._owner.identity())
             return True
@@ -770,7 +766,7 @@ class OptionsWriter:
             "txnAppId": app_id,
             "txnVersion": number,
             "userMetadata": note,
-            "mergeSchema": merge_schema,
+            "mergeSchema": self._owner.merge_schema,
         }
         identity = set[str]()
         with few_tasks:

@@ -221,7 +221,7 @@ def test_new_columns_need_merge_schema(query: Query, new_query: NewQuery, table:
     sink = query.sink(table, transform=changes_of(HISTORY), merge=PLAIN)
     query.run(sink, 0, batch(0, 0, 2))
     wide = {"transform": changes_of(HISTORY, extra=", note string"), "merge": PLAIN}
-    with pytest.raises(OptionError, match="lacks the column note of the batch, and merge_schema is False"):
+    with pytest.raises(OptionError, match="lacks the columns note of the batch, and merge_schema is False"):
         query.run(query.sink(table, **wide), 1, batch(1, 2, 4))
     query.run(query.sink(table, merge_schema=True, **wide), 1, batch(1, 2, 4))
     assert rows(table) == [(*row, None) for row in by_offset(HISTORY[:4])]

@@ -16,6 +16,7 @@ from urllib.parse import quote
 import pyarrow as pa
 import pyarrow.parquet as pq
 from deltalake import CommitProperties, DeltaTable, Transaction, write_deltalake
+from pyspark.sql.types import StructType
 
 from spark_group_source.model import OffsetRange
 
@@ -32,16 +33,7 @@ class Frame:
     @property
     def schema(self) -> Any:
         fields = [{"name": f.name, "type": NAMES[f.type], "nullable": True, "metadata": {}} for f in self.rows.schema]
-        simple = {"integer": "int", "long": "bigint"}
-        return SimpleNamespace(
-            json=lambda: json.dumps({"type": "struct", "fields": fields}),
-            fields=[
-                SimpleNamespace(
-                    name=f["name"], dataType=SimpleNamespace(simpleString=lambda t=f["type"]: simple.get(str(t), t))
-                )
-                for f in fields
-            ],
-        )
+        return StructType.fromJson({"type": "struct", "fields": fields})
 
     def select(self, *columns: str) -> "Frame":
         return Frame(self.sparkSession, self.rows.select([column.strip("`") for column in columns]))

@@ -20,6 +20,7 @@ from kit.frames import DeltaSession, Frame, Session
 from pyarrow.fs import LocalFileSystem, SubTreeFileSystem
 from pyspark import cloudpickle
 from pyspark.errors import PySparkException
+from pyspark.sql.types import StructType
 from sink_helpers import (
     BeforeNextCommit,
     NewQuery,
@@ -535,7 +536,7 @@ class FrameWithHeaders(Frame):
     def schema(self) -> Any:
         headers = array(struct(field("key", "string", nullable=False), field("value", "binary")), nullable=False)
         fields = [*json.loads(Frame(self.sparkSession, self.rows.drop_columns("headers")).schema.json())["fields"]]
-        return SimpleNamespace(json=lambda: json.dumps(struct(*fields, field("headers", headers, nullable=False))))
+        return StructType.fromJson(struct(*fields, field("headers", headers, nullable=False)))
 
 
 def test_a_table_with_headers_that_the_sink_creates_is_written_natively(query: Query, new_table: Path) -> None:
