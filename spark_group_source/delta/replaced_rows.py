@@ -119,27 +119,22 @@ def ledger_of_rows(history: TableHistory, group: str, replacement: Replacement |
             version.
         LedgerConflict: a batch was committed behind a ``RESTORE``, or the ledger cannot be read.
     """
-    try:
-        return _find_ledger_of_rows(history, group, replacement)
-    except _Unknown as exc:
-        raise _rows_replaced(history, group, exc.replacement) from None
+    found = _find_ledger_of_rows(history, group, replacement)
+    if isinstance(found, Replacement):
+        raise _rows_replaced(history, group, found)
+    return found
 
 
-class _Unknown(Exception):
-    """No ledger is known to fit the rows since this commit."""
-
-    def __init__(self, replacement: Replacement) -> None:
-        super().__init__()
-        self.replacement = replacement
-
-
-def _find_ledger_of_rows(history: TableHistory, group: str, replacement: Replacement | None = None) -> Ledger | None:
+def _find_ledger_of_rows(
+    history: TableHistory, group: str, replacement: Replacement | None = None
+) -> Ledger | Replacement | None:
+    """Return what :func:`ledger_of_rows` does, or the replacement since which no ledger is known to fit the rows."""
     newest = history.ledger(group)
     replacement = replacement or (find_replacement(history, group) if newest is not None else None)
     if newest is None or replacement is None:
         return newest
     if replacement.restored_to is None:
-        raise _Unknown(replacement)
+        return replacement
     if replacement.concurrent_batch is not None:
         raise _batch_behind_restore(history.table, group, replacement)
     starts: dict[TopicPartition, int] = {}
@@ -150,13 +145,15 @@ def _find_ledger_of_rows(history: TableHistory, group: str, replacement: Replace
             starts = first_offsets(entry["ledger"]) | starts  # an older one is of a former topic of that name
             first_number = entry["ledger"]["number"]
     if oldest_read > replacement.restored_to + 1:
-        raise _Unknown(replacement)
+        return replacement
     try:
         is_before_first = first_number == 1  # then the log need not reach back further
         restored = None if is_before_first else _find_ledger_of_rows(history.at(replacement.restored_to), group)
-        restored = restored or Ledger(group=group)
     except LedgerExpired:
-        raise _Unknown(replacement) from None
+        return replacement
+    if isinstance(restored, Replacement):
+        return restored
+    restored = restored or Ledger(group=group)
     same_topics = {
         name: topic.id
         for name, topic in restored.topics.items()
@@ -225,13 +222,12 @@ def _version_before(history: TableHistory, group: str, replacement: Replacement)
     before = replacement.version - 1
     while before >= 0:
         try:
-            _find_ledger_of_rows(history.at(before), group)
-        except _Unknown as exc:
-            before = exc.replacement.version - 1
+            found = _find_ledger_of_rows(history.at(before), group)
         except (LedgerConflict, LedgerExpired):
             return None
-        else:
+        if not isinstance(found, Replacement):
             return before
+        before = found.version - 1
     return None
 
 
