@@ -11,7 +11,6 @@ source without an offset so far has ``-``. A DataFrame that a query uses twice h
 
 import json
 import os
-import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,14 +34,6 @@ RUN_ID = "spark.jobGroup.id"
 
 ONLY_RUN = "-"
 """The run id where there is no such property: on Spark Connect a worker for ``foreachBatch`` serves one run."""
-
-_BEFORE_GROUP = r'("followed"\s*:\s*\{.*?\}\s*,\s*)?'
-_OURS = re.compile(r"\{\s*" + _BEFORE_GROUP + r'"group"\s*:(?!\s*\{)')
-"""Matches the start of an offset of this source, whose keys are sorted, also of a damaged one. An offset of Spark's own
-connector has topics as keys, with objects as values."""
-
-_OUR_KEYS = '"seq"', '"stream"'
-"""Further keys of each offset of this source, which other sources whose offsets begin like it do not have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,8 +107,12 @@ def source_lines(text: str) -> dict[str, str]:
 
 def is_kafka_group(line: str) -> bool:
     """Return whether a source's offset is one of ``kafka-group``."""
-    is_cut = not line.rstrip().endswith("}")  # parse() reports it
-    return _OURS.match(line) is not None and (is_cut or all(key in line for key in _OUR_KEYS))
+    try:
+        doc = json.loads(line)
+    except ValueError:
+        return '"group"' in line  # parse() reports that it is damaged
+    # An offset of Spark's own connector has topics as keys, with objects as values.
+    return isinstance(doc, dict) and isinstance(doc.get("group"), str) and {"seq", "stream"} <= doc.keys()
 
 
 def read_planned(spark: "SparkSession", batch_id: int, checkpoint: str | None) -> PlannedBatch:
