@@ -135,14 +135,17 @@ def new_columns(opened: "DeltaTable", rows: "DataFrame") -> list[dict[str, Any]]
 
     The rows may lack columns of the table, which are null then, but no partition column.
     """
-    of_table = {field["name"]: field["type"] for field in _fields(opened)}
-    of_rows = json.loads(rows.schema.json())["fields"]
-    common = {field["name"]: field["type"] for field in of_rows if field["name"] in of_table}
-    new = [nullable_types(field) for field in of_rows if field["name"] not in of_table]
+    from pyspark.sql.types import StructType
+
+    schema = StructType.fromJson(json.loads(opened.schema().to_json()))
+    # As Spark writes types in SQL: without nullability and metadata.
+    of_table = {field.name: field.dataType.simpleString() for field in schema.fields}
+    of_rows = {field.name: field.dataType.simpleString() for field in rows.schema.fields}
+    new = [nullable_types(field) for field in json.loads(rows.schema.json())["fields"] if field["name"] not in of_table]
     names = [*of_table, *(field["name"] for field in new)]
-    if any(_value_types(kind) != _value_types(of_table[name]) for name, kind in common.items()):
+    if any(of_rows.get(name, kind) != kind for name, kind in of_table.items()):
         return None
-    if not common.keys() >= set(opened.metadata().partition_columns):
+    if not of_rows.keys() >= set(opened.metadata().partition_columns):
         return None
     if len({name.lower() for name in names}) < len(names):  # Delta does not distinguish upper and lower case
         return None
@@ -157,15 +160,6 @@ def _is_addable(part: Any) -> bool:
         return False
     nested = (part[key] for key in ("type", "elementType", "keyType", "valueType") if key in part)
     return all(map(_is_addable, (*nested, *part.get("fields", ()))))
-
-
-def _value_types(types: Any) -> Any:
-    """Return a type without nullability and metadata."""
-    if isinstance(types, list):
-        return [_value_types(value) for value in types]
-    if not isinstance(types, dict):
-        return types
-    return {key: _value_types(value) for key, value in types.items() if key not in (*_NULLABILITY, "metadata")}
 
 
 def nullable_types(types: Any) -> Any:

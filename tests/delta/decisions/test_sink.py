@@ -725,7 +725,7 @@ def test_columns_are_added_natively_if_every_table_can_have_them(
     tmp_path: Path, column: dict[str, Any], is_added: bool
 ) -> None:
     created = DeltaTable.create(tmp_path / "t", Schema.from_json(EMPTY))
-    batch: Any = SimpleNamespace(schema=SimpleNamespace(json=lambda: json.dumps(struct(column))))
+    batch: Any = SimpleNamespace(schema=StructType.fromJson(struct(column)))
     found = new_columns(created, batch)
     assert (found is not None) == is_added
     if found is not None:
