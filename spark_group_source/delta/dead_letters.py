@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from spark_group_source.delta import constant_rows, kept, persisted, table_names, table_writer
 from spark_group_source.delta.checkpoint import PlannedBatch
 from spark_group_source.delta.ledger_format import Ledger
-from spark_group_source.delta.table_history import LedgerExpired, LogFiles, TableHistory
+from spark_group_source.delta.table_history import LedgerExpired, OpenedLogs, TableHistory
 from spark_group_source.delta.table_writer import TableWriter
 from spark_group_source.errors import BadRecords, OptionError
 from spark_group_source.model import OffsetRange
@@ -152,11 +152,7 @@ class DeadLetters:
         self.error = error
         self.max_fraction, self.min_rows = max_fraction, min_rows
         self._of_tables: dict[str, TableLetters] = {}
-        self._idle_logs: list[LogFiles] = []
-        """Opened logs of the dead-letter table that no batch uses now."""
-
-    def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_idle_logs": []}
+        self._idle_logs = OpenedLogs()
 
     def __repr__(self) -> str:
         return f"DeadLetters({self.table!r})"
@@ -182,23 +178,18 @@ class DeadLetters:
             yield box
         finally:
             box.release()
-            if own.log is not None:
-                self._idle_logs.append(own.log)
+            self._idle_logs.put(own.log)
 
     def open_table(self, table: TableWriter, storage_options: Mapping[str, str] | None) -> TableWriter:
         """Open the dead-letter table of a sink's table, and create it if it does not exist. It is written natively
         where that works, unless its sink is not."""
-        try:
-            idle_log = self._idle_logs.pop()
-        except IndexError:  # also if another table's thread took the last one
-            idle_log = None
         own = TableWriter(
             table.spark,
             self.table,
             writer="options" if table.writer == "options" else "auto",
             share_folders=table.writer == "native",
             storage_options=storage_options,
-            log=idle_log,
+            log=self._idle_logs.take(),
         )
         if not own.exists():
             own.create(table.spark.createDataFrame([], ", ".join(f"{name} {kind}" for name, kind in COLUMNS.items())))

@@ -66,7 +66,7 @@ from spark_group_source.delta.dead_letters import DeadLetters, LetterBox, Letter
 from spark_group_source.delta.ledger_decision import SHOWN_MAX, AlreadyWritten, WriteBatch, format_ranges
 from spark_group_source.delta.ledger_format import APP_PREFIX, Ledger
 from spark_group_source.delta.merge import Merge
-from spark_group_source.delta.table_history import LedgerExpired, LogFiles, TableHistory, note_of
+from spark_group_source.delta.table_history import LedgerExpired, LogFiles, OpenedLogs, TableHistory, note_of
 from spark_group_source.delta.table_writer import TableWriter
 from spark_group_source.errors import LedgerConflict, OptionError
 from spark_group_source.host import run_files
@@ -189,11 +189,7 @@ class DeltaSink:
         """The id of the table that has these ledgers; empty until the first batch."""
         self._ledgers: dict[str, Ledger] = {}
         """The newest ledger of each group, with the version of the table up to which it is known."""
-        self._idle_logs: list[LogFiles] = []
-        """Opened logs of the table that no batch uses now; several queries may write at the same time."""
-
-    def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_idle_logs": []}
+        self._idle_logs = OpenedLogs()
 
     def __repr__(self) -> str:
         return f"DeltaSink({self.table!r}, writer={self.writer!r})"
@@ -229,7 +225,7 @@ class DeltaSink:
 
     def read_ledgers(self, spark: "SparkSession", groups: Iterable[str]) -> dict[str, Ledger]:
         """Return the ledgers of these groups in the newest version of the table; none of a group that has none."""
-        table = self.new_writer(spark, self._take_idle_log())
+        table = self.new_writer(spark, self._idle_logs.take())
         if not table.exists():
             return {}
         history, found = table.history(), {}
@@ -240,8 +236,7 @@ class DeltaSink:
             with suppress(LedgerExpired):
                 if (ledger := history.ledger(group, known.get(group))) is not None:
                     found[group] = ledger
-        if table.log is not None:
-            self._idle_logs.append(table.log)
+        self._idle_logs.put(table.log)
         return found
 
     def write(
@@ -266,8 +261,7 @@ class DeltaSink:
             write.find_version = batch.find_version
         if not batch.has_read_rows:
             keep_state(df, planned.root)
-        if table.log is not None:
-            self._idle_logs.append(table.log)
+        self._idle_logs.put(table.log)
         if planned.offsets:
             rows = {**table.changed._asdict(), "bad": 0 if letters is None else letters.written}
             run_files.count_rows(planned.offsets[0].stream, self.table, rows)
@@ -330,7 +324,7 @@ class DeltaSink:
         """Open the table; the first batch of a run creates it if it does not exist."""
         run = self._runs.get(planned.query_id)
         is_first = run is None or planned.run_id not in (None, run[0])
-        idle_log = self._take_idle_log()
+        idle_log = self._idle_logs.take()
         table = self.new_writer(df.sparkSession, None if is_first else idle_log)
         if is_first:
             table_names.require_separate_folders(self.table, planned.root)
@@ -341,7 +335,7 @@ class DeltaSink:
                 table.create(rows if self.merge is None else self.merge.table_rows(rows))
             self._check_properties(table)
             if (table_id := table.identity()) != self._table_id:  # the table of an earlier run was deleted or replaced
-                self._table_id, self._ledgers, self._idle_logs = table_id, {}, []
+                self._table_id, self._ledgers, self._idle_logs = table_id, {}, OpenedLogs()
             _keep_run(self._runs, planned.query_id, (planned.run_id, table_id))
             log.info("table %s: written %s", self.table, table.described_writer())
         elif table.log is not None:  # the properties are read already
@@ -364,13 +358,6 @@ class DeltaSink:
             storage_options=self.storage_options,
             log=opened,
         )
-
-    def _take_idle_log(self) -> LogFiles | None:
-        """Remove and return an opened log; None if there is none. Another thread may take the last one meanwhile."""
-        try:
-            return self._idle_logs.pop()
-        except IndexError:
-            return None
 
     def _check_properties(self, table: TableWriter) -> None:
         """Raise OptionError if the table does not keep the numbers of commits."""

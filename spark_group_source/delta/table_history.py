@@ -346,6 +346,26 @@ class LogFiles:
         return found
 
 
+class OpenedLogs(list[LogFiles]):
+    """Opened logs of a table that no batch uses now; several queries may write at the same time. A pickled copy has
+    none."""
+
+    def __reduce__(self) -> tuple[type["OpenedLogs"], tuple[()]]:
+        return OpenedLogs, ()
+
+    def take(self) -> LogFiles | None:
+        """Remove and return an opened log; None if there is none. Another thread may take the last one meanwhile."""
+        try:
+            return self.pop()
+        except IndexError:
+            return None
+
+    def put(self, log: LogFiles | None) -> None:
+        """Keep the log of a batch that has ended; None where it cannot be opened."""
+        if log is not None:
+            self.append(log)
+
+
 class DescribedHistory:
     """The commits of a table as ``DESCRIBE HISTORY`` shows them, in any session that has Delta Lake."""
 

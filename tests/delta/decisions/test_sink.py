@@ -48,7 +48,7 @@ from spark_group_source.delta.native_writer import (
     reason_not_native,
 )
 from spark_group_source.delta.sink import DeltaSink, is_called_by_spark
-from spark_group_source.delta.table_history import CommitRace, LogFiles
+from spark_group_source.delta.table_history import CommitRace, LogFiles, OpenedLogs
 from spark_group_source.delta.table_writer import OptionsWriter, TableWriter
 from spark_group_source.errors import CheckpointMismatch, LedgerConflict, OptionError
 from spark_group_source.host import run_files
@@ -750,7 +750,7 @@ def test_a_sink_can_be_pickled(query: Query, table: Path) -> None:
     }
 
 
-class TakenLogs(list[Any]):
+class TakenLogs(OpenedLogs):
     """Opened logs of which another thread takes the last one after they were counted."""
 
     def __len__(self) -> int:
