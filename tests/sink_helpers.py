@@ -249,4 +249,4 @@ class ListedCommits:
         return None
 
     def restored_to(self, restore: Commit) -> int:
-        return int((restore.restore or {})["version"])
+        return int(restore.parameters["version"])

@@ -343,9 +343,8 @@ class _Table:
             raise FileNotFoundError("the table was deleted or replaced")
         for commit in history.commits(after=self._version):
             for entry in commit.entries:
-                if "ledger" in entry:
-                    at = max(self._written_ms.get(entry["group"], 0), commit.written_ms or 0)
-                    self._written_ms[entry["group"]] = at
+                at = max(self._written_ms.get(entry["group"], 0), commit.written_ms or 0)
+                self._written_ms[entry["group"]] = at
         self._version = history.version
         properties = self._log.opened.metadata().configuration
         retention = properties.get(table_names.LOG_RETENTION, table_names.LOG_RETENTION_DEFAULT)

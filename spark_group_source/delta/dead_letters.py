@@ -617,12 +617,13 @@ def _removed_numbers(history: TableHistory, key: str) -> set[int]:
     """Commits above this version are undone."""
     for commit in history.commits():  # newest first
         is_undone = below is not None and commit.version > below
+        is_restore = commit.operation == "RESTORE"
         entry = commit.ledger_entry(key)
         if entry is not None and is_undone:
             removed.add(int(entry["ledger"]["number"]))
-        if not is_undone and commit.restore is not None:
+        if not is_undone and is_restore:
             below = history.source.restored_to(commit)
-        if not is_undone and (commit.sets_content or (commit.restore is not None and below is None)):
+        if not is_undone and (commit.sets_content or (is_restore and below is None)):
             break
     return removed
 

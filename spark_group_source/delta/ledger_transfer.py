@@ -40,8 +40,8 @@ class Clone(NamedTuple):
 def find_clone(history: TableHistory) -> Clone | None:
     """Return the newest ``CLONE`` in a table's log; None if there is none."""
     for commit in history.commits():
-        if commit.clone is not None:
-            source, version = (str(commit.clone.get(name)).strip('"') for name in ("source", "sourceVersion"))
+        if commit.operation == "CLONE":
+            source, version = (str(commit.parameters.get(name)).strip('"') for name in ("source", "sourceVersion"))
             return Clone(table_names.canonical(source), int(version), commit.version) if version.isdecimal() else None
     return None
 

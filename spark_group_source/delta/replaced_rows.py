@@ -93,7 +93,7 @@ def find_replacement(history: TableHistory, group: str, *, after: int = -1) -> R
         if commit.unsettles_ledger:
             if newest_content is not None:  # it may have brought back rows that this commit removed
                 return Replacement(newest_content.version, newest_content.operation, None, batch_version)
-            restored_to = None if commit.restore is None else history.source.restored_to(commit)
+            restored_to = history.source.restored_to(commit) if commit.operation == "RESTORE" else None
             return Replacement(commit.version, commit.operation, restored_to, batch_version)
         if batch_version is None and commit.ledger_entry(group) is not None:
             decided_at, batch_version = commit.read, commit.version

@@ -583,7 +583,7 @@ class BatchCommit:
 
         for offset in (o for o in self.planned.offsets if o.group == group):
             ledger_transfer.check_new_group(self.df.sparkSession, history, offset, ways)
-        if any(commit.version == 0 for commit in history.commits()):
+        if history.is_complete():
             return
         # The log had the CLONE that names the table with the ledger.
         self._refuse_uncounted_rows(
@@ -610,8 +610,7 @@ class BatchCommit:
                 is_former = tp.topic in former or not ledger.knows_topic(tp.topic, topic.id)
                 if not is_former and tp.partition not in topic.offsets:
                     new[tp] = start
-        # The oldest version is enough where the log's files can be read; DESCRIBE HISTORY returns the whole log.
-        if new and next(history.at(0).commits(), None) is None:
+        if new and not history.is_complete():
             why = "the ledger may have begun anew after an older one expired"
             self._refuse_uncounted_rows(ledger.group, new, "a ledger without that partition", why, ledger.offsets)
 
@@ -653,7 +652,7 @@ class BatchCommit:
     def _log_ledger(self, history: TableHistory, group: str, ledger: Ledger | None) -> None:
         """Log at the start of a query which ledger was found, and which groups share the table."""
         recent = islice(history.commits(), RECENT_COMMITS_MAX)
-        others = {str(entry["group"]) for commit in recent for entry in commit.entries if "ledger" in entry} - {group}
+        others = {str(entry["group"]) for commit in recent for entry in commit.entries} - {group}
         if ledger is None:
             found = "has no ledger of the group, which starts at its positions"
         else:

@@ -23,6 +23,7 @@ ledger still counts the removed rows; :mod:`replaced_rows` compares the two.
 import json
 from collections.abc import Iterator, Mapping
 from datetime import datetime
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from pyspark.errors import PySparkException
@@ -82,7 +83,7 @@ def _note_entries(note: str | None) -> tuple[dict[str, Any], ...]:
     return tuple(
         entry
         for entry in (found if isinstance(found, list) else [found])
-        if isinstance(entry, dict) and "group" in entry
+        if isinstance(entry, dict) and {"group", "ledger"} <= entry.keys()
     )
 
 
@@ -112,12 +113,10 @@ class Commit(NamedTuple):
     """The commit's ``userMetadata``; None for an ``OPTIMIZE``."""
     entries: tuple[dict[str, Any], ...] = ()
     """The ledgers in the note; empty for a commit of another writer."""
-    restore: Mapping[str, Any] | None = None
-    """The parameters of a ``RESTORE``; None for every other operation."""
     operation: str = ""
     """The operation as Delta names it, such as ``WRITE``."""
-    clone: Mapping[str, Any] | None = None
-    """The parameters of a ``CLONE``; None for every other operation."""
+    parameters: Mapping[str, Any] = MappingProxyType({})
+    """The operation's parameters as Delta names them."""
     sets_content: bool = False
     """Whether the operation sets the content of the table, or of a part of it: a ``REPLACE``, an overwrite, a clone."""
     unsettles_ledger: bool = False
@@ -142,43 +141,37 @@ class Commit(NamedTuple):
         entries = _note_entries(note)
         known = [version - 1 if read is None else read, *(e["read"] for e in entries if isinstance(e.get("read"), int))]
         parameters = dict(info.get("operationParameters") or {})
-        restore = parameters if operation == "RESTORE" else None
         modes = {str(parameters.get(name)).strip('"') for name in ("mode", "outputMode")}
         sets_content = "REPLACE TABLE" in operation or operation == "CLONE"
         sets_content = version > 0 and (sets_content or not modes.isdisjoint({"Overwrite", "Complete"}))
         is_part = any(parameters.get(name) not in (None, "", "false") for name in PARTIAL_OVERWRITE)
         # An operation that sets all of the content may bring back rows of an empty table.
         may_replace_rows = sets_content if removes_rows is None else removes_rows or (sets_content and not is_part)
-        unsettles_ledger = restore is not None or (may_replace_rows and operation not in ROW_COMMANDS)
+        unsettles_ledger = operation == "RESTORE" or (may_replace_rows and operation not in ROW_COMMANDS)
         written: Any = info.get("timestamp")
         written_ms = int(written.timestamp() * 1000) if isinstance(written, datetime) else written
-        clone = parameters if operation == "CLONE" else None
         changed = ChangedRows.of(dict(info.get("operationMetrics") or {}))
         return cls(
-            version,
-            min(known),
-            note,
-            entries,
-            restore,
-            operation,
-            clone,
-            sets_content,
-            unsettles_ledger,
-            written_ms,
-            changed,
+            version=version,
+            read=min(known),
+            note=note,
+            entries=entries,
+            operation=operation,
+            parameters=parameters,
+            sets_content=sets_content,
+            unsettles_ledger=unsettles_ledger,
+            written_ms=written_ms,
+            changed=changed,
         )
 
     def ledger_entry(self, group: str) -> dict[str, Any] | None:
         """Return the entry of a group, with its ``ledger``; None if the commit has none."""
-        return next((entry for entry in self.entries if entry["group"] == group and "ledger" in entry), None)
+        return next((entry for entry in self.entries if entry["group"] == group), None)
 
 
 class LedgerExpired(Exception):
     """The group wrote to the table, and the table's log does not reach back to the group's newest commit, or to the
     version by which that commit was decided."""
-
-    def __init__(self, group: str) -> None:
-        super().__init__(group)
 
 
 class CommitRace(Exception):
@@ -226,6 +219,10 @@ class TableHistory:
         """Yield the commits newer than version ``after``, newest first, as far as the log reaches back."""
         return self.source.commits(self.version, after)
 
+    def is_complete(self) -> bool:
+        """Return whether the log reaches back to the creation of the table. ``DESCRIBE HISTORY`` reads all of it."""
+        return next(self.at(0).commits(), None) is not None
+
     def number(self, group: str) -> int | None:
         """Return the ``SetTransaction`` number of the group's newest commit; -1 if there is none, None where the commit
         source does not report numbers."""
@@ -238,7 +235,7 @@ class TableHistory:
     def topics(self) -> dict[str, set[str]]:
         """Return the topics in the ledgers of the log, by group."""
         found: dict[str, set[str]] = {}
-        for entry in (entry for commit in self.commits() for entry in commit.entries if "ledger" in entry):
+        for entry in (entry for commit in self.commits() for entry in commit.entries):
             topics = entry["ledger"].get("topics")
             found.setdefault(str(entry["group"]), set()).update(topics if isinstance(topics, dict) else ())
         return found
@@ -449,5 +446,5 @@ def _file_changes(text: bytes) -> tuple[set[tuple[str, str]], set[tuple[str, str
 
 def _version_parameter(restore: Commit) -> int | None:
     """Return the version that a ``RESTORE ... TO VERSION AS OF`` names; None for a ``RESTORE`` by timestamp."""
-    text = str((restore.restore or {}).get("version")).strip('"')
+    text = str(restore.parameters.get("version")).strip('"')
     return int(text) if text.isdecimal() else None

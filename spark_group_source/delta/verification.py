@@ -173,7 +173,7 @@ def _read_log(history: TableHistory, commits: Iterable[Commit]) -> _Rows:
     """Read which files have rows of other writers, and how many rows the groups added."""
     found = _Rows()
     for commit in commits:
-        own = any("ledger" in entry for entry in commit.entries)
+        own = bool(commit.entries)
         if commit.operation not in OPERATIONS_THAT_KEEP_ROWS and not own:
             found.removing.add(commit.operation or "an unknown operation")
         adds: list[dict[str, Any]] = []
@@ -200,7 +200,7 @@ def _read_log(history: TableHistory, commits: Iterable[Commit]) -> _Rows:
             found.foreign_versions.append(commit.version)
         if parameters.get("mode") == "Overwrite" or (adds_rows and removes):
             found.removing.add(f"{commit.operation} with overwrite")
-        if commit.restore is None and (adds_rows or True in replaced):
+        if commit.operation != "RESTORE" and (adds_rows or True in replaced):
             found.foreign |= {_name(add["path"]) for add in adds}
             if len(replaced) > 1:
                 found.removing.add(f"{commit.operation} of files of several writers")

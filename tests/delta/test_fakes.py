@@ -69,16 +69,16 @@ def read(table: Path) -> dict[str, Any]:
     except LedgerExpired:
         ledger = replacement = "expired"
     clones = [
-        {**commit.clone, "source": commit.clone["source"].replace(str(table.parent), "")}
+        {**commit.parameters, "source": commit.parameters["source"].replace(str(table.parent), "")}
         for commit in found
-        if commit.clone is not None
+        if commit.operation == "CLONE"
     ]
     # Without the counts of rows, which nothing decides by: they are of Delta Lake itself.
-    left_out: dict[str, Any] = {"restore": None, "clone": None, "written_ms": None, "changed": ChangedRows()}
+    left_out: dict[str, Any] = {"parameters": {}, "written_ms": None, "changed": ChangedRows()}
     return {
         "commits": [commit._replace(**left_out) for commit in found],
         "clones": clones,
-        "restored to": [log.restored_to(commit) for commit in found if commit.restore is not None],
+        "restored to": [log.restored_to(commit) for commit in found if commit.operation == "RESTORE"],
         "number": log.number(APP_PREFIX + "etl"),
         "ledger": ledger,
         "replacement": replacement,

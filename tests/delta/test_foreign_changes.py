@@ -173,7 +173,7 @@ def test_a_clone_has_no_ledger_until_it_is_copied(query: Query, table: Path, tmp
         ):
             query.run(query.sink(clone, writer=writer), 3, offset(3, one(30, 40)))
     (described,) = DescribedHistory(spark, str(clone)).commits(0, -1)
-    assert described.clone is not None and described.clone["sourceVersion"] == "2"
+    assert described.operation == "CLONE" and described.parameters["sourceVersion"] == "2"
     spark.sql(f"CREATE TABLE moved USING delta LOCATION '{table}'")
     try:
         found = transfer_ledger(spark, "moved", "etl", str(clone), "etl", version=2, execute=True)

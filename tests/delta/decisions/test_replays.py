@@ -33,8 +33,7 @@ class Scripted:
             yield Commit.of(version, info, removes_rows=not isinstance(what, int) and what != "WRITE")
 
     def restored_to(self, commit: Commit) -> int | None:
-        assert commit.restore is not None
-        version = commit.restore["version"]
+        version = commit.parameters["version"]
         return None if version < 0 else int(version)
 
 
