@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from confluent_kafka import KafkaError, KafkaException
 
-from spark_group_source.error_codes import Meaning, Request, Suspicions, meaning
+from spark_group_source.error_codes import Meaning, Request, meaning
 from spark_group_source.kafka.environment import Environment
 from spark_group_source.kafka.translation import ClientInfo, refusal_of_connection, translate
 
@@ -87,8 +87,8 @@ class Retry:
             GroupError: the request cannot succeed, or the topic or group does not exist, reported twice in a row.
         """
         started_ms = self._environment.now_ms()
-        suspicions = Suspicions()
         attempts = 0
+        last: Meaning | None = None
         while True:
             try:
                 return send()
@@ -96,12 +96,12 @@ class Retry:
                 error: KafkaError = exc.args[0]
                 waited_s = (self._environment.now_ms() - started_ms) / 1000
                 what = meaning(request, error.code(), error.str())
-                suspicions.clear(*(CONFIRMED - {what}))
                 attempts += 1
                 if what in CONFIRMED:
-                    retry = not suspicions.report(what)
+                    retry = what is not last
                 else:
                     retry = what is Meaning.RETRY and attempts <= self._retries and waited_s < RETRY_S_MAX
+                last = what
                 if not retry:
                     name = exc.args[1] if len(exc.args) > 1 else ""
                     raise translate(

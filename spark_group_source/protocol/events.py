@@ -409,11 +409,6 @@ class Tick:
     """A deadline of the run may have passed (:meth:`Run.next_deadline_ms`)."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchBoundary:
-    """The last batch is durable and the next one is not planned: slots may move."""
-
-
 MemberReport = Assigned | Revoking | Lost | MemberFailed | MemberFenced
 AgentEvent = AgentConnected | AgentHeartbeat | AgentDisconnected | AgentEnded
 
@@ -422,7 +417,6 @@ GroupEvent = (
     | MemberEnded
     | AgentEvent
     | TransactionsChecked
-    | BatchBoundary
     | Durable
     | Planned
     | CommittedOffsetsRead

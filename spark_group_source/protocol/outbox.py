@@ -21,7 +21,6 @@ CHARS_MAX = 200
 """The limits of one line: the items of a collection, and the characters."""
 UNRECORDED = (
     ev.NextBatchRequested,
-    ev.BatchBoundary,
     ev.GroupDescribed,
     ev.AgentHeartbeat,
     ev.PrefetchReported,

@@ -250,7 +250,8 @@ class Partitions:
         """The partitions that slots of this run have."""
         self._unassigned: dict[TopicPartition, Unassigned] = {}  # those that the run or its checkpoint had before
         self._in_flight: Ranges = {}
-        self._due: dict[TopicPartition, Position] = {}  # assigned, and has to be committed; in order
+        self.due: dict[TopicPartition, Position] = {}
+        """Positions of assigned partitions that have to be committed, in order."""
         self._unresolved: dict[TopicPartition, None] = {}
         self._lookups: Counter[TopicPartition] = Counter()  # in flight, maybe since an earlier assignment
         self._unknown_count = 0  # assigned partitions without a known position
@@ -308,7 +309,7 @@ class Partitions:
         self._recount(tp, state_of(partition), PartitionState.UNASSIGNED)
         del self.ours[tp]
         self._unassigned[tp] = Unassigned(memory)
-        self._due.pop(tp, None)
+        self.due.pop(tp, None)
 
     # --- batches ----------------------------------------------------------------------------------------------------
 
@@ -343,7 +344,7 @@ class Partitions:
         records again. Returns its partitions; none if a reset has voided the batch."""
         self.seq = seq
         ranges, self._in_flight = self._in_flight, {}
-        ours, due = self.ours, self._due
+        ours, due = self.ours, self.due
         next_state(PARTITIONS, PartitionState.IN_FLIGHT, ev.Durable, "a partition")  # once for all
         for tp, (start, end) in ranges.items():
             partition = ours.get(tp)
@@ -383,7 +384,7 @@ class Partitions:
             is_idle = state_of(mine) in (PartitionState.RESOLVING, PartitionState.ADOPTING, PartitionState.READY)
             if tp.topic in topics and tp not in missing.offsets and is_idle:
                 self._replace(tp, ev.RecreatedUnchecked, Unknown(mine.slot, None, PartitionState.UNRESOLVED))
-                self._due.pop(tp, None)
+                self.due.pop(tp, None)
 
     def forget(self, topics: Collection[str]) -> None:
         """These topics do not exist any more: nothing of their partitions has to be committed."""
@@ -512,20 +513,15 @@ class Partitions:
             else:
                 memory = _voided(partition.memory)
             self._replace(tp, ev.ResetDetected, Unknown(partition.slot, memory, PartitionState.UNRESOLVED))
-            self._due.pop(tp, None)
+            self.due.pop(tp, None)
 
     # --- offset commits ---------------------------------------------------------------------------------------------
-
-    @property
-    def due(self) -> Mapping[TopicPartition, Position]:
-        """Positions of assigned partitions that have to be committed."""
-        return self._due
 
     def due_commit(self, stream: str, excluded_slots: Set[int]) -> ev.CommitOffsets:
         """The commit of all positions that have to be committed, without those of ``excluded_slots``. The run adds what
         it knows of topics and leader epochs."""
         ours = self.ours
-        due = {tp: at for tp, at in self._due.items() if ours[tp].slot not in excluded_slots}
+        due = {tp: at for tp, at in self.due.items() if ours[tp].slot not in excluded_slots}
         return ev.CommitOffsets(
             offsets={tp: at.offset for tp, at in due.items()},
             slots={tp: ours[tp].slot for tp in due},
@@ -538,7 +534,7 @@ class Partitions:
 
     def apply_commits(self, offsets: Mapping[TopicPartition, int], *, now_ms: int) -> None:
         """These offsets are committed under this stream's name."""
-        ours, due = self.ours, self._due
+        ours, due = self.ours, self.due
         for tp, offset in offsets.items():
             partition = ours.get(tp)
             if not isinstance(partition, Known):
@@ -612,12 +608,12 @@ class Partitions:
 
     def uncommitted(self) -> dict[TopicPartition, int]:
         """Positions that may not be committed, of partitions that are assigned or were."""
-        due = {tp: at.offset for tp, at in self._due.items()}
+        due = {tp: at.offset for tp, at in self.due.items()}
         return due | {tp: memory.reached for tp, memory in self._uncommitted_memories()}
 
     def behind(self) -> dict[TopicPartition, int]:
         """Of uncommitted positions: how many offsets before them batches of this stream read that Kafka may lack."""
-        found = {tp: at.uncommitted for tp, at in self._due.items()}
+        found = {tp: at.uncommitted for tp, at in self.due.items()}
         found |= {
             tp: memory.reached - memory.position.offset + memory.position.uncommitted
             for tp, memory in self._uncommitted_memories()
@@ -632,7 +628,7 @@ class Partitions:
                 if isinstance(memory := each.memory, Memory) and uncommitted_offset(memory) is not None:
                     yield tp, memory
         if self.any_adopting:
-            for tp in self._due:
+            for tp in self.due:
                 if isinstance(known := self.ours[tp], Known) and known.is_foreign and known.durable is not None:
                     yield tp, known.durable
 
@@ -693,9 +689,9 @@ class Partitions:
 
     def _update_due(self, tp: TopicPartition, partition: Known) -> None:
         if partition.is_due:
-            self._due[tp] = partition.position
+            self.due[tp] = partition.position
         else:
-            self._due.pop(tp, None)
+            self.due.pop(tp, None)
 
     def _replace(self, tp: TopicPartition, cause: type, after: AssignedPartition) -> None:
         """Replace the record of a partition by that of its state after a cause."""

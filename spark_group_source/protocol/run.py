@@ -286,9 +286,6 @@ class Run:
                 self.placement.apply(event)
             case ev.TransactionsChecked():
                 self.placement.apply(event)
-            case ev.BatchBoundary():
-                if self.plan is None:
-                    self.placement.start_moves()
             # batches
             case ev.Planned():
                 self._batch_planned(event.offset)
@@ -721,9 +718,15 @@ class Run:
 
     def _move_slots(self) -> ev.Wait | None:
         """Between two batches, slots move to where they should be placed; the plan waits for them a bounded time."""
-        self._apply(ev.BatchBoundary())
+        self.start_moves()
         until_ms = self.placement.waits_until_ms()
         return None if until_ms is None or until_ms <= self._now_ms else ev.Wait(until_ms=until_ms)
+
+    def start_moves(self) -> None:
+        """Start the moves of slots that are due. Only between two batches: the last one is durable, and the next one is
+        not planned."""
+        self.placement.start_moves()
+        self._apply_rules()
 
     def _waits_from_ms(self, since_ms: int) -> int:
         """Return when a wait for the group begins to count: an outage does not."""
@@ -835,7 +838,7 @@ class Run:
             self._fail(self._assignment.timeout("reached a stable assignment", waited_ms))
             return
         if self.placement.has_agents:
-            self._apply(ev.BatchBoundary())  # a slot whose offsets cannot be committed on its agent has to return
+            self.start_moves()  # a slot whose offsets cannot be committed on its agent has to return
         self._move(ev.GroupUnstable)
 
     def _draining(self) -> ev.Step | None:

@@ -114,6 +114,16 @@ class GroupHarness:
         for event in events:
             commands += self.run.handle(event, now_ms=self.clock())
             require_consistent(self.run)
+        return self._ordered(commands)
+
+    def start_moves(self) -> Commands:
+        """Start the moves of slots as at a boundary; returns the commands without log lines."""
+        self.run._out.begin(self.clock())
+        self.run.start_moves()
+        require_consistent(self.run)
+        return self._ordered(self.run._out.commands)
+
+    def _ordered(self, commands: Commands) -> Commands:
         for command in commands:
             if isinstance(command, ev.Join):
                 self.clients[command.slot] = command.client

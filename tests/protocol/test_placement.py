@@ -32,7 +32,7 @@ def hosts_of(g: GroupHarness | RunHarness) -> list[str]:
 
 def begun(g: GroupHarness) -> list[int]:
     """The slots whose members are closed at a boundary."""
-    return [leave.slot for leave in only(ev.Leave, g.feed(ev.BatchBoundary()))]
+    return [leave.slot for leave in only(ev.Leave, g.start_moves())]
 
 
 def settled(*slots: tuple[TopicPartition, ...], **rules: object) -> GroupHarness:
@@ -98,7 +98,7 @@ def test_slots_are_recalled_when_transactions_are_refused(holds: bool) -> None:
     g.feed(ev.TransactionsChecked(allowed=False))
     if holds:
         g.revoking(A)
-    commands = g.feed(ev.BatchBoundary())
+    commands = g.start_moves()
     (leave,), (join,) = only(ev.Leave, commands), only(ev.Join, commands)
     assert (leave.slot, leave.leave) == (0, False)
     assert (join.agent, join.client) == ("", 3)
@@ -117,7 +117,7 @@ def test_slot_moves_by_closing_and_joining_under_the_same_instance_id() -> None:
     g.tick(ms=READY_AFTER_MS - 1)
     assert begun(g) == [], "an agent must have stayed"
     g.send_heartbeats(1_000)
-    assert g.feed(ev.BatchBoundary()) == [ev.Leave(slot=0, leave=False)]
+    assert g.start_moves() == [ev.Leave(slot=0, leave=False)]
     assert g.revoking(A) == g.assigned(C) == g.failed() == g.lost(A) == [], "events of a moving member are ignored"
     (join,) = g.member_ended()
     assert isinstance(join, ev.Join)
@@ -156,7 +156,7 @@ def others_come_and_go(g: GroupHarness, nothing: type) -> None:
     """An agent connects again and again until the bound is reached; no member joins or closes meanwhile."""
     for number in range(GATHER_MS_MAX // 1_000):
         g.agent_connects(f"x{number}")
-        assert only(nothing, g.feed(ev.BatchBoundary())) == []
+        assert only(nothing, g.start_moves()) == []
         g.feed(ev.AgentEnded(agent=f"x{number - 1}", reason="it left"))
         g.send_heartbeats(1_000)
 
@@ -397,7 +397,7 @@ def growing(*hosts: str, slots: int = 1) -> GroupHarness:
 
 
 def joins(g: GroupHarness) -> list[tuple[int, str]]:
-    return [(join.slot, join.agent) for join in only(ev.Join, g.feed(ev.BatchBoundary()))]
+    return [(join.slot, join.agent) for join in only(ev.Join, g.start_moves())]
 
 
 def test_slots_of_agents_that_connect_together_are_added_together() -> None:
@@ -425,7 +425,7 @@ def test_each_agent_has_a_member_within_a_bound_however_far_apart_they_connect(a
             host = hosts[len(connected_ms)]
             g.agent_connects(host)
             connected_ms[host] = now_ms
-        g.feed(ev.BatchBoundary())
+        g.start_moves()
         for slot in g.run.slots.all:
             if slot.state.kind is SlotState.MOVING:
                 g.member_ended(slot.number)
@@ -448,7 +448,7 @@ def test_surplus_slot_leaves_when_its_agent_is_gone_for_long() -> None:
     g.send_heartbeats(SHRINK_MS - 1_000)
     assert begun(g) == []
     g.send_heartbeats(1_000)
-    assert g.feed(ev.BatchBoundary()) == [ev.Leave(slot=1, leave=True)]
+    assert g.start_moves() == [ev.Leave(slot=1, leave=True)]
     assert g.run.plannable() == {A: 100}
     assert g.run.is_gathered
     assert g.feed(ev.MemberFailed(slot=1, client=3, reason="late")) == []
@@ -465,7 +465,7 @@ def test_surplus_slot_leaves_between_two_batches_of_a_busy_query() -> None:
     assert begun(g) == []
     assert g.run.placement.waits_until_ms() == g.clock() + MOVE_START_MS_MAX
     g.commit_succeeds()
-    assert g.feed(ev.BatchBoundary()) == [ev.Leave(slot=1, leave=True)]
+    assert g.start_moves() == [ev.Leave(slot=1, leave=True)]
     assert g.run.placement.waits_until_ms() is None
 
 
@@ -479,7 +479,7 @@ def test_no_more_slots_are_added_than_kafka_can_store(classic: bool, members: in
         g.agent_connects(host)
     g.send_heartbeats(READY_AFTER_MS)
     for _ in range(2):
-        g.feed(ev.BatchBoundary())
+        g.start_moves()
     assert len(g.run.slots.all) == members
     assert sum("3 agents are ready, but only 2 members join" in text for text in g.logged()) == (members < 3)
 

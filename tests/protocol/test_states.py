@@ -87,7 +87,7 @@ def agent_disconnected(g: GroupHarness) -> None:
 def moving(g: GroupHarness) -> None:
     assigned(g)
     agent_ready(g)
-    g.feed(ev.BatchBoundary())
+    g.start_moves()
 
 
 def placed(g: GroupHarness) -> None:
