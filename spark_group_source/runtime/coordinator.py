@@ -181,32 +181,11 @@ class Coordinator:
                 case ev.CloseMembers():
                     self._handle(ev.MembersClosing(leave=step.leave))
                     self._shut_down(leave=step.leave)
-                case ev.ListTopics() | ev.ReadTarget() | ev.ReadLogEnds() | ev.DescribeGroup():
-                    result = self._query(step)
-                    self._handle(result)
-                    if isinstance(result, ev.RequestFailed):  # the clock thread starts with the first join only
+                case _:
+                    answer = self._queries.answer(step)
+                    self._handle(answer)
+                    if isinstance(answer, ev.RequestFailed):  # the clock thread starts with the first join only
                         self._publish()
-                case _:
-                    assert_never(step)
-
-    def _query(self, step: ev.BrokerQuery) -> ev.Event:
-        """Send a broker query on Spark's thread; return its result as an event."""
-        try:
-            match step:
-                case ev.ListTopics():
-                    return ev.TopicsListed(topics=self._queries.topics())
-                case ev.ReadTarget():
-                    return self._queries.read_target()
-                case ev.ReadLogEnds():
-                    return self._queries.read_log_ends(step)
-                case ev.DescribeGroup():
-                    return self._queries.describe_group()
-                case _:
-                    assert_never(step)
-        except BrokerUnavailable as exc:
-            return ev.RequestFailed(error=exc)
-        except SourceError as exc:
-            return ev.InternalFailure(error=exc)
 
     def _next_step(self) -> ev.Step:
         """Return the run's next step. A wait happens in here, under the lock, so that no event is missed."""
@@ -356,6 +335,25 @@ class BrokerQueries:
         self._epoch_ends = epoch_ends
         self._now_ms = now_ms
         self._committed = options.isolation_level == "read_committed"
+
+    def answer(self, query: ev.BrokerQuery) -> ev.Event:
+        """Send a query, and return its result or its failure."""
+        try:
+            match query:
+                case ev.ListTopics():
+                    return ev.TopicsListed(topics=self.topics())
+                case ev.ReadTarget():
+                    return self.read_target()
+                case ev.ReadLogEnds():
+                    return self.read_log_ends(query)
+                case ev.DescribeGroup():
+                    return self.describe_group()
+                case _:
+                    assert_never(query)
+        except BrokerUnavailable as exc:
+            return ev.RequestFailed(error=exc)
+        except SourceError as exc:
+            return ev.InternalFailure(error=exc)
 
     def topics(self, *, retry: bool = True) -> dict[str, int]:
         """Return the subscribed topics that exist, and their partition counts.
