@@ -22,7 +22,7 @@ from typing import Any
 
 from spark_group_source.errors import OptionError, SetupError
 from spark_group_source.model import TopicPartition
-from spark_group_source.options.client import TOKEN_CALLABLE, UserFunction, mask_secrets
+from spark_group_source.options.client import TOKEN_CALLABLE, UserFunction, refused_setting
 
 log = logging.getLogger(__name__)
 
@@ -190,11 +190,11 @@ class Client:
         for name, value in {**own, "log.queue": "true"}.items():
             if lib.conf_set(conf, name.encode(), value.encode(), why, len(why)):
                 lib.conf_destroy(conf)
-                raise refused_setting(settings, text(why.value))
+                raise refused_setting(text(why.value), settings)
         self.rk = lib.new(kind, conf, why, len(why))
         if not self.rk:
             lib.conf_destroy(conf)
-            raise refused_setting(settings, text(why.value))
+            raise refused_setting(text(why.value), settings)
         lib.set_log_queue(self.rk, None)  # to the main queue, like errors and token refreshes
         self._main = lib.queue_get_main(self.rk)
         self.errors: deque[tuple[int, str]] = deque(maxlen=ERRORS_MAX)
@@ -296,10 +296,3 @@ def token_source(settings: Mapping[str, str]) -> tuple[dict[str, str], Callable[
             "`pip install 'confluent-kafka[oauthbearer-aws]'` on every executor, or set kafka.oauth_cb to a function",
             names=[_AWS_MARKER],
         ) from None
-
-
-def refused_setting(settings: Mapping[str, str], words: str) -> OptionError:
-    """Build the error for a setting that librdkafka refuses: its text with secrets masked."""
-    words = mask_secrets(words, settings)
-    names = sorted(name for name in settings if f'"{name}"' in words)
-    return OptionError(f"the Kafka client (librdkafka) refuses a setting: {words}", names=names)

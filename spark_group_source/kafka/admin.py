@@ -19,7 +19,7 @@ from confluent_kafka import admin as kafka_admin
 from spark_group_source import command_line
 from spark_group_source.error_codes import Meaning, Request, is_token_missing, meaning
 from spark_group_source.errors import BrokerUnavailable, TopicMissing
-from spark_group_source.kafka.environment import NEVER_JOINS, Environment, refused_option
+from spark_group_source.kafka.environment import NEVER_JOINS, Environment
 from spark_group_source.kafka.retry import RefusalWatch, Retry
 from spark_group_source.kafka.translation import (
     ClientInfo,
@@ -31,6 +31,7 @@ from spark_group_source.kafka.translation import (
     to_kafka,
 )
 from spark_group_source.model import StartAt, TopicPartition, topic_id
+from spark_group_source.options.client import refused_setting
 
 REQUEST_TIMEOUT_S = 6.0
 """The timeout of a request, including the search for the right broker. A client keeps sending to a broker that died, so
@@ -122,7 +123,7 @@ class Admin:
             self._client = self._new_client()
         except KafkaException as exc:
             # "from None": the cause may contain a secret.
-            raise refused_option(exc, settings) from None
+            raise refused_setting(exc.args[0].str(), settings) from None
 
     def matching_topics(self, is_wanted: Callable[[str], bool]) -> dict[str, Topic]:
         """Return all topics whose name ``is_wanted`` accepts."""

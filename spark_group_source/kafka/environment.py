@@ -20,9 +20,8 @@ from typing import Any, Protocol
 from confluent_kafka import Consumer, KafkaError, KafkaException, Producer
 from confluent_kafka import admin as kafka_admin
 
-from spark_group_source.errors import BrokerUnavailable, OptionError
-from spark_group_source.options.client import TOKEN_CALLABLE, UserFunction, import_callable, mask_secrets
-from spark_group_source.options.java import RENAMED
+from spark_group_source.errors import BrokerUnavailable
+from spark_group_source.options.client import TOKEN_CALLABLE, UserFunction, import_callable, refused_setting
 from spark_group_source.options.table import Options
 
 __all__ = ["Empty", "Environment", "Queue", "Thread"]
@@ -216,20 +215,4 @@ def check_settings(options: Options) -> None:
         environment.producer(producer)
     except KafkaException as exc:
         # "from None": the cause may contain a secret.
-        raise refused_option(exc, dict(options.settings)) from None
-
-
-def refused_option(exc: KafkaException, settings: Mapping[str, Any]) -> OptionError:
-    """Return the error for a setting that the library refuses when a client is created, in one line without secrets."""
-    text = " ".join(mask_secrets(exc.args[0].str(), settings).split())
-    return OptionError(f"the Kafka client (librdkafka) refuses an option: {text}{_hint(text)}")
-
-
-def _hint(text: str) -> str:
-    """Return the remedy for the library's error, which names only the setting."""
-    if text.startswith("No such configuration property"):
-        return ". If it is a setting of Java clients only, remove it: librdkafka has no equivalent"
-    if "Unsupported partition.assignment.strategy" in text or "same protocol type" in text:
-        return ". Use range and roundrobin in any order, or cooperative-sticky alone (or Java's names of these)"
-    origin = next((java for java, name in RENAMED.items() if f'"{name}"' in text), None)
-    return "" if origin is None else f" (kafka.{origin} is the same setting)"
+        raise refused_setting(exc.args[0].str(), dict(options.settings)) from None

@@ -14,7 +14,7 @@ from importlib import import_module
 from typing import Any, Final
 
 from spark_group_source.errors import OptionError
-from spark_group_source.options.java import translate
+from spark_group_source.options.java import RENAMED, translate
 
 log = logging.getLogger(__name__)
 
@@ -102,6 +102,24 @@ def mask_secrets(text: str, settings: Mapping[str, str]) -> str:
         if value and is_secret(name):
             text = text.replace(value, MASK)
     return text
+
+
+def refused_setting(words: str, settings: Mapping[str, str]) -> OptionError:
+    """Return the error for a setting that the client library refuses when a client is created: the library's words in
+    one line, without secrets."""
+    words = " ".join(mask_secrets(words, settings).split())
+    names = sorted(name for name in settings if f'"{name}"' in words)
+    return OptionError(f"the Kafka client (librdkafka) refuses an option: {words}{_hint(words)}", names=names)
+
+
+def _hint(text: str) -> str:
+    """Return the remedy for the library's error, which names only the setting."""
+    if text.startswith("No such configuration property"):
+        return ". If it is a setting of Java clients only, remove it: librdkafka has no equivalent"
+    if "Unsupported partition.assignment.strategy" in text or "same protocol type" in text:
+        return ". Use range and roundrobin in any order, or cooperative-sticky alone (or Java's names of these)"
+    origin = next((java for java, name in RENAMED.items() if f'"{name}"' in text), None)
+    return "" if origin is None else f" (kafka.{origin} is the same setting)"
 
 
 def principal(settings: Mapping[str, Any]) -> str:

@@ -31,8 +31,8 @@ from kit.mock_cluster import MockCluster
 from reading import read as read_batches
 
 from spark_group_source.errors import DataLoss, GroupError, OptionError, ReadTimeout, TopicMissing
-from spark_group_source.librdkafka import refused_setting
 from spark_group_source.model import OffsetRange, Piece, TopicPartition
+from spark_group_source.options.client import refused_setting
 from spark_group_source.options.table import COLUMNS
 from spark_group_source.reader import native_client, range_reader, records
 from spark_group_source.reader.native_client import NativeClient
@@ -971,7 +971,7 @@ def test_a_refused_setting_is_named_without_its_value() -> None:
 
 def test_a_secret_in_librdkafkas_error_is_masked() -> None:
     given = {"ssl.key.password": "hush", "client.id": "etl"}
-    refused = refused_setting(given, 'cannot use "hush" of "ssl.key.password" for etl')
+    refused = refused_setting('cannot use "hush" of "ssl.key.password" for etl', given)
     assert str(refused).endswith('cannot use "***" of "ssl.key.password" for etl')
     assert refused.fields == {"names": ["ssl.key.password"]}
 
