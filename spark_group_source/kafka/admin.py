@@ -87,11 +87,7 @@ class Admin:
     """Sends requests about topics, groups and offsets. Any thread may call it; each request has a timeout.
 
     Args:
-        settings: librdkafka settings of an admin client.
         config_file: the file of ``--command-config`` from which they are, for the commands that messages print.
-        environment: clock and Kafka clients.
-        retries: the maximum number of retries of an unanswered request.
-        retry_interval_s: the pause before a retry.
     """
 
     def __init__(
@@ -501,10 +497,6 @@ class EpochEnds:
     position beyond it and reports an error, whose text contains the end offset. A broker without this request gets a
     fetch of that position instead, which is out of range. Only a seek always sends the request before a fetch: after an
     assignment of the position the library may fetch first.
-
-    Args:
-        settings: librdkafka settings of an admin client.
-        environment: clock and Kafka clients.
     """
 
     def __init__(self, settings: Mapping[str, str], *, environment: Environment) -> None:

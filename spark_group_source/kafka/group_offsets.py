@@ -27,13 +27,7 @@ READ_BACK_PAUSES_S = (0.005, 0.05)
 
 
 class GroupOffsets:
-    """Reads one group's committed offsets. One thread uses it.
-
-    Args:
-        settings: librdkafka settings of an admin client.
-        group: the consumer group.
-        environment: clock and Kafka clients.
-    """
+    """Reads one group's committed offsets. One thread uses it."""
 
     def __init__(self, settings: Mapping[str, str], *, group: str, environment: Environment) -> None:
         self._environment = environment

@@ -62,13 +62,7 @@ class RecordTime(NamedTuple):
 
 
 class RecordTimes:
-    """Reads the timestamps of next records, with a consumer of its own. One thread uses it.
-
-    Args:
-        settings: librdkafka settings of an admin client.
-        isolation_level: that of the group's consumers.
-        environment: clock and Kafka clients.
-    """
+    """Reads the timestamps of next records, with a consumer of its own. One thread uses it."""
 
     def __init__(self, settings: Mapping[str, str], *, isolation_level: str, environment: Environment) -> None:
         self._settings = {**settings, **_SETTINGS, "isolation.level": isolation_level}

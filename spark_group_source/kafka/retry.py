@@ -52,11 +52,8 @@ class Retry:
     """Sends a request and retries transient failures.
 
     Args:
-        client_info: for error messages.
-        environment: the clock.
         retries: the maximum number of retries after a transient failure, within :data:`RETRY_S_MAX`.
         interval_s: the pause before such a retry, at most :data:`RETRY_S_MAX`.
-        pause: replaces the environment's pause.
     """
 
     def __init__(

@@ -218,9 +218,6 @@ class CommitSizes:
 
     The coordinator writes the offsets of a request as one batch, which may have at most the ``max.message.bytes`` of
     its log. That limit is not known in advance: it is learned from the answers.
-
-    Args:
-        group: the consumer group, whose name is part of every offset.
     """
 
     def __init__(self, group: str) -> None:

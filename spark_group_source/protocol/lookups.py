@@ -30,14 +30,7 @@ NAMED_MAX = 10
 
 
 class PositionLookups:
-    """The lookups of one run.
-
-    Args:
-        rules: the starting options.
-        partitions: the partitions of the run.
-        counts: the statistics of the run.
-        out: receives commands and log lines, and has the time.
-    """
+    """The lookups of one run."""
 
     def __init__(self, rules: Rules, partitions: Partitions, counts: Statistics, out: Outbox) -> None:
         self._rules, self._partitions, self._counts, self._out = rules, partitions, counts, out

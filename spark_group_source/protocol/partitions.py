@@ -234,11 +234,7 @@ def after_batch(at: int, batch: tuple[int, int]) -> int:
 
 
 class Partitions:
-    """All partitions of one run.
-
-    Args:
-        counts: the statistics of the run.
-    """
+    """All partitions of one run."""
 
     def __init__(self, counts: Statistics) -> None:
         self._counts = counts

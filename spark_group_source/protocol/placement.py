@@ -74,12 +74,7 @@ class AgentRecord:
 
 
 class AgentRegistry:
-    """All agents of one run. Methods that can end agents return the reason by the id of each ended agent.
-
-    Args:
-        rules: the lease.
-        out: receives commands and log lines, and has the time.
-    """
+    """All agents of one run. Methods that can end agents return the reason by the id of each ended agent."""
 
     def __init__(self, rules: Rules, out: Outbox) -> None:
         self._rules, self._out = rules, out
@@ -194,14 +189,7 @@ class AgentRegistry:
 
 
 class Placement:
-    """Decides where the members of one run live.
-
-    Args:
-        rules: the options.
-        slots: the slots.
-        counts: the statistics of the run.
-        out: receives commands and log lines, and has the time.
-    """
+    """Decides where the members of one run live."""
 
     def __init__(self, rules: Rules, slots: Slots, counts: Statistics, out: Outbox) -> None:
         self._rules, self._slots, self._counts, self._out = rules, slots, counts, out

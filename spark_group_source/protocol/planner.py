@@ -69,11 +69,7 @@ class RecordSizes:
 
 
 class Planner:
-    """Plans the batches of one run.
-
-    Args:
-        rules: the limits.
-    """
+    """Plans the batches of one run."""
 
     def __init__(self, rules: Rules) -> None:
         self._rules = rules
@@ -113,12 +109,7 @@ class Planner:
             ends: up to where each partition may be read; missing if no broker answered.
             topic_ids: the ids of the topics whose log ends were read.
             leader_epochs: returns the leader epochs to store with these positions.
-            stream: the stream id.
-            partitions: the run's partitions.
-            lookups: the run's position lookups.
-            first: whether this is the first batch of the stream.
             unlimited: whether the trigger is Once, which reads everything available.
-            now_ms: the time.
         """
         # how much to read
         if self.target is not None:

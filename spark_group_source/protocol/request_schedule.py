@@ -76,10 +76,8 @@ class Outage:
         """A request timed out.
 
         Args:
-            requester: its sender.
             error: how it failed; its ``waited_ms`` is how long the request took.
             name: the stream or group; it makes the jitter of this run different from that of others.
-            now_ms: the time.
 
         Returns:
             Whether an outage starts with it.

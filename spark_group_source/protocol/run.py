@@ -62,11 +62,7 @@ START_MS_MAX = 20_000
 
 
 class Run:
-    """The state machine of one run of a query.
-
-    Args:
-        rules: limits, budgets and choices from the options.
-    """
+    """The state machine of one run of a query."""
 
     def __init__(self, rules: Rules) -> None:
         self.rules = rules

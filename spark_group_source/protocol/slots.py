@@ -177,11 +177,6 @@ class Slots:
     """All slots of one run.
 
     Args:
-        rules: the number of slots, and their budgets.
-        partitions: the partitions of the run.
-        commits: which commit is on its way.
-        counts: the statistics of the run.
-        out: receives commands and log lines, and has the time.
         agent_for: the agent for the next member of a slot.
         agent_name: the name of an agent for logs and client ids.
     """

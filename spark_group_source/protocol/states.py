@@ -203,12 +203,6 @@ S = TypeVar("S", bound=State)
 def next_state(table: Mapping[tuple[S, type], S], state: S, cause: type, what: object) -> S:
     """Return the state after a transition.
 
-    Args:
-        table: the allowed transitions.
-        state: the current state.
-        cause: the class of the event, command or condition that causes the transition.
-        what: the object whose state it is, for the error text.
-
     Raises:
         InvariantBroken: the table has no such transition.
     """

@@ -4,14 +4,6 @@ Runs in: the stream reader, once per query run. Deliberately absent: decisions a
 Delta. Every thread passes its events to :meth:`Coordinator._handle`, which feeds the run under one lock and dispatches
 the resulting commands without blocking. Lookups, commits and replacement checks run on the request thread, topic lists,
 log ends and group descriptions on Spark's thread; their answers are further events.
-
-Threads: Spark's thread (executes the run's steps), one thread per slot (``members``), the request thread
-(lookups and offset commits), the clock (raises time-based events, reads marks and requests of other processes, and
-publishes statistics). The life of a batch::
-
-    latest(start)     start is durable -> order the offset commit, which runs in parallel; plan the next ranges
-    start_batch(end)  Spark has written the offset log; tasks read the ranges, the sink commits
-    latest(end)       the next boundary
 """
 
 import logging
@@ -48,10 +40,7 @@ class Coordinator:
     where stated.
 
     Args:
-        options: the query's options.
         announces_end: whether Spark calls ``latest()`` once more after the last batch of an AvailableNow run.
-        environment: threads, clocks and Kafka clients.
-        publisher: receives the run's statistics and delivers drain requests.
     """
 
     def __init__(
@@ -320,14 +309,7 @@ class Coordinator:
 
 
 class BrokerQueries:
-    """Answers the broker queries of one run, on Spark's thread; the request thread lists topics with it as well.
-
-    Args:
-        options: the subscription and the isolation level.
-        admin: requests about topics, offsets and groups.
-        epoch_ends: requests about leader epochs.
-        now_ms: a monotonic clock.
-    """
+    """Answers the broker queries of one run, on Spark's thread; the request thread lists topics with it as well."""
 
     def __init__(self, options: Options, admin: Admin, epoch_ends: EpochEnds, now_ms: Callable[[], int]) -> None:
         self._options = options

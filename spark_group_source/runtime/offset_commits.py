@@ -83,13 +83,8 @@ class OffsetCommits:
     """Commits the offsets of one stream, fenced by its stream id.
 
     Args:
-        options, admin: those of the run.
-        stream: the stream id.
-        offsets: reads the group's committed offsets.
-        environment: clocks and Kafka clients.
         own_member_ids: the member ids that members of this run have or had.
         has_placed_members: whether a member of this run was ever placed on an agent.
-        handle: receives each event; never raises.
     """
 
     def __init__(

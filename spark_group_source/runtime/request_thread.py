@@ -48,11 +48,8 @@ class RequestThread:
     """Executes the protocol's requests, one after the other.
 
     Args:
-        options, admin: those of the run.
-        environment: threads, clocks and Kafka clients.
         topics: lists the subscribed topics that exist, and their partition counts; may raise GroupError.
         may_find_topics: whether there may be subscribed topics that the run does not know: the topics are listed again.
-        handle: receives each event; never raises.
     """
 
     def __init__(
