@@ -18,12 +18,12 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from spark_group_source import command_line
-from spark_group_source.command_line import Connection
 from spark_group_source.error_codes import Suspicions
 from spark_group_source.errors import DataLoss, GroupError, TopicMissing
 from spark_group_source.model import TopicPartition
 from spark_group_source.protocol import events as ev
 from spark_group_source.protocol.offsets import StreamOffset
+from spark_group_source.protocol.rules import Rules
 
 GRACE_MS = 2_000
 """Time for which a topic must be missing or have another id, or a log be shorter than what was read of it, before it
@@ -41,17 +41,10 @@ Requests = Generator[ev.ReadLogEnds, ev.LogEndsRead, None]
 
 
 class DataLossDetector:
-    """The checks of one run, one before each batch.
+    """The checks of one run, one before each batch."""
 
-    Args:
-        fail_on_data_loss: whether lost records and missing topics are errors, or warnings.
-        group, connection: the consumer group and its brokers, for the commands in errors.
-    """
-
-    def __init__(
-        self, *, fail_on_data_loss: bool, group: str = "GROUP", connection: Connection = command_line.UNKNOWN
-    ) -> None:
-        self._fail, self._group, self._connection = fail_on_data_loss, group, connection
+    def __init__(self, rules: Rules, known_epochs: "LeaderEpochs") -> None:
+        self._rules, self._known_epochs = rules, known_epochs
         self.topic_ids: dict[str, str] = {}
         """The id of each topic, as last confirmed; without topics whose brokers have no ids (before 2.8)."""
         self.reset_number = 0
@@ -60,7 +53,6 @@ class DataLossDetector:
         """Where the partitions of the last check can be read to; without those that may not be read now."""
         self.records_lost = 0
         """Offsets that this run had not read when they were lost, as far as the checks know."""
-        self.known_epochs = LeaderEpochs()
         # --- of the last check
         self.took_ms = 0
         """Duration of all its requests."""
@@ -95,7 +87,7 @@ class DataLossDetector:
 
     def restore(self, offset: StreamOffset) -> None:
         """Continue from a checkpoint."""
-        self.known_epochs.remember(offset)
+        self._known_epochs.remember(offset)
         self.topic_ids = {topic: id_ for topic, id_ in offset.topic_ids.items() if id_}
         self.reset_number = offset.reset_number
 
@@ -115,7 +107,7 @@ class DataLossDetector:
         """
         if reset_number != self.reset_number:
             older = {tp.topic for tp in without_offset}
-            self.known_epochs.forget(self.topic_ids.keys() - older)
+            self._known_epochs.forget(self.topic_ids.keys() - older)
             self.topic_ids = {topic: id_ for topic, id_ in self.topic_ids.items() if topic in older}
             self.reset_number, self._checked = reset_number, set()
         for tp, at in committed.items():
@@ -193,12 +185,12 @@ class DataLossDetector:
         for tp in self._truncated:
             at = self._positions[tp]
             self.records_lost += max(0, self._proven_ends.get(tp, at) - at)
-            self.known_epochs.confirm(tp, self._moved[tp], self._leader_epochs[tp])
+            self._known_epochs.confirm(tp, self._moved[tp], self._leader_epochs[tp])
 
     def leader_epochs(self, positions: Offsets) -> dict[TopicPartition, int]:
         """The leader epochs that a plan stores with these positions."""
-        found = self.known_epochs.at_ends(positions, self.ends, self._leader_epochs)
-        found.update(self.known_epochs.of({tp: positions[tp] for tp in self._capped.keys() & positions.keys()}))
+        found = self._known_epochs.at_ends(positions, self.ends, self._leader_epochs)
+        found.update(self._known_epochs.of({tp: positions[tp] for tp in self._capped.keys() & positions.keys()}))
         return found
 
     # --- one check --------------------------------------------------------------------------------------------------
@@ -207,7 +199,7 @@ class DataLossDetector:
         former_ends = self.ends
         answer = yield ev.ReadLogEnds(ends=tuple(self._positions))
         self.ends, self._leader_epochs = answer.ends, answer.leader_epochs
-        unproven = self.known_epochs.unproven(self._positions, self._leader_epochs)
+        unproven = self._known_epochs.unproven(self._positions, self._leader_epochs)
         if self._earlier:
             self._earlier.clear(*filter(self._has_current_leader, self._positions))
         kept = {tp: self._proven_ends[tp] for tp in unproven if tp in self._proven_ends}
@@ -295,7 +287,7 @@ class DataLossDetector:
         self._checked -= lost.keys() - firsts.keys()
         self._recreated = set(recreated)
         self.topic_ids.update(recreated)
-        self.known_epochs.forget(self._recreated)
+        self._known_epochs.forget(self._recreated)
 
     def _check_firsts(self, firsts: Offsets) -> None:
         """Whether the position of a new partition is still in the log. Later losses are found while reading."""
@@ -324,13 +316,13 @@ class DataLossDetector:
             )
         for tp in tps:
             at, end = self._positions[tp], answer.epoch_ends.get(tp)
-            read_to = self.known_epochs.until(tp)  # beyond the position if another consumer's commit moved it back
+            read_to = self._known_epochs.until(tp)  # beyond the position if another consumer's commit moved it back
             is_doubted = not self._has_current_leader(tp) and not self._earlier.report(tp, self._now_ms)
             if read_to is None or is_doubted or tp not in answer.epoch_ends or tp not in answer.firsts:
                 open_.add(tp)  # a reset since the request made the known epoch void, or the answer is missing
             elif end is None or end >= read_to:
                 self._maybe_truncated.clear(tp)
-                self.known_epochs.confirm(tp, read_to, self._leader_epochs[tp])
+                self._known_epochs.confirm(tp, read_to, self._leader_epochs[tp])
             elif not self._maybe_truncated.report(tp, self._now_ms):
                 open_.add(tp)
             elif end > at:
@@ -342,7 +334,7 @@ class DataLossDetector:
 
     def _has_current_leader(self, tp: TopicPartition) -> bool:
         """Whether a leader answered whose epoch is not earlier than the known one."""
-        return self._leader_epochs.get(tp, -1) >= self.known_epochs.latest(tp)
+        return self._leader_epochs.get(tp, -1) >= self._known_epochs.latest(tp)
 
     def _truncated_at(self, tp: TopicPartition, read_to: int, end: int, log_end: int) -> None:
         text = (
@@ -352,7 +344,7 @@ class DataLossDetector:
         self._lost(tp, text, available=end)
         if self.error is None:
             self._moved[tp] = end
-            self._truncated[tp] = self.known_epochs.latest(tp)
+            self._truncated[tp] = self._known_epochs.latest(tp)
             self._maybe_truncated.clear(tp)
 
     def _check_lengths(self, answer: ev.LogEndsRead) -> None:
@@ -373,7 +365,7 @@ class DataLossDetector:
         )
         offsets = json.dumps({tp.topic: {str(tp.partition): end}})
         words = ("--to-offsets", offsets, "--execute")
-        command = command_line.spark_group("reset", self._connection, self._group, *words)
+        command = command_line.spark_group("reset", self._rules.connection, self._rules.group, *words)
         remedy = (
             f"To read from {end} on and skip no new record, stop the query, run {command_line.in_sentence(command)}, "
             "with --table TABLE if DeltaSink writes the table, and start the query with the same checkpoint. "
@@ -386,7 +378,7 @@ class DataLossDetector:
     def _topic_missing(self, name: str) -> None:
         self.missing_topics.append(name)
         text = f"topic {name} does not exist any more"
-        if self._fail:
+        if self._rules.fail_on_data_loss:
             self.error = TopicMissing(
                 f"{text}. Remove it from the subscription, or set failOnDataLoss=false to continue without it",
                 topics=[name],
@@ -396,7 +388,7 @@ class DataLossDetector:
             self.warnings.append(f"{text}; the query continues without it")
 
     def _lost(self, tp: TopicPartition, text: str, *, available: int, remedy: str = "") -> None:
-        if not self._fail:
+        if not self._rules.fail_on_data_loss:
             self.warnings.append(f"data loss: {text}")
             return
         error = data_loss(tp, text, expected=self._positions[tp], available=available, remedy=remedy)

@@ -26,7 +26,7 @@ from spark_group_source.errors import (
 from spark_group_source.model import TopicPartition
 from spark_group_source.protocol import events as ev
 from spark_group_source.protocol import identifiers
-from spark_group_source.protocol.data_loss import EARLIER_MS, GRACE_MS, DataLossDetector
+from spark_group_source.protocol.data_loss import EARLIER_MS, GRACE_MS, DataLossDetector, LeaderEpochs
 from spark_group_source.protocol.group_assignment import GroupAssignment
 from spark_group_source.protocol.lookups import POSITION_MS_MAX, PositionLookups
 from spark_group_source.protocol.offsets import BatchKey, StreamOffset
@@ -83,9 +83,8 @@ class Run:
         self.partitions = Partitions(self.counts)
         self.planner = Planner(rules)
         self.outage = Outage()
-        self.data_loss = DataLossDetector(
-            fail_on_data_loss=rules.fail_on_data_loss, group=rules.group, connection=rules.connection
-        )
+        self._known_epochs = LeaderEpochs()
+        self.data_loss = DataLossDetector(rules, self._known_epochs)
         self._out = Outbox()
         self._commits = CommitSchedule()
         self.slots = Slots(
@@ -295,14 +294,14 @@ class Run:
             case ev.CommittedOffsetsRead():
                 self._broker_answered(Requester.LOOKUP)
                 self.lookups.committed_read(event, self.stream)
-                self.data_loss.known_epochs.learn(event.offsets, self.partitions.position, self.stream)
+                self._known_epochs.learn(event.offsets, self.partitions.position, self.stream)
                 without_offset = {tp for tp, at in event.offsets.items() if at is None}  # some may be revoked by now
                 without_offset |= self.lookups.started
                 self.data_loss.learn_ids(event.offsets, self.partitions.reset_number, without_offset)
             case ev.StartsResolved():
                 self._broker_answered(Requester.LOOKUP)
                 self._fail(self.lookups.starts_resolved(event))
-                self.data_loss.known_epochs.learn_starts(event, self.partitions.position)
+                self._known_epochs.learn_starts(event, self.partitions.position)
             case ev.LookupFailed():
                 self._broker_silent(Requester.LOOKUP, event.error)
                 self.lookups.failed(event.partitions, str(event.error))
@@ -611,7 +610,7 @@ class Run:
                 replace(
                     commit,
                     started=frozenset(self.lookups.started & commit.offsets.keys()),
-                    leader_epochs=self.data_loss.known_epochs.of(commit.offsets),
+                    leader_epochs=self._known_epochs.of(commit.offsets),
                     topic_ids=dict(self.data_loss.topic_ids),
                 )
             )
@@ -798,9 +797,9 @@ class Run:
         )
         self._is_idle = planned is None
         if planned is not None:
-            planned = replace(planned, read_to=self.data_loss.known_epochs.read_to(planned.positions()))
+            planned = replace(planned, read_to=self._known_epochs.read_to(planned.positions()))
             self._unsettled_since_ms = None
-            self.data_loss.known_epochs.remember(planned)
+            self._known_epochs.remember(planned)
             self._apply(ev.Planned(offset=planned))
         else:
             self._nothing_to_read()

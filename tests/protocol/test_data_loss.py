@@ -10,8 +10,9 @@ from kit.run_harness import RunHarness
 from spark_group_source.errors import DataLoss, GroupError, TopicMissing
 from spark_group_source.model import TopicPartition
 from spark_group_source.protocol import events as ev
-from spark_group_source.protocol.data_loss import EARLIER_MS, GRACE_MS, SILENT_MS_MAX, DataLossDetector
+from spark_group_source.protocol.data_loss import EARLIER_MS, GRACE_MS, SILENT_MS_MAX, DataLossDetector, LeaderEpochs
 from spark_group_source.protocol.offsets import StreamOffset, parse
+from spark_group_source.protocol.rules import Rules, StartingPosition
 
 A, B = tps("orders", 0, 1)
 OTHER = tps("payments", 0)[0]
@@ -23,7 +24,9 @@ class Brokers:
     """Answers the requests of a check from dictionaries, and stores the requests."""
 
     def __init__(self, *, fail: bool = True) -> None:
-        self.detector = DataLossDetector(fail_on_data_loss=fail)
+        self.rules = Rules(group="GROUP", starting=StartingPosition(), fail_on_data_loss=fail)
+        self.known_epochs = LeaderEpochs()
+        self.detector = DataLossDetector(self.rules, self.known_epochs)
         self.ends = {A: 100, B: 100, OTHER: 100}
         self.log_ends = dict(self.ends)
         self.firsts = dict.fromkeys(self.ends, 0)
@@ -74,14 +77,15 @@ class Brokers:
         """Plan a batch after the check: the checkpoint stores its epochs."""
         positions = {tp: start for tp, (start, _) in ranges.items()}
         epochs = self.detector.leader_epochs(positions)
-        read_to = self.detector.known_epochs.read_to({tp: end for tp, (_, end) in ranges.items()})
+        read_to = self.known_epochs.read_to({tp: end for tp, (_, end) in ranges.items()})
         offset = StreamOffset(group="etl", ranges=ranges, leader_epochs=epochs, read_to=read_to, topic_ids=self.ids)
         self.checkpoint = replace(offset, stream="s", seq=0).to_json()
-        self.detector.known_epochs.remember(offset)
+        self.known_epochs.remember(offset)
 
     def restart(self) -> None:
         """Another run continues from the checkpoint."""
-        self.detector = DataLossDetector(fail_on_data_loss=self.detector._fail)
+        self.known_epochs = LeaderEpochs()
+        self.detector = DataLossDetector(self.rules, self.known_epochs)
         self.detector.restore(parse(self.checkpoint))
 
     def elect(self, tp: TopicPartition, epoch: int, has: int | None, end: int) -> None:
@@ -561,7 +565,7 @@ def test_G4_start_at_an_end_of_the_log_is_compared_with_the_next_leader() -> Non
     """It truncated the log before a batch read the partition."""
     brokers = Brokers(fail=False)
     starts = ev.StartsResolved(offsets={A: 100, B: 90}, leader_epochs={A: 3, B: 3})
-    brokers.detector.known_epochs.learn_starts(starts, {A: 100, B: 95}.get)
+    brokers.known_epochs.learn_starts(starts, {A: 100, B: 95}.get)
     brokers.elect(A, 4, has=60, end=200)
     brokers.check({A: 100, B: 95})
     assert brokers.requests[1].epoch_ends == {A: 3}, "B does not start where the log ended"
@@ -678,7 +682,7 @@ def committed(offset: int, epoch: int | None) -> dict[TopicPartition, ev.Committ
 def test_a_committed_offset_has_the_epoch_with_which_it_was_committed() -> None:
     """By another stream of the group. The plans of this stream know nothing of the partition."""
     brokers = Brokers()
-    brokers.detector.known_epochs.learn(committed(100, 2), {A: 100, B: 90}.get, "s1")
+    brokers.known_epochs.learn(committed(100, 2), {A: 100, B: 90}.get, "s1")
     brokers.elect(A, 4, has=60, end=200)
     brokers.check({A: 100, B: 90})
     assert brokers.requests[1].epoch_ends == {A: 2}
@@ -691,8 +695,8 @@ def test_the_epoch_of_a_foreign_commit_is_not_believed(epoch: int) -> None:
     """Some clients commit a wrong one: the leader of epoch 6 would seem to have truncated the log at 60."""
     brokers = read_up_to_100()
     foreign = {A: ev.Committed(offset=150, leader_epoch=epoch)}
-    brokers.detector.known_epochs.learn(foreign, {A: 150}.get, "s1")
-    assert brokers.detector.known_epochs.of({A: 150}) == {}
+    brokers.known_epochs.learn(foreign, {A: 150}.get, "s1")
+    assert brokers.known_epochs.of({A: 150}) == {}
     brokers.elect(A, 6, has=60, end=200)
     brokers.check({A: 150})
     assert brokers.requests[1].epoch_ends == {}
@@ -711,8 +715,8 @@ def test_the_newest_known_epoch_of_a_position_counts(
     ("s2", as seen from "s1") only up to where it was."""
     brokers = read_up_to_100()
     at = 90 if offset == 95 else offset
-    brokers.detector.known_epochs.learn(committed(offset, epoch), {A: at}.get, stream)
-    assert brokers.detector.known_epochs.of({A: at}) == {A: expected}
+    brokers.known_epochs.learn(committed(offset, epoch), {A: at}.get, stream)
+    assert brokers.known_epochs.of({A: at}) == {A: expected}
 
 
 def test_the_epoch_of_an_uncommitted_position_is_in_the_offset() -> None:
@@ -729,8 +733,8 @@ def test_the_epoch_of_an_uncommitted_position_is_in_the_offset() -> None:
         leader_epochs=brokers.detector.leader_epochs({A: 100, B: 100}),
     )
     assert offset.leader_epochs == {A: 3, B: 3}
-    next_run = Brokers().detector
-    next_run.restore(parse(offset.to_json()))
+    next_run = Brokers()
+    next_run.detector.restore(parse(offset.to_json()))
     assert next_run.known_epochs.of({A: 100, B: 100}) == {A: 3, B: 3}
 
 
