@@ -138,7 +138,7 @@ def rows(kind: type[Enum], table: Table) -> str:
     lines = ["| state | meaning | changes |", "|---|---|---|"]
     meanings = dict(re.findall(r"^    (\w+) = \".*?\"  # (.*)$", inspect.getsource(kind), re.MULTILINE))
     for state in kind:
-        exits = [f"{cause.__name__} → `{to.value}`" for (at, cause), to in table.items() if at is state]
+        exits = [f"{states.name_of(cause)} → `{to.value}`" for (at, cause), to in table.items() if at is state]
         lines.append(f"| `{state.value}` | {meanings[state.name]} | {', '.join(exits) or 'none'} |")
     return "\n".join(lines) + "\n"
 
@@ -168,12 +168,12 @@ def diagram(kind: type[Enum], table: Table) -> str:
     left_out = []
     for (cause, to), states_before in starts.items():
         if len(states_before) * 2 > len(kind):
-            left_out.append(f"{cause.__name__} → `{to.value}`")
+            left_out.append(f"{states.name_of(cause)} → `{to.value}`")
             continue
         out_of_box = bool(inside) and to not in inside and states_before >= set(inside)
         befores = [at.value for at in kind if at in states_before - (set(inside) if out_of_box else set())]
         for before in [*befores, *(["box"] if out_of_box else [])]:
-            arrows.setdefault((before, to.value), []).append(cause.__name__)
+            arrows.setdefault((before, to.value), []).append(states.name_of(cause))
     node = {state.value: state.value.replace(" ", "_") for state in kind} | {"box": "box"}
     lines = ["```mermaid", "stateDiagram-v2", f"    [*] --> {node[next(iter(kind)).value]}"]
     lines += [f'    state "{name}" as {id_}' for name, id_ in node.items() if name != id_]

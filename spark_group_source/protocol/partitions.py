@@ -21,7 +21,7 @@ from spark_group_source.errors import InvariantBroken
 from spark_group_source.model import TopicPartition
 from spark_group_source.protocol import events as ev
 from spark_group_source.protocol.offsets import RECREATED, StreamOffset
-from spark_group_source.protocol.states import PARTITIONS, PartitionState, next_state, require_change
+from spark_group_source.protocol.states import PARTITIONS, AnyCause, Cause, PartitionState, next_state, require_change
 from spark_group_source.protocol.statistics import Statistics
 
 RENEW_MS = 6 * 3_600_000
@@ -291,7 +291,7 @@ class Partitions:
         self._unresolved[tp] = None
         self._unknown_count += 1
 
-    def drop(self, tp: TopicPartition, cause: type) -> None:
+    def drop(self, tp: TopicPartition, cause: AnyCause) -> None:
         """The partition is not assigned any more. Its position is remembered, with a pending batch."""
         partition = self.ours[tp]
         next_state(PARTITIONS, state_of(partition), cause, tp)
@@ -347,7 +347,7 @@ class Partitions:
             if type(partition) is Known and partition.until is not None:
                 at = due[tp] = partition.position
                 if partition.is_foreign:  # continues at the foreign commit
-                    self._update_known(tp, partition, ev.ForeignCommit, is_foreign=True)
+                    self._update_known(tp, partition, Cause.FOREIGN_COMMIT, is_foreign=True)
                     if partition.durable is not None:
                         partition.durable.pending = (start, end)
                     continue
@@ -379,7 +379,7 @@ class Partitions:
         for tp, mine in list(self.ours.items()) if topics else ():
             is_idle = state_of(mine) in (PartitionState.RESOLVING, PartitionState.ADOPTING, PartitionState.READY)
             if tp.topic in topics and tp not in missing.offsets and is_idle:
-                self._replace(tp, ev.RecreatedUnchecked, Unknown(mine.slot, None, PartitionState.UNRESOLVED))
+                self._replace(tp, Cause.RECREATED_UNCHECKED, Unknown(mine.slot, None, PartitionState.UNRESOLVED))
                 self.due.pop(tp, None)
 
     def forget(self, topics: Collection[str]) -> None:
@@ -445,7 +445,7 @@ class Partitions:
         durable, memory = None, partition.memory
         if is_inside and isinstance(memory, Memory):  # its duplicates are counted
             durable = Memory(memory.position, LastBatch(memory.last_batch.seq), memory.pending)
-        self._set_known(tp, Known(partition.slot, at, is_foreign=True, durable=durable), ev.ForeignCommit)
+        self._set_known(tp, Known(partition.slot, at, is_foreign=True, durable=durable), Cause.FOREIGN_COMMIT)
         return moved_from
 
     def apply_start(self, tp: TopicPartition, partition: Unknown, offset: int) -> None:
@@ -489,12 +489,12 @@ class Partitions:
         )
         return at, expected if offset != expected else None, is_inside
 
-    def _set_known(self, tp: TopicPartition, partition: Known, cause: type) -> None:
+    def _set_known(self, tp: TopicPartition, partition: Known, cause: AnyCause) -> None:
         """Store a position that is known now. If the batch in flight reads the partition, it joins the batch."""
         self._replace(tp, cause, partition)
         start, end = self._in_flight.get(tp, (0, 0))
         if start <= partition.position.offset < end:  # it is not released before the batch is durable
-            self._update_known(tp, partition, ev.Replay, until=end, is_foreign=partition.is_foreign)
+            self._update_known(tp, partition, Cause.REPLAY, until=end, is_foreign=partition.is_foreign)
         self._update_due(tp, partition)
 
     def apply_reset(self, number: int) -> None:
@@ -508,7 +508,7 @@ class Partitions:
                 memory: AnyMemory = VoidedMemory(partition.position.without_last_batch)
             else:
                 memory = _voided(partition.memory)
-            self._replace(tp, ev.ResetDetected, Unknown(partition.slot, memory, PartitionState.UNRESOLVED))
+            self._replace(tp, Cause.RESET_DETECTED, Unknown(partition.slot, memory, PartitionState.UNRESOLVED))
             self.due.pop(tp, None)
 
     # --- offset commits ---------------------------------------------------------------------------------------------
@@ -689,14 +689,14 @@ class Partitions:
         else:
             self.due.pop(tp, None)
 
-    def _replace(self, tp: TopicPartition, cause: type, after: AssignedPartition) -> None:
+    def _replace(self, tp: TopicPartition, cause: AnyCause, after: AssignedPartition) -> None:
         """Replace the record of a partition by that of its state after a cause."""
         before, self.ours[tp] = self.ours[tp], after
         require_change(PARTITIONS, state_of(before), cause, state_of(after), tp)
         self._recount(tp, state_of(before), state_of(after))
 
     def _update_known(
-        self, tp: TopicPartition, partition: Known, cause: type, *, until: int | None = None, is_foreign: bool
+        self, tp: TopicPartition, partition: Known, cause: AnyCause, *, until: int | None = None, is_foreign: bool
     ) -> None:
         """Set ``until`` and ``is_foreign`` of a partition whose position stays known. Without ``until`` it becomes
         None."""

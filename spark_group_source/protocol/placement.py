@@ -21,7 +21,7 @@ from spark_group_source.protocol import events as ev
 from spark_group_source.protocol.outbox import Outbox
 from spark_group_source.protocol.rules import SLOTS_MAX, Rules
 from spark_group_source.protocol.slots import IN_READER, Slot, Slots
-from spark_group_source.protocol.states import AGENTS, AgentState, SlotState, next_state
+from spark_group_source.protocol.states import AGENTS, AgentState, AnyCause, Cause, SlotState, next_state
 from spark_group_source.protocol.statistics import Statistics
 
 MOVE_INTERVAL_MS = 30_000
@@ -99,7 +99,7 @@ class AgentRegistry:
             return {}
         ended = {}
         for twin in [agent for agent in self.all.values() if agent.executor == event.executor]:
-            ended[twin.id] = self._end(twin, ev.AgentSuperseded, "its executor started a newer agent")
+            ended[twin.id] = self._end(twin, Cause.AGENT_SUPERSEDED, "its executor started a newer agent")
         if len(self.all) >= AGENTS_MAX:
             self._dismiss(event.agent, f"there are {AGENTS_MAX} agents")
             return ended
@@ -133,9 +133,9 @@ class AgentRegistry:
         for agent in list(self.all.values()):
             silent_ms = now_ms - agent.heartbeat_ms
             if silent_ms >= self._rules.lease_ms:
-                ended[agent.id] = self._end(agent, ev.LeaseExpired, f"no heartbeat for {silent_ms} ms")
+                ended[agent.id] = self._end(agent, Cause.LEASE_EXPIRED, f"no heartbeat for {silent_ms} ms")
             elif agent.state is AgentState.NEW and now_ms - agent.since_ms >= READY_AFTER_MS:
-                self._move(agent, ev.AgentStable)
+                self._move(agent, Cause.AGENT_STABLE)
         return ended
 
     def avoid(self, id_: str) -> None:
@@ -174,7 +174,7 @@ class AgentRegistry:
 
     # --- changes ----------------------------------------------------------------------------------------------------
 
-    def _end(self, agent: AgentRecord, cause: type, why: str) -> str:
+    def _end(self, agent: AgentRecord, cause: AnyCause, why: str) -> str:
         self._move(agent, cause)
         del self.all[agent.id]
         self._ended.append(agent.id)
@@ -184,7 +184,7 @@ class AgentRegistry:
     def _dismiss(self, id_: str, reason: str) -> None:
         self._out.order(ev.DismissAgent(agent=id_, reason=reason))
 
-    def _move(self, agent: AgentRecord, cause: type) -> None:
+    def _move(self, agent: AgentRecord, cause: AnyCause) -> None:
         agent.state = next_state(AGENTS, agent.state, cause, f"agent {agent.id}")
 
 

@@ -37,7 +37,7 @@ from spark_group_source.protocol.planner import Planner
 from spark_group_source.protocol.request_schedule import CommitSchedule, Outage, Requester
 from spark_group_source.protocol.rules import Rules
 from spark_group_source.protocol.slots import IN_READER, Slot, Slots, shown
-from spark_group_source.protocol.states import BEFORE_PLAN, RUN, RunState, next_state
+from spark_group_source.protocol.states import BEFORE_PLAN, RUN, AnyCause, Cause, RunState, next_state
 from spark_group_source.protocol.statistics import Skips, Statistics
 
 SETTLE_MS_MAX = 10_000
@@ -502,7 +502,7 @@ class Run:
                 return
             self.stream, self.lookups.known = first.new_stream, topics
             self.slots.join_all(self.stream, tuple(topics), static=self.static)
-            self._move(ev.StreamCreated)
+            self._move(Cause.STREAM_CREATED)
         else:
             gone = self._unlisted_topics(topics)
             if not self._may_continue_without(gone):
@@ -513,7 +513,7 @@ class Run:
                 self.partitions.forget(gone)
             if isinstance(first, ev.NextBatchRequested):
                 self._apply_reported_reset(first)
-            self._move(ev.Replay if replayed else ev.Durable)
+            self._move(Cause.REPLAY if replayed else ev.Durable)
         self._renew_at_ms = self._now_ms + RENEW_CHECK_MS
 
     def _resume(self, offset: StreamOffset, topics: tuple[str, ...], former_slots: int, *, replay: bool) -> None:
@@ -708,7 +708,7 @@ class Run:
             return wait
         self._is_resumed = False
         self._assignment.take(None)
-        self._move(ev.PositionsKnown)
+        self._move(Cause.POSITIONS_KNOWN)
         return None
 
     def _move_slots(self) -> ev.Wait | None:
@@ -739,12 +739,12 @@ class Run:
         """Check at the broker that this run has all partitions that the group assigns to it: only then can "nothing to
         read" be trusted."""
         if not (self._is_first or self._must_read_all):
-            self._move(ev.GroupStable)
+            self._move(Cause.GROUP_STABLE)
             return None
         if (step := self._assignment.compare(self.stream, is_gathered=self.is_gathered)) is not None:
             return step
         if self._assignment.is_settled or not self._is_first or self._now_ms - self._since_ms >= SETTLE_MS_MAX:
-            self._move(ev.GroupStable)
+            self._move(Cause.GROUP_STABLE)
         return None
 
     def _pausing(self) -> ev.Step | None:
@@ -754,7 +754,7 @@ class Run:
         may_pause = self._is_idle and self.counts.rebalances == self._rebalances_at_read
         if may_pause and self._now_ms < self._ends_read_at_ms + pause_ms:
             return ev.Wait(until_ms=self._ends_read_at_ms + pause_ms)
-        self._move(ev.PauseEnded)
+        self._move(Cause.PAUSE_ENDED)
         self._ends_request = self._first_ends_request()
         return None
 
@@ -807,9 +807,9 @@ class Run:
     def _nothing_to_read(self) -> None:
         """Decide what follows from an empty read: a bounded run may end only if it trusts that read."""
         if not self._must_read_all:
-            self._move(ev.NothingToRead)
+            self._move(Cause.NOTHING_TO_READ)
         elif self._knows_all:
-            self._move(ev.TargetReached if self.planner.target is not None else ev.NothingToRead)
+            self._move(Cause.TARGET_REACHED if self.planner.target is not None else Cause.NOTHING_TO_READ)
         else:
             self._read_again()
 
@@ -834,12 +834,12 @@ class Run:
             return
         if self.placement.has_agents:
             self.start_moves()  # a slot whose offsets cannot be committed on its agent has to return
-        self._move(ev.GroupUnstable)
+        self._move(Cause.GROUP_UNSTABLE)
 
     def _draining(self) -> ev.Step | None:
         """Plan no more batches; wait until all durable offsets are committed."""
         if self._may_drain:
-            self._move(ev.AllCommitted)
+            self._move(Cause.ALL_COMMITTED)
             return None
         if (wait := self._wait(COMMIT_MS_MAX)) is not None:
             return wait
@@ -853,7 +853,7 @@ class Run:
                 return wait
             self._warn_uncommitted()
         if self.rules.leave_on_stop == "never":
-            self._move(ev.AllCommitted)
+            self._move(Cause.ALL_COMMITTED)
             return None
         return ev.CloseMembers(leave=True)
 
@@ -948,7 +948,7 @@ class Run:
             self._error = error
             self._move(ev.Fail)
 
-    def _move(self, cause: type) -> None:
+    def _move(self, cause: AnyCause) -> None:
         to = next_state(RUN, self.state, cause, "the run")
         if to is not self.state or cause is ev.NextBatchRequested:
             self._since_ms = self._now_ms

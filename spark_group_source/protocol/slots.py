@@ -18,7 +18,7 @@ from spark_group_source.protocol.outbox import Outbox
 from spark_group_source.protocol.partitions import Known, Partitions, uncommitted_offset
 from spark_group_source.protocol.request_schedule import CommitSchedule, pause_ms
 from spark_group_source.protocol.rules import SLOTS_MAX, Rules
-from spark_group_source.protocol.states import SLOTS, SlotState, require_change
+from spark_group_source.protocol.states import SLOTS, AnyCause, Cause, SlotState, require_change
 from spark_group_source.protocol.statistics import Statistics
 
 IN_READER = ""
@@ -394,8 +394,8 @@ class Slots:
             leave: the member leaves the group; otherwise the next one gets its assignment.
         """
         slot.missing = set(slot.partitions)
-        self._drop(slot, tuple(slot.partitions), ev.SlotMoves)
-        self._change(slot, ev.SlotMoves, MovingState(slot.agent))
+        self._drop(slot, tuple(slot.partitions), Cause.SLOT_MOVES)
+        self._change(slot, Cause.SLOT_MOVES, MovingState(slot.agent))
         slot.moved_ms, slot.unassigned_since_ms = self._out.now_ms, None
         self._wake_at_ms[slot.number] = self._out.now_ms + CLOSE_MS_MAX + (LEAVE_MS_MAX if leave else 0)
         self._place_on(slot, agent)
@@ -410,7 +410,7 @@ class Slots:
     def remove_last(self) -> None:
         """Remove the last slot; its member leaves the group. All its positions must be committed."""
         slot = self.all[-1]
-        self._drop(slot, tuple(slot.partitions), ev.SlotMoves)
+        self._drop(slot, tuple(slot.partitions), Cause.SLOT_MOVES)
         self._change(slot, ev.Leave, ClosedState())
         self._removed[slot.number] = slot.client
         self.all.pop()
@@ -426,7 +426,7 @@ class Slots:
         elif slot.state.member is not None:
             slot.may_be_alive = True
             self._lose(slot, tuple(slot.partitions), why)
-            self._change(slot, ev.AgentLost, ClosedState())
+            self._change(slot, Cause.AGENT_LOST, ClosedState())
             self.join(slot)
 
     # --- queries ----------------------------------------------------------------------------------------------------
@@ -647,7 +647,7 @@ class Slots:
         self._drop(slot, tuple(revoking.partitions), ev.Release)
         self._counts.count_release(held_ms, overrun=is_overrun)
         if revoking.is_eager:
-            self._change(slot, ev.ReleaseAll, JoiningState(revoking.member))
+            self._change(slot, Cause.RELEASE_ALL, JoiningState(revoking.member))
         else:
             self._change(slot, ev.Release, AssignedState(revoking.member))
         self._out.order(ev.Release(slot=slot.number, client=slot.client))
@@ -664,7 +664,7 @@ class Slots:
             self._counts.count_rebalance(reason, now_ms=self._out.now_ms)
             self._out.log(f"{reason}; {twice} offsets may be read twice", warn=True)
 
-    def _drop(self, slot: Slot, partitions: tuple[TopicPartition, ...], cause: type) -> None:
+    def _drop(self, slot: Slot, partitions: tuple[TopicPartition, ...], cause: AnyCause) -> None:
         state = slot.state
         for tp in partitions:
             self._partitions.drop(tp, cause)
@@ -699,7 +699,7 @@ class Slots:
         if slot.agent != IN_READER and slot.unassigned_since_ms is None:
             slot.unassigned_since_ms = self._out.now_ms
 
-    def _change(self, slot: Slot, cause: type, after: AnySlotState) -> None:
+    def _change(self, slot: Slot, cause: AnyCause, after: AnySlotState) -> None:
         """Replace the record of a slot's state by that of its state after a cause."""
         before = slot.state
         require_change(SLOTS, before.kind, cause, after.kind, f"slot {slot.number}")

@@ -20,9 +20,12 @@ from spark_group_source.protocol.states import (
     RUN,
     SLOTS,
     AgentState,
+    AnyCause,
+    Cause,
     PartitionState,
     RunState,
     SlotState,
+    name_of,
 )
 
 A, B, C = tps("orders", 0, 1, 2)
@@ -30,7 +33,7 @@ REPLAYED = StreamOffset(group="etl", stream="9f2c", seq=3, known={"orders": 2}, 
 BY_HAND = ev.Committed(offset=120)
 RESET = ev.Committed(offset=5, reset_number=1)
 
-Row = tuple[Any, type]
+Row = tuple[Any, AnyCause]
 Path = list[Callable[[GroupHarness], object]]
 
 
@@ -127,7 +130,7 @@ SLOT_PATHS: dict[Row, Path] = {
     (SlotState.ASSIGNED, ev.Revoking): [planned, lambda g: g.revoking(A)],
     (SlotState.REVOKING, ev.Revoking): [revoking, lambda g: g.revoking(B)],
     (SlotState.REVOKING, ev.Release): [revoking, lambda g: (g.durable(), g.commit_succeeds())],
-    (SlotState.REVOKING, ev.ReleaseAll): [
+    (SlotState.REVOKING, Cause.RELEASE_ALL): [
         planned,
         lambda g: g.revoking(A, B, eager=True),
         lambda g: (g.durable(), g.commit_succeeds()),
@@ -147,17 +150,17 @@ SLOT_PATHS: dict[Row, Path] = {
     (SlotState.ASSIGNED, ev.Leave): [assigned, close],
     (SlotState.REVOKING, ev.Leave): [revoking, close],
     (SlotState.CHECKING, ev.Leave): [checking, close],
-    (SlotState.JOINING, ev.SlotMoves): [placed, lambda g: g.send_heartbeats(g.run.rules.joining_budget_ms // 2)],
-    (SlotState.ASSIGNED, ev.SlotMoves): [moving],
+    (SlotState.JOINING, Cause.SLOT_MOVES): [placed, lambda g: g.send_heartbeats(g.run.rules.joining_budget_ms // 2)],
+    (SlotState.ASSIGNED, Cause.SLOT_MOVES): [moving],
     (SlotState.MOVING, ev.Join): [placed],
     (SlotState.MOVING, ev.Leave): [moving, close],
-    (SlotState.JOINING, ev.AgentLost): [placed, agent_ended],
-    (SlotState.ASSIGNED, ev.AgentLost): [placed_and_assigned, agent_ended],
-    (SlotState.REVOKING, ev.AgentLost): [placed_and_revoking, agent_ended],
+    (SlotState.JOINING, Cause.AGENT_LOST): [placed, agent_ended],
+    (SlotState.ASSIGNED, Cause.AGENT_LOST): [placed_and_assigned, agent_ended],
+    (SlotState.REVOKING, Cause.AGENT_LOST): [placed_and_revoking, agent_ended],
 }
 
 AGENT_PATHS: dict[Row, Path] = {
-    (AgentState.NEW, ev.AgentStable): [stream_started, agent_ready],
+    (AgentState.NEW, Cause.AGENT_STABLE): [stream_started, agent_ready],
     (AgentState.NEW, ev.AgentConnected): [stream_started, agent_connected, agent_connected],
     (AgentState.READY, ev.AgentConnected): [stream_started, agent_ready, agent_connected],
     (AgentState.DISCONNECTED, ev.AgentConnected): [stream_started, agent_disconnected, agent_connected],
@@ -176,8 +179,8 @@ AGENT_PATHS: dict[Row, Path] = {
         )
         for cause, way in (
             (ev.AgentEnded, agent_ended),
-            (ev.LeaseExpired, lease_expired),
-            (ev.AgentSuperseded, newer_agent_connected),
+            (Cause.LEASE_EXPIRED, lease_expired),
+            (Cause.AGENT_SUPERSEDED, newer_agent_connected),
         )
     },
 }
@@ -240,7 +243,7 @@ PARTITION_PATHS: dict[Row, Path] = {
     (PartitionState.UNRESOLVED, ev.FetchCommittedOffsets): [fetching],
     (PartitionState.FETCHING, ev.LookupFailed): [lookup_failed],
     (PartitionState.FETCHING, ev.CommittedOffsetsRead): [assigned],
-    (PartitionState.FETCHING, ev.ForeignCommit): [adopting],
+    (PartitionState.FETCHING, Cause.FOREIGN_COMMIT): [adopting],
     (PartitionState.FETCHING, ev.ResolveStarts): [starting],
     (PartitionState.RESOLVING, ev.LookupFailed): [
         starting,
@@ -249,30 +252,30 @@ PARTITION_PATHS: dict[Row, Path] = {
     (PartitionState.RESOLVING, ev.StartsResolved): [starting, lambda g: g.resolved({A: 0})],
     (PartitionState.ADOPTING, ev.OffsetsCommitted): [adopting, lambda g: g.tick(ms=100), lambda g: g.commit_succeeds()],
     (PartitionState.READY, ev.Planned): [planned],
-    (PartitionState.READY, ev.Replay): [
+    (PartitionState.READY, Cause.REPLAY): [
         lambda g: g.replay(REPLAYED),
         lambda g: g.settled(A),
     ],
-    (PartitionState.ADOPTING, ev.Replay): [back_in_the_batch],
+    (PartitionState.ADOPTING, Cause.REPLAY): [back_in_the_batch],
     (PartitionState.READY, ev.RecordsMissing): [
         assigned,
         lambda g: g.feed(ev.RecordsMissing(offsets={A: 120}, reason="x")),
     ],
     **{
-        (state, ev.RecreatedUnchecked): [WAYS_TO[state], topic_is_recreated]
+        (state, Cause.RECREATED_UNCHECKED): [WAYS_TO[state], topic_is_recreated]
         for state in (PartitionState.RESOLVING, PartitionState.ADOPTING, PartitionState.READY)
     },
-    (PartitionState.READY, ev.SlotMoves): [moving],
+    (PartitionState.READY, Cause.SLOT_MOVES): [moving],
     (PartitionState.IN_FLIGHT, ev.Durable): [planned, lambda g: g.durable()],
-    (PartitionState.IN_FLIGHT, ev.ForeignCommit): [back_in_the_batch, lambda g: g.durable()],
+    (PartitionState.IN_FLIGHT, Cause.FOREIGN_COMMIT): [back_in_the_batch, lambda g: g.durable()],
     **{
         (state, ev.Release): [way, lambda g: g.revoking(A)]
         for state, way in WAYS_TO.items()
         if state is not PartitionState.IN_FLIGHT
     },
     **{(state, ev.Lost): [way, lambda g: g.lost(A)] for state, way in WAYS_TO.items()},
-    **{(state, ev.ResetDetected): [way, reset_shows] for state, way in WAYS_TO.items()},
-    (PartitionState.UNRESOLVED, ev.ResetDetected): [
+    **{(state, Cause.RESET_DETECTED): [way, reset_shows] for state, way in WAYS_TO.items()},
+    (PartitionState.UNRESOLVED, Cause.RESET_DETECTED): [
         fetching,
         lambda g: g.assigned(B),
         lambda g: g.lost(A),
@@ -410,24 +413,24 @@ RUN_PATHS: dict[Row, Callable[[], object]] = {
     (RunState.TARGETING, ev.TargetRead): lambda: RunHarness().set_target({}),
     (RunState.NEW, ev.NextBatchRequested): at(RunState.STARTING),
     (RunState.NEW, ev.BatchStarted): lambda: continued(ev.BatchStarted),
-    (RunState.STARTING, ev.StreamCreated): at(RunState.GATHERING),
+    (RunState.STARTING, Cause.STREAM_CREATED): at(RunState.GATHERING),
     (RunState.STARTING, ev.Durable): lambda: continued(ev.NextBatchRequested),
-    (RunState.STARTING, ev.Replay): lambda: continued(ev.BatchStarted),
+    (RunState.STARTING, Cause.REPLAY): lambda: continued(ev.BatchStarted),
     (RunState.OPEN, ev.NextBatchRequested): resting,
-    (RunState.GATHERING, ev.PositionsKnown): at(RunState.SETTLING),
+    (RunState.GATHERING, Cause.POSITIONS_KNOWN): at(RunState.SETTLING),
     **{(state, ev.DrainRequested): partial(drained_in, RUN_STATES[state]) for state in BEFORE_PLAN},
-    (RunState.SETTLING, ev.GroupStable): at(RunState.FETCHING_ENDS),
-    (RunState.PAUSING, ev.PauseEnded): at(RunState.FETCHING_ENDS),
+    (RunState.SETTLING, Cause.GROUP_STABLE): at(RunState.FETCHING_ENDS),
+    (RunState.PAUSING, Cause.PAUSE_ENDED): at(RunState.FETCHING_ENDS),
     (RunState.FETCHING_ENDS, ev.Planned): at(RunState.PLANNED),
-    (RunState.FETCHING_ENDS, ev.NothingToRead): idle,
-    (RunState.FETCHING_ENDS, ev.GroupUnstable): unsettled,
-    (RunState.FETCHING_ENDS, ev.TargetReached): ending,
+    (RunState.FETCHING_ENDS, Cause.NOTHING_TO_READ): idle,
+    (RunState.FETCHING_ENDS, Cause.GROUP_UNSTABLE): unsettled,
+    (RunState.FETCHING_ENDS, Cause.TARGET_REACHED): ending,
     (RunState.PLANNED, ev.BatchStarted): reading,
     (RunState.PLANNED, ev.Durable): lambda: (run := at(RunState.PLANNED)()).feed(ev.Durable(offset=run.latest())),
     (RunState.READING, ev.BatchStarted): lambda: (run := reading()).call(ev.BatchStarted(offset=run.latest())),
     (RunState.READING, ev.Durable): idle,
-    (RunState.DRAINING, ev.AllCommitted): drained,
-    (RunState.ENDING, ev.AllCommitted): never_leaving,
+    (RunState.DRAINING, Cause.ALL_COMMITTED): drained,
+    (RunState.ENDING, Cause.ALL_COMMITTED): never_leaving,
     (RunState.ENDING, ev.MembersClosing): lambda: ending().continue_call(),
     (RunState.STOPPING, ev.MembersClosing): lambda: idle().stop(),
     **{
@@ -474,7 +477,7 @@ def used(monkeypatch: pytest.MonkeyPatch) -> Callable[[], set[Row]]:
 
 
 def by_name(rows: Iterable[Row]) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("row", rows, ids=lambda row: f"{row[0].value}-{row[1].__name__}")
+    return pytest.mark.parametrize("row", rows, ids=lambda row: f"{row[0].value}-{name_of(row[1])}")
 
 
 def test_every_transition_of_the_tables_has_a_test_path() -> None:

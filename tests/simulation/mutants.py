@@ -164,7 +164,7 @@ MUTANTS = [
     Mutant(
         "adopts-nothing",
         P,
-        "self._set_known(tp, Known(partition.slot, at, is_foreign=True, durable=durable), ev.ForeignCommit)",
+        "self._set_known(tp, Known(partition.slot, at, is_foreign=True, durable=durable), Cause.FOREIGN_COMMIT)",
         "self._set_known(tp, Known(partition.slot, at), ev.CommittedOffsetsRead)",
         "a foreign commit is committed under the stream's name before it is read",
     ),
@@ -256,8 +256,8 @@ MUTANTS = [
     Mutant(
         "keeps-the-batch-over-a-foreign-commit",
         P,
-        "self._update_known(tp, partition, ev.ForeignCommit, is_foreign=True)",
-        "at.offset = end; self._update_known(tp, partition, ev.ForeignCommit, is_foreign=True)",
+        "self._update_known(tp, partition, Cause.FOREIGN_COMMIT, is_foreign=True)",
+        "at.offset = end; self._update_known(tp, partition, Cause.FOREIGN_COMMIT, is_foreign=True)",
         "a foreign commit inside the batch in flight counts as well",
     ),
     Mutant(
@@ -503,8 +503,8 @@ MUTANTS = [
     Mutant(
         "leaves-slots-on-lost-agents",
         S,
-        "            self._change(slot, ev.AgentLost, ClosedState())\n            self.join(slot)",
-        "            self._change(slot, ev.AgentLost, ClosedState())",
+        "            self._change(slot, Cause.AGENT_LOST, ClosedState())\n            self.join(slot)",
+        "            self._change(slot, Cause.AGENT_LOST, ClosedState())",
         "a slot whose agent is lost joins again elsewhere",
         agents=True,
     ),
