@@ -10,14 +10,13 @@ import contextlib
 import signal
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
-from demo_proof import Evidence, check
+from demo_proof import check
 from demo_screen import Screen, shown
 from demo_stage import DemoFailed, Stage
 
@@ -27,7 +26,6 @@ STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 STEP_S = 300
 """Bound of every step. Starting Spark takes seconds, on a busy machine minutes."""
-LOOK_S = 0.1
 FLIGHT_LOOK_S = 0.01
 """A batch takes tenths of a second: what is to happen in the middle of one must be quick."""
 SAMPLE_S = 0.4
@@ -97,7 +95,7 @@ class Story:
         assert stage.job is not None
         self._until(lambda: self._job_has_all, "the job has all partitions")
         generation, killed = view.generation, len(stage.job.pids)
-        batch = self._until(stage.batch_in_flight, "a batch starts", every_s=FLIGHT_LOOK_S)
+        batch = self._until(stage.batch_in_flight, "a batch starts", looks=False)
         stage.job.kill()
         rows = self._rows_now()
         flight = (
@@ -150,8 +148,12 @@ class Story:
     def _tell(self, text: str) -> None:
         self.screen.tell(text)
 
-    def _until(self, holds: Callable[[], Any], what: str, every_s: float = LOOK_S) -> Any:
-        """Wait until ``holds`` returns a true value, and return it."""
+    def _until(self, holds: Callable[[], Any], what: str, *, looks: bool = True) -> Any:
+        """Wait until ``holds`` returns a true value, and return it.
+
+        Args:
+            looks: whether the view is updated meanwhile; a look takes longer than a batch.
+        """
         self.screen.doing(what)
         deadline_s = time.monotonic() + STEP_S
         while not (held := holds()):
@@ -161,34 +163,11 @@ class Story:
             if time.monotonic() >= deadline_s:
                 log = self.stage.job.tail() if self.stage.job else ""
                 raise DemoFailed(f"timed out after {STEP_S} s: {what}. {self.stage.view}\n{log}")
+            if looks:
+                self.stage.look()
             self.screen.tick()
-            time.sleep(every_s)
+            time.sleep(SAMPLE_S if looks else FLIGHT_LOOK_S)
         return held
-
-
-@contextlib.contextmanager
-def watching(stage: Stage) -> Any:
-    """Update the view in a thread of its own while a step waits."""
-    end = threading.Event()
-
-    def run() -> None:
-        while not end.wait(SAMPLE_S):
-            stage.look()
-
-    thread = threading.Thread(target=run, name="watcher", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        end.set()
-        thread.join(STEP_S)
-
-
-def conclude(screen: Screen, evidence: Evidence) -> bool:
-    """Check the evidence and print the result; returns whether all checks pass."""
-    checks = check(evidence)
-    screen.final(evidence, checks)
-    return bool(checks) and all(found.holds for found in checks)
 
 
 def _own_directory(stack: contextlib.ExitStack, keep: Path | None) -> Path:
@@ -240,10 +219,10 @@ def main(
             stack.callback(stage.close)
             stack.callback(_ignore_signals)
             screen = Screen(stage.view, subtitle=subtitle)
-            with watching(stage), screen:
+            with screen:
                 produced = Story(stage, screen, seconds).play()
             evidence = stage.evidence(produced)
-        proven = conclude(screen, evidence)
+        proven = screen.final(evidence, check(evidence))
     except DemoFailed as exc:
         print(f"the demo failed: {exc}", file=sys.stderr)
         raise typer.Exit(1) from None

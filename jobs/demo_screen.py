@@ -45,7 +45,6 @@ class View:
     partitions: int
     produced: int = 0
     table: int = 0
-    commits: int = 0
     ordinary: int = 0
     lag: int = 0
     generation: int | None = None
@@ -97,8 +96,8 @@ class Screen:
             numbers = f"{v.produced:,} produced, {v.table:,} in the table, {v.ordinary:,} ordinary, lag {v.lag:,}"
             self._status.update(Text.assemble((self._now, "bold"), "\n", (numbers, "dim")))
 
-    def final(self, evidence: Evidence, checks: Sequence[Check]) -> None:
-        """Print the result."""
+    def final(self, evidence: Evidence, checks: Sequence[Check]) -> bool:
+        """Print the result; returns whether all checks pass."""
         parts: list[Text | Table | str] = [""]
         parts += [_described(self._view), ""] if self._view.described else []
         parts += [_offsets(evidence), ""]
@@ -109,6 +108,7 @@ class Screen:
         end = " PROVEN: each order once, through two rebalances and two kill -9" if held else " NOT PROVEN"
         parts += ["", Text(end, "bold green" if held else "bold red")]
         self.console.print(Group(*parts), highlight=False)
+        return held
 
 
 def _described(view: View) -> Table:

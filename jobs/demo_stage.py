@@ -6,7 +6,6 @@ Runs in: ``demo.py``. Deliberately absent: the order in which things happen (``d
 
 import os
 import signal
-import threading
 from pathlib import Path
 
 from demo_consumer import NAME as ORDINARY
@@ -41,7 +40,6 @@ class Stage:
         self.directory, self.protocol = directory, protocol
         self.servers = broker.bootstrap_servers
         create_topics(self.servers, {TOPIC: partitions})
-        self._looking = threading.Lock()
         self.table = DeltaLog(directory / "table" / "orders")
         self.orders = Orders(self.servers, TOPIC, rate)
         self._lag_max = rate * BACKLOG_S
@@ -126,15 +124,11 @@ class Stage:
         return sorted(found)
 
     def look(self) -> None:
-        """Update the view; thread-safe."""
-        with self._looking:
-            self._look()
-
-    def _look(self) -> None:
+        """Update the view."""
         view = self.view
         view.produced = self.orders.acknowledged
         self.table.refresh()
-        view.table, view.commits = self.table.rows, self.table.commits
+        view.table = self.table.rows
         view.ordinary = len(self.processed())
         try:
             group = describe(GROUP, self.servers)

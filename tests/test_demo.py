@@ -165,7 +165,6 @@ WRONG_EVIDENCE: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("case", WRONG_EVIDENCE)
 def test_wrong_evidence_fails_the_checks(proof: ModuleType, truth: Any, case: str) -> None:
-    import demo
     import demo_screen
     from rich.console import Console
 
@@ -174,7 +173,8 @@ def test_wrong_evidence_fails_the_checks(proof: ModuleType, truth: Any, case: st
     paper = io.StringIO()
     screen.console = Console(file=paper, width=200)
 
-    assert demo.conclude(screen, replace(truth, **changed)) is False
+    wrong = replace(truth, **changed)
+    assert screen.final(wrong, proof.check(wrong)) is False
     shown = paper.getvalue()
     assert message in shown and "NOT PROVEN" in shown
 
