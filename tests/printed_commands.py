@@ -96,7 +96,7 @@ TESTED: dict[str, tuple[int, str]] = {
         f"{SINK}test_commands_after_a_foreign_commit_below_the_ledger",
     ),
     "delta/ledger_decision.py: _unknown_reset": (1, f"{SINK}test_command_for_a_stream_that_does_not_know_a_reset"),
-    "delta/ledger_format.py: _damage_refused": (1, f"{SINK}test_command_for_a_ledger_that_cannot_be_read"),
+    "delta/ledger_format.py: _damaged": (1, f"{SINK}test_command_for_a_ledger_that_cannot_be_read"),
     "delta/ledger_store.py: _new_ledger": (1, f"{SINK}test_command_for_a_ledger_that_cannot_be_read"),
     "delta/replaced_rows.py: _batch_behind_restore": (2, f"{REPLACED}test_commands_for_a_batch_behind_a_restore"),
     "delta/replaced_rows.py: _rows_replaced": (3, f"{REPLACED}test_commands_after_rows_were_replaced"),

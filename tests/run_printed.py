@@ -54,5 +54,5 @@ def commit_late(query: Query, table: Path, ledger: Ledger, late: StreamOffset) -
     ends = {tp: end for tp, (_, end) in late.ranges.items()}
     after = ledger.with_batch(late, void=False).with_offsets(ends).with_next_number()
     there = open_existing(query.spark, str(table))
-    note = note_of({"etl": after.to_json()}, read=2)
+    note = note_of({"etl": after.to_json_dict()}, read=2)
     there.commit(there.history(), query.rows(late), {"spark-group-source.etl": 3}, note, needed=True)

@@ -399,9 +399,9 @@ def table_version(spark: "SparkSession | None", table: str | None) -> int | None
     """
     if spark is None or table is None:
         return None
-    from spark_group_source.delta.ledger_store import version_of
+    from spark_group_source.delta.table_writer import open_existing
 
-    return version_of(spark, table)
+    return open_existing(spark, table).history().version
 
 
 def reset(

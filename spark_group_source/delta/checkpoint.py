@@ -10,7 +10,6 @@ source without an offset so far has ``-``. A DataFrame that a query uses twice h
 """
 
 import json
-import os
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,8 +17,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pyspark.errors import AnalysisException
 
+from spark_group_source.delta import table_names
 from spark_group_source.delta.ledger_format import Ledger
 from spark_group_source.errors import CheckpointMismatch, OptionError
+from spark_group_source.host import run_files
 from spark_group_source.model import TopicPartition
 from spark_group_source.protocol.offsets import StreamOffset, parse
 
@@ -150,7 +151,7 @@ def read_planned(spark: "SparkSession", batch_id: int, checkpoint: str | None) -
 
 def is_finished(spark: "SparkSession", root: str, batch_id: int) -> bool:
     """Return whether Spark's commit log has a batch: its ``foreachBatch`` has returned. Not on Spark Connect."""
-    fs, path = _file_system(spark, f"{root}/commits/{batch_id}")
+    fs, path = table_names.hadoop_path(spark, f"{root}/commits/{batch_id}")
     return bool(fs.exists(path))
 
 
@@ -166,7 +167,7 @@ def keep_state(df: "DataFrame", root: str) -> None:
 def has_state(spark: "SparkSession", root: str) -> bool:
     """Return whether a query is stateful: its checkpoint has state."""
     if _is_classic(spark):
-        fs, path = _file_system(spark, f"{root}/state")
+        fs, path = table_names.hadoop_path(spark, f"{root}/state")
         return bool(fs.exists(path))
     files = spark.read.format("binaryFile").option("recursiveFileLookup", True)
     try:
@@ -192,7 +193,7 @@ def spark_files(spark: "SparkSession") -> CheckpointFiles:
     """Access files in any file system that Spark's Hadoop supports."""
 
     def names(folder: str) -> list[str]:
-        fs, path = _file_system(spark, folder)
+        fs, path = table_names.hadoop_path(spark, folder)
         return [str(status.getPath().getName()) for status in fs.listStatus(path)] if fs.exists(path) else []
 
     return CheckpointFiles(lambda path: read(spark, path), lambda path, text: write(spark, path, text), names)
@@ -204,15 +205,10 @@ def local_files() -> CheckpointFiles:
     def read_text(path: str) -> str | None:
         return _decoded(Path(path).read_bytes(), path) if Path(path).is_file() else None
 
-    def write_text(path: str, text: str) -> None:
-        part = Path(f"{path}.{os.getpid()}.part")
-        part.write_text(text, encoding="utf-8")
-        part.replace(path)
-
     def names(folder: str) -> list[str]:
         return [path.name for path in Path(folder).iterdir()] if Path(folder).is_dir() else []
 
-    return CheckpointFiles(read_text, write_text, names)
+    return CheckpointFiles(read_text, lambda path, text: run_files.write_atomically(Path(path), text), names)
 
 
 def batch_numbers(files: CheckpointFiles, folder: str) -> list[int]:
@@ -340,7 +336,7 @@ def read(spark: "SparkSession", path: str) -> str | None:
     """Return the text of a small file; None if it does not exist."""
     if not _is_classic(spark):
         return _read_by_spark(spark, path)
-    fs, hadoop_path = _file_system(spark, path)
+    fs, hadoop_path = table_names.hadoop_path(spark, path)
     if not fs.exists(hadoop_path):
         return None
     stream = fs.open(hadoop_path)
@@ -361,20 +357,12 @@ def _decoded(content: bytes, path: str) -> str:
 
 def write(spark: "SparkSession", path: str, text: str) -> None:
     """Replace a small file, on classic Spark. The replacement is not atomic: a reader may see a part of the text."""
-    fs, hadoop_path = _file_system(spark, path)
+    fs, hadoop_path = table_names.hadoop_path(spark, path)
     stream = fs.create(hadoop_path, True)
     try:
         stream.write(bytearray(text, "utf-8"))
     finally:
         stream.close()
-
-
-def _file_system(spark: "SparkSession", path: str) -> tuple[Any, Any]:
-    """Return the Hadoop file system of a path, and the path as Hadoop's class."""
-    jspark: Any = spark._jsparkSession
-    jvm: Any = spark._jvm
-    hadoop_path = jvm.org.apache.hadoop.fs.Path(path)
-    return hadoop_path.getFileSystem(jspark.sessionState().newHadoopConf()), hadoop_path
 
 
 def _read_by_spark(spark: "SparkSession", path: str) -> str | None:

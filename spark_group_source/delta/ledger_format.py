@@ -35,11 +35,10 @@ offsets under the id by which it was planned.
 """
 
 import base64
-import contextlib
 import json
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -125,14 +124,14 @@ class Ledger:
 
     # --- JSON ---------------------------------------------------------------------------------------------------------
 
-    def to_json(
+    def to_json_dict(
         self,
         before: "Ledger | None" = None,
         starts: Mapping[TopicPartition, int] = MappingProxyType({}),
         *,
         now_ms: int = 0,
-    ) -> str:
-        """Return the JSON text of the ledger in the commit that writes it.
+    ) -> dict[str, Any]:
+        """Return the ledger as JSON in the commit that writes it.
 
         Args:
             before: the group's ledger before that commit; None: there is none.
@@ -140,16 +139,18 @@ class Ledger:
             now_ms: the time, in ms since 1970. It distinguishes the commits of two writers with one number and equal
                 ledgers.
         """
-        doc: dict[str, Any] = {"number": self.number, "reset": self.reset_number, "streams": self.streams}
-        doc |= {"v": VERSION, "void": sorted(self.void)}
-        if new := self._new(before, starts):
-            doc["new"] = new
-        doc |= {
+        new = self._new(before, starts)
+        return {
+            "number": self.number,
+            "reset": self.reset_number,
+            "streams": dict(self.streams),
+            "v": VERSION,
+            "void": sorted(self.void),
+            **({"new": new} if new else {}),
             "former": {id_: {"name": topic.name, **_numbers_of(topic)} for id_, topic in self.former.items()},
             "topics": {name: {"id": topic.id, **_numbers_of(topic)} for name, topic in self.topics.items()},
             "written": now_ms,
         }
-        return _dumps(doc)
 
     def _new(self, before: "Ledger | None", starts: Mapping[TopicPartition, int]) -> dict[str, str]:
         """Return the partitions that were not in the ledger before, with the number of offsets that they moved."""
@@ -163,12 +164,12 @@ class Ledger:
 
     @classmethod
     def from_json(
-        cls, group: str, document: str | Mapping[str, Any], *, table: str = "TABLE", table_version: int = -1
+        cls, group: str, doc: Mapping[str, Any], *, table: str = "TABLE", table_version: int = -1
     ) -> "Ledger":
         """Read a ledger.
 
         Args:
-            document: its JSON text, or the parsed text.
+            doc: its parsed JSON.
             table: where it was found, for the message of an error.
             table_version: the version of the table that has it.
 
@@ -176,8 +177,7 @@ class Ledger:
             LedgerDamaged: it cannot be read. No value is assumed in its place.
             LedgerConflict: a newer release wrote it.
         """
-        with _damage_refused(group, table, table_version, document):
-            doc = json.loads(document) if isinstance(document, str) else document
+        try:
             if doc["v"] != VERSION:
                 raise LedgerConflict(
                     f"the ledger of group {group!r} in table {table} has format version {doc['v']!r}, and this release "
@@ -197,6 +197,8 @@ class Ledger:
                 number=_number(doc["number"]),
                 table_version=table_version,
             )
+        except (ValueError, KeyError, TypeError, AttributeError, zlib.error) as exc:
+            raise _damaged(group, table, table_version, doc, exc) from exc
 
     # --- a commit -----------------------------------------------------------------------------------------------------
 
@@ -319,26 +321,17 @@ def first_offsets(doc: Mapping[str, Any]) -> dict[TopicPartition, int]:
     return found
 
 
-@contextlib.contextmanager
-def _damage_refused(group: str, table: str, version: int, document: str | Mapping[str, Any]) -> Iterator[None]:
-    try:
-        yield
-    except (ValueError, KeyError, TypeError, AttributeError, zlib.error) as exc:
-        text = document if isinstance(document, str) else _dumps(document)
-        there = run_files.connection(group)  # table_names.reset_command would add an import level
-        command = command_line.spark_group("reset", there, group, "--to-current", "--table", table, "--execute")
-        raise LedgerDamaged(
-            f"the ledger of group {group!r} in version {version} of table {table} is damaged ({exc!r}): "
-            f"{text[:SHOWN_CHARS_MAX]}. Which records the table holds is unknown, so nothing is written. Stop the "
-            "query, write a new ledger with this command (or with another position of reset), and start the query "
-            "with the same checkpoint:"
-            + command_line.alternatives({"continue at the group's offsets in Kafka": command}),
-            group=group,
-        ) from exc
-
-
-def _dumps(doc: Mapping[str, Any]) -> str:
-    return json.dumps(doc, separators=(",", ":"), sort_keys=False)
+def _damaged(group: str, table: str, version: int, doc: object, why: Exception) -> LedgerDamaged:
+    there = run_files.connection(group)  # table_names.reset_command would add an import level
+    command = command_line.spark_group("reset", there, group, "--to-current", "--table", table, "--execute")
+    return LedgerDamaged(
+        f"the ledger of group {group!r} in version {version} of table {table} is damaged ({why!r}): "
+        f"{json.dumps(doc, separators=(',', ':'))[:SHOWN_CHARS_MAX]}. Which records the table holds is unknown, so "
+        "nothing is written. Stop the query, write a new ledger with this command (or with another position of reset), "
+        "and start the query with the same checkpoint:"
+        + command_line.alternatives({"continue at the group's offsets in Kafka": command}),
+        group=group,
+    )
 
 
 def _runs(numbers: Mapping[int, int]) -> str:

@@ -141,15 +141,6 @@ def read_ledgers(history: TableHistory, groups: Collection[str] | None = None) -
     return found
 
 
-def version_of(spark: "SparkSession", table: str) -> int:
-    """Return the newest version of a table: what a reset reads of it from now on is at least as new.
-
-    Raises:
-        OptionError: there is no such Delta table.
-    """
-    return table_writer.open_existing(spark, table).history().version
-
-
 def set_ledger(
     spark: "SparkSession",
     table: str,

@@ -768,8 +768,8 @@ class BatchCommit:
         sink, planned = self.sink, self.planned
         ledgers = {group: ledger.with_next_number() for group, ledger in decision.ledgers.items()}
         now_ms = table_writer.now_ms()
-        texts = {
-            group: ledger.to_json(before[group], self._starts(group), now_ms=now_ms)
+        docs = {
+            group: ledger.to_json_dict(before[group], self._starts(group), now_ms=now_ms)
             for group, ledger in ledgers.items()
         }
         numbers = {APP_PREFIX + group: ledger.number for group, ledger in ledgers.items()}
@@ -777,7 +777,7 @@ class BatchCommit:
             history,
             self.rows_of(decision, before) if decision.reads_rows else None,
             numbers or {planned.query_id: planned.batch_id},
-            note_of(texts, read=history.version),
+            note_of(docs, read=history.version),
             needed=bool(decision.drop) or decision.changes_ledger or planned.other_sources > 0,
         )
         if version is None:

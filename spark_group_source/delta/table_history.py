@@ -6,7 +6,7 @@ Deliberately absent: rows, and what follows from the commits (:mod:`replaced_row
 Commits are read from the files of the table's log (:class:`LogFiles`). ``deltalake`` opens the table; each commit is
 then read by its version, because ``deltalake``'s own ``history()`` numbers the newest commits from the version that it
 loaded, which is wrong when another writer commits meanwhile. Where the log cannot be read that way (a catalog manages
-the commits, there are no credentials, ``deltalake`` is not installed), ``DESCRIBE HISTORY`` has the same facts, for one
+the commits, there are no credentials), ``DESCRIBE HISTORY`` has the same facts, for one
 Spark job per query (:class:`DescribedHistory`).
 
 The *note* is the ``userMetadata`` of a commit: the ledger of each of its groups as it is after that commit
@@ -55,23 +55,17 @@ NOT_A_TABLE = {
 """The error conditions by which Delta reports that there is no table."""
 
 
-def note_of(ledgers: Mapping[str, str], *, read: int, reason: str | None = None) -> str:
+def note_of(ledgers: Mapping[str, Mapping[str, Any]], *, read: int, reason: str | None = None) -> str:
     """Return the note of a commit: the ledgers after it.
 
     Args:
-        ledgers: the JSON of each group's ledger (:meth:`Ledger.to_json`).
+        ledgers: each group's ledger as JSON (:meth:`Ledger.to_json_dict`).
         read: the version of the table by which the commit was decided.
         reason: of an operator's commit: what set the ledger.
     """
-    more = "" if reason is None else f',"reason":{json.dumps(reason)}'
-    return (
-        "["
-        + ",".join(
-            f'{{"group":{json.dumps(group)},"ledger":{text},"read":{read}{more},"v":{VERSION}}}'
-            for group, text in ledgers.items()
-        )
-        + "]"
-    )
+    more = {} if reason is None else {"reason": reason}
+    entries = [{"group": group, "ledger": doc, "read": read, **more, "v": VERSION} for group, doc in ledgers.items()]
+    return json.dumps(entries, separators=(",", ":"))
 
 
 def _note_entries(note: str | None) -> tuple[dict[str, Any], ...]:
@@ -409,7 +403,7 @@ class DescribedHistory:
         return [Commit.of(row["version"], row) for row in sorted(rows, key=lambda row: -row["version"])]
 
 
-def _actions(text: bytes, *kinds: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def actions_of(text: bytes, *kinds: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the actions of these kinds in the file of a commit, each with its kind."""
     starts = tuple(f'{{"{kind}"'.encode() for kind in kinds)
     for line in text.splitlines():
@@ -421,7 +415,7 @@ def _commit(version: int, text: bytes) -> Commit:
     """Read the file of a commit."""
     info: dict[str, Any] = {}
     removes_rows = False
-    for kind, action in _actions(text, "commitInfo", "remove"):
+    for kind, action in actions_of(text, "commitInfo", "remove"):
         if kind == "commitInfo":
             info = action
         else:
@@ -437,7 +431,7 @@ def _file_changes(text: bytes) -> tuple[set[tuple[str, str]], set[tuple[str, str
     added: set[tuple[str, str]] = set()
     removed: set[tuple[str, str]] = set()
     changes_data = False
-    for kind, action in _actions(text, "add", "remove"):
+    for kind, action in actions_of(text, "add", "remove"):
         vector = json.dumps(action.get("deletionVector"), sort_keys=True)
         (added if kind == "add" else removed).add((str(action["path"]), vector))
         changes_data |= bool(action.get("dataChange", True))

@@ -90,10 +90,15 @@ def location(spark: "SparkSession", table: str) -> str | None:
     """Return the URI of a path; None on Spark Connect, where Hadoop's settings cannot be reached."""
     if not hasattr(spark, "_jsparkSession"):
         return None
-    jvm: Any = spark._jvm
-    path = jvm.org.apache.hadoop.fs.Path(table)
-    system = path.getFileSystem(spark._jsparkSession.sessionState().newHadoopConf())
+    system, path = hadoop_path(spark, table)
     return str(system.makeQualified(path).toString())
+
+
+def hadoop_path(spark: "SparkSession", path: str) -> tuple[Any, Any]:
+    """Return the Hadoop file system of a path, and the path as Hadoop's class, on classic Spark."""
+    jvm: Any = spark._jvm
+    found = jvm.org.apache.hadoop.fs.Path(path)
+    return found.getFileSystem(spark._jsparkSession.sessionState().newHadoopConf()), found
 
 
 def interval_ms(text: str) -> int:

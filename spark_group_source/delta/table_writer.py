@@ -454,8 +454,8 @@ class TableWriter:
             before: the group's ledger before; None: there is none.
         """
         ledger = ledger.with_next_number()
-        text = ledger.to_json(before, now_ms=now_ms())
-        note = note_of({ledger.group: text}, read=history.version if decided_at is None else decided_at, reason=reason)
+        doc = ledger.to_json_dict(before, now_ms=now_ms())
+        note = note_of({ledger.group: doc}, read=history.version if decided_at is None else decided_at, reason=reason)
         version = self.commit(history, rows, {APP_PREFIX + ledger.group: ledger.number}, note, needed=True)
         assert version is not None
         return ledger.at_version(version)
@@ -573,11 +573,9 @@ def open_log(table: str, location: str, storage_options: Mapping[str, str] | Non
             f"without it{more}",
             table=table,
         )
-    try:
-        from deltalake import DeltaTable
-        from deltalake.exceptions import DeltaError, TableNotFoundError
-    except ImportError:
-        return None
+    from deltalake import DeltaTable
+    from deltalake.exceptions import DeltaError, TableNotFoundError
+
     try:
         opened = DeltaTable(_uri(location), storage_options=dict(storage_options or {}) or None)
     except TableNotFoundError:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from spark_group_source.delta import table_names, table_writer
 from spark_group_source.delta.ledger_format import Ledger
 from spark_group_source.delta.replaced_rows import find_unsettled
-from spark_group_source.delta.table_history import Commit, LedgerExpired, LogFiles, TableHistory
+from spark_group_source.delta.table_history import Commit, LedgerExpired, LogFiles, TableHistory, actions_of
 from spark_group_source.errors import LedgerConflict
 from spark_group_source.model import TopicPartition
 
@@ -178,13 +178,10 @@ def _read_log(history: TableHistory, commits: Iterable[Commit]) -> _Rows:
             found.removing.add(commit.operation or "an unknown operation")
         adds: list[dict[str, Any]] = []
         removes: list[str] = []
-        parameters: dict[str, Any] = {}
         if isinstance(history.source, LogFiles):
-            for line in (history.source.actions(commit.version) or b"").splitlines():
-                action = json.loads(line)
-                adds += [action["add"]] if "add" in action else []
-                removes += [action["remove"]["path"]] if "remove" in action else []
-                parameters = action.get("commitInfo", {}).get("operationParameters") or parameters
+            for kind, action in actions_of(history.source.actions(commit.version) or b"", "add", "remove"):
+                adds += [action] if kind == "add" else []
+                removes += [action["path"]] if kind == "remove" else []
         elif not own and commit.operation in OPERATIONS_THAT_ADD_ROWS:
             found.foreign_versions.append(commit.version)
         if own:
@@ -198,7 +195,7 @@ def _read_log(history: TableHistory, commits: Iterable[Commit]) -> _Rows:
         adds_rows = commit.operation in OPERATIONS_THAT_ADD_ROWS and bool(adds)
         if adds_rows:
             found.foreign_versions.append(commit.version)
-        if parameters.get("mode") == "Overwrite" or (adds_rows and removes):
+        if commit.parameters.get("mode") == "Overwrite" or (adds_rows and removes):
             found.removing.add(f"{commit.operation} with overwrite")
         if commit.operation != "RESTORE" and (adds_rows or True in replaced):
             found.foreign |= {_name(add["path"]) for add in adds}

@@ -34,9 +34,9 @@ def sizes(partitions: int, moved: int, topics: int) -> Iterator[int]:
             group="etl", stream="9f2c" * 8, seq=number, ranges={tp: (starts[tp], at[tp]) for tp in tps}
         )
         after = (ledger or Ledger(group="etl")).with_batch(batch, void=False).with_offsets(at, ids).with_next_number()
-        text = after.to_json(ledger, starts, now_ms=10**12)
+        doc = after.to_json_dict(ledger, starts, now_ms=10**12)
         ledger = after.at_version(number)
-        yield len(json.dumps(note_of({"etl": text}, read=number)))
+        yield len(json.dumps(note_of({"etl": doc}, read=number)))
 
 
 def main(arguments: Sequence[str]) -> int:

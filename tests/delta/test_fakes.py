@@ -223,7 +223,7 @@ def new_driver(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pyte
 
 
 def note(group: str, number: int, read: int) -> str:
-    return note_of({group: Ledger(group=group, number=number).to_json()}, read=read)
+    return note_of({group: Ledger(group=group, number=number).to_json_dict()}, read=read)
 
 
 def listed(source: CommitSource, newest: int, after: int) -> list[tuple[Any, ...]]:

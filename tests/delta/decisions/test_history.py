@@ -51,7 +51,7 @@ P0, P1 = TopicPartition("orders", 0), TopicPartition("orders", 1)
 
 def test_a_note_is_read_as_it_was_written() -> None:
     ledger = Ledger(group='e"tl', number=3, reset_number=1).with_offsets({P0: 5})
-    text = note_of({'e"tl': ledger.to_json()}, read=8)
+    text = note_of({'e"tl': ledger.to_json_dict()}, read=8)
     found = Commit.of(12, {"readVersion": 11, "operation": "WRITE", "userMetadata": text})
     assert found.read == 8 and found.ledger_entry("etl") is None
     history = TableHistory(ListedCommits(found, Commit(13, 12)))
@@ -60,7 +60,7 @@ def test_a_note_is_read_as_it_was_written() -> None:
 
 
 def test_a_note_of_an_optimize_is_that_of_the_merge_before_it() -> None:
-    text = note_of({"etl": Ledger(group="etl", number=3).to_json()}, read=8)
+    text = note_of({"etl": Ledger(group="etl", number=3).to_json_dict()}, read=8)
     found = Commit.of(13, {"readVersion": 12, "operation": "OPTIMIZE", "userMetadata": text})
     assert (found.note, found.entries) == (None, ())
 

@@ -139,7 +139,7 @@ def test_records_of_a_truncated_log_are_written_once(case: Any) -> None:
     for batch, drop, end in batches:
         comparison = compare(batch, now)
         assert [(r.start, r.end) for r in comparison.drop] == ([drop] if drop else [])
-        now = Ledger.from_json("etl", comparison.ledger.to_json())
+        now = Ledger.from_json("etl", comparison.ledger.to_json_dict())
         assert now.offsets == {P0: end}
         assert compare(batch, now).drop == tuple(batch.batch()), "the table has it"
 
@@ -148,7 +148,7 @@ def test_records_of_a_truncated_log_are_written_once(case: Any) -> None:
 def test_what_was_read_after_a_truncation_is_known_to_a_stream_that_finds_it_later() -> None:
     """Another stream had read the former log, and goes back to the truncation, which this table's stream never met."""
     first = replace(offset(0, ranges((55, 80))), leader_epochs={P0: 5})
-    known = Ledger.from_json("etl", compare(first, None).ledger.to_json())
+    known = Ledger.from_json("etl", compare(first, None).ledger.to_json_dict())
     comparison = compare(truncated(60, 90, 3, 5), known)
     assert comparison.drop == (OffsetRange(P0, 60, 80),)
     assert comparison.ledger.offsets == {P0: 90}
@@ -170,7 +170,7 @@ def test_a_batch_of_a_log_that_was_truncated_since_does_not_move_the_ledger(end:
     records that have its offsets now for rows that the table has."""
     now = compare(truncated(60, end, 3, 5), ledger({P0: 100})).ledger
     late = replace(offset(7, ranges((start, 90)), stream="s2"), leader_epochs={P0: 3})
-    for known in (now, Ledger.from_json("etl", now.to_json())):
+    for known in (now, Ledger.from_json("etl", now.to_json_dict())):
         comparison = compare(late, known)
         assert (comparison.drop, comparison.removed) == ((), (OffsetRange(P0, start, 90),))
         assert comparison.skipped == ()
@@ -504,7 +504,7 @@ topics = st.builds(LedgerTopic, names, ids, by_partition, by_partition, by_parti
     )
 )
 def test_a_ledger_is_read_as_it_was_written(before: Ledger) -> None:
-    after = Ledger.from_json("g", before.to_json())
+    after = Ledger.from_json("g", json.loads(json.dumps(before.to_json_dict())))
     assert after == before
     assert (list(after.former), list(after.streams)) == (list(before.former), list(before.streams)), "the oldest first"
 
@@ -516,7 +516,6 @@ TEXT = f'{{"former":{{}},"number":1,"reset":0,"streams":{{"s":[1,"d"]}},"topics"
 @pytest.mark.parametrize(
     ("part", "damaged"),
     [
-        (TEXT, ""),
         (TEXT, "[]"),
         (TEXT, "7"),
         (TEXT, '{"v":1}'),
@@ -536,9 +535,9 @@ TEXT = f'{{"former":{{}},"number":1,"reset":0,"streams":{{"s":[1,"d"]}},"topics"
     ],
 )
 def test_a_damaged_ledger_is_refused(part: str, damaged: str) -> None:
-    assert Ledger.from_json("etl", TEXT).offsets == {TopicPartition("a", 0): 1}
+    assert Ledger.from_json("etl", json.loads(TEXT)).offsets == {TopicPartition("a", 0): 1}
     with pytest.raises(LedgerConflict, match="damaged"):
-        Ledger.from_json("etl", TEXT.replace(part, damaged))
+        Ledger.from_json("etl", json.loads(TEXT.replace(part, damaged)))
 
 
 @pytest.mark.parametrize("runs", [{}, {3: 7}, {0: 1, 1: -2, 5: 10**12, 7: 0, 8: 1}, {p * 3: p - 9 for p in range(900)}])
@@ -549,16 +548,16 @@ def test_numbers_of_partitions_are_read_as_they_were_written(runs: dict[int, int
 
 
 def test_a_commit_has_the_start_of_each_partition_that_is_new_to_the_ledger() -> None:
-    before = Ledger.from_json("etl", TEXT)
+    before = Ledger.from_json("etl", json.loads(TEXT))
     after = before.with_offsets({TopicPartition("a", 0): 3, TopicPartition("a", 7): 9})
-    doc = json.loads(after.to_json(before, {TopicPartition("a", 7): 2}))
+    doc = after.to_json_dict(before, {TopicPartition("a", 7): 2})
     assert (doc["topics"]["a"]["offsets"], doc["new"]) == ("0,3;7,9", {"a": "7,7"})
     assert ledger_format.first_offsets(doc) == {TopicPartition("a", 7): 2}
 
 
 def test_a_ledger_of_a_newer_release_is_refused() -> None:
     with pytest.raises(LedgerConflict, match=r"version 2, and this release reads version 1"):
-        Ledger.from_json("etl", '{"v":2}')
+        Ledger.from_json("etl", {"v": 2})
 
 
 class Writers(RuleBasedStateMachine):

@@ -513,7 +513,7 @@ def test_an_overwritten_table_is_taken_back_to_the_version_before_the_overwrites
 
 def batch(version: int, *, read: int | None = None) -> Commit:
     known = version - 1 if read is None else read
-    note = note_of({"etl": Ledger(group="etl").to_json()}, read=known)
+    note = note_of({"etl": Ledger(group="etl").to_json_dict()}, read=known)
     return Commit.of(version, {"readVersion": version - 1, "operation": "WRITE", "userMetadata": note})
 
 

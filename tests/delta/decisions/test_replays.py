@@ -26,8 +26,8 @@ class Scripted:
             what = self._commits.get(version, "WRITE")
             info: dict[str, Any] = {"operation": what, "readVersion": version - 1}
             if isinstance(what, int):
-                text = Ledger(group=KEY, number=what).to_json()
-                info |= {"operation": "WRITE", "userMetadata": note_of({KEY: text}, read=version - 1)}
+                doc = Ledger(group=KEY, number=what).to_json_dict()
+                info |= {"operation": "WRITE", "userMetadata": note_of({KEY: doc}, read=version - 1)}
             elif isinstance(what, tuple):
                 info |= {"operation": "RESTORE", "operationParameters": {"version": what[1]}}
             yield Commit.of(version, info, removes_rows=not isinstance(what, int) and what != "WRITE")
