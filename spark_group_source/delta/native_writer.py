@@ -178,8 +178,6 @@ class NativeWriter:
         self._spark, self._log = spark, log
         self._written: tuple[DataFrame, str, list[Any]] | None = None
         """The rows that were written, the table's schema then, and the actions that add their files."""
-        self.rows = 0
-        """How many rows the last commit has, or would have."""
 
     def commit(
         self,
@@ -219,10 +217,10 @@ class NativeWriter:
         actions = [] if rows is None else self._files(rows)
         if not (actions or needed):
             return False
-        self.rows = sum(json.loads(action.stats)["numRecords"] for action in actions)
         opened = self._log.opened
+        metrics = {"numOutputRows": str(sum(json.loads(action.stats)["numRecords"] for action in actions))}
         properties = CommitProperties(
-            custom_metadata={"userMetadata": note, "isBlindAppend": True},
+            custom_metadata={"userMetadata": note, "isBlindAppend": True, "operationMetrics": metrics},
             max_commit_retries=COMMIT_TRIES_MAX,
             app_transactions=[Transaction(app_id, number) for app_id, number in numbers.items()],
         )

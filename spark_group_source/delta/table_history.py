@@ -120,7 +120,7 @@ class Commit(NamedTuple):
     written_ms: int | None = None
     """When it was committed, in ms since 1970 by the writer's clock; None where that is not known."""
     changed: ChangedRows = ChangedRows()
-    """The rows that it changed, if Delta Lake wrote it."""
+    """The rows that it changed, by its metrics."""
 
     @classmethod
     def of(cls, version: int, info: Mapping[str, Any], removes_rows: bool | None = None) -> "Commit":

@@ -375,8 +375,7 @@ class TableWriter:
         if not committed:
             return None
         if (commit := self._find_commit(history, note)) is not None:
-            native = self._native if reason is None else None
-            self.changed = commit.changed if native is None else ChangedRows(native.rows)
+            self.changed = commit.changed
             return commit.version
         if reason is not None and not any(app_id.startswith(APP_PREFIX) for app_id in numbers):
             return None  # notes without a ledger are not read; if Delta skipped the number, the batch is there
