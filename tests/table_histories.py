@@ -621,8 +621,8 @@ class History:
                     (sinks, "without_ranges", frames.without_ranges),
                     (
                         table_writer.TableWriter,
-                        "_last_offsets",
-                        table_writer.TableWriter._last_offsets_by_deltalake,
+                        "select",
+                        table_writer.TableWriter._select_by_deltalake,
                     ),
                 ]
             for place, name, value in changed:

@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from spark_group_source.delta import constant_rows, kept, persisted, table_names, table_writer
 from spark_group_source.delta.checkpoint import PlannedBatch
@@ -376,40 +376,19 @@ class LetterBox:
 
     def _read_ends(self) -> dict[tuple[str, str, int], int]:
         """Return where the bad records of the sink's table end, by topic, its id and partition."""
-        keys = ["topic", "topic_id", "partition"]
         ends: dict[tuple[str, str, int], int] = {}
-        if table_writer.has_delta(self.own.spark):
-            from pyspark.sql import functions as F
-
-            rows = self._rows(0).groupBy(*keys).agg(F.max("offset")).collect()
-            found = [(row[0], row[1], row[2], row[3]) for row in rows]
-        else:
-            found = self._query(
-                'topic, topic_id, "partition", max("offset")', 0, 'GROUP BY topic, topic_id, "partition"'
-            )
-        for topic, topic_id, partition, last in found:
+        of_table = f"WHERE table_id = '{self.table.identity()}' GROUP BY topic, topic_id, `partition`"
+        for topic, topic_id, partition, last in self.own.select(
+            "topic, topic_id, `partition`, max(`offset`)", of_table
+        ):
             place = topic, _id_and_epoch(topic_id)[0], partition
             ends[place] = max(ends.get(place, 0), last + 1)
         return ends
 
     def _read_records(self, lowest: int) -> list[tuple[str, int, int, str]]:
         """Return the bad records of the sink's table from this offset on, with the ids of their topics."""
-        if not table_writer.has_delta(self.own.spark):
-            return self._query('topic, "partition", "offset", topic_id', lowest)
-        rows = self._rows(lowest).select(*_RECORD, "topic_id").collect()
-        return [(row[0], row[1], row[2], row[3]) for row in rows]
-
-    def _query(self, columns: str, lowest: int, more: str = "") -> list[tuple[Any, ...]]:
-        """Return columns of what :meth:`_rows` returns, in a session without Delta Lake."""
-        where = f"""table_id = '{self.table.identity()}' AND "offset" >= {lowest}"""
-        found = self.own.query(f"SELECT {columns} FROM t WHERE {where} {more}")
-        return list(zip(*(column.to_pylist() for column in found.columns), strict=True))
-
-    def _rows(self, lowest: int) -> "DataFrame":
-        from pyspark.sql import functions as F
-
-        rows = table_names.read(self.own.spark, self.own.table)
-        return rows.where((F.col("table_id") == self.table.identity()) & (F.col("offset") >= lowest))
+        of_table = f"WHERE table_id = '{self.table.identity()}' AND `offset` >= {lowest}"
+        return self.own.select("topic, `partition`, `offset`, topic_id", of_table)
 
     def _letters(self, source: "DataFrame", found: "Mapping[Record, Rule]") -> "DataFrame":
         """Return the rows of the dead-letter table for the bad records."""

@@ -25,7 +25,7 @@ import random
 import re
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
 from urllib.parse import urlsplit
 
@@ -51,7 +51,6 @@ from spark_group_source.errors import LedgerConflict, OptionError
 from spark_group_source.model import TopicPartition
 
 if TYPE_CHECKING:
-    import pyarrow as pa
     from pyspark.sql import DataFrame, SparkSession
     from pyspark.sql.types import StructType
 
@@ -254,41 +253,37 @@ class TableWriter:
             return None
         if starts is not None and not starts:
             return {}
-        lowest = None if starts is None else min(starts.values()) - 1
-        last = self._last_offsets if has_delta(self.spark) else self._last_offsets_by_deltalake
-        found = last(sorted({tp.topic for tp in starts or ()}), lowest)
+        where = ""
+        if starts is not None:
+            # Kafka's names of topics have nothing that SQL would have to escape.
+            topics = ", ".join(f"'{topic}'" for topic in sorted({tp.topic for tp in starts}))
+            where = f"WHERE topic IN ({topics}) AND `offset` >= {min(starts.values()) - 1} "
+        found = self.select("topic, `partition`, max(`offset`)", f"{where}GROUP BY topic, `partition`")
         # Rows without a record's place are of other writers.
         ends = {TopicPartition(row[0], row[1]): row[2] + 1 for row in found if None not in row}
         return {tp: end for tp, end in ends.items() if starts is None or (tp in starts and end >= starts[tp])}
 
-    def _last_offsets(self, topics: Sequence[str], lowest: int | None) -> list[tuple[str, int, int]]:
-        """Return the partitions that have rows, with their highest offset.
+    def select(self, columns: str, more: str) -> list[tuple[Any, ...]]:
+        """Return columns of the rows of the table. Spark and DataFusion, by which ``deltalake`` reads the table in a
+        session without Delta Lake, must both understand the SQL; both know names in backticks.
 
         Args:
-            lowest: only these topics and rows from this offset on are read; None: all.
+            columns, more: the SQL before and after the name of the table.
         """
-        from pyspark.sql import functions as F
+        if not has_delta(self.spark):
+            return self._select_by_deltalake(columns, more)
+        return [
+            tuple(row)
+            for row in self.spark.sql(f"SELECT {columns} FROM {table_names.sql_name(self.table)} {more}").collect()
+        ]
 
-        rows = table_names.read(self.spark, self.table)
-        if lowest is not None:
-            rows = rows.where(F.col("topic").isin(topics) & (F.col("offset") >= lowest))
-        found = rows.groupBy("topic", "partition").agg(F.max("offset")).collect()
-        return [(row[0], row[1], row[2]) for row in found]
-
-    def _last_offsets_by_deltalake(self, topics: Sequence[str], lowest: int | None) -> list[tuple[str, int, int]]:
-        """Return what :meth:`_last_offsets` returns, in a session without Delta Lake."""
-        named = ", ".join("'" + topic.replace("'", "''") + "'" for topic in topics)
-        where = "" if lowest is None else f' WHERE "offset" >= {lowest} AND topic IN ({named})'
-        query = f'SELECT topic, "partition", max("offset") AS last FROM t{where} GROUP BY topic, "partition"'
-        return [(row["topic"], row["partition"], row["last"]) for row in self.query(query).to_pylist()]
-
-    def query(self, statement: str) -> "pa.Table":
-        """Run a query of this table as ``t``, in a session without Delta Lake."""
+    def _select_by_deltalake(self, columns: str, more: str) -> list[tuple[Any, ...]]:
         import pyarrow as pa
         from deltalake import QueryBuilder
 
         assert self.log is not None
-        return pa.table(QueryBuilder().register("t", self.log.opened).execute(statement).read_all())
+        query = QueryBuilder().register("t", self.log.opened).execute(f"SELECT {columns} FROM t {more}")
+        return list(zip(*(column.to_pylist() for column in pa.table(query.read_all()).columns), strict=True))
 
     def reason_not_native(self, rows: "DataFrame | None") -> str | None:
         """Return why a commit of these rows cannot be written natively; None if it can."""
