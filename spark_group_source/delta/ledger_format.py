@@ -3,35 +3,17 @@
 Runs in: the user's driver, the command line, tests. Deliberately absent: any I/O, and what the ledger means for a batch
 (:mod:`ledger_decision`).
 
-Each commit of a group has the group's whole ledger after that commit in its note (:mod:`table_history`), so the newest
-commit of a group is enough to read it::
+Each commit of a group has the group's whole ledger after that commit in its note (:mod:`table_history`); "Ledger note"
+in ``docs/formats.md`` explains each member. The ledger does *not* follow the rows: after ``RESTORE``, ``REPLACE`` or
+``DELETE`` it still says what was written.
 
-    {"former": {}, "new": {"orders": "1,25"}, "number": 41, "reset": 2, "streams": {"9f2c": [17, "<digest>"]},
-     "topics": {"orders": {"id": "<topic id>", "offsets": "0,250,40"}}, "v": 1, "void": [], "written": 1795575641000}
-
-Numbers of partitions are runs (:func:`_runs`): the first partition, then a number for it and for each one after it.
-``new`` has the partitions that the ledger did not have before, with the number of offsets that the commit moved: a
-``RESTORE`` may lead back to their first offset.
-
-Delta deletes the ledger together with its commit (``delta.logRetentionDuration``). The ledger does *not* follow the
-rows: after ``RESTORE``, ``REPLACE`` or ``DELETE`` it still says what was written. ``spark-group reset`` with
-``--table`` moves it back.
-
-``number`` counts the group's commits in the table. It is the version of the commit's ``SetTransaction`` for the
-application ``spark-group-source.<group>``: of two commits with one number Delta lets one through.
-
-``streams`` has the last batch of each stream: its number, and a digest that no other batch has. A replay is recognised
-by them.
-
-``reset`` is the number of the group's newest reset, as in the notes beside Kafka's offsets
-(:mod:`spark_group_source.protocol.identifiers`). A batch that was planned before that reset is *void*: its positions
-are older than the reset, so none of its rows is written, and the source continues where the reset says. ``void`` names
-the streams that had such a batch since.
-
-A topic that was deleted and recreated has other records at the same offsets, and another id. Ids have no order: a
-stream that does not know the new id yet may still plan batches with the former one. So ``former`` keeps, by id, the
-offsets of topics whose name another topic has now, or that a reset found deleted, and a batch is compared with the
-offsets under the id by which it was planned.
+- ``streams`` has the last batch of each stream, by which a replay is recognised.
+- ``reset``: a batch that was planned before the group's newest reset is *void*: its positions are older than the reset,
+  so none of its rows is written. ``void`` names the streams that had such a batch since.
+- ``former``: a topic that was deleted and recreated has other records at the same offsets, and another id. A stream
+  that does not know the new id yet may still plan batches with the former one, so a batch is compared with the offsets
+  under the id by which it was planned.
+- ``new``: a ``RESTORE`` may lead back to the first offset of a partition.
 """
 
 import base64

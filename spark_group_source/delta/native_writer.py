@@ -190,17 +190,14 @@ class NativeWriter:
         """Commit rows, ``SetTransaction`` numbers and a note; or, if the table lacks columns, only these columns.
 
         Args:
-            rows: None for a commit without rows. The files of the same DataFrame are written once.
-            numbers: the ``SetTransaction`` number of each application.
-            note: the commit's ``userMetadata``.
-            needed: whether to commit even if there are no rows.
+            rows, numbers, note, needed: as in :meth:`table_writer.TableWriter.commit`. The files of the same DataFrame
+                are written once.
 
         Returns:
             Whether a commit was made: False without rows, unless one is needed.
 
         Raises:
-            CommitRace: another writer committed one of the numbers, or changed the table's columns or protocol; or
-                this one added columns; or a number is not above that of the table.
+            CommitRace: as there; or a number is not above that of the table.
             Exception: that of ``deltalake`` or the storage. The commit may have been made: ``deltalake`` then writes a
                 checkpoint of the log and cleans it up, and reports their failures, too.
         """

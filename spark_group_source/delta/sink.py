@@ -4,29 +4,12 @@ Runs in: the user's driver (on Spark Connect: in the server's worker for ``forea
 members, the source. What a batch holds is read from Spark's checkpoint (:mod:`checkpoint`), what the table holds from
 its log (:mod:`table_history`), and :func:`ledger_decision.decide` decides what is written.
 
-A batch goes through these steps, in this order:
-
-1. read what was planned from the checkpoint, open the table, and refuse a second write of the batch in one run
-   (:meth:`DeltaSink.__call__`, :func:`guarded_write`);
-2. read the ledger of each group, and refuse the batch if a ``RESTORE``, a ``REPLACE`` or an overwrite removed rows
-   that it counts
-   (:meth:`BatchCommit._read_ledger`, :mod:`replaced_rows`);
-3. decide what is written (:func:`ledger_decision.decide`);
-4. commit the rows, the group's next ``SetTransaction`` number and the note with the ledger
-   (:meth:`BatchCommit._commit`, :mod:`table_writer`). Of two commits with one number Delta lets one through; the
-   other sink starts again at step 2;
-5. report the batch as durable to the run on this host (:func:`report`).
-
-A killed driver, a replay, a fenced driver, a deleted checkpoint and a second query of the group all end with each
-record in the table once.
+The steps of a batch, in their order, are "A DeltaSink commit" in ``docs/architecture.md``. A killed driver, a replay, a
+fenced driver, a deleted checkpoint and a second query of the group all end with each record in the table once.
 
 The write guard (:func:`guarded_write`) is for what the ledger cannot see: a table identifies a batch by its stream and
 its number, so a second write of one batch in one run cannot be told from a replay of the first. It would be skipped,
 and its rows lost.
-
-A batch is durable when ``foreachBatch`` is done with it. Where Spark calls the sink itself, that is when the sink
-returns. A function that calls sinks may write to further tables after that; so the batch is durable when Spark has
-noted it in the commit log of the checkpoint (:class:`FinishedBatches`).
 """
 
 import logging

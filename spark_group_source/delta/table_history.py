@@ -6,15 +6,11 @@ Deliberately absent: rows, and what follows from the commits (:mod:`replaced_row
 Commits are read from the files of the table's log (:class:`LogFiles`). ``deltalake`` opens the table; each commit is
 then read by its version, because ``deltalake``'s own ``history()`` numbers the newest commits from the version that it
 loaded, which is wrong when another writer commits meanwhile. Where the log cannot be read that way (a catalog manages
-the commits, there are no credentials), ``DESCRIBE HISTORY`` has the same facts, for one
-Spark job per query (:class:`DescribedHistory`).
+the commits, there are no credentials), ``DESCRIBE HISTORY`` has the same facts, for one Spark job per query
+(:class:`DescribedHistory`).
 
 The *note* is the ``userMetadata`` of a commit: the ledger of each of its groups as it is after that commit
-(:mod:`ledger_format`). ``read`` is the version of the table by which the writer decided::
-
-    [{"group":"etl","ledger":{...},"read":41,"v":1}]
-
-The note of ``spark-group reset`` has a ``reason``, too.
+(:func:`note_of`, :mod:`ledger_format`).
 
 ``RESTORE``, ``REPLACE`` and an overwrite remove rows and leave ``SetTransaction`` numbers as they are, so the newest
 ledger still counts the removed rows; :mod:`replaced_rows` compares the two.

@@ -3,17 +3,13 @@
 Runs in: the user's driver (on Spark Connect: in the server's worker for ``foreachBatch``), the command line.
 Deliberately absent: what is decided about a batch (:mod:`ledger_decision`, :mod:`sink`).
 
-The native writer (:mod:`native_writer`) commits where it works; elsewhere :class:`OptionsWriter` does, with Delta's
-documented options for idempotent writes: ``txnAppId``, ``txnVersion``, ``userMetadata``. ``txnAppId`` names the group
-and ``txnVersion`` is the group's next ``SetTransaction`` number. Of two writers with one number, the second gets a
-ConcurrentTransactionException, or Delta skips its commit without an error. So each commit is looked for in the table's
-history afterwards. Such a commit has one number, so all sources of a query share one group, and the files of an attempt
-that lost a race are written again.
+The native writer (:mod:`native_writer`) commits where it works; elsewhere :class:`OptionsWriter` does. With either one,
+a commit holds the rows, the group's next ``SetTransaction`` number and the note with the ledger after it, and of two
+commits with one number one wins. So both writers may be used for one table, also in turns; at the same time only where
+their commits exclude each other, which is not so on S3 (:meth:`TableWriter.warn_of_other_drivers`).
 
-With either writer, a commit holds the rows, the group's next ``SetTransaction`` number and the note with the ledger
-after it, and of two commits with one number one wins. So both writers may be used for one table, also in turns; at
-the same time only where their commits exclude each other, which is not so on S3
-(:meth:`TableWriter.warn_of_other_drivers`).
+Delta may skip a commit with a used number without an error, so each commit is looked for in the table's history
+afterwards.
 """
 
 import contextlib
@@ -660,7 +656,11 @@ def is_race(exc: Exception) -> bool:
 
 
 class OptionsWriter:
-    """Appends to one table through Delta's DataFrame writer, or merges by key."""
+    """Appends to one table through Delta's DataFrame writer, or merges by key.
+
+    The documented options for idempotent writes name one application and its number (``txnAppId``, ``txnVersion``), so
+    all sources of a query share one group. The files of an attempt that lost a race are written again.
+    """
 
     def __init__(self, owner: TableWriter) -> None:
         self._spark, self._table, self._owner = owner.spark, owner.table, owner
