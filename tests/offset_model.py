@@ -55,6 +55,11 @@ class OffsetModel:
     def earliest(self, tps: Collection[TopicPartition]) -> dict[TopicPartition, int]:
         return dict.fromkeys(tps, 0)
 
+    def offsets_at_time(self, times: Mapping[TopicPartition, int]) -> dict[TopicPartition, int | None]:
+        """It has no times, and the commands of refusals use none."""
+        assert not times
+        return {}
+
     def latest(self, tps: Collection[TopicPartition], *, committed: bool = True) -> dict[TopicPartition, int]:
         del committed  # no transaction is open
         return dict.fromkeys(tps, self.end)

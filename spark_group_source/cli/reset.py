@@ -46,7 +46,7 @@ from spark_group_source.delta.ledger_format import Ledger, LedgerDamaged
 from spark_group_source.errors import GroupError, OptionError
 from spark_group_source.kafka import CommittedOffset, GroupAdmin, Topic
 from spark_group_source.model import EARLIEST, LATEST, StartAt, TopicPartition
-from spark_group_source.options.starting import EARLIEST_OFFSET, LATEST_OFFSET, PARTITION_MAX, parse_offsets
+from spark_group_source.options.starting import EARLIEST_OFFSET, PARTITION_MAX, parse_offsets, start_at
 from spark_group_source.protocol import identifiers
 
 if TYPE_CHECKING:
@@ -160,31 +160,27 @@ def resolve_targets(admin: GroupAdmin, group: str, to: Destination, scope: Scope
         GroupError: the group does not exist, and no topics are named.
     """
     if isinstance(to, Offsets):
-        chosen = {tp: at for tp, at in to.each.items() if in_scope(tp, scope)}
-        found = _clamp(admin, group, chosen)
-        if to.explicit and (gone := sorted(chosen.keys() - found.offsets.keys())):
-            raise OptionError(f"partition {gone[0]} does not exist; create the topic, or leave the partition out")
-        return found
-    tps = partitions_of(admin, group, scope)
-    if not tps and admin.describe_group(group).state == DEAD:
-        raise missing_group(admin, group, "to create it, name the topics with --topic")
-    if isinstance(to, StartAt):
-        return (
-            _clamp(admin, group, dict.fromkeys(tps, to.value))
-            if to.kind == "offset"
-            else Targets(start_offsets(admin, tps, to, admin.committed(group)))
-        )
+        starts = {tp: start_at(at) for tp, at in to.each.items() if in_scope(tp, scope)}
+    else:
+        tps = partitions_of(admin, group, scope)
+        if not tps and admin.describe_group(group).state == DEAD:
+            raise missing_group(admin, group, "to create it, name the topics with --topic")
+        starts = dict.fromkeys(tps, to) if isinstance(to, StartAt) else _starts_by_commits(admin, group, to, tps)
+    found = resolve(admin, group, starts)
+    if isinstance(to, Offsets) and to.explicit and (gone := sorted(starts.keys() - found.offsets.keys())):
+        raise OptionError(f"partition {gone[0]} does not exist; create the topic, or leave the partition out")
+    return found
+
+
+def _starts_by_commits(
+    admin: GroupAdmin, group: str, to: Shift | Literal["current"], tps: Sequence[TopicPartition]
+) -> dict[TopicPartition, StartAt]:
     committed = admin.committed(group)
     if to == "current":  # without a committed offset the end, like Kafka's own tool
-        return _clamp(admin, group, {tp: committed[tp].offset if tp in committed else LATEST_OFFSET for tp in tps})
+        return {tp: StartAt("offset", committed[tp].offset) if tp in committed else LATEST for tp in tps}
     if without := [tp for tp in tps if tp not in committed]:
         raise OptionError(f"--shift-by {to.by}: group {group!r} has no committed offset of {without[0]} to shift")
-    return _clamp(admin, group, {tp: max(0, committed[tp].offset + to.by) for tp in tps})
-
-
-def _clamp(admin: GroupAdmin, group: str, offsets: Mapping[TopicPartition, int]) -> Targets:
-    found = resolve_offsets(admin, offsets, admin.committed(group) if LATEST_OFFSET in offsets.values() else {})
-    return Targets(found, {tp: offsets[tp] for tp, at in found.items() if 0 <= offsets[tp] != at})
+    return {tp: StartAt("offset", max(0, committed[tp].offset + to.by)) for tp in tps}
 
 
 def recorded_offsets(
@@ -275,61 +271,34 @@ def in_scope(tp: TopicPartition, scope: Scope) -> bool:
     return not scope or (tp.topic in scope and (not scope[tp.topic] or tp.partition in scope[tp.topic]))
 
 
-def start_offsets(
-    admin: GroupAdmin,
-    tps: Iterable[TopicPartition],
-    to: StartAt,
-    committed: Mapping[TopicPartition, CommittedOffset] = MappingProxyType({}),
-) -> dict[TopicPartition, int]:
-    """Resolve a position for each partition. Partitions that do not exist any more are left out.
+def resolve(admin: GroupAdmin, group: str, starts: Mapping[TopicPartition, StartAt]) -> Targets:
+    """Resolve a position for each partition; an offset outside the log becomes its nearest end. Partitions that do not
+    exist any more are left out.
 
-    Args:
-        committed: the group's offsets. The end of a log is never before one: a group that reads uncommitted records may
-            be behind the last stable offset.
+    Latest is the last stable offset, or what the group has read beyond it; so is a time without a record. A named
+    offset may be behind the last stable one: a group that reads uncommitted records has such positions while a
+    transaction is open.
     """
-    tps = list(tps)
-    if to.kind == "time":
-        found = admin.offsets_at_time(dict.fromkeys(tps, to.value))
-        at_end = [tp for tp, at in found.items() if at is None]
-    elif to.kind == "latest":
-        found, at_end = {}, tps
-    else:
-        return resolve_offsets(admin, dict.fromkeys(tps, EARLIEST_OFFSET if to.kind == "earliest" else to.value))
-    return {tp: at for tp, at in (found | _latest(admin, at_end, committed)).items() if at is not None}
+    named = {tp: at.value for tp, at in starts.items() if at.kind == "offset"}
+    earliest = {tp for tp, at in starts.items() if at.kind == "earliest"}
+    latest = {tp for tp, at in starts.items() if at.kind == "latest"}
+    at_time = admin.offsets_at_time({tp: at.value for tp, at in starts.items() if at.kind == "time"})
+    latest |= {tp for tp, at in at_time.items() if at is None}
+    first = admin.earliest(earliest | named.keys())
+    end = admin.latest(named, committed=False)
+    inside = {tp: min(max(at, first[tp]), end[tp]) for tp, at in named.items() if tp in first and tp in end}
+    found = {tp: at for tp, at in at_time.items() if at is not None}
+    found |= {tp: at for tp, at in first.items() if tp in earliest} | _latest(admin, group, latest) | inside
+    return Targets(found, {tp: named[tp] for tp, at in inside.items() if at != named[tp]})
 
 
-def _latest(
-    admin: GroupAdmin, tps: Iterable[TopicPartition], committed: Mapping[TopicPartition, CommittedOffset]
-) -> dict[TopicPartition, int]:
+def _latest(admin: GroupAdmin, group: str, tps: Iterable[TopicPartition]) -> dict[TopicPartition, int]:
     """The last stable offsets, or those that the group has read beyond them."""
     ends = admin.latest(tps)
+    committed = admin.committed(group) if ends else {}
     beyond = [tp for tp, end in ends.items() if tp in committed and committed[tp].offset > end]
     log_ends = admin.latest(beyond, committed=False) if beyond else {}
     return ends | {tp: min(end, committed[tp].offset) for tp, end in log_ends.items()}
-
-
-def resolve_offsets(
-    admin: GroupAdmin,
-    offsets: Mapping[TopicPartition, int],
-    committed: Mapping[TopicPartition, CommittedOffset] = MappingProxyType({}),
-) -> dict[TopicPartition, int]:
-    """Resolve an offset for each partition (-1 latest, -2 earliest); one outside the log becomes its nearest end.
-
-    Latest is the last stable offset, or what the group has read beyond it. A named offset may be behind it: a group
-    that reads uncommitted records has such positions while a transaction is open.
-
-    Args:
-        committed: the group's offsets.
-    """
-    named = {tp for tp, at in offsets.items() if at not in (EARLIEST_OFFSET, LATEST_OFFSET)}
-    first = admin.earliest(offsets)
-    end = _latest(admin, offsets.keys() - named, committed) | admin.latest(named, committed=False)
-    words = {EARLIEST_OFFSET: first, LATEST_OFFSET: end}
-    return {
-        tp: words[at][tp] if at in words else min(max(at, first[tp]), end[tp])
-        for tp, at in offsets.items()
-        if tp in first and tp in end
-    }
 
 
 class PlannedReset(NamedTuple):

@@ -14,11 +14,11 @@ from manual_environment import A0, A1, ManualEnvironment, refusal
 from spark_group_source import reset
 from spark_group_source.cli import common
 from spark_group_source.cli.migrate import Progress, group_offsets
-from spark_group_source.cli.reset import plan_reset, resolve_offsets, start_offsets
+from spark_group_source.cli.reset import plan_reset, resolve
 from spark_group_source.delta.ledger_format import Ledger
 from spark_group_source.errors import OptionError
 from spark_group_source.kafka import CommittedOffset, GroupAdmin, Topic
-from spark_group_source.model import StartAt, TopicPartition
+from spark_group_source.model import EARLIEST, LATEST, StartAt, TopicPartition
 from spark_group_source.protocol.identifiers import Note, note_text, parse_note, reset_text
 
 P0, P1, P2 = (TopicPartition("orders", p) for p in range(3))
@@ -118,7 +118,7 @@ def test_partition_deleted_during_the_request_is_left_out() -> None:
     gone, unknown = refusal(KafkaError.UNKNOWN_TOPIC_OR_PART), refusal(KafkaError._UNKNOWN_PARTITION)
     environment.will("list_offsets", {A0: no_record, A1: there}, {A0: unknown})
     environment.will("describe_topics", {"a": gone})
-    assert start_offsets(admin, [A0, A1], StartAt("time", 7)) == {A1: 5}
+    assert resolve(admin, "g", dict.fromkeys([A0, A1], StartAt("time", 7))) == ({A1: 5}, {})
 
 
 def test_a_named_offset_may_be_in_an_open_transaction() -> None:
@@ -128,9 +128,11 @@ def test_a_named_offset_may_be_in_an_open_transaction() -> None:
         require_topics=lambda _: {"a": Topic("id-1", 2)},
         earliest=lambda tps: dict.fromkeys(tps, 0),
         latest=lambda tps, *, committed=True: dict.fromkeys(tps, ends[committed]),
+        offsets_at_time=lambda _: {},
+        committed=lambda _: {},
     )
-    assert resolve_offsets(admin, {A0: 10, A1: -1}) == {A0: 10, A1: 5}
-    assert resolve_offsets(admin, {A0: 11, A1: -2}) == {A0: 10, A1: 0}
+    assert resolve(admin, "g", {A0: StartAt("offset", 10), A1: LATEST}) == ({A0: 10, A1: 5}, {})
+    assert resolve(admin, "g", {A0: StartAt("offset", 11), A1: EARLIEST}) == ({A0: 10, A1: 0}, {A0: 11})
     assert group_offsets(admin, Progress(0, {A0: 10}, {A0: "0"}), {}) == {A0: 10, A1: 0}
     with pytest.raises(OptionError, match="offset 11 of a-0, which ends at 10"):
         group_offsets(admin, Progress(0, {A0: 11}, {A0: "0"}), {})
@@ -159,6 +161,7 @@ def test_the_topics_of_a_reset_may_be_one_name(topics: Any, monkeypatch: pytest.
         require_topics=lambda scope: {name: Topic("id-1", 2) for name in scope},
         earliest=lambda tps: dict.fromkeys(tps, 0),
         latest=lambda tps, *, committed=True: dict.fromkeys(tps, 5),
+        offsets_at_time=lambda _: {},
         committed=lambda _: {},
         existing_topics=lambda _: {},
     )

@@ -583,6 +583,8 @@ def test_a_command_that_needs_a_group_without_members_can_be_retried_until_their
         describe_group=lambda _: GroupDescription("stable", "classic", "range", (member,)),
         committed=lambda *_, **__: {P0: CommittedOffset(5, "")},
         latest=lambda tps, **_: dict.fromkeys(tps, 9),
+        earliest=lambda _: {},
+        offsets_at_time=lambda _: {},
     )
     monkeypatch.setattr(common, "admin_of", lambda *_: nullcontext(admin))
     shown = CliRunner().invoke(app, [*command, "--bootstrap-servers", NO_BROKER, "--group", "etl"])
@@ -600,6 +602,8 @@ def test_a_reset_shows_offsets_before_and_after_it_and_says_once_whether_it_was_
         committed=lambda *_, **__: {P0: CommittedOffset(5, "")},
         existing_topics=lambda _: {P0.topic: Topic("id", 1)},
         latest=lambda tps, **_: dict.fromkeys(tps, 9),
+        earliest=lambda _: {},
+        offsets_at_time=lambda _: {},
         move_committed=lambda *_, **__: None,
     )
     monkeypatch.setattr(common, "admin_of", lambda *_: nullcontext(admin))

@@ -17,7 +17,7 @@ from kit.world import Process, World
 from spark_group_source.cli import reset
 from spark_group_source.errors import GroupError
 from spark_group_source.kafka import GroupAdmin
-from spark_group_source.model import StartAt, TopicPartition
+from spark_group_source.model import EARLIEST, TopicPartition
 
 GROUP_EMPTY_MS_MAX = 90_000
 """Time after which every session has ended."""
@@ -133,9 +133,8 @@ class Operator:
         held = {} if table.ledger is None else dict(table.ledger.offsets)
         if not self._admin.committed(self._group):  # all topics were deleted: the command needs their names
             scope = dict.fromkeys(self._admin.existing_topics(tp.topic for tp in held), frozenset[int]())
-            first = reset.start_offsets(
-                self._admin, reset.partitions_of(self._admin, self._group, scope), StartAt("earliest")
-            )
+            tps = reset.partitions_of(self._admin, self._group, scope)
+            first = dict(reset.resolve(self._admin, self._group, dict.fromkeys(tps, EARLIEST)).offsets)
             self.by_reset(lambda _: first, tables)
         elif self._process.draws("settles").chance(0.5):
             self.by_reset(lambda committed: {tp: at for tp, at in held.items() if tp in committed}, tables)
