@@ -36,9 +36,7 @@ def spark_group(command: str, to: Connection, group: str | None = None, *more: s
     """Return a command of ``spark-group``.
 
     Args:
-        to: the brokers.
         group: the consumer group; None: the command has no ``--group``.
-        more: further arguments.
     """
     return shlex.join(("spark-group", command, *to, *(() if group is None else ("--group", group)), *more))
 

@@ -112,9 +112,6 @@ _AWS_MARKER, _AWS_IAM = "sasl.oauthbearer.metadata.authentication.type", "aws_ia
 class Library:
     """librdkafka's functions as attributes, named without ``rd_kafka_``.
 
-    Args:
-        signatures: the functions to declare.
-
     Raises:
         SetupError: the library is not installed, or does not export one of the functions.
     """

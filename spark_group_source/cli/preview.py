@@ -241,7 +241,6 @@ def find_starts(
 
     Args:
         counts: the number of partitions of each topic.
-        last: the last batch in the checkpoint.
 
     Raises:
         OptionError: ``startingOffsets`` do not name exactly the partitions.

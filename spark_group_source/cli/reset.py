@@ -325,7 +325,6 @@ def plan_reset(
     offset, as after a reset with another table.
 
     Args:
-        committed: the group's committed offsets.
         ledger: of the table that is reset too, or None.
         topics: existing topics. Other partitions are left out: Kafka would refuse the whole commit for one of them.
     """

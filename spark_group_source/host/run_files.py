@@ -222,7 +222,6 @@ class Publisher:
     """Writes a run's statistics whenever they change. A run continues if they cannot be written.
 
     Args:
-        group: the consumer group.
         to_brokers: the arguments with which commands connect, for those that errors print.
     """
 
@@ -251,7 +250,6 @@ class Publisher:
         """Write the run's state if it changed, and log a rebalance.
 
         Args:
-            drained: whether the run is drained.
             last_batch: the number of the batch in flight, if it may be the run's last one; -1 otherwise.
             committed: whether Kafka has the positions of all partitions.
         """

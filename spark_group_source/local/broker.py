@@ -74,7 +74,6 @@ class Broker:
         port: the port for clients; default: a free one.
         data_dir: directory whose data survives a stop, formatted if it is empty; default: a temporary directory that
             ``stop()`` removes.
-        java_options: options of the JVM.
     """
 
     def __init__(

@@ -61,7 +61,6 @@ class MetricsCollector(Collector, Generic[Source]):
     """Collects the metrics of a table at each scrape; has no state.
 
     Args:
-        metrics: the table.
         last: returns the values published last; None: nothing so far.
         now_ms: the publisher's clock.
     """

@@ -436,10 +436,8 @@ class Exporter:
     """Sweeps at an interval, until it is stopped, and serves the last result.
 
     Args:
-        sweeps: sweeps over the groups.
         interval_s: between the starts of two sweeps; a sweep that takes longer is followed at once.
         host, port: as of :class:`Endpoint`.
-        read_ledgers: reads the ledgers of tables.
 
     Raises:
         OptionError: it cannot listen on this address.

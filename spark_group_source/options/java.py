@@ -55,9 +55,6 @@ def translate(given: Mapping[str, str]) -> dict[str, str]:
     Args:
         given: names without the prefix ``kafka.``, in lower case.
 
-    Returns:
-        Settings for the client library.
-
     Raises:
         OptionError: a setting cannot be translated safely, or contradicts another. The message has no secret; for a
             Java key store it has the command that converts the store.
