@@ -12,23 +12,15 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
+from queue import Empty, Queue
 from typing import Any
 
 from spark_group_source.errors import AccessDenied, Fenced, GroupError, InvariantBroken, OptionError, SourceError
-from spark_group_source.kafka import (
-    Empty,
-    Environment,
-    Identity,
-    MemberConsumer,
-    MemberStale,
-    Notes,
-    Queue,
-    RefusedOnce,
-    Thread,
-    take_over_membership,
-)
+from spark_group_source.kafka.consumer import MemberConsumer, RefusedOnce, take_over_membership
+from spark_group_source.kafka.environment import Environment, Thread
 from spark_group_source.kafka.retry import CONFIRM_S
-from spark_group_source.model import TopicPartition
+from spark_group_source.kafka.translation import MemberStale, Notes
+from spark_group_source.model import Identity, TopicPartition
 from spark_group_source.options.client import SESSION_TIMEOUT_MS, setting_ms
 from spark_group_source.protocol import events as ev
 

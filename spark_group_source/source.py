@@ -79,7 +79,7 @@ class KafkaGroupDataSource(compatibility.CheckedPickle, DataSource):
         return FORMAT
 
     def schema(self) -> str:
-        from spark_group_source.kafka import check_settings
+        from spark_group_source.kafka.environment import check_settings
 
         check_settings(self._parsed)
         return spark_ddl(self._parsed.row_columns)
@@ -387,7 +387,7 @@ def _start_metrics(options: Options, publisher: "Publisher") -> "Endpoint":
             "prometheus-client`",
             option="metricsPort",
         ) from exc
-    from spark_group_source.kafka import Environment
+    from spark_group_source.kafka.environment import Environment
 
     environment = Environment()
     server = endpoint.Endpoint(

@@ -13,7 +13,8 @@ from typing import Any
 
 from confluent_kafka import KafkaError, KafkaException
 
-from spark_group_source.kafka import Environment, MemberConsumer
+from spark_group_source.kafka.consumer import MemberConsumer
+from spark_group_source.kafka.environment import Environment
 from spark_group_source.model import TopicPartition
 
 WALL_MS = 7

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from spark_group_source.kafka import CommittedOffset, Topic
+from spark_group_source.kafka.translation import CommittedOffset, Topic
 from spark_group_source.model import TopicPartition
 from spark_group_source.protocol.identifiers import Note, note_text, parse_note
 

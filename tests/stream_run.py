@@ -7,7 +7,7 @@ from kit.run_harness import RunHarness
 from offset_model import OffsetModel
 
 from spark_group_source.host import run_files
-from spark_group_source.kafka import CommittedOffset
+from spark_group_source.kafka.translation import CommittedOffset
 from spark_group_source.protocol import events as ev
 from spark_group_source.protocol.data_loss import GRACE_MS
 from spark_group_source.protocol.offsets import BatchKey, StreamOffset

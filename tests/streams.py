@@ -19,7 +19,7 @@ from confluent_kafka import Consumer
 from kafka_helpers import Record, await_progress
 from reading import read as read_batches
 
-from spark_group_source.kafka import Environment
+from spark_group_source.kafka.environment import Environment
 from spark_group_source.options.table import Options
 from spark_group_source.protocol.offsets import StreamOffset, parse
 from spark_group_source.runtime.coordinator import Coordinator

@@ -45,7 +45,7 @@ from spark_group_source.delta import table_writer
 from spark_group_source.delta.native_writer import NativeWriter
 from spark_group_source.errors import LedgerConflict, OptionError
 from spark_group_source.host import run_files
-from spark_group_source.kafka import CommittedOffset
+from spark_group_source.kafka.translation import CommittedOffset
 from spark_group_source.model import StartAt, TopicPartition
 from spark_group_source.options.table import Options
 from spark_group_source.protocol.offsets import StreamOffset, parse

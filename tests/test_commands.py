@@ -36,7 +36,7 @@ from spark_group_source.cli import run as job
 from spark_group_source.cli.app import app
 from spark_group_source.errors import CheckpointMismatch, SourceError
 from spark_group_source.host import run_files
-from spark_group_source.kafka import GroupAdmin
+from spark_group_source.kafka.group_admin import GroupAdmin
 from spark_group_source.local import jars
 from spark_group_source.local.conf import local_spark_settings
 from spark_group_source.model import OffsetRange, TopicPartition

@@ -25,7 +25,7 @@ from spark_group_source.agents.messages import (
     PrefetchPositions,
     Session,
 )
-from spark_group_source.kafka import Environment
+from spark_group_source.kafka.environment import Environment
 from spark_group_source.members import SlotMember
 from spark_group_source.model import Identity, TopicPartition
 from spark_group_source.protocol import events as ev

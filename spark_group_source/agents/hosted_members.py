@@ -30,7 +30,7 @@ from spark_group_source.agents.messages import (
     Session,
 )
 from spark_group_source.errors import ChannelBroken
-from spark_group_source.kafka import Environment
+from spark_group_source.kafka.environment import Environment
 from spark_group_source.members import Member
 from spark_group_source.model import Identity, TopicPartition
 from spark_group_source.options.client import SESSION_TIMEOUT_MS, setting_ms

@@ -310,7 +310,7 @@ def exporter(
 ) -> None:
     """Serve Prometheus metrics of groups: offsets, lag in records and seconds, members, rebalances. It joins no
     group."""
-    from spark_group_source.kafka import check_settings
+    from spark_group_source.kafka.environment import check_settings
     from spark_group_source.metrics.groups import Exporter, GroupSweeper
 
     if bool(group) == all_groups:

@@ -23,7 +23,8 @@ from rich.table import Table
 from rich.text import Text
 
 from spark_group_source.errors import OptionError
-from spark_group_source.kafka import GroupAdmin, check_settings
+from spark_group_source.kafka.environment import check_settings
+from spark_group_source.kafka.group_admin import GroupAdmin
 from spark_group_source.local.conf import pairs_in
 from spark_group_source.options.table import Options
 

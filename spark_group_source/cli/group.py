@@ -34,7 +34,8 @@ from spark_group_source.cli.common import (
 )
 from spark_group_source.cli.report import UNASSIGNED, GroupReport, counted, group_view, spans
 from spark_group_source.errors import BrokerUnavailable, GroupError
-from spark_group_source.kafka import GROUP_STATES, GroupAdmin
+from spark_group_source.kafka.group_admin import GroupAdmin
+from spark_group_source.kafka.translation import GROUP_STATES
 from spark_group_source.protocol.slots import shown
 from spark_group_source.protocol.statistics import Statistics
 

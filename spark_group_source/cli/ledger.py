@@ -17,7 +17,7 @@ from spark_group_source.cli import common
 from spark_group_source.cli.common import ConfigOption, GroupOption, JsonOption, cells, console, table_of
 from spark_group_source.cli.report import counted
 from spark_group_source.errors import GroupError, LedgerConflict, OptionError
-from spark_group_source.kafka import GroupAdmin
+from spark_group_source.kafka.group_admin import GroupAdmin
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping

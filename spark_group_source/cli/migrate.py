@@ -21,7 +21,7 @@ from spark_group_source.cli.common import ConfigOption, GroupOption, JsonOption,
 from spark_group_source.cli.report import DEAD, counted, group_with_members, missing_group
 from spark_group_source.cli.reset import Scope, TopicsOption, in_scope, partitions_of, scope_of
 from spark_group_source.errors import CheckpointMismatch, OptionError
-from spark_group_source.kafka import GroupAdmin
+from spark_group_source.kafka.group_admin import GroupAdmin
 from spark_group_source.model import TopicPartition
 from spark_group_source.options.starting import EARLIEST_OFFSET
 

@@ -31,8 +31,8 @@ from spark_group_source.cli.report import DEAD, counted, missing_group
 from spark_group_source.cli.reset import scope_of
 from spark_group_source.error_codes import CODES
 from spark_group_source.errors import BrokerUnavailable, GroupError, OptionError
-from spark_group_source.kafka import CommittedOffset, GroupAdmin, GroupDescription
-from spark_group_source.kafka.group_admin import name_of
+from spark_group_source.kafka.group_admin import GroupAdmin, name_of
+from spark_group_source.kafka.translation import CommittedOffset, GroupDescription
 from spark_group_source.model import TopicPartition
 
 TopicsOption = Annotated[

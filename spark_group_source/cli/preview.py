@@ -20,7 +20,8 @@ from spark_group_source.delta.checkpoint import CheckpointFiles, PlannedBatch
 from spark_group_source.delta.table_history import LedgerExpired
 from spark_group_source.delta.table_writer import TableWriter
 from spark_group_source.errors import OptionError, SourceError
-from spark_group_source.kafka import GroupAdmin, GroupDescription, Topic
+from spark_group_source.kafka.group_admin import GroupAdmin
+from spark_group_source.kafka.translation import GroupDescription, Topic
 from spark_group_source.model import OffsetRange, Piece, TopicPartition
 from spark_group_source.options.table import Options
 from spark_group_source.protocol import events as ev

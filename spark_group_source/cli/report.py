@@ -22,7 +22,8 @@ from spark_group_source import command_line
 from spark_group_source.cli.common import RETRIABLE, cells, table_of
 from spark_group_source.errors import GroupError
 from spark_group_source.host import run_files
-from spark_group_source.kafka import GroupAdmin, GroupDescription, GroupMember
+from spark_group_source.kafka.group_admin import GroupAdmin
+from spark_group_source.kafka.translation import GroupDescription, GroupMember
 from spark_group_source.model import TopicPartition
 from spark_group_source.protocol.identifiers import parse_note
 

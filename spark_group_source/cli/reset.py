@@ -44,7 +44,8 @@ from spark_group_source.cli.report import DEAD, counted, group_with_members, mis
 from spark_group_source.delta import table_names
 from spark_group_source.delta.ledger_format import Ledger, LedgerDamaged
 from spark_group_source.errors import GroupError, OptionError
-from spark_group_source.kafka import CommittedOffset, GroupAdmin, Topic
+from spark_group_source.kafka.group_admin import GroupAdmin
+from spark_group_source.kafka.translation import CommittedOffset, Topic
 from spark_group_source.model import EARLIEST, LATEST, StartAt, TopicPartition
 from spark_group_source.options.starting import EARLIEST_OFFSET, PARTITION_MAX, parse_offsets, start_at
 from spark_group_source.protocol import identifiers

@@ -14,7 +14,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from queue import Empty, Queue
+from queue import Queue
 from typing import Any, Protocol
 
 from confluent_kafka import Consumer, KafkaError, KafkaException, Producer
@@ -23,8 +23,6 @@ from confluent_kafka import admin as kafka_admin
 from spark_group_source.errors import BrokerUnavailable
 from spark_group_source.options.client import TOKEN_CALLABLE, UserFunction, import_callable, refused_setting
 from spark_group_source.options.table import Options
-
-__all__ = ["Empty", "Environment", "Queue", "Thread"]
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +85,7 @@ class Environment:
         return threading.Condition(threading.RLock())
 
     def queue(self, size_max: int) -> "Queue[Any]":
-        """Return a queue: ``get`` raises :class:`Empty` after its timeout, ``put_nowait`` raises Full at
+        """Return a queue: ``get`` raises ``queue.Empty`` after its timeout, ``put_nowait`` raises Full at
         ``size_max``."""
         return Queue(size_max)
 

@@ -22,7 +22,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from spark_group_source.errors import OptionError
-from spark_group_source.kafka import Environment
+from spark_group_source.kafka.environment import Environment
 
 log = logging.getLogger(__name__)
 

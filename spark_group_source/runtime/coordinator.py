@@ -14,7 +14,8 @@ from typing import assert_never
 from spark_group_source.agents.connected_agents import ConnectedAgents, PlacedMembers
 from spark_group_source.errors import BrokerUnavailable, InvariantBroken, SourceError
 from spark_group_source.host import run_files
-from spark_group_source.kafka import Admin, Environment, EpochEnds
+from spark_group_source.kafka.admin import Admin, EpochEnds
+from spark_group_source.kafka.environment import Environment
 from spark_group_source.members import Member, SlotMember
 from spark_group_source.model import TopicPartition
 from spark_group_source.options.table import Options

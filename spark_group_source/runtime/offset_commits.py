@@ -15,16 +15,11 @@ from dataclasses import dataclass, replace
 from typing import NoReturn, cast
 
 from spark_group_source.errors import AccessDenied, CommitFailed, Fenced, SourceError
-from spark_group_source.kafka import (
-    Admin,
-    Environment,
-    GroupMember,
-    GroupOffsets,
-    MemberStale,
-    Notes,
-    OffsetNote,
-    TransactionalCommitter,
-)
+from spark_group_source.kafka.admin import Admin
+from spark_group_source.kafka.committer import TransactionalCommitter
+from spark_group_source.kafka.environment import Environment
+from spark_group_source.kafka.group_offsets import GroupOffsets
+from spark_group_source.kafka.translation import GroupMember, MemberStale, Notes, OffsetNote
 from spark_group_source.members import Member, MemberCommit, SlotMember
 from spark_group_source.model import TopicPartition
 from spark_group_source.options.table import Options

@@ -9,6 +9,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from queue import Empty, Queue
 
 from spark_group_source.errors import (
     AccessDenied,
@@ -19,7 +20,10 @@ from spark_group_source.errors import (
     InvariantBroken,
     SourceError,
 )
-from spark_group_source.kafka import Admin, CommittedOffset, Empty, Environment, GroupOffsets, Queue
+from spark_group_source.kafka.admin import Admin
+from spark_group_source.kafka.environment import Environment
+from spark_group_source.kafka.group_offsets import GroupOffsets
+from spark_group_source.kafka.translation import CommittedOffset
 from spark_group_source.model import TopicPartition
 from spark_group_source.options.table import Options
 from spark_group_source.protocol import events as ev

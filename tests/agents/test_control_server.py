@@ -37,7 +37,7 @@ from spark_group_source.agents.messages import (
     PrefetchPositions,
 )
 from spark_group_source.agents.task import PlannedTask
-from spark_group_source.kafka import Environment
+from spark_group_source.kafka.environment import Environment
 from spark_group_source.kafka.translation import from_kafka
 from spark_group_source.model import Identity, OffsetRange, Piece, TaskCounts, TopicPartition
 from spark_group_source.options.table import Options

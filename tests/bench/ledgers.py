@@ -52,7 +52,7 @@ from spark_group_source.cli import common
 from spark_group_source.cli.app import app
 from spark_group_source.delta import Writer, native_writer, table_writer
 from spark_group_source.errors import LedgerConflict
-from spark_group_source.kafka import CommittedOffset
+from spark_group_source.kafka.translation import CommittedOffset
 from spark_group_source.local.broker import Broker
 from spark_group_source.protocol.identifiers import Note, note_text, parse_note
 

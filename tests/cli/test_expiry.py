@@ -4,7 +4,7 @@ import pytest
 from kit.harness import tps
 
 from spark_group_source.cli.report import RetentionStart, expiries, expiring_soon, retention_start
-from spark_group_source.kafka import GroupDescription, GroupMember
+from spark_group_source.kafka.translation import GroupDescription, GroupMember
 from spark_group_source.model import TopicPartition
 from spark_group_source.protocol.identifiers import Note, note_text, parse_note, reset_text
 

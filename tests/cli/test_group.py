@@ -26,7 +26,8 @@ from spark_group_source.delta import ledger_store
 from spark_group_source.delta.checkpoint import positions, spark_files
 from spark_group_source.delta.ledger_store import read_ledger
 from spark_group_source.errors import OptionError
-from spark_group_source.kafka import GroupAdmin, ListedGroup
+from spark_group_source.kafka.group_admin import GroupAdmin
+from spark_group_source.kafka.translation import ListedGroup
 from spark_group_source.model import TopicPartition
 from spark_group_source.protocol.identifiers import Note, parse_note
 

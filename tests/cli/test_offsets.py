@@ -17,7 +17,9 @@ from spark_group_source.cli import offsets as deletion
 from spark_group_source.cli.offsets import DeletionResult, Outcome, predict_deletion, select_offsets
 from spark_group_source.error_codes import CODES
 from spark_group_source.errors import BrokerUnavailable, GroupError, OptionError
-from spark_group_source.kafka import CommittedOffset, GroupAdmin, GroupDescription, GroupMember, group_admin
+from spark_group_source.kafka import group_admin
+from spark_group_source.kafka.group_admin import GroupAdmin
+from spark_group_source.kafka.translation import CommittedOffset, GroupDescription, GroupMember
 from spark_group_source.local.broker import kafka_consumer_groups
 from spark_group_source.model import TopicPartition
 

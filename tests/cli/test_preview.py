@@ -21,7 +21,7 @@ from spark_group_source.cli.app import app
 from spark_group_source.cli.common import RETRIABLE
 from spark_group_source.cli.preview import CheckpointBatch
 from spark_group_source.errors import BrokerUnavailable
-from spark_group_source.kafka import CommittedOffset
+from spark_group_source.kafka.translation import CommittedOffset
 from spark_group_source.model import StartAt, TopicPartition
 from spark_group_source.options.table import Options
 from spark_group_source.protocol import identifiers

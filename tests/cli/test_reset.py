@@ -17,7 +17,8 @@ from spark_group_source.cli.migrate import Progress, group_offsets
 from spark_group_source.cli.reset import plan_reset, resolve
 from spark_group_source.delta.ledger_format import Ledger
 from spark_group_source.errors import OptionError
-from spark_group_source.kafka import CommittedOffset, GroupAdmin, Topic
+from spark_group_source.kafka.group_admin import GroupAdmin
+from spark_group_source.kafka.translation import CommittedOffset, Topic
 from spark_group_source.model import EARLIEST, LATEST, StartAt, TopicPartition
 from spark_group_source.protocol.identifiers import Note, note_text, parse_note, reset_text
 

@@ -28,7 +28,7 @@ from spark_group_source.cli import report as reporting
 from spark_group_source.cli.app import app
 from spark_group_source.cli.group import changes, rate
 from spark_group_source.cli.report import BAR, GroupReport, PartitionRow, group_view, partitions_table, spans
-from spark_group_source.kafka import CommittedOffset, GroupDescription, GroupMember
+from spark_group_source.kafka.translation import CommittedOffset, GroupDescription, GroupMember
 from spark_group_source.model import TopicPartition
 
 WATCH_S = 300

@@ -37,7 +37,7 @@ from spark_group_source.cli.run import exit_code_of
 from spark_group_source.delta import checkpoint_status, verification
 from spark_group_source.delta.verification import Finding
 from spark_group_source.errors import AccessDenied, BrokerUnavailable, GroupError, OptionError, SourceError
-from spark_group_source.kafka import CommittedOffset, GroupDescription, GroupMember, ListedGroup, Topic
+from spark_group_source.kafka.translation import CommittedOffset, GroupDescription, GroupMember, ListedGroup, Topic
 from spark_group_source.local import conf
 from spark_group_source.model import EARLIEST, LATEST, StartAt, TopicPartition
 

@@ -21,7 +21,7 @@ from spark_group_source.delta import verification
 from spark_group_source.delta.ledger_format import Ledger
 from spark_group_source.delta.ledger_store import set_ledger
 from spark_group_source.delta.verification import verify
-from spark_group_source.kafka import Topic
+from spark_group_source.kafka.translation import Topic
 from spark_group_source.model import TopicPartition
 
 P0 = TopicPartition("orders", 0)

@@ -13,7 +13,7 @@ from kit.faulty_cluster import Fault, FaultyCluster
 from metrics.scrapes import Scrape, fires, firing, scrape, value, values
 from rebalance.ordinary import OrdinaryConsumer
 
-from spark_group_source.kafka import Environment
+from spark_group_source.kafka.environment import Environment
 from spark_group_source.metrics.groups import Exporter, GroupSweeper
 
 pytestmark = [pytest.mark.broker, pytest.mark.slow]

@@ -3,7 +3,9 @@
 import pytest
 from manual_environment import ManualEnvironment
 
-from spark_group_source.kafka import Admin, GroupOffsets, TransactionalCommitter
+from spark_group_source.kafka.admin import Admin
+from spark_group_source.kafka.committer import TransactionalCommitter
+from spark_group_source.kafka.group_offsets import GroupOffsets
 
 SETTINGS = {"bootstrap.servers": "b"}
 

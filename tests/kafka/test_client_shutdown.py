@@ -17,7 +17,9 @@ from streams import Engine
 
 from spark_group_source import describe, reset
 from spark_group_source.errors import BrokerUnavailable, OptionError
-from spark_group_source.kafka import Admin, Environment, admin
+from spark_group_source.kafka import admin
+from spark_group_source.kafka.admin import Admin
+from spark_group_source.kafka.environment import Environment
 
 
 class Watching(Environment):

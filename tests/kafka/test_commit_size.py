@@ -5,9 +5,15 @@ from confluent_kafka import KafkaError
 from manual_environment import ManualEnvironment, member_consumer, metadata, refusal
 
 from spark_group_source.errors import CommitFailed
-from spark_group_source.kafka import Identity, OffsetNote, TransactionalCommitter
-from spark_group_source.kafka.translation import COMMIT_BYTES_MAX, COMMITS_UNTIL_LARGER, OFFSET_BYTES, CommitSizes
-from spark_group_source.model import TopicPartition
+from spark_group_source.kafka.committer import TransactionalCommitter
+from spark_group_source.kafka.translation import (
+    COMMIT_BYTES_MAX,
+    COMMITS_UNTIL_LARGER,
+    OFFSET_BYTES,
+    CommitSizes,
+    OffsetNote,
+)
+from spark_group_source.model import Identity, TopicPartition
 
 ME = Identity(1, "me", metadata(1, "me"))
 NOTE = OffsetNote("x" * 60)

@@ -5,8 +5,9 @@ from confluent_kafka import KafkaError, KafkaException
 from manual_environment import A0, A1, ManualEnvironment, metadata, refusal
 
 from spark_group_source.errors import AccessDenied, CommitFailed, Fenced
-from spark_group_source.kafka import Identity, MemberStale, OffsetNote, TransactionalCommitter
-from spark_group_source.model import TopicPartition
+from spark_group_source.kafka.committer import TransactionalCommitter
+from spark_group_source.kafka.translation import MemberStale, OffsetNote
+from spark_group_source.model import Identity, TopicPartition
 
 ONE, TWO = Identity(1, "one", metadata(1, "one")), Identity(2, "two", metadata(2, "two"))
 NOTES = {A0: OffsetNote("note 0", 3), A1: OffsetNote("note 1")}

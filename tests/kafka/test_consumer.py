@@ -7,7 +7,9 @@ from confluent_kafka import KafkaError, KafkaException
 from manual_environment import A0, A1, ManualConsumer, ManualEnvironment, member_consumer, metadata
 
 from spark_group_source.errors import AccessDenied, CommitFailed, GroupError
-from spark_group_source.kafka import Environment, MemberConsumer, OffsetNote, take_over_membership
+from spark_group_source.kafka.consumer import MemberConsumer, take_over_membership
+from spark_group_source.kafka.environment import Environment
+from spark_group_source.kafka.translation import OffsetNote
 
 COOPERATIVE = {"bootstrap.servers": "b", "group.id": "g", "partition.assignment.strategy": "cooperative-sticky"}
 

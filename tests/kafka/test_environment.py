@@ -10,8 +10,7 @@ import pytest
 from confluent_kafka import KafkaError, KafkaException
 
 from spark_group_source.errors import BrokerUnavailable
-from spark_group_source.kafka import Environment
-from spark_group_source.kafka.environment import ID_DIGITS, LibraryLog, create_client
+from spark_group_source.kafka.environment import ID_DIGITS, Environment, LibraryLog, create_client
 
 JOIN_S = 120.0
 

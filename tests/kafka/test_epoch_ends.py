@@ -8,7 +8,8 @@ from confluent_kafka import Consumer, Producer
 from kafka_helpers import await_until
 from kit.mock_cluster import Api, MockCluster
 
-from spark_group_source.kafka import Environment, EpochEnds
+from spark_group_source.kafka.admin import EpochEnds
+from spark_group_source.kafka.environment import Environment
 from spark_group_source.model import TopicPartition
 
 PARTITIONS = 20

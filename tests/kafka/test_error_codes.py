@@ -9,8 +9,7 @@ from manual_environment import A0, A1, ManualEnvironment, refusal
 
 from spark_group_source.error_codes import CODES, EXCEPTIONS, MEANINGS, Meaning, Request, Suspicions, meaning
 from spark_group_source.errors import AccessDenied, BrokerUnavailable, GroupError
-from spark_group_source.kafka import Admin
-from spark_group_source.kafka.admin import AFTER_RENEWAL_S, FIRST_TIMEOUT_S, REQUEST_TIMEOUT_S, SHORT_TIMEOUT_S
+from spark_group_source.kafka.admin import AFTER_RENEWAL_S, FIRST_TIMEOUT_S, REQUEST_TIMEOUT_S, SHORT_TIMEOUT_S, Admin
 from spark_group_source.kafka.retry import CONFIRM_S, Retry
 from spark_group_source.kafka.translation import ClientInfo
 

@@ -16,7 +16,7 @@ from kafka_helpers import await_until, committed_of, create_topic, produce_to, s
 from streams import Engine, numbered, options_of, texts, values_of
 
 from spark_group_source.cli import report
-from spark_group_source.kafka import GroupAdmin
+from spark_group_source.kafka.group_admin import GroupAdmin
 from spark_group_source.local.broker import Broker, kafka_consumer_groups
 from spark_group_source.model import TopicPartition
 from spark_group_source.protocol import partitions, run

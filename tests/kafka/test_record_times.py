@@ -6,8 +6,8 @@ import pytest
 from confluent_kafka import Producer
 from kit.mock_cluster import Api, MockCluster
 
-from spark_group_source.kafka import Environment, RecordTime, RecordTimes
-from spark_group_source.kafka.record_times import PARTITIONS_MAX
+from spark_group_source.kafka.environment import Environment
+from spark_group_source.kafka.record_times import PARTITIONS_MAX, RecordTime, RecordTimes
 from spark_group_source.model import TopicPartition
 
 PARTITIONS = PARTITIONS_MAX + 50

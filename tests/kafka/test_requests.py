@@ -10,16 +10,12 @@ from confluent_kafka import TopicPartition as KafkaPartition
 from manual_environment import A0, A1, ManualAdmin, ManualEnvironment, refusal
 
 from spark_group_source.errors import AccessDenied, BrokerUnavailable, CommitFailed, GroupError
-from spark_group_source.kafka import (
-    Admin,
-    CommittedOffset,
-    EpochEnds,
-    GroupAdmin,
-    GroupOffsets,
-    ListedGroup,
-    group_admin,
-)
+from spark_group_source.kafka import group_admin
+from spark_group_source.kafka.admin import Admin, EpochEnds
+from spark_group_source.kafka.group_admin import GroupAdmin
+from spark_group_source.kafka.group_offsets import GroupOffsets
 from spark_group_source.kafka.retry import RETRY_S_MAX, RefusalWatch
+from spark_group_source.kafka.translation import CommittedOffset, ListedGroup
 from spark_group_source.model import EARLIEST, LATEST, StartAt, TopicPartition
 from spark_group_source.options.table import Options
 from spark_group_source.protocol import events as ev

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from greenlet import GreenletExit
 
 from kit.world import Process, Thread, World, the_thread, to_ms, wait_until
-from spark_group_source.kafka import Environment
+from spark_group_source.kafka.environment import Environment
 
 if TYPE_CHECKING:
     from kit.cluster import Cluster

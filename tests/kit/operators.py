@@ -16,7 +16,7 @@ from kit.sinks import Table
 from kit.world import Process, World
 from spark_group_source.cli import reset
 from spark_group_source.errors import GroupError
-from spark_group_source.kafka import GroupAdmin
+from spark_group_source.kafka.group_admin import GroupAdmin
 from spark_group_source.model import EARLIEST, TopicPartition
 
 GROUP_EMPTY_MS_MAX = 90_000

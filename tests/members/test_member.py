@@ -10,10 +10,11 @@ from confluent_kafka import KafkaError
 from manual_environment import A0, A1, ManualConsumer, ManualEnvironment, metadata, refusal
 
 from spark_group_source.errors import AccessDenied, GroupError
-from spark_group_source.kafka import Environment, Identity, MemberStale, OffsetNote
 from spark_group_source.kafka.consumer import TAKE_OVER_MS_MAX
+from spark_group_source.kafka.environment import Environment
+from spark_group_source.kafka.translation import MemberStale, OffsetNote
 from spark_group_source.members import EMPTY_AFTER_MS, Member, MemberCommit
-from spark_group_source.model import TopicPartition
+from spark_group_source.model import Identity, TopicPartition
 from spark_group_source.protocol import events as ev
 
 SESSION_MS = 10_000

@@ -12,8 +12,8 @@ from spark_group_source.agents.connected_agents import ConnectedAgents, RemoteMe
 from spark_group_source.agents.hosted_members import HEARTBEATS_PER_LEASE, HostedMembers, PrefetchSize
 from spark_group_source.agents.messages import PENDING_MAX, AgentOrders, AgentReport, Session
 from spark_group_source.errors import AccessDenied
-from spark_group_source.kafka import Identity
 from spark_group_source.members import MemberCommit
+from spark_group_source.model import Identity
 from spark_group_source.protocol import events as ev
 
 LEASE_MS = 6_000

@@ -10,7 +10,8 @@ from kafka_helpers import ADMIN_S, Record, await_markers, await_until, set_commi
 from scenes import Scene
 
 from spark_group_source.errors import BrokerUnavailable
-from spark_group_source.kafka import Environment, GroupAdmin
+from spark_group_source.kafka.environment import Environment
+from spark_group_source.kafka.group_admin import GroupAdmin
 from spark_group_source.metrics.groups import GroupSweeper, SweepResult
 from spark_group_source.model import TopicPartition
 

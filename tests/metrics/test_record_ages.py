@@ -1,7 +1,6 @@
 """Which next records are read, and which are known without reading."""
 
-from spark_group_source.kafka import RecordTime
-from spark_group_source.kafka.record_times import NO_TIME
+from spark_group_source.kafka.record_times import NO_TIME, RecordTime
 from spark_group_source.metrics.groups import READ_AGAIN_MS, RecordAges
 from spark_group_source.model import TopicPartition
 

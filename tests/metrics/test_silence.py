@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from spark_group_source.errors import BrokerUnavailable
-from spark_group_source.kafka import Environment
+from spark_group_source.kafka.environment import Environment
 from spark_group_source.metrics import groups
 from spark_group_source.metrics.groups import GroupSweeper
 

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.registry import Collector
 
 from metrics.scrapes import ALERTS, Scrape, fires, firing, parsed, value, values
-from spark_group_source.kafka import GroupMember
+from spark_group_source.kafka.translation import GroupMember
 from spark_group_source.metrics import groups, run
 from spark_group_source.metrics.endpoint import Metric, MetricsCollector
 from spark_group_source.metrics.groups import GroupSnapshot, PartitionSnapshot, SweepResult

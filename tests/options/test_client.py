@@ -12,8 +12,9 @@ from confluent_kafka import Consumer, KafkaError, KafkaException, Producer
 from confluent_kafka.admin import AdminClient
 
 from spark_group_source.errors import BrokerUnavailable, CommitFailed, OptionError
-from spark_group_source.kafka import GroupOffsets, TransactionalCommitter
+from spark_group_source.kafka.committer import TransactionalCommitter
 from spark_group_source.kafka.environment import NEVER_JOINS, Environment, check_settings
+from spark_group_source.kafka.group_offsets import GroupOffsets
 from spark_group_source.model import TopicPartition
 from spark_group_source.options.client import CONNECTION, REFUSED, is_secret
 from spark_group_source.options.java import RENAMED, parse_jaas, translate

@@ -10,7 +10,10 @@ from manual_environment import member_consumer
 
 from rebalance.conftest import make_options
 from rebalance.runs import Run
-from spark_group_source.kafka import Environment, GroupAdmin, GroupOffsets, OffsetNote
+from spark_group_source.kafka.environment import Environment
+from spark_group_source.kafka.group_admin import GroupAdmin
+from spark_group_source.kafka.group_offsets import GroupOffsets
+from spark_group_source.kafka.translation import OffsetNote
 from spark_group_source.model import TopicPartition
 
 pytestmark = [pytest.mark.broker, pytest.mark.slow]

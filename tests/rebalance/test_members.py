@@ -9,7 +9,7 @@ from rebalance.accounts import Flow, stays
 from rebalance.conftest import GroupScene
 from rebalance.runs import Run
 from spark_group_source.errors import CommitFailed, Fenced
-from spark_group_source.kafka import GroupAdmin
+from spark_group_source.kafka.group_admin import GroupAdmin
 from spark_group_source.local.broker import Broker
 from spark_group_source.model import TopicPartition
 

@@ -15,9 +15,10 @@ from spark_group_source.errors import (
     CommitFailed,
     InvariantBroken,
 )
-from spark_group_source.kafka import Admin, CommittedOffset, Identity, MemberStale
+from spark_group_source.kafka.admin import Admin
+from spark_group_source.kafka.translation import CommittedOffset, MemberStale
 from spark_group_source.members import Member
-from spark_group_source.model import LATEST, TopicPartition
+from spark_group_source.model import LATEST, Identity, TopicPartition
 from spark_group_source.options.table import Options
 from spark_group_source.protocol import events as ev
 from spark_group_source.protocol import identifiers

@@ -14,7 +14,8 @@ from security import token_function
 from security.secured import CLIENT_SECRET, PASSWORD, SecuredBroker, query
 from spark_group_source.error_codes import CODES
 from spark_group_source.errors import AccessDenied, BrokerUnavailable, ReadTimeout
-from spark_group_source.kafka import Admin, GroupAdmin
+from spark_group_source.kafka.admin import Admin
+from spark_group_source.kafka.group_admin import GroupAdmin
 from spark_group_source.model import OffsetRange, TopicPartition
 from spark_group_source.options.table import Options
 from spark_group_source.reader import range_reader

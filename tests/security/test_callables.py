@@ -12,8 +12,7 @@ from kafka_helpers import await_until
 
 from spark_group_source.error_codes import Meaning, Request, meaning
 from spark_group_source.errors import BrokerUnavailable, OptionError
-from spark_group_source.kafka import check_settings
-from spark_group_source.kafka.environment import Environment
+from spark_group_source.kafka.environment import Environment, check_settings
 from spark_group_source.options.client import UserFunction, import_callable
 from spark_group_source.options.table import Options
 from spark_group_source.reader import range_reader

@@ -8,7 +8,7 @@ from streams import OtherMember, numbered
 
 from security.secured import Permission, SecuredBroker, query
 from spark_group_source.cli import report
-from spark_group_source.kafka import GroupAdmin
+from spark_group_source.kafka.group_admin import GroupAdmin
 from spark_group_source.metrics.groups import GroupSnapshot, GroupSweeper
 from spark_group_source.model import TopicPartition
 from spark_group_source.options.table import Options

@@ -19,7 +19,7 @@ from kit.environment import SimulatedEnvironment
 from kit.kafka_group import Group
 from kit.world import Process, World
 
-from spark_group_source.kafka import Environment
+from spark_group_source.kafka.environment import Environment
 
 SESSION_MS = 6_000
 """The shortest session timeout that a broker accepts by default."""

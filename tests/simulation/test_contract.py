@@ -7,7 +7,7 @@ from confluent_kafka import KafkaError
 from confluent_kafka import TopicPartition as KafkaPartition
 from simulation.stage import CLASSIC, FLAVOURS, SESSION_MS, Stage, Watched, played, refused
 
-from spark_group_source.kafka import take_over_membership
+from spark_group_source.kafka.consumer import take_over_membership
 
 HOLD_S = 8.0
 assert HOLD_S * 1000 > SESSION_MS

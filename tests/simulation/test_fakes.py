@@ -13,7 +13,7 @@ from kit.misfortune import Misfortune
 from kit.transactions import TRANSACTION_MS
 from simulation.stage import CLASSIC, FLAVOURS, Stage, Watched, played, refused
 
-from spark_group_source.kafka import EpochEnds
+from spark_group_source.kafka.admin import EpochEnds
 from spark_group_source.model import TopicPartition
 
 FROZEN_MS = 20_000

@@ -15,7 +15,8 @@ from kit.broker_cluster import BrokerCluster
 from streams import Engine, SourceRow, options_of, texts
 
 from spark_group_source.errors import DataLoss
-from spark_group_source.kafka import Environment, EpochEnds
+from spark_group_source.kafka.admin import EpochEnds
+from spark_group_source.kafka.environment import Environment
 from spark_group_source.model import TopicPartition
 
 Write = Callable[[str, int, int], None]

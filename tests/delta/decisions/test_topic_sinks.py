@@ -22,7 +22,7 @@ from spark_group_source.command_line import UNKNOWN_SERVERS
 from spark_group_source.delta import topic_sinks
 from spark_group_source.errors import LedgerConflict, OptionError
 from spark_group_source.host import run_files
-from spark_group_source.kafka import CommittedOffset, Topic
+from spark_group_source.kafka.translation import CommittedOffset, Topic
 from spark_group_source.model import TopicPartition
 from spark_group_source.protocol.identifiers import Note, note_text
 from spark_group_source.protocol.offsets import BatchKey
