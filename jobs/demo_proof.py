@@ -53,7 +53,7 @@ class DeltaLog:
                     self._add(doc["group"], doc["ledger"])
 
     def _add(self, group: str, ledger: dict[str, Any]) -> None:
-        """Keep the group's newest ledger. Texts of the demo's few partitions are not compressed."""
+        """Keep the group's newest ledger. That of the demo's few partitions is not compressed."""
         found: dict[str, dict[int, int]] = {}
         for topic, entry in ledger["topics"].items():
             offsets = found.setdefault(topic, {})

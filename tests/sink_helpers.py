@@ -128,22 +128,16 @@ def notes(commit: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def next_offsets(table: Path | str, group: str = "etl") -> dict[tuple[str, int], int]:
-    """Return the ledger of a group from the log's files: the last full one, and all changes since."""
-    found: dict[tuple[str, int], int] = {}
-    for noted in (doc["ledger"] for commit in commits(table) for doc in notes(commit) if doc["group"] == group):
-        if "full" not in noted:
-            found = {(t, p): n for t, entry in noted["topics"].items() for p, n in numbers(entry["offsets"]).items()}
-            continue
-        for topic, text in noted["topics"].items():
-            for p, moved in numbers(text).items():
-                found[topic, p] = found.get((topic, p), 0) + moved
-    return found
+    """Return the ledger of a group from the log's files."""
+    ledgers = [doc["ledger"] for commit in commits(table) for doc in notes(commit) if doc["group"] == group]
+    topics = ledgers[-1]["topics"] if ledgers else {}
+    if isinstance(topics, str):
+        topics = json.loads(zlib.decompress(base64.b64decode(topics.removeprefix("zlib:"))))
+    return {(topic, p): n for topic, entry in topics.items() for p, n in numbers(entry["offsets"]).items()}
 
 
 def numbers(text: str) -> dict[int, int]:
     """Return the numbers by partition of a text in a note."""
-    if text.startswith("zlib:"):
-        text = zlib.decompress(base64.b64decode(text[5:])).decode()
     found: dict[int, int] = {}
     for run in text.split(";") if text else ():
         first, *each = run.split(",")

@@ -46,11 +46,11 @@ FORMER_MAX = 1000
 SHOWN_CHARS_MAX = 200
 """How much of a damaged ledger an error shows."""
 
-PLAIN_CHARS_MAX = 1_000
-"""Longest runs that are not compressed."""
+PLAIN_CHARS_MAX = 4_000
+"""Longest JSON of all topics that is not compressed. That of 10,000 partitions has 110 KB, and each commit has it."""
 
 COMPRESSED = "zlib:"
-"""Precedes compressed runs in base64."""
+"""Precedes compressed JSON in base64."""
 
 _RUNS = re.compile(r"(?:\d+(?:,-?\d+)+(?:;(?=\d)|$))*")
 
@@ -128,9 +128,9 @@ class Ledger:
             "streams": dict(self.streams),
             "v": VERSION,
             "void": sorted(self.void),
-            **({"new": new} if new else {}),
-            "former": {id_: {"name": topic.name, **_numbers_of(topic)} for id_, topic in self.former.items()},
-            "topics": {name: {"id": topic.id, **_numbers_of(topic)} for name, topic in self.topics.items()},
+            **({"new": _packed(new)} if new else {}),
+            "former": _packed({i: {"name": topic.name, **_numbers_of(topic)} for i, topic in self.former.items()}),
+            "topics": _packed({name: {"id": topic.id, **_numbers_of(topic)} for name, topic in self.topics.items()}),
             "written": now_ms,
         }
 
@@ -171,8 +171,8 @@ class Ledger:
             streams = {stream: BatchKey(_number(seq), str(digest)) for stream, (seq, digest) in doc["streams"].items()}
             return cls(
                 group=group,
-                topics={name: _topic(name, str(entry["id"]), entry) for name, entry in doc["topics"].items()},
-                former={id_: _topic(str(entry["name"]), id_, entry) for id_, entry in doc["former"].items()},
+                topics={name: _topic(name, str(each["id"]), each) for name, each in _unpacked(doc["topics"]).items()},
+                former={id_: _topic(str(each["name"]), id_, each) for id_, each in _unpacked(doc["former"]).items()},
                 streams=streams,
                 void=frozenset(map(str, doc["void"])),
                 reset_number=_number(doc["reset"]),
@@ -297,8 +297,9 @@ def _newest(former: Mapping[str, LedgerTopic]) -> dict[str, LedgerTopic]:
 def first_offsets(doc: Mapping[str, Any]) -> dict[TopicPartition, int]:
     """Return where the rows start of each partition that is new to the ledger in a commit."""
     found: dict[TopicPartition, int] = {}
-    for name, text in doc.get("new", {}).items():
-        offsets = _parse_runs(doc["topics"][name]["offsets"])
+    topics = _unpacked(doc["topics"])
+    for name, text in _unpacked(doc.get("new", {})).items():
+        offsets = _parse_runs(topics[name]["offsets"])
         found |= {TopicPartition(name, p): offsets[p] - moved for p, moved in _parse_runs(text).items()}
     return found
 
@@ -316,25 +317,41 @@ def _damaged(group: str, table: str, version: int, doc: object, why: Exception) 
     )
 
 
-def _runs(numbers: Mapping[int, int]) -> str:
-    """Return numbers by partition as text: runs ``<first partition>,<number>,<number>...``, separated by semicolons.
+def topic_names(doc: Mapping[str, Any]) -> frozenset[str]:
+    """Return the topics of a ledger's JSON; none if it is damaged."""
+    try:
+        return frozenset(_unpacked(doc["topics"]))
+    except (ValueError, KeyError, TypeError, AttributeError, zlib.error):
+        return frozenset()
 
-    A long text is compressed: the numbers of 10,000 partitions would be 110 KB in each commit.
-    """
+
+def _packed(topics: Mapping[str, Any]) -> Mapping[str, Any] | str:
+    """Return a JSON object; if it is long, its text compressed and in base64."""
+    text = json.dumps(topics, separators=(",", ":"))
+    if len(text) <= PLAIN_CHARS_MAX:
+        return topics
+    return COMPRESSED + base64.b64encode(zlib.compress(text.encode())).decode()
+
+
+def _unpacked(topics: Mapping[str, Any] | str) -> Mapping[str, Any]:
+    """The inverse of :func:`_packed`."""
+    if not isinstance(topics, str):
+        return dict(topics.items())
+    text = zlib.decompress(base64.b64decode(topics.removeprefix(COMPRESSED), validate=True))
+    return dict(json.loads(text).items())
+
+
+def _runs(numbers: Mapping[int, int]) -> str:
+    """Return numbers by partition as text: runs ``<first partition>,<number>,<number>...``, separated by semicolons."""
     text, last = "", None
     for p, n in sorted(numbers.items()):
         text += f",{n}" if p - 1 == last else f";{p},{n}"
         last = p
-    text = text[1:]
-    return (
-        text if len(text) <= PLAIN_CHARS_MAX else COMPRESSED + base64.b64encode(zlib.compress(text.encode())).decode()
-    )
+    return text[1:]
 
 
 def _parse_runs(text: str) -> dict[int, int]:
     """The inverse of :func:`_runs`."""
-    if text.startswith(COMPRESSED):
-        text = zlib.decompress(base64.b64decode(text.removeprefix(COMPRESSED), validate=True)).decode()
     if not _RUNS.fullmatch(text):
         raise ValueError("numbers of partitions")
     numbers: dict[int, int] = {}

@@ -524,7 +524,9 @@ TEXT = f'{{"former":{{}},"number":1,"reset":0,"streams":{{"s":[1,"d"]}},"topics"
         ('"0,1"', '"0"'),
         ('"0,1"', '"0,1;"'),
         ('"0,1"', '"zero,1"'),
-        ('"0,1"', '"zlib:eJw="'),
+        (TOPICS, '"zlib:eJw="'),
+        (TOPICS, '"zlib:!"'),
+        (TOPICS, '"a"'),
         (',"offsets":"0,1"', ""),
         (',"written":5', ""),
         ('"reset":0', '"reset":-1'),
@@ -544,7 +546,16 @@ def test_a_damaged_ledger_is_refused(part: str, damaged: str) -> None:
 def test_numbers_of_partitions_are_read_as_they_were_written(runs: dict[int, int]) -> None:
     text = ledger_format._runs(runs)
     assert ledger_format._parse_runs(text) == runs
-    assert text.startswith("zlib:") == (len(runs) > 100)
+
+
+@pytest.mark.parametrize("partitions", [2, 2000])
+def test_the_topics_of_a_large_ledger_are_compressed(partitions: int) -> None:
+    offsets = {TopicPartition("a", p): p for p in range(partitions)}
+    after = Ledger(group="g").with_offsets(offsets, {"a": "x"})
+    doc = json.loads(json.dumps(after.to_json_dict(Ledger(group="g"), dict.fromkeys(offsets, 0))))
+    assert [isinstance(doc[of], str) for of in ("topics", "new")] == [partitions == 2000] * 2
+    assert Ledger.from_json("g", doc) == after and ledger_format.topic_names(doc) == {"a"}
+    assert ledger_format.first_offsets(doc) == dict.fromkeys(offsets, 0)
 
 
 def test_a_commit_has_the_start_of_each_partition_that_is_new_to_the_ledger() -> None:
