@@ -113,7 +113,7 @@ def is_kafka_group(line: str) -> bool:
     except ValueError:
         return '"group"' in line  # parse() reports that it is damaged
     # An offset of Spark's own connector has topics as keys, with objects as values.
-    return isinstance(doc, dict) and isinstance(doc.get("group"), str) and {"seq", "stream"} <= doc.keys()
+    return isinstance(doc, dict) and {"group", "seq", "stream"} <= doc.keys() and not isinstance(doc["group"], dict)
 
 
 def read_planned(spark: "SparkSession", batch_id: int, checkpoint: str | None) -> PlannedBatch:

@@ -97,7 +97,7 @@ def start_reporting(run: str, group: str, stream: str, status: StatusFiles) -> N
     """Report a run's statistics, and forward drain requests to it, until the run ends. A second call does nothing.
 
     Args:
-        run: Spark's id of the run, new with every start.
+        run: the name of the run, new with every start.
         group, stream: identify the run's statistics on this host.
         status: the status files in the query's checkpoint.
     """

@@ -306,8 +306,7 @@ class LetterBox:
         flagged = self._kept = kept(frame)
         ((counted, bad),) = flagged.agg(F.count(F.lit(1)), F.count(_RULE)).collect()
         found = bad_records(flagged, rules, bad, self.table.table) if bad else {}
-        all_counted, all_bad = self._known.counted + counted, self._known.bad + bad
-        self._require_few(all_counted, all_bad, found)
+        self._require_few(self._known.counted + counted, self._known.bad + bad, found)
         if found:
             self._require_planned(found)
             self._commit(history, source, found)
@@ -321,8 +320,9 @@ class LetterBox:
                 self.letters.table,
                 examples_of(found),
             )
-        is_compared = all_counted >= self.letters.min_rows
-        self._known.counted, self._known.bad = (0, 0) if is_compared else (all_counted, all_bad)
+        # Read again, because another query may have written to the table meanwhile.
+        sums = self._known.counted + counted, self._known.bad + bad
+        self._known.counted, self._known.bad = (0, 0) if sums[0] >= self.letters.min_rows else sums
         good = self.letters.table_rows(flagged.where(F.col(_RULE).isNull()).drop(_RULE))
         return _without_records(good, found) if found else good
 

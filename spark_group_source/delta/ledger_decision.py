@@ -298,7 +298,7 @@ def _other_batch_of_this_number(
 ) -> LedgerConflict:
     return LedgerConflict(
         f"table {table} already has batch {offset.seq} of stream {offset.stream}, but its ledger of group "
-        f"{offset.group!r} does not cover {first_of(missing)} of batch {batch_id}: another run of this query "
+        f"{offset.group!r} does not cover {listed(missing)} of batch {batch_id}: another run of this query "
         "wrote a different batch under this number (is the checkpoint used twice?). Nothing was written. Stop the "
         "other run, then start this query with a new checkpointLocation: it continues at the ledger",
         table=table,
@@ -381,8 +381,8 @@ def _rows_of_several_sources(table: str, partitions: Sequence[TopicPartition], b
     )
 
 
-def first_of(values: Iterable[object]) -> str:
-    """Return the first SHOWN_MAX values as text."""
-    listed = list(map(str, values))
-    more = f" and {len(listed) - SHOWN_MAX} more" if len(listed) > SHOWN_MAX else ""
-    return ", ".join(listed[:SHOWN_MAX]) + more
+def listed(values: Iterable[object]) -> str:
+    """Return the first SHOWN_MAX values as text, and how many more there are."""
+    texts = list(map(str, values))
+    more = f" and {len(texts) - SHOWN_MAX} more" if len(texts) > SHOWN_MAX else ""
+    return ", ".join(texts[:SHOWN_MAX]) + more

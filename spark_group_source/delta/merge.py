@@ -123,8 +123,8 @@ class Merge:
 class MergeWriter:
     """Merges batches into one table."""
 
-    def __init__(self, spark: "SparkSession", table: str, merge: Merge) -> None:
-        self._spark, self._table, self._merge = spark, table, merge
+    def __init__(self, spark: "SparkSession", table: str, merge: Merge, *, adds_columns: bool) -> None:
+        self._spark, self._table, self._merge, self._adds_columns = spark, table, merge, adds_columns
 
     def commit(self, rows: "DataFrame", app_id: str, number: int, note: str, table_id: str) -> None:
         """Merge rows, and commit the ``SetTransaction`` number and the note with them. Delta skips a number that is
@@ -141,7 +141,8 @@ class MergeWriter:
             bounds, deletions = self._inspect(latest)
             changes = latest.drop(_UNORDERED)
             with session_lock, contextlib.ExitStack() as stack:
-                self._add_columns(changes)
+                if self._adds_columns:
+                    self._add_columns(changes)
                 known = changes if self._merge.deleted is None else self._without_late(changes, deletions, table_id)
                 settings = {"write.txnAppId": app_id, "write.txnVersion": number, "commitInfo.userMetadata": note}
                 for name, value in settings.items():
@@ -211,7 +212,7 @@ class MergeWriter:
         )
 
     def _add_columns(self, changes: "DataFrame") -> None:
-        """Add new columns to the table, in a commit of its own. Without ``merge_schema`` they were refused before."""
+        """Add new columns to the table, in a commit of its own."""
         from pyspark.sql.types import StructType
 
         known = {name.lower() for name in table_names.read(self._spark, self._table).columns}

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from spark_group_source import command_line
 from spark_group_source.delta import table_names
-from spark_group_source.delta.ledger_decision import first_of
+from spark_group_source.delta.ledger_decision import listed
 from spark_group_source.delta.ledger_format import Ledger, first_offsets
 from spark_group_source.delta.table_history import Commit, LedgerExpired, TableHistory
 from spark_group_source.errors import LedgerConflict
@@ -175,11 +175,11 @@ def _other_rows_restored(table: str, ledger: Ledger, remaining: Ledger, restore:
     returned = [OffsetRange(tp, counted, rows) for tp, (rows, counted) in ends.items() if counted < rows]
     did, would, ways = [], [], {}
     if missing:
-        did.append(f"removed rows of group {ledger.group!r}: {first_of(missing)}")
+        did.append(f"removed rows of group {ledger.group!r}: {listed(missing)}")
         would.append("leave a gap")
         ways = {"write the missing records again": "--to-ledger", "leave them out": "--to-further"}
     if returned:
-        did.append(f"brought back rows of group {ledger.group!r}: {first_of(returned)}")
+        did.append(f"brought back rows of group {ledger.group!r}: {listed(returned)}")
         would.append("write records a second time")
         ways = ways or {"continue behind these rows": "--to-ledger"}
     run = "this command" if len(ways) == 1 else "one of these commands"

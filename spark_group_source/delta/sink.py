@@ -46,7 +46,7 @@ from spark_group_source.delta.checkpoint import (
     spark_files,
 )
 from spark_group_source.delta.dead_letters import DeadLetters, LetterBox, LetterReplay
-from spark_group_source.delta.ledger_decision import SHOWN_MAX, AlreadyWritten, WriteBatch, first_of
+from spark_group_source.delta.ledger_decision import SHOWN_MAX, AlreadyWritten, WriteBatch, listed
 from spark_group_source.delta.ledger_format import APP_PREFIX, Ledger
 from spark_group_source.delta.merge import Merge
 from spark_group_source.delta.table_history import LedgerExpired, LogFiles, OpenedLogs, TableHistory, note_of
@@ -409,7 +409,8 @@ def report(
             run_files.mark_durable_and_wait(offset)
         if planned.run_id not in (None, ONLY_RUN):
             status = checkpoint_status.StatusFiles(spark_files(spark), planned.root)
-            checkpoint_status.start_reporting(str(planned.run_id), offset.group, offset.stream, status)
+            run = f"{planned.run_id}-{os.getpid()}"  # a user's function may set the id, which is that of a job group
+            checkpoint_status.start_reporting(run, offset.group, offset.stream, status)
 
 
 def is_called_by_spark(caller: "FrameType") -> bool:
@@ -796,7 +797,7 @@ class BatchCommit:
                     "%s: planned before reset #%d, so none of it is written: %s",
                     where,
                     comparison.ledger.reset_number,
-                    first_of(comparison.drop),
+                    listed(comparison.drop),
                 )
             elif comparison.drop:
                 to = table_names.to_offsets({tp: start for tp, start, _ in comparison.drop[:SHOWN_MAX]})
@@ -805,7 +806,7 @@ class BatchCommit:
                     "write them again, stop the query, run %s, and start it with the same checkpoint",
                     where,
                     sum(r.size for r in comparison.drop),
-                    first_of(comparison.drop),
+                    listed(comparison.drop),
                     command_line.in_sentence(table_names.reset_command(offset.group, self.sink.table, *to)),
                 )
             if comparison.removed:
@@ -813,13 +814,13 @@ class BatchCommit:
                     "%s: planned before its log was truncated, so these records are left out: %s; the query reads "
                     "those that are in the log now",
                     where,
-                    first_of(comparison.removed),
+                    listed(comparison.removed),
                 )
             if comparison.recreated:
                 topics = ", ".join(comparison.recreated)
                 log.warning("%s: topic %s was deleted and recreated; its offsets start again", where, topics)
             if comparison.skipped:
-                log.info("%s: another consumer of the group read %s", where, first_of(comparison.skipped))
+                log.info("%s: another consumer of the group read %s", where, listed(comparison.skipped))
 
 
 def without_ranges(df: "DataFrame", drop: Sequence[OffsetRange], table: str) -> "DataFrame":
@@ -836,7 +837,7 @@ def without_ranges(df: "DataFrame", drop: Sequence[OffsetRange], table: str) -> 
     columns = table_names.RECORD_COLUMNS
     if any(types.count(column) != 1 for column in columns.items()):
         raise LedgerConflict(
-            f"rows of {first_of(drop)} must be left out of table {table} (they are there already, or were planned "
+            f"rows of {listed(drop)} must be left out of table {table} (they are there already, or were planned "
             f"before a reset), and the sink cannot find them: it needs the columns {', '.join(columns)} with the "
             f"source's types, and the batch has {dict(types)}. Nothing was written. Select and rename columns in "
             "DeltaSink(..., transform=...), not before writeStream",

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from pyspark.errors import PySparkException
 
 from spark_group_source.delta import table_names
-from spark_group_source.delta.ledger_format import APP_PREFIX, VERSION, Ledger
+from spark_group_source.delta.ledger_format import APP_PREFIX, VERSION, Ledger, topic_names
 
 if TYPE_CHECKING:
     from deltalake import DeltaTable
@@ -210,8 +210,8 @@ class TableHistory:
         return self.source.commits(self.version, after)
 
     def is_complete(self) -> bool:
-        """Return whether the log reaches back to the creation of the table. ``DESCRIBE HISTORY`` reads all of it."""
-        return next(self.at(0).commits(), None) is not None
+        """Return whether the log reaches back without a gap to the creation of the table."""
+        return any(commit.version == 0 for commit in self.commits())
 
     def number(self, group: str) -> int | None:
         """Return the ``SetTransaction`` number of the group's newest commit; -1 if there is none, None where the commit
@@ -226,8 +226,7 @@ class TableHistory:
         """Return the topics in the ledgers of the log, by group."""
         found: dict[str, set[str]] = {}
         for entry in (entry for commit in self.commits() for entry in commit.entries):
-            topics = entry["ledger"].get("topics")
-            found.setdefault(str(entry["group"]), set()).update(topics if isinstance(topics, dict) else ())
+            found.setdefault(str(entry["group"]), set()).update(topic_names(entry["ledger"]))
         return found
 
     def ledger(self, group: str, known: Ledger | None = None) -> Ledger | None:

@@ -139,7 +139,6 @@ class TableWriter:
         self._native: NativeWriter | None = None
         self.changed = ChangedRows()
         """The rows that the last commit changed."""
-        self._options = OptionsWriter(self)
 
     @property
     def log(self) -> LogFiles | None:
@@ -161,7 +160,7 @@ class TableWriter:
         is_remote = native_writer.local_path(location) is None
         is_native = is_remote and self.storage_options is not None and self.writer != "options"
         if has_delta(self.spark) and not is_native:
-            self._options.create(rows)
+            OptionsWriter(self).create(rows)
             return
         if not table_names.is_path(self.table):
             raise OptionError(
@@ -327,7 +326,7 @@ class TableWriter:
             history: the version by which this commit was decided.
             rows: None for a commit without rows.
             numbers: the ``SetTransaction`` number of each application.
-            note: the commit's ``userMetadata``. It has the number in it, so no other commit has the same text.
+            note: the commit's ``userMetadata``. It has the number and the time in it, by which the commit is found.
             needed: whether to commit even if there are no rows.
 
         Returns:
@@ -335,7 +334,8 @@ class TableWriter:
             without a ledger and the version is unknown.
 
         Raises:
-            CommitRace: another writer committed first, or columns were added; read the history and decide again.
+            CommitRace: another writer committed first, changed the table's columns or its protocol, or this one added
+                columns; read the history and decide again.
             OptionError: the commit needs a writer that does not work here.
             Exception: that of Delta, ``deltalake`` or the storage, unchanged. Nothing was written, unless the storage
                 fails so that it cannot be read, either.
@@ -362,7 +362,7 @@ class TableWriter:
             )
         else:
             self.warn_of_other_drivers(reason)
-            committed = self._options.commit(rows, numbers, note, needed=needed)
+            committed = OptionsWriter(self).commit(rows, numbers, note, needed=needed)
         if not committed:
             return None
         if (commit := self._find_commit(history, note)) is not None:
@@ -750,7 +750,7 @@ class OptionsWriter:
         ((app_id, number),) = numbers.items()
         few_tasks = session_setting(self._spark, SNAPSHOT_PARTITIONS, "2", only_if_unset=True)
         if self._owner.merge is not None and rows is not None:
-            merging = MergeWriter(self._spark, self._table, self._owner.merge)
+            merging = MergeWriter(self._spark, self._table, self._owner.merge, adds_columns=self._owner.merge_schema)
             with few_tasks, races():
                 merging.commit(rows, app_id, number, note, self._owner.identity())
             return True

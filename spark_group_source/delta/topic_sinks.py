@@ -142,6 +142,8 @@ class DeltaSinks:
         self.by, self.others = by, others
         self.tables_max = tables_max
         self.checkpoint = checkpoint.rstrip("/") if checkpoint else None
+        self._state: tuple[tuple[str, str | None], bool] | None = None
+        """A query and its run, and whether the query is stateful; None until that is known."""
         self._by_name: dict[str, DeltaSink] = {}
         """By topic, or by key."""
         self._by_table: dict[str, DeltaSink] = {}
@@ -192,7 +194,7 @@ class DeltaSinks:
             parts = self._parts_by_topic(df, planned)
             persist = any(part.sink.persist for part in parts)
             topics = {tuple(str(topic) for topic in part.keys): part.ranges for part in parts}
-            is_stateful = len(parts) < 2 and has_state(df.sparkSession, planned.root)
+            is_stateful = len(parts) < 2 and self._has_state(df.sparkSession, planned)
             with rows_by_topics(df, topics, persist=persist, is_stateful=is_stateful) as rows:
                 yield parts, rows
             return
@@ -205,6 +207,13 @@ class DeltaSinks:
                 parts = self._parts_by_function(df.sparkSession, planned, counts)
             tasks = max(part.ranges for part in parts)
             yield parts, divide_by_key(df, keyed, counts, [part.keys for part in parts], tasks=tasks)
+
+    def _has_state(self, spark: "SparkSession", planned: PlannedBatch) -> bool:
+        """Return whether the query is stateful. The first batch of a query may not have stored its state yet."""
+        run = planned.query_id, planned.run_id
+        if self._state is None or self._state[0] != run or planned.batch_id == 0:
+            self._state = run, has_state(spark, planned.root)
+        return self._state[1]
 
     def _parts_by_key(self, planned: PlannedBatch) -> list[TablePart]:
         """Return all tables."""

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from spark_group_source.delta import table_names, table_writer
-from spark_group_source.delta.ledger_decision import first_of
+from spark_group_source.delta.ledger_decision import listed
 from spark_group_source.delta.ledger_format import Ledger
 from spark_group_source.delta.replaced_rows import find_unsettled
 from spark_group_source.delta.table_history import Commit, LedgerExpired, LogFiles, TableHistory, actions_of
@@ -231,7 +231,7 @@ def _check_rows(
         if own_count < row_count:
             notes.append(
                 f"{row_count - own_count:,} rows in files with rows of other writers are not compared (versions "
-                f"{first_of(found.foreign_versions)})"
+                f"{listed(found.foreign_versions)})"
             )
     types = dict(rows.dtypes)
     if not table_names.RECORD_COLUMNS.items() <= types.items():
@@ -267,7 +267,7 @@ def _check_rows(
         if tp in again:
             notes.append(f"{text}; a reset or a truncated log moved it back, so they were read again")
         elif found.foreign_versions and not found.foreign:
-            notes.append(f"{text}; other writers added rows (versions {first_of(found.foreign_versions)})")
+            notes.append(f"{text}; other writers added rows (versions {listed(found.foreign_versions)})")
         else:
             text += " for each group" if len(ledgers) > 1 else ""
             findings.append(Finding("doubled", f"{text}. If a transform writes several, state it: --rows-per-record"))
@@ -277,12 +277,12 @@ def _check_rows(
             continue
         text = f"{tp} has rows up to offset {last}, but the next offset in its ledger is {counted}"
         if found.foreign_versions and not found.foreign:
-            notes.append(f"{text}; other writers added rows (versions {first_of(found.foreign_versions)})")
+            notes.append(f"{text}; other writers added rows (versions {listed(found.foreign_versions)})")
         else:
             findings.append(Finding("behind", text))
     if unknown:
         notes.append(
-            f"{sum(unknown.values()):,} rows of topics that no ledger has are not compared: {first_of(sorted(unknown))}"
+            f"{sum(unknown.values()):,} rows of topics that no ledger has are not compared: {listed(sorted(unknown))}"
         )
     return findings, notes, row_count, own_count
 

@@ -581,7 +581,7 @@ def write_atomically(path: Path, text: str) -> None:
     """Replace a small file; readers see the old text or the new one."""
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
-        part.write_text(text)
+        part.write_text(text, encoding="utf-8")
         part.replace(path)
     except OSError:
         part.unlink(missing_ok=True)

@@ -501,6 +501,17 @@ def test_a_group_starts_at_the_end_of_the_rows_of_a_table_whose_log_was_cleaned_
     assert rows(clone) == records(0, 20)
 
 
+def test_a_clone_whose_log_has_a_gap_is_not_taken_for_a_new_table(query: Query, table: Path) -> None:
+    """A clean-up was interrupted: the log has version 0, and not the CLONE that names the table with the ledger."""
+    query.run(query.sink(table), 0, offset(0, one(0, 10)))
+    clone = clone_of(table, 1, table.parent / "clone")
+    DeltaTable(clone).alter.set_table_properties({"their.other": "1"}, raise_if_not_exists=False)
+    expire_log(clone)
+    (clone / "_delta_log" / f"{0:020}.json").write_text('{"commitInfo":{"timestamp":1,"operation":"CREATE TABLE"}}\n')
+    refused(lambda: query.run(query.sink(clone), 1, offset(1, one(5, 20))))
+    assert rows(clone) == records(0, 10)
+
+
 @pytest.mark.parametrize("first", ["restored", "replaced"])
 def test_the_commands_that_leave_records_out_write_no_record_again(
     query: Query, table: Path, admin: OffsetModel, first: str

@@ -586,8 +586,9 @@ def test_a_failure_of_delta_s_checkpoint_after_a_native_commit_does_not_end_the_
     assert f"table {table}: version 3 is committed, and a checkpoint of the log" in caplog.text
 
 
-def test_no_checkpoint_of_delta_s_is_written_between_new_columns_and_the_rows(query: Query, table: Path) -> None:
-    """Its failure would end the query."""
+def test_a_failure_of_delta_s_checkpoint_after_new_columns_does_not_end_the_query(
+    query: Query, table: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     query.run(query.sink(table, writer="native"), 0, offset(0, one(0, 5)))
     DeltaTable(table).alter.set_table_properties({"delta.checkpointInterval": "1"}, raise_if_not_exists=False)
     blocked = table / "_delta_log" / f"{DeltaTable(table).version() + 1:020}.checkpoint.parquet"
@@ -596,6 +597,7 @@ def test_no_checkpoint_of_delta_s_is_written_between_new_columns_and_the_rows(qu
     query.run(sink, 1, offset(1, one(5, 10)))
     rmtree(blocked)
     assert next_offsets(table) == {("orders", 0): 10}
+    assert "what follows a commit has failed" in caplog.text
 
 
 @pytest.mark.parametrize("is_readable", [True, False])
