@@ -180,12 +180,12 @@ class ControlServer:
 
     def _answer(self, claim: Claim) -> ClaimGranted | ClaimRefused:
         with self._lock:
-            piece = self._claims.claim(claim.plan, claim.task, claim.executor)
+            answer = self._claims.claim(claim.plan, claim.task, claim.executor)
             plan = self._claims.plan(claim.plan)
-        if isinstance(piece, str):
-            return ClaimRefused(reason=piece)
+        if isinstance(answer, str):
+            return ClaimRefused(reason=answer)
         assert plan is not None  # it has the piece
-        return ClaimGranted(Piece.of(piece.ranges, plan.offset.topic_ids, plan.offset.leader_epochs))
+        return ClaimGranted(Piece.of(answer.ranges, plan.offset.topic_ids, plan.offset.leader_epochs))
 
 
 def _positions_after(offset: StreamOffset, tps: Iterable[TopicPartition]) -> PrefetchPositions:

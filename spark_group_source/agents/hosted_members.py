@@ -171,7 +171,9 @@ class HostedMembers:
     """The members that are placed on one agent.
 
     Args:
-        agent, executor, name: as in :class:`AgentReport`.
+        agent: the agent's unique id.
+        executor: its executor's name, as in the claims of the executor's tasks.
+        name: its executor's host and process id, for logs and client ids.
         settings, environment: as in :class:`Member`.
         prefetched: returns the size of what is prefetched, for each heartbeat.
         send: sends a message over the current connection, if there is one; never raises.

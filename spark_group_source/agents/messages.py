@@ -121,10 +121,11 @@ MemberOrder = ev.Join | ev.Release | ev.Subscribe | ev.Leave
 class AgentReport:
     """From an agent to the stream reader.
 
-    ``agent``: its unique id; ``name``: its executor's host and process id, for logs. ``fresh``: no stream reader has
-    accepted the agent yet. ``received``: number of the last order received. ``number``, ``change``: the change, or 0
-    and None. ``prefetched``: what the agent has prefetched for each member, in heartbeats. ``end_reason``: why the
-    agent ends; its members are closed. Empty while it runs.
+    ``agent``: its unique id. ``executor``: its executor's name, as in :class:`Claim`. ``name``: its executor's host and
+    process id, for logs and client ids. ``fresh``: no stream reader has accepted the agent yet. ``received``: number of
+    the last order received. ``number``, ``change``: the change, or 0 and None. ``prefetched``: what the agent has
+    prefetched for each member, in heartbeats. ``end_reason``: why the agent ends; its members are closed. Empty while
+    it runs.
     """
 
     agent: str

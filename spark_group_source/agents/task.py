@@ -75,7 +75,7 @@ class PlannedTask:
     late: bool
     """Whether the binding is late: the task has to claim its piece."""
     uses_agents: bool = True
-    """Whether members may be placed on agents."""
+    """Whether members may be placed on agents. Without agents no task claims, so that no binding is late."""
 
 
 def read_piece(options: Options, piece: Piece, task: PlannedTask, read: ReadOptions) -> "Iterator[pa.RecordBatch]":
@@ -91,13 +91,13 @@ def read_piece(options: Options, piece: Piece, task: PlannedTask, read: ReadOpti
         GroupError: see :func:`~spark_group_source.reader.range_reader.read_ranges`.
     """
     counts, worker = ReadCounts(), _worker_of(task)
-    if not task.uses_agents and not task.late:
+    if not task.uses_agents:
         yield from read_ranges(piece, read, counts)
         reported = counts.reported
         if reported.skipped or options.tasks_report_sizes:
             worker.report(worker.ended(task, reported), connect=True)
         return
-    folder = worker.agent_folder() if task.uses_agents else None
+    folder = worker.agent_folder()
     claim = Claim(plan=task.plan, task=task.number, executor=worker.executor_name)
     if task.late:
         piece = worker.claim(claim)

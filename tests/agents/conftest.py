@@ -22,7 +22,8 @@ def no_agent_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
     """A temporary directory for the test and its processes; agents that still run at its end are killed."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setenv("PYTHONPATH", str(Path(agent_helpers.__file__).parent))  # for processes in place of executors
+    tests = Path(agent_helpers.__file__).parent
+    monkeypatch.setenv("PYTHONPATH", f"{tests.parent}:{tests}")  # for processes in place of executors
     monkeypatch.setattr(agent_folder, "_MAIN", agent_helpers.MAIN)
     monkeypatch.setattr(agent_folder, "_warned", set())
     yield

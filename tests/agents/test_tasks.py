@@ -140,28 +140,6 @@ def test_a_task_without_agents_reads_its_piece_without_claim_and_agent(monkeypat
     assert reported == [LAST]
 
 
-def test_a_task_without_agents_claims_its_piece_if_the_binding_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(task, "_workers", {})
-    monkeypatch.setattr(task, "start_agent", lambda *_: pytest.fail("an agent was started"))
-    read: list[Piece] = []
-
-    def read_ranges(piece: Piece, *_: object) -> list[object]:
-        read.append(piece)
-        return []
-
-    monkeypatch.setattr(task, "read_ranges", read_ranges)
-
-    def answers(peer: ChannelPeer, message: Any) -> None:
-        if isinstance(message, Claim):
-            peer.send(GRANTED)
-
-    options = Options.parse({"kafka.bootstrap.servers": "b:1", "kafka.group.id": "g", "subscribe": "orders"})
-    with listening(answers) as planned:
-        assert list(PlainReader(options).read(RangesPartition(Piece(()), replace(planned, uses_agents=False)))) == []
-        task._worker_of(planned).close()
-    assert read == [GRANTED.piece]
-
-
 def test_a_pause_after_very_many_attempts_is_the_longest_one(tmp_path: Path) -> None:
     """The count of an executor that never reaches the driver grows by one an hour."""
     (tmp_path / "unreached").write_text(json.dumps([10_000, time.time()]))

@@ -173,13 +173,11 @@ class StreamReader:
     def _on_message(self, peer: ChannelPeer, message: Any) -> None:
         match message:
             case Claim():
-                piece = self._claims.claim(message.plan, message.task, message.executor)
-                if isinstance(piece, PlannedPiece):
-                    peer.send(
-                        ClaimGranted(Piece(piece.ranges, {"orders": "a-topic-id-of-kafka-22"})),
-                    )
+                answer = self._claims.claim(message.plan, message.task, message.executor)
+                if isinstance(answer, PlannedPiece):
+                    peer.send(ClaimGranted(Piece(answer.ranges, {"orders": "a-topic-id-of-kafka-22"})))
                 else:
-                    peer.send(ClaimRefused(reason=piece))
+                    peer.send(ClaimRefused(reason=answer))
             case TaskEnded():
                 self._claims.ended(message.plan, message.task, message.executor)
 

@@ -129,7 +129,9 @@ class ChannelClient:
         Raises:
             WireError: the message is not one of the channel's.
         """
-        data = self._codec.encode(message)
+        return self._send(self._codec.encode(message))
+
+    def _send(self, data: bytes) -> bool:
         try:
             with self._sending:
                 if self.end_reason is not None:
@@ -166,16 +168,18 @@ class ChannelClient:
 
         Raises:
             ChannelBroken: no response arrived in time, or the connection has ended.
+            WireError: the message is not one of the channel's; the connection stays open.
         """
         until_s = monotonic() + within_s
-        response = None
+        data = self._codec.encode(message)
         try:
-            self.send(message)
+            self._send(data)
             response = self.receive(until_s - monotonic())
-        finally:
-            if response is None:
-                self.close("no answer in time")
+        except BaseException:
+            self.close("a request was interrupted")
+            raise
         if response is None:
+            self.close("no answer in time")
             raise ChannelBroken(f"no answer within {within_s:.1f} s", waited_ms=int(within_s * 1000))
         return response
 

@@ -21,7 +21,7 @@ from typing import Any, Final
 from spark_group_source.agents.channel.wire import WireError, frame
 
 FIELD_BYTES: Final = 32
-VERSION: Final = 1
+VERSION: Final = 2
 """Version of the handshake, the frames and the messages. Two ends of different versions refuse each other."""
 GREETING: Final = f"spark-group-source channel {VERSION}".encode().ljust(FIELD_BYTES)
 REFUSED: Final = b"refused: another run".ljust(FIELD_BYTES)

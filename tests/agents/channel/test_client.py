@@ -11,6 +11,7 @@ import pytest
 from channel_helpers import SOON_S, Pong, Question, RecordingServer, ScopedClient
 
 from spark_group_source.agents.channel.handshake import FIELD_BYTES, GREETING, Secret
+from spark_group_source.agents.channel.wire import WireError
 from spark_group_source.errors import ChannelBroken
 
 
@@ -158,6 +159,13 @@ def test_the_socket_is_not_closed_under_a_thread_that_is_about_to_poll_it(monkey
         for thread in (closing, waiting):
             thread.join(SOON_S)
         assert "closed by this side" in failed[0] and client._socket.fileno() < 0
+
+
+def test_a_request_that_cannot_be_encoded_keeps_the_connection() -> None:
+    with RecordingServer() as there, ScopedClient([("127.0.0.1", there.port)], there.secret) as client:
+        with pytest.raises(WireError):
+            client.request(object(), SOON_S)
+        assert client.request(Question(number=1), SOON_S) == Pong(number=1)
 
 
 def test_a_request_without_a_response_times_out_and_closes_the_connection() -> None:
