@@ -14,7 +14,7 @@ import sys
 import traceback
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -47,6 +47,7 @@ from spark_group_source.host import run_files
 
 SPARKS = ("pyspark.errors", "py4j")
 """Modules of Spark's own errors, such as a table or path that it cannot read."""
+LEVELS = ("read_committed", "read_uncommitted")
 WATCH_S = 1.0
 """Interval in which a broker in the foreground checks that its node still runs."""
 
@@ -304,8 +305,11 @@ def exporter(
         typer.Option("--table", help="A Delta table by local path; its ledgers are compared with Kafka. Repeatable."),
     ] = None,
     isolation_level: Annotated[
-        Literal["read_committed", "read_uncommitted"], typer.Option(help="Isolation level of the groups' consumers.")
-    ] = "read_committed",
+        str,
+        typer.Option(
+            "--isolation-level", help="Isolation level of the groups' consumers: read_committed or read_uncommitted."
+        ),
+    ] = LEVELS[0],
     command_config: ConfigOption = None,
 ) -> None:
     """Serve Prometheus metrics of groups: offsets, lag in records and seconds, members, rebalances. It joins no
@@ -315,6 +319,8 @@ def exporter(
 
     if bool(group) == all_groups:
         raise common.UsageError("give either --group (repeatable) or --all-groups")
+    if isolation_level not in LEVELS:
+        raise common.UsageError(f"--isolation-level is {isolation_level!r}; it must be {' or '.join(LEVELS)}")
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
     options = options_of(bootstrap_servers, "-", command_config)
     check_settings(options)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
+from rich.console import Console, ConsoleDimensions
 from rich.table import Table
 from rich.text import Text
 
@@ -41,10 +41,23 @@ COLUMNS_IN_FILES = 10_000
 """The width of output that is no terminal's: a program that reads it would find ids that are folded or shortened."""
 
 
-console = Console(markup=False, emoji=False)
+class _Output(Console):
+    """Decides at each print whether the output is a terminal's: stdout may be redirected after the import. A width that
+    was set, or that rich knows of a notebook, is kept."""
+
+    @property
+    def size(self) -> ConsoleDimensions:
+        found = super().size
+        is_given = self._width is not None or "COLUMNS" in os.environ
+        return found if self.is_terminal or is_given else ConsoleDimensions(COLUMNS_IN_FILES, found.height)
+
+    @size.setter
+    def size(self, new: tuple[int, int]) -> None:
+        self._width, self._height = new
+
+
+console = _Output(markup=False, emoji=False)
 """Prints names of groups and tables as they are, also such as ``etl[a]`` or ``shop:fire:1``."""
-if not (console.is_terminal or "COLUMNS" in os.environ):
-    console.width = COLUMNS_IN_FILES
 progress_console = Console(markup=False, emoji=False, stderr=True)
 """Shows what a command waits for: not on stdout, which may be read by a program."""
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.jupyter import JupyterMixin
@@ -70,7 +70,8 @@ class PartitionRow:
 class GroupReport(JupyterMixin):
     """A snapshot of a group; notebooks show it as tables.
 
-    ``state``, ``protocol``, ``assignor``, ``coordinator``: as in :class:`~spark_group_source.kafka.GroupDescription`.
+    ``state``, ``protocol``, ``assignor``, ``coordinator``: as in
+    :class:`~spark_group_source.kafka.translation.GroupDescription`.
     ``runs``: statistics of this host's queries in the group, and of the query with the given checkpoint.
     ``offsets_retention_ms``: the retention of the group's coordinator; None if the user may not read it.
     ``offsets_expiring``: partitions whose offsets may expire within the last quarter of the retention.
@@ -184,7 +185,7 @@ def read_group(
     for tp in tps:
         at = committed.get(tp)
         end = ends.get(tp)
-        counts_from, expires_after_ms = expiring.get(tp, (None, None))
+        expiry_of = expiring.get(tp)
         rows.append(
             PartitionRow(
                 topic=tp.topic,
@@ -195,8 +196,8 @@ def read_group(
                 ledger=(ledger or {}).get(tp),
                 member=owner.get(tp, ""),
                 stream="" if at is None else parse_note(at.metadata).stream or "",
-                expires="" if counts_from is None else counts_from.value,
-                expires_after_ms=expires_after_ms,
+                expires="" if expiry_of is None else expiry_of.counts_from.value,
+                expires_after_ms=None if expiry_of is None else expiry_of.earliest_ms,
             )
         )
     return GroupReport(
@@ -235,11 +236,20 @@ def retention_start(group: GroupDescription) -> RetentionStart:
     return RetentionStart.COMMIT if group.state == "stable" else RetentionStart.NOT_STABLE
 
 
+class Expiry(NamedTuple):
+    """When an offset expires."""
+
+    counts_from: RetentionStart
+    """From when its retention counts."""
+    earliest_ms: int | None
+    """The earliest expiry in milliseconds since the epoch; None if the commit time is not known, or the retention does
+    not count now."""
+
+
 def expiries(
     group: GroupDescription, committed_ms: Mapping[TopicPartition, int | None], *, retention_ms: int | None
-) -> dict[TopicPartition, tuple[RetentionStart, int | None]]:
-    """From when the retention of each offset of a group counts, and the earliest expiry in milliseconds since the
-    epoch; None if the commit time is not known, or the retention does not count now.
+) -> dict[TopicPartition, Expiry]:
+    """When each offset of a group expires.
 
     Args:
         committed_ms: commit time of each offset from its metadata (``identifiers.parse_note``); None if the metadata
@@ -254,19 +264,19 @@ def expiries(
         # A member made the newest commit, so the last member left after it.
         since = at if clock is RetentionStart.COMMIT else newest if clock is RetentionStart.EMPTY else None
         earliest_ms = None if since is None or retention_ms is None else since + retention_ms
-        found[tp] = clock, earliest_ms
+        found[tp] = Expiry(clock, earliest_ms)
     return found
 
 
 def expiring_soon(
-    expiries: Mapping[TopicPartition, tuple[RetentionStart, int | None]], *, now_ms: int, retention_ms: int | None
+    expiries: Mapping[TopicPartition, Expiry], *, now_ms: int, retention_ms: int | None
 ) -> list[TopicPartition]:
     """The offsets that may expire within the last quarter of their retention. Offsets with an unknown time are not
     included."""
     if retention_ms is None:
         return []
     soon_ms = now_ms + (1 - EXPIRING_SHARE) * retention_ms
-    return sorted(tp for tp, (_, earliest_ms) in expiries.items() if earliest_ms is not None and earliest_ms <= soon_ms)
+    return sorted(tp for tp, at in expiries.items() if at.earliest_ms is not None and at.earliest_ms <= soon_ms)
 
 
 def _retention_ms(admin: GroupAdmin, coordinator: int) -> int | None:

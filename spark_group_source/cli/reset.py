@@ -59,7 +59,7 @@ TopicsOption = Annotated[
 ]
 DURATION = re.compile(r"P(?:(\d+)D)?(?:T(?=\d)(?:(\d+)H)?(?:(\d+)M)?(?:(\d+(?:\.\d{1,9})?)S)?)?")
 
-ACTIVE = frozenset({"stable", "preparing_rebalancing", "completing_rebalancing"})
+ACTIVE = frozenset({"stable", "preparing_rebalancing", "completing_rebalancing", "assigning", "reconciling"})
 """States in which Kafka refuses to move a group's offsets: its members would overwrite them."""
 
 
@@ -282,14 +282,16 @@ def resolve(admin: GroupAdmin, group: str, starts: Mapping[TopicPartition, Start
     """
     named = {tp: at.value for tp, at in starts.items() if at.kind == "offset"}
     earliest = {tp for tp, at in starts.items() if at.kind == "earliest"}
-    latest = {tp for tp, at in starts.items() if at.kind == "latest"}
     at_time = admin.offsets_at_time({tp: at.value for tp, at in starts.items() if at.kind == "time"})
+    latest = {tp for tp, at in starts.items() if at.kind == "latest"}
     latest |= {tp for tp, at in at_time.items() if at is None}
     first = admin.earliest(earliest | named.keys())
     end = admin.latest(named, committed=False)
     inside = {tp: min(max(at, first[tp]), end[tp]) for tp, at in named.items() if tp in first and tp in end}
     found = {tp: at for tp, at in at_time.items() if at is not None}
-    found |= {tp: at for tp, at in first.items() if tp in earliest} | _latest(admin, group, latest) | inside
+    found |= {tp: at for tp, at in first.items() if tp in earliest}
+    found |= _latest(admin, group, latest)
+    found |= inside
     return Targets(found, {tp: named[tp] for tp, at in inside.items() if at != named[tp]})
 
 

@@ -285,9 +285,18 @@ class CommittedOffset:
     """The leader epoch of the records below it, if its committer stored one (KIP-320)."""
 
 
-GROUP_STATES: Final = ("stable", "preparing_rebalancing", "completing_rebalancing", "empty", "dead", "unknown")
+GROUP_STATES: Final = (
+    "stable",
+    "preparing_rebalancing",
+    "completing_rebalancing",
+    "assigning",
+    "reconciling",
+    "empty",
+    "dead",
+    "unknown",
+)
 """The states of a group: the client library's names in lower case, where Kafka's own tool prints PreparingRebalance. A
-KIP-848 group that is assigning or reconciling is unknown to the library."""
+KIP-848 group that is assigning or reconciling is unknown to confluent-kafka 2.16; these are Kafka's names."""
 
 
 @dataclass(frozen=True, slots=True)

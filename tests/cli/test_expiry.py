@@ -12,7 +12,7 @@ A, B, C = tps("orders", 0, 1, 2)
 OLD = TopicPartition("former", 0)
 DAY_MS = 86_400_000
 WEEK_MS = 7 * DAY_MS
-STATES = ("stable", "empty", "preparing_rebalancing", "completing_rebalancing")
+STATES = ("stable", "empty", "preparing_rebalancing", "completing_rebalancing", "assigning", "reconciling")
 
 
 def seen(
@@ -40,6 +40,7 @@ def test_offsets_of_subscribed_topics_do_not_expire(state: str, protocol: str) -
         (seen("preparing_rebalancing", "classic", 2, "orders"), RetentionStart.NOT_STABLE),
         (seen("completing_rebalancing", "classic", 2, "orders"), RetentionStart.NOT_STABLE),
         (seen("unknown", "consumer", 2, "orders"), RetentionStart.COMMIT),
+        (seen("reconciling", "consumer", 2, "orders"), RetentionStart.COMMIT),
         (seen("empty", "classic", 0), RetentionStart.EMPTY),
         (seen("empty", "consumer", 0), RetentionStart.COMMIT),
         (seen("empty", "classic", 0, simple=True), RetentionStart.COMMIT),

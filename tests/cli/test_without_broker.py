@@ -1,11 +1,12 @@
 """Arguments and output of commands without a broker: durations, topics, states, CSV files, exit codes."""
 
+import io
 import json
 import os
 import re
 import subprocess
 import sys
-from contextlib import nullcontext
+from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -418,6 +419,7 @@ def test_unreachable_brokers_give_one_line_and_a_retriable_exit_code() -> None:
             for arguments, message in (
                 ([], "give either --group (repeatable) or --all-groups"),
                 (["--group", "g", "--all-groups"], "give either --group"),
+                (["--group", "g", "--isolation-level", "all"], "it must be read_committed or read_uncommitted"),
             )
         ],
         *[
@@ -444,13 +446,6 @@ def test_contradictory_options_exit_2_before_any_request(arguments: list[str], m
     assert shown.exit_code == USAGE
     assert message in shown.output
     assert len(shown.output.splitlines()) == 1
-
-
-def test_another_isolation_level_exits_2_before_any_request() -> None:
-    options = ["--port", "0", "--group", "g", "--isolation-level", "all", "--bootstrap-servers", NO_BROKER]
-    shown = CliRunner().invoke(app, ["exporter", *options])
-    assert shown.exit_code == USAGE
-    assert all(word in shown.output for word in ("'all'", "read_committed", "read_uncommitted"))
 
 
 def test_an_argument_that_is_not_utf_8_is_refused() -> None:
@@ -537,6 +532,21 @@ def test_groups_are_described_during_a_transaction_and_without_one_that_does_not
     assert (named.exit_code, named.stdout) == (code, "")
 
 
+@pytest.mark.parametrize("state", ["assigning", "reconciling"])
+def test_kafkas_states_of_a_kip_848_group_are_listed_and_keep_it_from_a_reset(
+    state: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """confluent-kafka 2.16 reports them as unknown."""
+    listed = [ListedGroup(name, name, "consumer") for name in (state, "stable")]
+    described = GroupDescription(state, "consumer", "uniform", ())
+    admin: Any = SimpleNamespace(groups=lambda: listed, describe_group=lambda _: described)
+    monkeypatch.setattr(common, "admin_of", lambda *_: nullcontext(admin))
+    shown = CliRunner().invoke(app, ["list", "--bootstrap-server", NO_BROKER, "--state", state.title()])
+    assert shown.exit_code == 0 and state in shown.output and "stable" not in shown.output
+    with pytest.raises(GroupError, match=f"is {state} with 0 members"):
+        resetting._require_movable(admin, "g", {TopicPartition("t", 0): 1})
+
+
 def output_of(words: list[str], **env: str) -> "subprocess.CompletedProcess[bytes]":
     """Run Python with its output in a pipe, where nothing says how wide it is."""
     given = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "FORCE_COLOR")} | env
@@ -547,6 +557,24 @@ def test_output_in_a_pipe_folds_no_id() -> None:
     code = "from spark_group_source.cli.common import *; console.print(table_of('id', rows=[('x' * 300,)]))"
     assert b"x" * 300 in output_of(["-c", code]).stdout
     assert b"x" * 300 not in output_of(["-c", code], COLUMNS="90").stdout
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_the_width_of_output_is_decided_when_it_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("COLUMNS", "FORCE_COLOR", "TTY_COMPATIBLE"):
+        monkeypatch.delenv(name, raising=False)
+    with redirect_stdout(Terminal()):
+        console = common._Output()
+    with redirect_stdout(io.StringIO()) as printed:
+        console.print("x" * 300)
+    assert printed.getvalue() == "x" * 300 + "\n"
+    with redirect_stdout(Terminal()):
+        assert console.width < 300
+    assert common._Output(force_jupyter=True).width == Console(force_jupyter=True).width
 
 
 def test_output_with_characters_that_its_encoding_lacks_is_printed() -> None:
