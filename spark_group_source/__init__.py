@@ -87,6 +87,8 @@ _MODULES_OF_NAMES = {
     "reset": "cli.functions",
 }
 """The modules of the names that are imported on first access."""
+_NEEDS_SPARK = frozenset({"DeadLetters", "DeltaSink", "DeltaSinks", "GroupListener", "KafkaGroupDataSource", "Merge"})
+"""The names whose modules import pyspark."""
 
 
 def __getattr__(name: str) -> Any:
@@ -94,7 +96,7 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module("spark_group_source.decode")
     if name not in _MODULES_OF_NAMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if name[0].isupper():  # a class, whose module imports pyspark
+    if name in _NEEDS_SPARK:
         from spark_group_source import compatibility
 
         compatibility.check()  # a missing or unsupported Spark lacks what the module imports

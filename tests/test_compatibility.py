@@ -279,6 +279,11 @@ def test_on_an_older_spark_the_lookup_of_sources_works_and_this_one_is_refused_a
     assert f"errors.SetupError: Spark {pyspark.__version__} has no {lacks}: this release" in ended.stderr
 
 
+def test_describe_and_reset_are_imported_without_spark() -> None:
+    code = "import sys; sys.modules['pyspark'] = None; from spark_group_source import describe, reset"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
 # --- pickling ----------------------------------------------------------------------------------------------------
 
 

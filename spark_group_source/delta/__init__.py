@@ -9,8 +9,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal
 
-from pyspark.errors import PySparkException
-
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
@@ -36,6 +34,8 @@ def session_setting(
     Raises:
         PySparkException: the platform forbids it, and ``must`` is set.
     """
+    from pyspark.errors import PySparkException
+
     name = (id(spark), key)
     with _lock:
         is_changed = False

@@ -268,8 +268,8 @@ class GroupSweeper:
         }
         now_ms = self._environment.now_ms()
         firsts: dict[TopicPartition, int] = {}
-        if lagging := {tp for tp, _ in behind}:
-            self._attempt("log start offsets", lambda: firsts.update(self._admin.earliest(lagging, require_all=False)))
+        if known := self._ages.known(behind, now_ms=now_ms):
+            self._attempt("log start offsets", lambda: firsts.update(self._admin.earliest(known, require_all=False)))
         missing = self._ages.missing(behind, firsts, now_ms=now_ms)
         read: dict[Key, RecordTime | None] = {}
 
@@ -383,19 +383,21 @@ class RecordAges:
     def __init__(self) -> None:
         self._known: dict[Key, _Known] = {}
 
+    def known(self, behind: Iterable[Key], *, now_ms: int) -> set[TopicPartition]:
+        """Return the partitions with a known record, whose log start offsets show whether the record still exists."""
+        return {key[0] for key in behind if (known := self._fresh(key, now_ms)) is not None and known.record}
+
     def missing(self, behind: Mapping[Key, int], firsts: Mapping[TopicPartition, int], *, now_ms: int) -> list[Key]:
         """Return the keys whose record must be read, those never read before first.
 
         Args:
             behind: the end offset of the partition, by key.
-            firsts: the log start offsets of the partitions, which show whether a known record still exists; the record
-                of an unanswered one is read again.
+            firsts: the log start offsets of the partitions from :meth:`known`; an unanswered one is read again.
         """
         missing = []
         for key, end in behind.items():
-            known = self._known.get(key)
-            is_fresh = known is not None and now_ms < known.read_ms + READ_AGAIN_MS
-            if known is None or not is_fresh or not _is_valid(known, end, firsts.get(key[0])):
+            known = self._fresh(key, now_ms)
+            if known is None or not _is_valid(known, end, firsts.get(key[0])):
                 missing.append(key)
         return sorted(missing, key=lambda key: key in self._known)
 
@@ -413,6 +415,10 @@ class RecordAges:
         if known is None or (known.record is not None and known.record.timestamp_ms == NO_TIME):
             return None
         return 0.0 if known.record is None else max(0, wall_ms - known.record.timestamp_ms) / 1000
+
+    def _fresh(self, key: Key, now_ms: int) -> _Known | None:
+        known = self._known.get(key)
+        return known if known is not None and now_ms < known.read_ms + READ_AGAIN_MS else None
 
 
 def _is_valid(known: _Known, end: int, first: int | None) -> bool:
