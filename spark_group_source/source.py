@@ -209,7 +209,8 @@ class GroupStreamReader(compatibility.CheckedPickle, DataSourceStreamReader):
             announces_end = not isinstance(self, PlainReader)
             coordinator = Coordinator(self._options, announces_end=announces_end, publisher=publisher)
             tasks_report = not self._options.fail_on_data_loss or self._options.tasks_report_sizes
-            member_host, local_mode = self._options.member_host, is_local_mode()
+            member_host = self._options.member_host
+            local_mode = is_local_mode()
             uses_agents = member_host == "executor" or (member_host == "auto" and not local_mode)
             if uses_agents or tasks_report:
                 self._control_server = _start_control_server(

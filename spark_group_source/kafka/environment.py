@@ -203,7 +203,9 @@ def check_settings(options: Options) -> None:
         OptionError: the library refuses a setting (the message contains its text, without secrets), or a function
             cannot be imported.
     """
-    environment, consumer, producer = Environment(), options.consumer_settings(), options.producer_settings()
+    environment = Environment()
+    consumer = options.consumer_settings()
+    producer = options.producer_settings()
     for settings in (consumer, producer):
         settings["log_level"] = "0"
         if TOKEN_CALLABLE in settings:  # a client would call the function when it is created

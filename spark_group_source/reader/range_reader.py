@@ -334,6 +334,7 @@ class RangeState(Enum):
     READING = "planned rows of the range are handed over"
     STOPPED = "the client stopped fetching, or fetches at a wrong offset; the partition is assigned again after a check"
     DAMAGED = "a record batch had a wrong checksum; rows after it are dropped, and fetched again after a check"
+    NEWER_LEADER = "the next row has a newer leader than the plan; rows are dropped until a check finds no truncation"
 
 
 @dataclass(slots=True)
@@ -348,9 +349,9 @@ class RangeProgress:
     """The epoch of the leader that reported the end; None: unknown, or the leader counts in another way."""
     checked_s: float
     """When the position last moved, or the range was last checked; monotonic seconds."""
-    state: RangeState | NewerRecord = RangeState.READING
-    """A record: the next one, written by a newer leader than the plan's. Rows are dropped until a check shows whether
-    the log was truncated."""
+    state: RangeState = RangeState.READING
+    newer: NewerRecord | None = None
+    """In NEWER_LEADER: the next record."""
     at_end: bool = False
     """Whether the position is at the end of what can be read."""
     in_transaction: bool = False
@@ -360,7 +361,7 @@ class RangeProgress:
     @property
     def drops_rows(self) -> bool:
         """Whether fetched rows are not the next ones."""
-        return self.state is RangeState.DAMAGED or isinstance(self.state, NewerRecord)
+        return self.state in (RangeState.DAMAGED, RangeState.NEWER_LEADER)
 
 
 class RangeReader:
@@ -461,7 +462,7 @@ class RangeReader:
                 self._counts.rows_from_brokers[tp] += rows.last - rows.first
             self._advance(tp, progress, rows.position, now)
             if rows.newer is not None:
-                progress.state = rows.newer
+                progress.state, progress.newer = RangeState.NEWER_LEADER, rows.newer
                 if self._check is not None and self._check.tp == tp:
                     self._check.cancel()  # its response may be older than the new leader
                     self._check = None
@@ -572,18 +573,18 @@ class RangeReader:
 
     # --- topic checks
 
-    def _receive_topic_checks(self, wait_s: float) -> TopicDescriptions | ClientEvent | None:
-        """Receive descriptions of topics, within ``wait_s``, and apply their checks."""
+    def _receive_topics(self, wait_s: float) -> TopicDescriptions | ClientEvent | None:
+        """Receive descriptions of topics, within ``wait_s``, and compare them with the plan."""
         topics = self._topics.receive(wait_s)
         if isinstance(topics, ClientEvent):
             self._request_failed(Request.TOPICS, topics)
         elif topics is not None:
             self._suspicions.clear((Request.FETCH, None), (Request.TOPICS, None))
             for name, topic in topics.items():
-                self._apply_topic_check(name, topic)
+                self._compare_topic(name, topic)
         return topics
 
-    def _apply_topic_check(self, name: str, topic: TopicDescription) -> None:
+    def _compare_topic(self, name: str, topic: TopicDescription) -> None:
         now = time.monotonic()
         match self._topics.compare(name, topic):
             case TopicCheck.GONE:
@@ -634,9 +635,9 @@ class RangeReader:
                     _pause.wait(TOPIC_REQUEST_PAUSE_S)
                 self._topics.send(self._client, names)
             pause = True
-            if (checks := self._receive_topic_checks(TOPIC_REQUEST_PAUSE_S)) is not None:
+            if (topics := self._receive_topics(TOPIC_REQUEST_PAUSE_S)) is not None:
                 now = time.monotonic()
-                self._deadline.note_request(now, now, is_answered=not isinstance(checks, ClientEvent))
+                self._deadline.note_request(now, now, is_answered=not isinstance(topics, ClientEvent))
             self._enforce_deadline()
 
     # --- range checks
@@ -666,7 +667,7 @@ class RangeReader:
     def _is_done(self, check: RangeCheck) -> bool:
         """Receive the responses of a check and apply them. Returns whether all are there."""
         tp = check.tp
-        topics = self._receive_topic_checks(0.0)
+        topics = self._receive_topics(0.0)
         if check.topic is TopicCheck.UNCHECKED:
             if isinstance(topics, ClientEvent):
                 check.note_request(is_answered=False)
@@ -680,8 +681,9 @@ class RangeReader:
         elif watermarks is not None:
             self._suspicions.clear((Request.OFFSETS, tp.topic))
             progress = self._ranges[tp]
-            if isinstance(progress.state, NewerRecord):
-                self._apply_leader_epoch(tp, progress, progress.state, watermarks)
+            if progress.state is RangeState.NEWER_LEADER:
+                assert progress.newer is not None
+                self._apply_leader_epoch(tp, progress, progress.newer, watermarks)
             else:
                 self._apply_watermarks(tp, progress, watermarks)
         return watermarks is not None

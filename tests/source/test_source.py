@@ -21,7 +21,14 @@ from spark_group_source.errors import CheckpointMismatch, OptionError, SetupErro
 from spark_group_source.model import TopicPartition
 from spark_group_source.options.table import Options
 from spark_group_source.protocol.offsets import StreamOffset
-from spark_group_source.source import LOG_LEVEL_ENV, KafkaGroupDataSource, PlainReader, _prepare_process
+from spark_group_source.source import (
+    LOG_LEVEL_ENV,
+    GroupStreamReader,
+    KafkaGroupDataSource,
+    PlainReader,
+    RangesPartition,
+    _prepare_process,
+)
 
 LOAD_S = 600
 """Time limit of a hanging process."""
@@ -213,6 +220,33 @@ def test_a_control_server_that_cannot_listen_is_reported_at_the_start(
         assert signal.getsignal(signal.SIGTERM) is not signal.SIG_IGN  # which processes started here would inherit
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize("is_local", [False, True])
+@pytest.mark.parametrize("host", ["auto", "executor", "driver"])
+@pytest.mark.parametrize("tasks_report", [False, True])
+def test_tasks_use_agents_or_only_report_or_have_no_control_server(
+    host: str, is_local: bool, tasks_report: bool, group_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("spark_group_source.source._prepare_process", lambda: None)
+    monkeypatch.setattr("spark_group_source.agents.agent_folder.is_local_mode", lambda: is_local)
+    monkeypatch.setattr("spark_group_source.source.atexit.register", lambda _: None)
+    more: dict[str, Any] = {"memberHost": host, "coordinatorHost": "127.0.0.1", "failOnDataLoss": not tasks_report}
+    reader = PlainReader(Options.parse(options_of("127.0.0.1:1", group_id, subscribe="t", **more)))
+    coordinator = reader._running_coordinator()
+    try:
+        monkeypatch.setattr(coordinator, "start_batch", lambda _: None)
+        end = StreamOffset(group=group_id, stream="s", seq=1, ranges={TopicPartition("t", 0): (1, 2)})
+        (partition,) = GroupStreamReader.partitions(reader, reader.initialOffset(), end.to_json_dict())
+    finally:
+        coordinator.close()
+        if reader._control_server is not None:
+            reader._control_server.stop()
+    assert isinstance(partition, RangesPartition)
+    uses_agents = host == "executor" or (host == "auto" and not is_local)
+    assert (partition.task is not None) == (uses_agents or tasks_report)
+    assert partition.task is None or partition.task.uses_agents == uses_agents
+    assert partition.piece.ranges == tuple(end.batch())
 
 
 def _latest(reader: Any, start: dict[str, Any]) -> dict[str, Any]:
