@@ -10,7 +10,7 @@
 #   make structure   files, import levels, cycles, files with one importer, duplicate class names
 #   make mutants SEED=1 COUNT=200   random changes of the product's decisions, and which of them no test finds
 #   make clean   remove everything that the other targets created here
-#   MEMBER_HOST=auto make test   the tests with members beside executors, unless a test sets memberHost
+#   MEMBER_HOST=executor make test   the tests with members beside executors, unless a test sets memberHost
 
 VENV := .venv
 STAMP := .stamps/venv

@@ -113,6 +113,7 @@ class Story:
     def _drain(self) -> int:
         self._until(lambda: self._at(1.0), "the job catches up while orders keep coming")
         produced = self.stage.orders.finish()
+        self.stage.look()  # the view may be of a time before the last orders
         self._until(lambda: self.stage.view.lag == 0, "no more orders: the rest is written to the table")
         self._tell(f"the last of {produced:,} orders is in the table: the group's lag is 0")
         self.screen.doing("the job stops")

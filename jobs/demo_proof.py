@@ -28,10 +28,6 @@ class DeltaLog:
         self._ledgers: dict[str, dict[str, dict[int, int]]] = {}
 
     @property
-    def commits(self) -> int:
-        return self._next
-
-    @property
     def rows(self) -> int:
         return sum(self._rows.values())
 

@@ -33,8 +33,8 @@ END_S = 600
 """Time limit of a run that should end by itself."""
 LOOK_S = 1
 MEMBER_HOST = os.environ.get("MEMBER_HOST", "driver")
-"""``MEMBER_HOST=auto make test``: sets memberHost for every query whose test does not. The default is driver, because
-agents start after seconds, and most queries of tests are finished by then."""
+"""``MEMBER_HOST=executor make test``: sets memberHost for every query whose test does not. The default is driver,
+because agents start after seconds, and most queries of tests are finished by then."""
 
 MATRIX_KAFKA = os.environ.get("MATRIX_KAFKA", "")
 """The brokers' version in `make matrix`; empty: the usual one."""
