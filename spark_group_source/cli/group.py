@@ -7,9 +7,11 @@ reads, draws and waits; each request has the bounds of ``kafka.admin``.
 import json
 import time
 from collections import deque
+from collections.abc import Iterable
 from contextlib import nullcontext
 from datetime import datetime
-from typing import Annotated
+from itertools import zip_longest
+from typing import Annotated, Any
 
 import typer
 from rich.console import RenderableType
@@ -188,38 +190,41 @@ def _show_runs(described: GroupReport) -> None:
     if idle:
         console.print(f"members without partitions: {', '.join(idle)}")
     for run in described.runs:
+        counts = Statistics.from_dict(run)
         at = f"process {run['pid']}" + (f" on {run['host']}" if "host" in run else "")
         now_s = run["now_ms"] / 1000 if "now_ms" in run else time.monotonic()
         if "written_ms" in run:
             at += f", reported {time.time() - run['written_ms'] / 1000:.0f} s ago"
         console.print(
-            f"query in {at}: generation {run['generation']}, {counted(run['rebalances'], 'rebalance')}"
-            f"{', the last: ' + run['reason'] if run['reason'] else ''}, "
-            f"longest hold {run['hold_max_ms']} ms, {counted(run['commits'], 'commit')}, "
-            f"{run['commits_failed']} failed, {counted(run['partitions_lost'], 'partition')} lost, "
-            f"{counted(run['records_lost'], 'record')} lost"
+            f"query in {at}: generation {counts.generation}, {counted(counts.rebalances, 'rebalance')}"
+            f"{', the last: ' + counts.reason if counts.reason else ''}, "
+            f"longest hold {counts.hold_max_ms} ms, {counted(counts.commits, 'commit')}, "
+            f"{counts.commits_failed} failed, {counted(counts.partitions_lost, 'partition')} lost, "
+            f"{counted(counts.records_lost, 'record')} lost"
         )
-        console.print(_slots(Statistics.from_dict(run), now_s))
+        console.print(_slots(counts, now_s))
         for line in report.written_lines(run):
             console.print(line)
-        if missing := run.get("missing_topics"):
-            console.print(f"query in {at}: topic {shown(missing)} does not exist")
-        if since_ms := run.get("unreachable_since_ms"):
+        if counts.missing_topics:
+            console.print(f"query in {at}: topic {shown(counts.missing_topics)} does not exist")
+        if since_ms := counts.unreachable_since_ms:
             console.print(f"query in {at}: no broker has answered it for {now_s - since_ms / 1000:.0f} s")
 
 
 def _slots(run: Statistics, now_s: float) -> RenderableType:
-    """Where each slot of a query is placed, and what is read there. Tasks report only where agents can run."""
+    """Where each slot of a query is placed, and what is read there. Tasks report only where agents can run. Values that
+    another version of the package did not write are shown as missing."""
     lines = []
     columns = ("slot", "state", "partitions", "placed on", "for", "prefetched", "rows from memory", "rows from brokers")
     table = table_of(*columns, "recalls")
-    for slot, (state, partitions) in enumerate(zip(run.slots, run.assigned, strict=True)):
-        agent, placed_s = run.agents[slot], now_s - run.placed_since_ms[slot] / 1000
-        rows = run.rows_from_memory[slot], run.rows_from_brokers[slot]
-        held = f"{run.buffered_rows[slot]:,} rows, {run.buffered_bytes[slot] / 1024:,.0f} KiB"
-        at = (agent, f"{placed_s:.0f} s", held) if agent else ("the stream reader", None, None)
-        read = rows if any(rows) else (None, None)
-        values = slot, state, partitions, *at, *read, run.slot_recalls[slot]
+    placed = (run.agents, run.placed_since_ms, run.buffered_rows, run.buffered_bytes)
+    reads = (run.rows_from_memory, run.rows_from_brokers)
+    by_slot: Iterable[tuple[Any, ...]] = zip_longest(run.slots, run.assigned, run.slot_recalls, *placed, *reads)
+    for slot, (state, partitions, recalls, agent, since_ms, rows, size, *read) in enumerate(by_slot):
+        age = None if since_ms is None else f"{now_s - since_ms / 1000:.0f} s"
+        held = None if rows is None or size is None else f"{rows:,} rows, {size / 1024:,.0f} KiB"
+        at = (agent, age, held) if agent else ("the stream reader", None, None)
+        values = slot, state, partitions, *at, *(read if any(read) else (None, None)), recalls
         table.add_row(*cells(values))
         named = zip((*columns, "recalls"), cells(values), strict=True)
         lines.append(", ".join(f"{name} {value}" for name, value in named if value.plain != "-"))
@@ -327,4 +332,4 @@ def rate(before: GroupReport, after: GroupReport, elapsed_s: float) -> float:
 
 
 def _rebalances(of: GroupReport) -> dict[int, tuple[int, str]]:
-    return {run["pid"]: (run["rebalances"], str(run["reason"])) for run in of.runs}
+    return {run["pid"]: (run.get("rebalances", 0), run.get("reason", "")) for run in of.runs}
