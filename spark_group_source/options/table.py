@@ -380,10 +380,10 @@ class Options:
         "trigger", one_of("auto", "availableNow", "processingTime"), "auto, availableNow or processingTime",
         default="auto",
         doc="The query's trigger. Spark 4.0 and 4.1 do not pass it to a Python source, and run only one batch with "
-        "`availableNow`. availableNow: this batch reads everything, and the limits of a batch are ignored. "
-        "processingTime: the first batch of a run does not wait for late partitions. auto: it waits for them, and if "
-        "the run ends after it, a warning reports what these limits left. Newer Sparks pass the trigger, and "
-        "another one than this is refused.")
+        "`availableNow`. availableNow: this batch reads everything; maxOffsetsPerTrigger and "
+        "maxBytesPerTrigger are ignored. processingTime: the first batch of a run does not wait for late partitions. "
+        "auto: it waits for them, and if the run ends after it, a warning reports what these limits left. Newer Sparks "
+        "pass the trigger, and another one than this is refused.")
     group_protocol: Literal["classic", "consumer"] = _option(
         "kafka.group.protocol", one_of("classic", "consumer"), "classic or consumer", default="classic",
         doc="The group protocol. With `consumer` (KIP-848) the broker controls session timeout, heartbeats and "

@@ -879,7 +879,7 @@ class Run:
             )
         elif self.planner.left:
             self._out.log(
-                "the query stops after one batch, which the limits of a batch bounded; "
+                "the query stops after one batch, which maxOffsetsPerTrigger or maxBytesPerTrigger bounded; "
                 f"{self.planner.left} offsets are left. If its trigger is availableNow, set the source's option "
                 "trigger to availableNow, because this Spark runs only one batch",
                 warn=True,
