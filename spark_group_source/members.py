@@ -197,7 +197,8 @@ class Member(SlotMember):
         """Wait until the thread has ended; return False after the timeout."""
         if self._thread is None:
             return True
-        if timeout_s > 0 and self._thread.is_alive():  # with 0 it may be the thread itself, which reports its end
+        # With 0 it may be the thread itself, which reports its end. A thread that could not be started raises in join.
+        if timeout_s > 0 and self._thread.is_alive():
             self._thread.join(timeout_s)
         return not self._thread.is_alive()
 

@@ -1,7 +1,7 @@
 """Values that all parts of the source use.
 
-Runs in: every process. Deliberately absent: behaviour, I/O, anything of Kafka or Spark. They are named tuples, because
-a plan over 100,000 partitions creates and compares millions of them."""
+Runs in: every process. Deliberately absent: behaviour, I/O, the libraries of Kafka and Spark. They are named tuples,
+because a plan over 100,000 partitions creates and compares millions of them."""
 
 from collections.abc import Iterable, Mapping
 from typing import Literal, NamedTuple

@@ -19,7 +19,7 @@ from spark_group_source.agents.channel.wire import Codec
 from spark_group_source.model import Identity, Piece, TaskCounts, TopicPartition
 from spark_group_source.protocol import events as ev
 
-if TYPE_CHECKING:  # the package loads confluent_kafka, which would delay the first task of each worker
+if TYPE_CHECKING:  # this module loads confluent_kafka, which would delay the first task of each worker
     from spark_group_source.kafka.environment import Environment
 
 # --- tasks ----------------------------------------------------------------------------------------------------------

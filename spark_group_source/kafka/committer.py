@@ -84,6 +84,10 @@ class TransactionalCommitter:
     a new producer would take the id back from a process that has replaced this one meanwhile. When the producer fails
     for good, or the brokers aborted its transaction after a long outage, :attr:`id_uncertain` is set until
     :meth:`regain_id`; the caller must first prove that this process still has its memberships.
+
+    Args:
+        settings: librdkafka settings of a producer.
+        transactional_id: the same for every run of a stream.
     """
 
     def __init__(

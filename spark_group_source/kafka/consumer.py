@@ -78,6 +78,7 @@ class MemberConsumer:
     All calls are made on one thread; the callbacks run on it, inside :meth:`poll`.
 
     Args:
+        settings: librdkafka settings with group.id and, for a static member, group.instance.id.
         own_member_ids: receives each member id that the group assigns to it.
         on_assigned: called with the added partitions and the generation.
         on_revoked: called with the revoked partitions. The revocation takes effect when it returns.

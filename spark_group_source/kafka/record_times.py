@@ -62,7 +62,11 @@ class RecordTime(NamedTuple):
 
 
 class RecordTimes:
-    """Reads the timestamps of next records, with a consumer of its own. One thread uses it."""
+    """Reads the timestamps of next records, with a consumer of its own. One thread uses it.
+
+    Args:
+        settings: librdkafka settings of an admin client.
+    """
 
     def __init__(self, settings: Mapping[str, str], *, isolation_level: str, environment: Environment) -> None:
         self._settings = {**settings, **_SETTINGS, "isolation.level": isolation_level}

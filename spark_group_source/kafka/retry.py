@@ -54,6 +54,7 @@ class Retry:
     Args:
         retries: the maximum number of retries after a transient failure, within :data:`RETRY_S_MAX`.
         interval_s: the pause before such a retry, at most :data:`RETRY_S_MAX`.
+        pause: replaces the environment's pause.
     """
 
     def __init__(

@@ -80,6 +80,7 @@ class OffsetCommits:
     Args:
         own_member_ids: the member ids that members of this run have or had.
         has_placed_members: whether a member of this run was ever placed on an agent.
+        handle: receives each event; never raises.
     """
 
     def __init__(
@@ -254,6 +255,7 @@ class OffsetCommits:
     def _skip(self, part: MemberCommit, exc: MemberStale, skipped: dict[int, str]) -> None:
         member, skipped[part.member.slot] = part.member, str(exc)
         if exc.expelled:  # its own client may not know yet: replace the member
+            # Before the order to leave: the end of the member would be reported first, and with another reason.
             self._handle(ev.MemberFailed(slot=member.slot, client=member.client, reason=str(exc)))
             member.submit(ev.Leave(slot=member.slot, leave=False))
 
@@ -294,6 +296,9 @@ class OffsetCommits:
         self, slot: int, partition: Callable[[], TopicPartition], *, confirmed: bool = True
     ) -> ReplacedCheck:
         """Check on behalf of a slot whether a newer driver commits for this stream.
+
+        The answer cannot be late, so :class:`Replaced` need not name the slot: a slot has one check at a time, and only
+        its answer, or the close of the run, ends the slot's state CHECKING.
 
         Args:
             slot: the slot whose member was fenced.

@@ -54,6 +54,7 @@ class RequestThread:
     Args:
         topics: lists the subscribed topics that exist, and their partition counts; may raise GroupError.
         may_find_topics: whether there may be subscribed topics that the run does not know: the topics are listed again.
+        handle: receives each event; never raises.
     """
 
     def __init__(

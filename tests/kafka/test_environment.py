@@ -40,7 +40,7 @@ def test_a_thread_that_cannot_be_started_is_reported_before_spawn_returns(monkey
     died: list[BaseException] = []
     thread = Environment().spawn("t", lambda: None, died=died.append)
     assert died == [none_left]
-    assert not thread.is_alive()
+    assert not thread.is_alive()  # it cannot be joined: that raises for a thread that was not started
 
 
 def test_a_process_detects_the_end_of_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:

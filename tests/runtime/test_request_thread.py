@@ -513,8 +513,16 @@ def test_offsets_of_a_stale_member_are_skipped_and_the_others_committed(scene: S
 def test_an_expelled_member_is_replaced(scene: Scene) -> None:
     scene.environment.will("send_offsets", UNKNOWN)
     scene.shows({A1: 6})
+    handled_before_leave: list[ev.Event] = []
+
+    def submit(command: ev.Command) -> None:
+        handled_before_leave.extend(scene.handled)
+        scene.members[0].commands.append(command)
+
+    scene.members[0].submit = submit  # type: ignore[method-assign]
     scene.run(scene.order(commit_command()))
     failed, done = scene.handled
+    assert handled_before_leave == [failed], "the end of the member has no reason"
     assert isinstance(failed, ev.MemberFailed) and (failed.slot, failed.client) == (0, 7)
     assert isinstance(done, ev.OffsetsCommitted) and done.offsets == {A1: 6}
     assert scene.members[0].commands == [ev.Leave(slot=0, leave=False)]
