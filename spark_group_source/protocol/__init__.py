@@ -1,4 +1,5 @@
 """The group protocol as a pure state machine: events in, commands out.
 
-Runs in: the stream reader, tests. Deliberately absent: clock, threads, sockets, logs, Kafka, Spark.
+Runs in: the stream reader, tests; its values (such as rules, events, offsets) in every process. Deliberately absent:
+clock, threads, sockets, logs, Kafka, Spark.
 """

@@ -301,8 +301,9 @@ class OffsetsCommitted:
     """These offsets are committed, and a plain read shows them.
 
     ``left_out``: slots whose offsets are not committed, with the reason: their member is in another generation than
-    when the commit was ordered, or in none. That is normal during a rebalance, and may concern all slots of the commit.
-    The offsets of partitions that are still held are committed later.
+    when the commit was ordered, or in none, or has released partitions since; or the slot has no member. That is normal
+    during a rebalance, and may concern all slots of the commit. The offsets of partitions that are still held are
+    committed later.
     """
 
     offsets: Mapping[TopicPartition, int]

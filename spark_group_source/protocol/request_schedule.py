@@ -170,7 +170,7 @@ class CommitSchedule:
         self._durable_at_ms: int | None = None
         """When the last batch became durable; None once all its offsets are committed."""
         self.last_failure = ""
-        """Kafka's last answer about offsets that are not committed; empty if the last commit had all of them."""
+        """Why the last commit failed or left out slots; empty if it included all offsets."""
         self._absent: dict[int, _AbsentSlot] = {}
 
     @property
@@ -201,7 +201,8 @@ class CommitSchedule:
         self._state = Committing(offsets, frozenset(slots))
 
     def succeeded(self, now_ms: int, *, left_out: Mapping[int, str], all_committed: bool) -> int | None:
-        """The commit succeeded, but for the offsets of the slots in ``left_out``, which may be all of its slots.
+        """The commit succeeded, but for the offsets of the slots in ``left_out``, which may be all of its slots: then
+        a later failure counts as one more in a row.
 
         Args:
             left_out: the slots whose offsets were left out, and why.
@@ -210,12 +211,15 @@ class CommitSchedule:
         Returns:
             The milliseconds since the last batch became durable, if all its offsets are committed with this commit.
         """
-        for slot in self._committing_slots() - left_out.keys():
+        committed_slots = self._committing_slots() - left_out.keys()
+        for slot in committed_slots:
             self.slot_is_back(slot)
-        self.last_failure = next(iter(left_out.values()), "")
+        self.last_failure = "; ".join(sorted(set(left_out.values())))
         for slot, reason in left_out.items():
             self._leave_out(slot, reason, now_ms)
-        self._state, self._failures = Idle(), 0
+        self._state = Idle()
+        if committed_slots:
+            self._failures = 0
         if not all_committed or self._durable_at_ms is None:
             return None
         took_ms, self._durable_at_ms = now_ms - self._durable_at_ms, None

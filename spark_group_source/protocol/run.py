@@ -274,7 +274,8 @@ class Run:
             # placement of members on agents
             case ev.MemberEnded():
                 self.placement.member_ended(event)
-                # An agent reports once why it ends. If that is lost, only this event shows that the member is gone.
+                # An agent reports once why it ends. If that is lost, only this event shows that the member is gone. A
+                # member of the stream reader has reported why it ends, or was closed: its slot ignores this.
                 ended = ev.MemberFailed(slot=event.slot, client=event.client, reason="it ended with its agent")
                 self._fail(self.slots.apply(ended))
             case ev.AgentConnected() | ev.AgentHeartbeat() | ev.AgentDisconnected() | ev.AgentEnded():
@@ -713,13 +714,14 @@ class Run:
 
     def _move_slots(self) -> ev.Wait | None:
         """Between two batches, slots move to where they should be placed; the plan waits for them a bounded time."""
-        self.start_moves()
+        self._start_moves()
         until_ms = self.placement.waits_until_ms()
         return None if until_ms is None or until_ms <= self._now_ms else ev.Wait(until_ms=until_ms)
 
-    def start_moves(self) -> None:
+    def _start_moves(self) -> None:
         """Start the moves of slots that are due. Only between two batches: the last one is durable, and the next one is
         not planned."""
+        _require(self.plan is None and not self.closed, "slots move while a batch is in flight, or after the close")
         self.placement.start_moves()
         self._apply_rules()
 
@@ -833,7 +835,7 @@ class Run:
             self._fail(self._assignment.timeout("reached a stable assignment", waited_ms))
             return
         if self.placement.has_agents:
-            self.start_moves()  # a slot whose offsets cannot be committed on its agent has to return
+            self._start_moves()  # a slot whose offsets cannot be committed on its agent has to return
         self._move(Cause.GROUP_UNSTABLE)
 
     def _draining(self) -> ev.Step | None:

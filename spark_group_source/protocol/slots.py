@@ -1,7 +1,8 @@
 """The slots of a run: the member of each, its partitions, the revocation that it holds, and whether it was replaced.
 
-Runs in: the stream reader (inside ``run``), tests. Deliberately absent: positions (``partitions``), which agent a
-member lives on (``placement``), batches and commits.
+Runs in: the stream reader (inside ``run``), tests. Deliberately absent: changes of positions and batches
+(``partitions``), the choice of a member's agent (``placement``), orders of commits (``run``). From the position of a
+partition, the batch in flight and the commit on its way, :meth:`Slots.must_hold` decides whether a revocation is held.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set

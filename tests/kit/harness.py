@@ -119,7 +119,7 @@ class GroupHarness:
     def start_moves(self) -> Commands:
         """Start the moves of slots as at a boundary; returns the commands without log lines."""
         self.run._out.begin(self.clock())
-        self.run.start_moves()
+        self.run._start_moves()
         require_consistent(self.run)
         return self._ordered(self.run._out.commands)
 

@@ -61,6 +61,19 @@ def test_commit_overtaken_by_a_rebalance_is_retried_and_does_not_count_as_failed
     assert group.warned() == []
 
 
+def test_commit_that_leaves_out_all_slots_does_not_shorten_the_pause_after_the_next_failure(
+    group: GroupHarness,
+) -> None:
+    group.settled(A)
+    run_batch(group, 100, 150)
+    for pause_ms in (100, 200, 500, 1_000):
+        group.feed(ev.OffsetCommitFailed(reason="coordinator moved"))
+        assert group.tick(ms=pause_ms - 1) == []
+        assert group.tick(ms=1) == [commit({A: 150}, 0)]
+        assert group.feed(ev.OffsetsCommitted(offsets={}, left_out={0: "ILLEGAL_GENERATION"})) == []
+        assert group.tick(ms=ABSENT_PAUSE_MS_MAX) == [commit({A: 150}, 0)]
+
+
 def test_absent_slot_does_not_delay_commits_of_other_slots(pair: GroupHarness) -> None:
     pair.settled(A)
     pair.settled(B, slot=1)

@@ -4,7 +4,7 @@ import pytest
 from kit.harness import JOINING_BUDGET_MS, STREAM, GroupHarness, only, tps
 from kit.run_harness import RunHarness
 
-from spark_group_source.errors import RebalanceTimeout
+from spark_group_source.errors import InvariantBroken, RebalanceTimeout
 from spark_group_source.model import TopicPartition
 from spark_group_source.protocol import events as ev
 from spark_group_source.protocol.identifiers import slot_of
@@ -172,7 +172,8 @@ def test_slots_are_placed_after_a_bound_while_agents_keep_connecting() -> None:
 def test_slot_moves_only_after_its_batch_is_durable_and_committed() -> None:
     g = ready((A,))
     g.plan({A: (100, 150)})
-    assert begun(g) == []
+    with pytest.raises(InvariantBroken, match="slots move while a batch is in flight"):
+        g.start_moves()
     g.durable()
     assert begun(g) == []
     assert g.run.placement.waits_until_ms() == g.clock() + MOVE_START_MS_MAX

@@ -145,20 +145,32 @@ def test_a_user_without_permission_on_the_group_learns_it_before_a_warning_guess
     assert waited_ms(run) == ASSIGNMENT_WARNING_MS and run.warned() == []
 
 
-@pytest.mark.parametrize("reason", ["GROUP_MAX_SIZE_REACHED", ""])
-def test_offsets_that_cannot_be_adopted_fail_the_run_after_its_budget_with_the_last_answer(reason: str) -> None:
+LEFT_OUT = {0: "UNKNOWN_MEMBER_ID", 1: "ILLEGAL_GENERATION", 2: "ILLEGAL_GENERATION"}
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (ev.OffsetCommitFailed(reason="GROUP_MAX_SIZE_REACHED"), "GROUP_MAX_SIZE_REACHED"),
+        (ev.OffsetsCommitted(offsets={}, left_out=LEFT_OUT), "ILLEGAL_GENERATION; UNKNOWN_MEMBER_ID"),
+        (None, "none"),
+    ],
+)
+def test_offsets_that_cannot_be_adopted_fail_the_run_after_its_budget_with_the_last_answer(
+    answer: ev.OffsetCommitFailed | ev.OffsetsCommitted | None, reason: str
+) -> None:
     run = RunHarness()
     run.committed = {A: ev.Committed(offset=20)}
     run.silent = {ev.CommitOffsets}
     run.later(ev.Tick(), ms=ASSIGNMENT_WARNING_MS + 1)
-    if reason:
-        run.later(ev.OffsetCommitFailed(reason=reason), ms=1_000)
-    with pytest.raises(CommitFailed if reason else RebalanceTimeout) as failure:
+    if answer is not None:
+        run.later(answer, ms=1_000)
+    with pytest.raises(RebalanceTimeout if answer is None else CommitFailed) as failure:
         run.latest()
     assert waited_ms(run) == JOINING_BUDGET_MS
     for text in str(failure.value), run.warned()[-1]:
         assert "offsets that another consumer or a tool committed are not committed by this query yet" in text
-        assert f"(the last answer: {reason or 'none'})" in text
+        assert f"(the last answer: {reason})" in text
         assert "assign" not in text
 
 

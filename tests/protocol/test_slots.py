@@ -268,6 +268,15 @@ def test_unclear_replacement_is_checked_again_after_a_growing_pause_within_a_bou
     )
 
 
+def test_replacement_that_can_never_be_checked_fails_the_run_at_once(group: GroupHarness) -> None:
+    group.fenced()
+    reason = "another client has the instance id of slot 0, and transactions are not allowed here"
+    (fail,) = only(ev.Fail, group.feed(ev.Replaced(reason=reason)))
+    assert isinstance(fail.error, Fenced)
+    assert f"another driver runs this stream of group 'etl' now ({reason})" in str(fail.error)
+    assert group.run.statistics().slots == ("closed",)
+
+
 def test_late_result_of_a_replacement_check_is_ignored(group: GroupHarness) -> None:
     group.settled(A)
     assert group.feed(ev.NotReplaced(slot=0), ev.ReplacedUnclear(slot=0, reason="x")) == []
