@@ -52,6 +52,7 @@ class Note(NamedTuple):
 
 def note_text(note: Note) -> str:
     """The note of a stream's commit as text; the note has a stream."""
+    assert note.stream is not None
     words = [f"{STREAM_PREFIX}:{note.stream}:{note.seq}:{note.reset_number}"]
     if note.followed:
         words.append(FOLLOWED)

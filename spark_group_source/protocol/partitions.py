@@ -33,8 +33,8 @@ a query with a new checkpoint would start at ``startingOffsets``. This age is en
 RENEW_CHECK_MS = 600_000
 """Time between two checks of the age of the committed offsets."""
 
-UNKNOWN = frozenset({PartitionState.UNRESOLVED, PartitionState.FETCHING, PartitionState.RESOLVING})
-"""States of an assigned partition without a known position."""
+UNKNOWN_STATES = frozenset({PartitionState.UNRESOLVED, PartitionState.FETCHING, PartitionState.RESOLVING})
+"""The states of :class:`Unknown`."""
 
 Ranges = Mapping[TopicPartition, tuple[int, int]]
 
@@ -246,8 +246,9 @@ class Partitions:
         """The partitions that slots of this run have."""
         self._unassigned: dict[TopicPartition, Unassigned] = {}  # those that the run or its checkpoint had before
         self._in_flight: Ranges = {}
-        self.due: dict[TopicPartition, Position] = {}
-        """Positions of assigned partitions that have to be committed, in order."""
+        self._due: dict[TopicPartition, Position] = {}
+        self.due: Mapping[TopicPartition, Position] = self._due
+        """Positions of assigned partitions that have to be committed, in order. Only this class changes them."""
         self._unresolved: dict[TopicPartition, None] = {}
         self._lookups: Counter[TopicPartition] = Counter()  # in flight, maybe since an earlier assignment
         self._unknown_count = 0  # assigned partitions without a known position
@@ -305,7 +306,7 @@ class Partitions:
         self._recount(tp, state_of(partition), PartitionState.UNASSIGNED)
         del self.ours[tp]
         self._unassigned[tp] = Unassigned(memory)
-        self.due.pop(tp, None)
+        self._due.pop(tp, None)
 
     # --- batches ----------------------------------------------------------------------------------------------------
 
@@ -340,7 +341,7 @@ class Partitions:
         records again. Returns its partitions; none if a reset has voided the batch."""
         self.seq = seq
         ranges, self._in_flight = self._in_flight, {}
-        ours, due = self.ours, self.due
+        ours, due = self.ours, self._due
         next_state(PARTITIONS, PartitionState.IN_FLIGHT, ev.Durable, "a partition")  # once for all
         for tp, (start, end) in ranges.items():
             partition = ours.get(tp)
@@ -371,7 +372,7 @@ class Partitions:
             next_state(PARTITIONS, state_of(partition), ev.RecordsMissing, tp)
             _jump(partition.position, offset, recreated=tp.topic in topics, truncated_after=missing.truncated.get(tp))
             self._update_due(tp, partition)
-        for tp, each in self._unknown() if topics else ():
+        for tp, each in self._without_position() if topics else ():
             if tp.topic in topics and tp not in missing.offsets:
                 each.memory = None
         # Positions that the check did not have are of the deleted topic, or chosen by startingOffsets in the new one,
@@ -380,7 +381,7 @@ class Partitions:
             is_idle = state_of(mine) in (PartitionState.RESOLVING, PartitionState.ADOPTING, PartitionState.READY)
             if tp.topic in topics and tp not in missing.offsets and is_idle:
                 self._replace(tp, Cause.RECREATED_UNCHECKED, Unknown(mine.slot, None, PartitionState.UNRESOLVED))
-                self.due.pop(tp, None)
+                self._due.pop(tp, None)
 
     def forget(self, topics: Collection[str]) -> None:
         """These topics do not exist any more: nothing of their partitions has to be committed."""
@@ -509,7 +510,7 @@ class Partitions:
             else:
                 memory = _voided(partition.memory)
             self._replace(tp, Cause.RESET_DETECTED, Unknown(partition.slot, memory, PartitionState.UNRESOLVED))
-            self.due.pop(tp, None)
+            self._due.pop(tp, None)
 
     # --- offset commits ---------------------------------------------------------------------------------------------
 
@@ -517,20 +518,29 @@ class Partitions:
         """The commit of all positions that have to be committed, without those of ``excluded_slots``. The run adds what
         it knows of topics and leader epochs."""
         ours = self.ours
-        due = {tp: at for tp, at in self.due.items() if ours[tp].slot not in excluded_slots}
+        offsets, slots = dict[TopicPartition, int](), dict[TopicPartition, int]()
+        followed, truncated_after = list[TopicPartition](), dict[TopicPartition, int]()
+        for tp, at in self.due.items():
+            if (slot := ours[tp].slot) in excluded_slots:
+                continue
+            offsets[tp], slots[tp] = at.offset, slot
+            if at.followed:
+                followed.append(tp)
+            if at.truncated_after is not None:
+                truncated_after[tp] = at.truncated_after
         return ev.CommitOffsets(
-            offsets={tp: at.offset for tp, at in due.items()},
-            slots={tp: ours[tp].slot for tp in due},
+            offsets=offsets,
+            slots=slots,
             stream=stream,
             seq=self.seq,
             reset_number=self.reset_number,
-            followed=frozenset(tp for tp, at in due.items() if at.followed),
-            truncated_after={tp: at.truncated_after for tp, at in due.items() if at.truncated_after is not None},
+            followed=frozenset(followed),
+            truncated_after=truncated_after,
         )
 
     def apply_commits(self, offsets: Mapping[TopicPartition, int], *, now_ms: int) -> None:
         """These offsets are committed under this stream's name."""
-        ours, due = self.ours, self.due
+        ours, due = self.ours, self._due
         for tp, offset in offsets.items():
             partition = ours.get(tp)
             if not isinstance(partition, Known):
@@ -620,7 +630,7 @@ class Partitions:
         """What is remembered of partitions whose positions are not known, and of those whose positions are foreign
         commits inside what is durable: the next run may find another one there."""
         if self._unknown_count or self._unassigned:
-            for tp, each in self._unknown():
+            for tp, each in self._without_position():
                 if isinstance(memory := each.memory, Memory) and uncommitted_offset(memory) is not None:
                     yield tp, memory
         if self.any_adopting:
@@ -675,7 +685,7 @@ class Partitions:
         partition = self.ours.get(tp) or self._unassigned.get(tp)
         return None if partition is None or isinstance(partition, Known) else partition.memory
 
-    def _unknown(self) -> Iterator[tuple[TopicPartition, Unassigned | Unknown]]:
+    def _without_position(self) -> Iterator[tuple[TopicPartition, Unassigned | Unknown]]:
         """The partitions whose position is not known, assigned or not."""
         yield from self._unassigned.items()
         if self._unknown_count:
@@ -685,9 +695,9 @@ class Partitions:
 
     def _update_due(self, tp: TopicPartition, partition: Known) -> None:
         if partition.is_due:
-            self.due[tp] = partition.position
+            self._due[tp] = partition.position
         else:
-            self.due.pop(tp, None)
+            self._due.pop(tp, None)
 
     def _replace(self, tp: TopicPartition, cause: AnyCause, after: AssignedPartition) -> None:
         """Replace the record of a partition by that of its state after a cause."""
@@ -706,7 +716,7 @@ class Partitions:
         self._recount(tp, before, state_of(partition))
 
     def _recount(self, tp: TopicPartition, before: PartitionState, after: PartitionState) -> None:
-        self._unknown_count += (after in UNKNOWN) - (before in UNKNOWN)
+        self._unknown_count += (after in UNKNOWN_STATES) - (before in UNKNOWN_STATES)
         self._adopting_count += (after is PartitionState.ADOPTING) - (before is PartitionState.ADOPTING)
         if after is PartitionState.UNRESOLVED:
             self._unresolved[tp] = None

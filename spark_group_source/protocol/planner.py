@@ -79,7 +79,7 @@ class Planner:
         """Up to where an AvailableNow run reads; partitions that are not in it are left to the next run. None for other
         triggers."""
         self.left = 0
-        """The offsets up to the log ends that the last batch left because of the limits of a batch."""
+        """The offsets up to the log ends or the target that the last batch left because of the limits of a batch."""
         self._turn: int | None = None
         """The index of the partition whose turn comes next; None before the run's first limited batch."""
         self.record_sizes = RecordSizes()
@@ -109,6 +109,7 @@ class Planner:
             ends: up to where each partition may be read; missing if no broker answered.
             topic_ids: the ids of the topics whose log ends were read.
             leader_epochs: returns the leader epochs to store with these positions.
+            stream, partitions, lookups: of the run that has the positions.
             unlimited: whether the trigger is Once, which reads everything available.
         """
         # how much to read
@@ -201,11 +202,14 @@ def fair_share(
     if max_offsets is None or sum(sizes.values()) <= max_offsets:
         return until
     share, spare = _equal_share(sizes.values(), max_offsets)
-    unsatisfied = sorted(tp for tp, size in sizes.items() if size > share)
-    ordered = sorted(backlogs)
-    first = bisect_left(unsatisfied, ordered[turn % len(ordered)])
-    for i, tp in enumerate(unsatisfied[first:] + unsatisfied[:first]):
-        until[tp] = backlogs[tp][0] + share + (i < spare)
+    unsatisfied = [tp for tp, size in sizes.items() if size > share]
+    for tp in unsatisfied:
+        until[tp] = backlogs[tp][0] + share
+    if spare:
+        unsatisfied.sort()
+        first = bisect_left(unsatisfied, sorted(backlogs)[turn % len(backlogs)])
+        for tp in (unsatisfied[first:] + unsatisfied[:first])[:spare]:
+            until[tp] += 1
     return until
 
 

@@ -89,9 +89,7 @@ class Cause(Enum):
     NOTHING_TO_READ = "NothingToRead"  # there is nothing to read, or less than ``minOffsetsPerTrigger``
     TARGET_REACHED = "TargetReached"  # a bounded run has read up to its target
     ALL_COMMITTED = "AllCommitted"  # Kafka has every position, or did not accept them in time
-    FOREIGN_COMMIT = (
-        "ForeignCommit"  # another stream, an operator or another consumer committed the offset of a partition
-    )
+    FOREIGN_COMMIT = "ForeignCommit"  # another stream, an operator or a consumer committed the offset of a partition
     RESET_DETECTED = "ResetDetected"  # a note shows a reset of the group that this run did not know
     RECREATED_UNCHECKED = "RecreatedUnchecked"  # the partition's topic was recreated, and its position was not checked
     RELEASE_ALL = "ReleaseAll"  # the revocation is released, and the slot gives up all partitions and rejoins (eager)

@@ -122,7 +122,7 @@ def plan(run: Run, planner: Planner) -> tuple[StreamOffset, dict[str, float]]:
 
     parts["plan"], planned = measure(
         lambda: planner.plan(
-            positions,
+            run.plannable(),
             ends,
             {"orders": "x"},
             epochs_at,

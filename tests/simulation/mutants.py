@@ -385,8 +385,8 @@ MUTANTS = [
     Mutant(
         "commits-ahead",
         P,
-        "offsets={tp: at.offset for tp, at in due.items()},",
-        "offsets={tp: at.offset + 1 for tp, at in due.items()},",
+        "offsets[tp], slots[tp] = at.offset, slot",
+        "offsets[tp], slots[tp] = at.offset + 1, slot",
         "committed offsets are never ahead of durable rows",
     ),
     Mutant(
@@ -431,13 +431,6 @@ MUTANTS = [
         "            self._on_failure(request, exc)",
         "            raise",
         "a failed commit does not stop the request thread",
-    ),
-    Mutant(
-        "hides-a-fatal-error",
-        "members.py",
-        "            self._report(ev.MemberFailed(**self._ids(), reason=str(exc)))",
-        "            pass",
-        "a member reports its fatal error",
     ),
     Mutant(
         "stops-the-clock",
@@ -627,7 +620,6 @@ FOUND_BY: dict[str, tuple[str, int]] = {
     "reports-all-as-committed": ("consumer", 5),
     "aborts-its-commits": ("eager", 1),
     "stops-at-a-failed-commit": ("eager", 2),
-    "hides-a-fatal-error": ("cooperative", 43),
     "stops-the-clock": ("consumer", 0),
     "writes-rows-twice": ("consumer", 1),
     "writes-void-plans": ("eager", 5),
