@@ -28,6 +28,7 @@ from kafka_helpers import produce_to
 from kit.broker_cluster import BrokerCluster
 from kit.fake_reader import FakeChunk, FakeClient, FakeRequest, Message
 from kit.mock_cluster import MockCluster
+from kit.spark_kafka import spark_kafka_jars
 from reading import read as read_batches
 
 from spark_group_source.errors import DataLoss, GroupError, OptionError, ReadTimeout, TopicMissing
@@ -189,10 +190,8 @@ import pickle, sys
 from pathlib import Path
 from pyspark.sql import SparkSession
 from spark_group_source.local.conf import local_spark_settings
-from kit.spark_kafka import spark_kafka_jars
-servers, topics, scratch, version = sys.argv[1:]
+servers, topics, scratch, jars = sys.argv[1:]
 builder = SparkSession.builder.master("local[1]")
-jars = ",".join(map(str, spark_kafka_jars(version)))
 for key, value in {**local_spark_settings(scratch), "spark.jars": jars, "spark.sql.extensions": ""}.items():
     if not key.startswith("spark.sql.catalog"):
         builder = builder.config(key, value)
@@ -217,8 +216,8 @@ def test_every_value_is_that_of_sparks_kafka_source(
     ]
     for name in names:
         produce(name, written, partition=0)
-    version = os.environ.get("MATRIX_CONNECTOR", "")  # set by `make matrix`
-    command = [sys.executable, "-c", _SPARK_READS, broker.bootstrap_servers, ",".join(names), str(tmp_path), version]
+    jars = ",".join(map(str, spark_kafka_jars(os.environ.get("MATRIX_CONNECTOR", ""))))  # set by `make matrix`
+    command = [sys.executable, "-c", _SPARK_READS, broker.bootstrap_servers, ",".join(names), str(tmp_path), jars]
     subprocess.run(command, check=True, timeout=CONNECTOR_S, env={**os.environ, "PYSPARK_PYTHON": sys.executable})
     schema, expected = pickle.loads((tmp_path / "rows").read_bytes())
     assert [(field.name, field.type) for field in schema] == [(f.name, f.type) for f in arrow_schema(COLUMNS)]
