@@ -567,7 +567,7 @@ class BatchCommit:
 
         for offset in (o for o in self.planned.offsets if o.group == group):
             ledger_transfer.check_new_group(self.df.sparkSession, history, offset, ways)
-        if history.is_complete():
+        if any(commit.version == 0 for commit in history.commits()):  # the log has no gap
             return
         # The log had the CLONE that names the table with the ledger.
         self._refuse_uncounted_rows(
@@ -594,7 +594,7 @@ class BatchCommit:
                 is_former = tp.topic in former or not ledger.knows_topic(tp.topic, topic.id)
                 if not is_former and tp.partition not in topic.offsets:
                     new[tp] = start
-        if new and not history.is_complete():
+        if new and not history.has_creation():
             why = "the ledger may have begun anew after an older one expired"
             self._refuse_uncounted_rows(ledger.group, new, "a ledger without that partition", why, ledger.offsets)
 

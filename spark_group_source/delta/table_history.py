@@ -209,9 +209,9 @@ class TableHistory:
         """Yield the commits newer than version ``after``, newest first, as far as the log reaches back."""
         return self.source.commits(self.version, after)
 
-    def is_complete(self) -> bool:
-        """Return whether the log reaches back without a gap to the creation of the table."""
-        return any(commit.version == 0 for commit in self.commits())
+    def has_creation(self) -> bool:
+        """Return whether the log has the commit that created the table; commits behind it may be missing."""
+        return next(self.at(0).commits(), None) is not None
 
     def number(self, group: str) -> int | None:
         """Return the ``SetTransaction`` number of the group's newest commit; -1 if there is none, None where the commit

@@ -578,8 +578,8 @@ METRICS: tuple[_Row, ...] = (
     _by_ledger("ledger_retention_seconds", lambda ledger, _: ledger.retention_ms / 1000,
                "With `--table`: how long the table keeps its log."),
     _by_ledger("ledger_unsettled", lambda ledger, _: float(ledger.is_unsettled),
-               "With `--table`: 1 if a `RESTORE` removed rows of the group and no reset has settled it: the next batch "
-               "is refused."),
+               "With `--table`: 1 if a `RESTORE`, `REPLACE` or overwrite replaced rows of the group and no reset has "
+               "settled it: the next batch is refused."),
     _metric("exporter_unreachable_seconds", lambda seen, now_ms: since_s(seen.unreachable_since_ms, now_ms),
             "How long no broker has answered the exporter; 0 if brokers answer."),
     _metric("exporter_sweep_seconds", lambda seen, _: seen.took_s, "Duration of the last sweep."),

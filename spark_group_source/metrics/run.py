@@ -83,8 +83,8 @@ METRICS: tuple[_Row, ...] = (
              "Rows of the slot's partitions that its agent has prefetched."),
     Metric(PREFIX + "rows_read_total", (*RUN, "slot", "source"), _rows,
            "Rows of the slot's partitions that tasks read, from an agent's memory or from brokers, including failed "
-           "attempts. With `memberHost=driver` and in local mode only tasks that skipped records report, or all if "
-           "`maxBytesPerTrigger` is set."),
+           "attempts. With `memberHost=driver`, and with `auto` in local mode, only tasks that skipped records report, "
+           "or all if `maxBytesPerTrigger` is set."),
     _count("moves_total", "moves", "Moves of a slot between agents or between an agent and the stream reader."),
     _by_slot("recalls_total", lambda of: of.slot_recalls,
              "How often the slot was recalled from an agent that had ended or could not join."),

@@ -2,8 +2,9 @@
 
 Runs in: the stream reader, tests. Deliberately absent: behaviour.
 
-An *event* enters through :meth:`Run.handle`. A *command* is the run's order to the coordinator, which executes it at
-once. A *step* is what the thread of Spark's call does next (:meth:`Run.proceed`).
+An *event* enters through :meth:`Run.handle`; :class:`Durable`, :class:`Planned` and :class:`RecordsMissing` are what
+the run concludes from other events, and applies to itself. A *command* is the run's order to the coordinator, which
+executes it at once. A *step* is what the thread of Spark's call does next (:meth:`Run.proceed`).
 
 A *slot* is one group member of this run, numbered from 0. ``client`` counts the consumers that a slot has had: a late
 event of a replaced consumer has a lower number than its successor.

@@ -2,7 +2,8 @@
 tasks.
 
 Runs in: the stream reader, tests, benchmarks. Deliberately absent: positions and members (``run``), and log ends
-(``data_loss``). Only this module creates a :class:`StreamOffset` of a batch.
+(``data_loss``). Only this module creates a :class:`StreamOffset` of a batch; the run
+adds up to where its log was read.
 """
 
 import heapq

@@ -4,11 +4,12 @@ Runs in: the stream reader (under the coordinator's lock), tests. Deliberately a
 threads, sockets, logs, Kafka, Spark; the positions of partitions (``partitions``), the members (``slots``), the ranges
 of a batch (``planner``), lost records (``data_loss``), when requests are sent (``request_schedule``).
 
-Events enter through :meth:`Run.handle` only, and everything that must be done outside is returned as commands. An event
-goes to the part that it concerns; then the joint rules (:meth:`Run._apply_rules`) run in a fixed order: commit the
-offsets that are not committed yet, release the revocations that need not be held any longer, look up the positions of
-new partitions. The thread of Spark's call requests one step after another from :meth:`Run.proceed`, until the step is
-:class:`ReturnOffset` or :class:`RaiseError`: the coordinator has no state of its own.
+Events enter through :meth:`Run.handle`, but for three that the run applies to itself (``Durable``, ``Planned``,
+``RecordsMissing``), and everything that must be done outside is returned as commands. An event goes to the part that
+it concerns; then the joint rules (:meth:`Run._apply_rules`) run in a fixed order: commit the offsets that are not
+committed yet, release the revocations that need not be held any longer, look up the positions of new partitions. The
+thread of Spark's call requests one step after another from :meth:`Run.proceed`, until the step is
+:class:`ReturnOffset` or :class:`RaiseError`: the coordinator has no state of the protocol.
 """
 
 from collections.abc import Collection, Mapping

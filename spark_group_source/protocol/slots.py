@@ -468,6 +468,7 @@ class Slots:
         if partition.until is not None:
             return True
         at = partition.position
+        # A position is due without a new offset if the commit is renewed, or a foreign one is adopted: Kafka has it.
         return tp in self._partitions.due and (self._commits.includes(tp) or at.offset != at.committed)
 
     def is_fully_committed(self, slot: Slot) -> bool:

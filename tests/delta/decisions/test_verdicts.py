@@ -115,6 +115,14 @@ def restore_no_rows_of_the_group(table: Path) -> None:
     by.restore(table, 2)
 
 
+def rows_brought_back(start: Start) -> Iterator[list[str]]:
+    query = start()
+    by.restore(query.table, 1)
+    set_ledger(query.spark, str(query.table), "etl", {TopicPartition("orders", 0): 10}, reason="r", reset_number=1)
+    by.restore(query.table, 2)
+    yield [query.verdict(offset(2, one(10, 30), reset_number=1))]
+
+
 def in_a_clone(start: Start) -> Iterator[list[str]]:
     query = start()
     clone = query.table.with_name(f"{query.table.name}-clone")
@@ -144,12 +152,13 @@ CASES: dict[str, Callable[[Start], Iterator[list[str]]]] = {
     "any, and the batch was planned before a truncation that the ledger knows": planned_before_a_truncation,
     "`from` < L, and a query of this package made the last commit": batch(offset(2, one(15, 30))),
     "`from` < L, and another tool or consumer moved the group back": batch(offset(2, one(15, 30), followed=[ORDERS_0])),
-    "any, after a `RESTORE` that removed rows of the group, a `REPLACE TABLE`, a clone into the table, or an "
-    "overwrite": after(lambda table: by.restore(table, 1), *REPLACEMENTS),
+    "any, after a `RESTORE` that removed or brought back rows of the group, a `REPLACE TABLE`, a clone into the table, "
+    "or an overwrite": after(lambda table: by.restore(table, 1), *REPLACEMENTS),
     "`RESTORE` that removes rows of the group": after(
         lambda table: by.restore(table, 1), lambda table: by.restore_to_time(table, 1)
     ),
-    "`RESTORE` that removes no rows of the group": after(restore_no_rows_of_the_group),
+    "`RESTORE` that brings back rows behind the ledger, as after a reset": rows_brought_back,
+    "`RESTORE` that neither removes nor brings back rows of the group": after(restore_no_rows_of_the_group),
     "`REPLACE TABLE`, `CREATE OR REPLACE TABLE`, `CLONE` into the table, `INSERT OVERWRITE` or "
     '`mode("overwrite")` of the whole table, of some partitions (also dynamic ones) or with `replaceWhere`, if it '
     "removes rows or sets the whole of an empty table": after(*REPLACEMENTS, overwrite_some),
