@@ -230,7 +230,7 @@ def test_a_disk_that_cannot_be_written_affects_statistics_and_marks_only(
     run.publish(statistics(seq=3))
     run_files.mark_durable(batch(3))
 
-    def full(path: Path, text: str) -> None:
+    def full(path: Path, text: str, **_: str) -> None:
         path.touch()
         raise OSError(code, os.strerror(code))
 
