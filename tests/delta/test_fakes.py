@@ -227,7 +227,7 @@ def note(group: str, number: int, read: int) -> str:
 
 
 def listed(source: CommitSource, newest: int, after: int) -> list[tuple[Any, ...]]:
-    names = ("version", "read", "operation", "note", "restore", "clone", "unsettles_ledger")
+    names = ("version", "read", "operation", "note", "unsettles_ledger")
     return [tuple(getattr(commit, name) for name in names) for commit in source.commits(newest, after)]
 
 
@@ -235,13 +235,13 @@ def test_the_log_of_a_simulated_table_lists_commits_as_a_log_does(new_driver: Ca
     source, commit = new_driver()
     absent = None if source.number(ETL) is None else -1
     assert (source.newest(), source.number(ETL)) == (0, absent)
-    created = (0, -1, "CREATE TABLE", None, None, None, False)
+    created = (0, -1, "CREATE TABLE", None, False)
     assert listed(source, 0, -1) == [created]
     first, second = note("etl", 1, 0), note("ops", 1, 0)
     assert commit(0, {ETL: 1}, first) == 1
     assert commit(0, {OPS: 1}, second) == 2, "decided before the first one"
     assert source.newest() == 2
-    made = [(2, 0, "WRITE", second, None, None, False), (1, 0, "WRITE", first, None, None, False)]
+    made = [(2, 0, "WRITE", second, False), (1, 0, "WRITE", first, False)]
     assert listed(source, 2, -1) == [*made, created]
     assert listed(source, 1, 0) == made[1:]
     assert listed(source, 2, 2) == []
