@@ -319,13 +319,13 @@ def _refused_partitions(
     above = [r for r in refused if r.start > r.recorded]
     shown = above or refused
     start = "starts at" if above else "committed offset"
-    listed = "; ".join(f"{r.tp}: {start} {r.start}, the table holds up to {r.recorded}" for r in shown[:SHOWN_MAX])
-    listed += f" (and {len(shown) - SHOWN_MAX} more partitions)" if len(shown) > SHOWN_MAX else ""
+    places = "; ".join(f"{r.tp}: {start} {r.start}, the table holds up to {r.recorded}" for r in shown[:SHOWN_MAX])
+    places += f" (and {len(shown) - SHOWN_MAX} more partitions)" if len(shown) > SHOWN_MAX else ""
     if above:
         why = (
             f"Kafka had no committed offsets of group {group!r} for these partitions (expired, deleted, or not "
             "committed before another query was killed), so startingOffsets, or a checkpoint older than a reset "
-            f"of the group, decided where this query starts, which is above the ledger of table {table}: {listed}. The "
+            f"of the group, decided where this query starts, which is above the ledger of table {table}: {places}. The "
             "records in between would never be read"
         )
         purpose, to = "leave them out", "--to-further"  # other partitions may be behind the ledger
@@ -334,7 +334,7 @@ def _refused_partitions(
         if resets[0] < resets[1]:
             cause = f"reset #{resets[1]}, which was run without --table {table}, or a foreign commit after it,"
         why = (
-            f"{cause} put group {group!r} below the ledger of table {table}: {listed}. The records in between "
+            f"{cause} put group {group!r} below the ledger of table {table}: {places}. The records in between "
             "would be written twice"
         )
         purpose, to = "write them again, and continue at the offsets in Kafka", "--to-current"

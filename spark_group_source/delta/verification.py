@@ -310,8 +310,8 @@ def _check_row_count(
     if not found.are_counted:
         return [], [f"{not_compared}: the log has files without statistics"]
     if found.removing or commits[0].version > 0:
-        listed = ", ".join(sorted(found.removing))
-        why = f"the log has {listed}" if found.removing else "the log does not reach back to version 0"
+        operations = ", ".join(sorted(found.removing))
+        why = f"the log has {operations}" if found.removing else "the log does not reach back to version 0"
         return [], [f"{not_compared}: {why}"]
     if own_count == found.added:
         return [], []
