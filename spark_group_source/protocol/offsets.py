@@ -65,8 +65,12 @@ class StreamOffset:
     read_to: Mapping[TopicPartition, int] = field(default_factory=dict)
     """Partitions that a foreign commit moved back: how far they were read before. They are read up to where their log
     was truncated in between, if it was."""
+    durable_to: Mapping[TopicPartition, int] = field(default_factory=dict)
+    """Partitions that a foreign commit moved back inside batches of this stream: the end of these batches, until
+    another batch reads up to it."""
     uncommitted: Mapping[TopicPartition, int] = field(default_factory=dict)
-    """Positions of partitions that were not assigned at the plan and may not be committed yet."""
+    """Positions of partitions that the batch does not have, and that may not be committed yet or are in
+    ``durable_to``."""
     last_batches: Mapping[TopicPartition, tuple[int, int]] = field(default_factory=dict)
     """For some of those: the number of the last batch that read them, and the start of its range."""
 
@@ -121,6 +125,7 @@ class StreamOffset:
             by_topic.setdefault(tp.topic, []).append(tp)
         epochs = self.leader_epochs
         optional = {
+            "durable_to": _nested(self.durable_to),
             "followed": _listed(self.followed),
             "last_batches": _nested(self.last_batches),
             "leaders": _nested({tp: epochs[tp] for tp in self.uncommitted if tp in epochs}),
@@ -252,6 +257,7 @@ def _parse(doc: Mapping[str, Any]) -> StreamOffset:
         truncated_after=_numbers(doc.get("truncated_after", {})),
         lost_from=_numbers(doc.get("lost_from", {})),
         read_to=_numbers(doc.get("read_to", {})),
+        durable_to=_numbers(doc.get("durable_to", {})),
         uncommitted=uncommitted,
         last_batches={tp: (int(seq), int(start)) for tp, (seq, start) in _flat(doc.get("last_batches", {})).items()},
     )

@@ -58,6 +58,9 @@ class Position:
     that was known before that, or RECREATED, until an offset behind ``first`` is committed. Otherwise None."""
     lost_from: int | None = None
     """The position before records were found missing, until a batch moves the partition on; None: none are missing."""
+    durable_to: int | None = None
+    """If a foreign commit moved the partition back inside batches of this stream: the end of these batches, until
+    another batch reads up to it. Another foreign commit below it is inside them, too. Otherwise None."""
     committed: int | None = None
     """The committed offset, under any name, as far as this run knows."""
     committed_ms: int | None = None
@@ -124,6 +127,20 @@ class Memory:
         """The position before the last batch, as far as this run knows: a reset may have voided that batch."""
         return self.position.offset if self.last_batch.start is None else self.last_batch.start
 
+    @property
+    def durable_to(self) -> int | None:
+        """:attr:`Position.durable_to`, with the pending batch."""
+        return _still_ahead(self.position.durable_to, self.reached)
+
+    def durable_beyond(self, committed: int) -> int | None:
+        """The end of what is durable, if this committed offset is inside it: in the pending batch, or not below the
+        last one that is known, as after an operator's move back. Otherwise None."""
+        at = self.position
+        start, end = self.pending or (0, 0)
+        is_own = not at.followed and at.truncated_after is None
+        is_inside = start <= committed < end or (is_own and at.offset - at.uncommitted <= committed)
+        return _still_ahead(max(self.reached, at.durable_to or 0), committed) if is_inside else None
+
 
 @dataclass(frozen=True, slots=True)
 class VoidedMemory:
@@ -180,9 +197,6 @@ class Known:
     from before the batch would mean that the batch comes after it."""
     until: int | None = None
     """The end of what the batch in flight reads; None if it does not read the partition."""
-    durable: Memory | None = None
-    """What was remembered when the position became a foreign commit inside what is durable. It holds again if the
-    partition is lost before the position is committed under this stream's name."""
 
     @property
     def is_ready(self) -> bool:
@@ -222,6 +236,11 @@ def is_after_pending(committed: ev.Committed | None, memory: Memory) -> bool:
     """Whether a commit of this stream was made when the pending batch was durable, which is the one after the last: the
     commit accounts for it."""
     return committed is not None and committed.seq > memory.last_batch.seq
+
+
+def _still_ahead(end: int | None, at: int) -> int | None:
+    """An end that is behind this position; None if the position has reached it."""
+    return None if end is None or end <= at else end
 
 
 def after_batch(at: int, batch: tuple[int, int]) -> int:
@@ -268,7 +287,8 @@ class Partitions:
         for tp, at in offset.uncommitted.items():  # the batch itself did not read these
             seq, start = offset.last_batches.get(tp, (offset.seq - 1, None))
             first = at - offset.behind.get(tp, 0)
-            self._unassigned[tp] = Unassigned(Memory(Position(at, first), LastBatch(seq, start)))
+            position = Position(at, first, durable_to=offset.durable_to.get(tp))
+            self._unassigned[tp] = Unassigned(Memory(position, LastBatch(seq, start)))
         self.seq = offset.seq - 1 if replay else offset.seq
         if replay:
             self._in_flight = offset.spans  # partitions join the batch as they are assigned
@@ -281,6 +301,7 @@ class Partitions:
                 first = first if uncommitted else until
                 memory = Memory(Position(until, first), LastBatch(self.seq, start if lost is None else lost))
             memory.position.truncated_after = offset.truncated_after.get(tp)
+            memory.position.durable_to = _still_ahead(offset.durable_to.get(tp), memory.position.offset)
             self._unassigned[tp] = Unassigned(memory)
 
     def assign(self, tp: TopicPartition, slot: int) -> None:
@@ -296,13 +317,10 @@ class Partitions:
         """The partition is not assigned any more. Its position is remembered, with a pending batch."""
         partition = self.ours[tp]
         next_state(PARTITIONS, state_of(partition), cause, tp)
-        memory: AnyMemory
-        if not isinstance(partition, Known):
-            memory = partition.memory
-        elif partition.is_foreign and partition.durable is not None:
-            memory = partition.durable
+        if isinstance(partition, Known):
+            memory: AnyMemory = Memory(partition.position, LastBatch(self.seq))
         else:
-            memory = Memory(partition.position, LastBatch(self.seq))
+            memory = partition.memory
         self._recount(tp, state_of(partition), PartitionState.UNASSIGNED)
         del self.ours[tp]
         self._unassigned[tp] = Unassigned(memory)
@@ -349,10 +367,10 @@ class Partitions:
                 at = due[tp] = partition.position
                 if partition.is_foreign:  # continues at the foreign commit
                     self._update_known(tp, partition, Cause.FOREIGN_COMMIT, is_foreign=True)
-                    if partition.durable is not None:
-                        partition.durable.pending = (start, end)
+                    at.durable_to = max(end, at.durable_to or 0)
                     continue
                 at.offset, at.lost_from, partition.until = partition.until, None, None
+                at.durable_to = _still_ahead(at.durable_to, at.offset)
                 at.followed = False
                 if at.committed == at.offset:
                     at.committed = None  # by a late answer about a commit that was overtaken
@@ -442,11 +460,8 @@ class Partitions:
             at = _own_position(partition.memory, committed, self.reset_number)
             self._set_known(tp, Known(partition.slot, at), ev.CommittedOffsetsRead)
             return None
-        at, moved_from, is_inside = self._foreign_position(tp, partition.memory, committed)
-        durable, memory = None, partition.memory
-        if is_inside and isinstance(memory, Memory):  # its duplicates are counted
-            durable = Memory(memory.position, LastBatch(memory.last_batch.seq), memory.pending)
-        self._set_known(tp, Known(partition.slot, at, is_foreign=True, durable=durable), Cause.FOREIGN_COMMIT)
+        at, moved_from = self._foreign_position(tp, partition.memory, committed)
+        self._set_known(tp, Known(partition.slot, at, is_foreign=True), Cause.FOREIGN_COMMIT)
         return moved_from
 
     def apply_start(self, tp: TopicPartition, partition: Unknown, offset: int) -> None:
@@ -455,7 +470,7 @@ class Partitions:
 
     def _foreign_position(
         self, tp: TopicPartition, memory: AnyMemory, committed: ev.Committed
-    ) -> tuple[Position, int | None, bool]:
+    ) -> tuple[Position, int | None]:
         """The commit of another stream, an operator or an ordinary consumer wins, also inside a batch of this stream.
 
         The commit may have replaced the last note of a reset, and then the sink skipped the batch. Between this
@@ -463,18 +478,18 @@ class Partitions:
         table with a ledger skips rows that it has, so a commit there does not count as a move back; another sink gets
         the rest twice.
         """
-        offset, expected, is_inside = committed.offset, None, False
+        offset, expected, durable_to = committed.offset, None, None
         start, end = self._in_flight.get(tp, (0, 0))
         if isinstance(memory, Memory):
             start, end = memory.pending or (start, end)
             at, last = memory.position, memory.last_batch
             expected = at.offset
-            is_own = not at.followed and at.truncated_after is None
-            is_inside = is_own and at.offset - at.uncommitted <= offset < at.offset
+            durable_to = memory.durable_beyond(offset)
             if last.replays_next:  # a former run's batch: not counted when the partition was lost
                 self._counts.possible_duplicates += end - start
             elif last.start is not None and min(last.start, at.offset - at.uncommitted) <= offset < at.offset:
                 self._counts.possible_duplicates += at.offset - offset
+        is_inside = durable_to is not None
         if start < end and start <= offset <= end:
             expected, is_inside = end, True
         # A commit of another stream shows whether that stream followed one; if that was a move back, it still is.
@@ -486,9 +501,10 @@ class Partitions:
             truncated_after=committed.truncated_after,  # no batch from there may be durable yet
             committed=offset,
             committed_ms=committed.at_ms,
+            durable_to=durable_to if committed.truncated_after is None else None,
             checkpoint_start=_checkpoint_start(memory),
         )
-        return at, expected if offset != expected else None, is_inside
+        return at, expected if offset != expected else None
 
     def _set_known(self, tp: TopicPartition, partition: Known, cause: AnyCause) -> None:
         """Store a position that is known now. If the batch in flight reads the partition, it joins the batch."""
@@ -597,9 +613,9 @@ class Partitions:
     def are_at(self, positions: Mapping[TopicPartition, int]) -> bool:
         """Whether none of these partitions is known to have another position: this run may have followed a foreign
         commit since."""
-        return all(self._reached(tp) in (None, at) for tp, at in positions.items())
+        return all(self.reached(tp) in (None, at) for tp, at in positions.items())
 
-    def _reached(self, tp: TopicPartition) -> int | None:
+    def reached(self, tp: TopicPartition) -> int | None:
         """The position of a partition that is, or was, assigned; None if it is not known."""
         memory = self._memory(tp)
         return memory.reached if isinstance(memory, Memory) else self.position(tp)
@@ -617,6 +633,19 @@ class Partitions:
         due = {tp: at.offset for tp, at in self.due.items()}
         return due | {tp: memory.reached for tp, memory in self._uncommitted_memories()}
 
+    def durable_to(self) -> dict[TopicPartition, int]:
+        """:attr:`Position.durable_to` of the partitions that are assigned or were, where it is set."""
+        found = {
+            tp: end
+            for tp, each in self.ours.items()
+            if type(each) is Known and (end := each.position.durable_to) is not None
+        }
+        return found | {
+            tp: end
+            for tp, each in self._without_position()
+            if isinstance(memory := each.memory, Memory) and (end := memory.durable_to) is not None
+        }
+
     def behind(self) -> dict[TopicPartition, int]:
         """Of uncommitted positions: how many offsets before them batches of this stream read that Kafka may lack."""
         found = {tp: at.uncommitted for tp, at in self.due.items()}
@@ -627,16 +656,10 @@ class Partitions:
         return {tp: count for tp, count in found.items() if count}
 
     def _uncommitted_memories(self) -> Iterator[tuple[TopicPartition, Memory]]:
-        """What is remembered of partitions whose positions are not known, and of those whose positions are foreign
-        commits inside what is durable: the next run may find another one there."""
-        if self._unknown_count or self._unassigned:
-            for tp, each in self._without_position():
-                if isinstance(memory := each.memory, Memory) and uncommitted_offset(memory) is not None:
-                    yield tp, memory
-        if self.any_adopting:
-            for tp in self.due:
-                if isinstance(known := self.ours[tp], Known) and known.is_foreign and known.durable is not None:
-                    yield tp, known.durable
+        """What is remembered of partitions whose positions are not known, and that may not be committed."""
+        for tp, each in self._without_position():
+            if isinstance(memory := each.memory, Memory) and uncommitted_offset(memory) is not None:
+                yield tp, memory
 
     def last_batches(self, tps: Iterable[TopicPartition]) -> dict[TopicPartition, tuple[int, int]]:
         """Of those whose positions are not known: the last durable batch that read them, and where it started, if the
@@ -758,6 +781,9 @@ def _own_position(memory: AnyMemory, committed: ev.Committed | None, reset_numbe
         is_followed = committed.followed or committed.reset_number < reset_number
         is_followed = is_followed and offset == committed.offset
     first = offset
+    durable_to = None
+    if isinstance(memory, Memory) and not is_followed and truncated_after is None:
+        durable_to = memory.durable_beyond(offset)
     if isinstance(memory, Memory) and memory.pending is not None and not is_after_pending(committed, memory):
         offset = after_batch(first, memory.pending)
         is_followed = is_followed and offset == first
@@ -768,6 +794,7 @@ def _own_position(memory: AnyMemory, committed: ev.Committed | None, reset_numbe
         truncated_after=truncated_after,
         committed=None if committed is None else committed.offset,
         committed_ms=None if committed is None else committed.at_ms,
+        durable_to=_still_ahead(durable_to, offset),
         checkpoint_start=_checkpoint_start(memory),
     )
 
@@ -787,7 +814,7 @@ def _jump(at: Position, offset: int, *, recreated: bool, truncated_after: int | 
     elif truncated_after is not None and at.truncated_after is not None:
         truncated_after = max(truncated_after, at.truncated_after)  # a table may have rows of both former logs
     if recreated or truncated_after is not None:
-        at.followed, at.truncated_after, at.lost_from = False, truncated_after, None
+        at.followed, at.truncated_after, at.lost_from, at.durable_to = False, truncated_after, None, None
     elif at.lost_from is None:
         at.lost_from = at.offset
     # What this run read between an earlier committed offset and a truncation is in the log, and may be read again.
@@ -795,6 +822,7 @@ def _jump(at: Position, offset: int, *, recreated: bool, truncated_after: int | 
     if not goes_back or at.committed is None or at.committed >= offset:
         at.committed = None
     at.offset = at.first = offset
+    at.durable_to = _still_ahead(at.durable_to, offset)
 
 
 def _voided(memory: AnyMemory) -> AnyMemory:

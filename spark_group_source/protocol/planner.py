@@ -128,7 +128,11 @@ class Planner:
         known = lookups.known
         read = {tp.topic for tp in until}
         jumps = {tp: at for tp, at in partitions.jumps().items() if tp in until}
-        uncommitted = {tp: at for tp, at in partitions.uncommitted().items() if tp not in until}
+        durable_to = partitions.durable_to()
+        elsewhere = partitions.uncommitted() | {
+            tp: at for tp in durable_to if (at := partitions.reached(tp)) is not None
+        }
+        uncommitted = {tp: at for tp, at in elsewhere.items() if tp not in until}
         return StreamOffset(
             group=self._rules.group,
             stream=stream,
@@ -143,6 +147,7 @@ class Planner:
             leader_epochs=leader_epochs(positions | uncommitted),
             truncated_after={tp: at.truncated_after for tp, at in jumps.items() if at.truncated_after is not None},
             lost_from={tp: at.lost_from for tp, at in jumps.items() if at.lost_from is not None},
+            durable_to=durable_to,
             uncommitted=uncommitted,
             last_batches=partitions.last_batches(uncommitted),
         )

@@ -800,7 +800,8 @@ class Run:
         )
         self._is_idle = planned is None
         if planned is not None:
-            planned = replace(planned, read_to=self._known_epochs.read_to(planned.positions()))
+            positions = {**planned.uncommitted, **planned.positions()}
+            planned = replace(planned, read_to=self._known_epochs.read_to(positions))
             self._unsettled_since_ms = None
             self._known_epochs.remember(planned)
             self._apply(ev.Planned(offset=planned))

@@ -26,27 +26,6 @@ def after(at: int, batch: tuple[int, int]) -> int:
 
 
 @dataclass
-class Remembered:
-    """What a run knew of a partition before it read a foreign commit."""
-
-    memory: tuple[int, int] | None
-    pending: tuple[int, int] | None
-    committed: int | None
-    began: int | None
-    followed: bool = False
-
-    @property
-    def position(self) -> int:
-        assert self.memory is not None
-        return self.memory[0]
-
-    @property
-    def reached(self) -> int:
-        """The durable end."""
-        return self.position if self.pending is None else after(self.position, self.pending)
-
-
-@dataclass
 class Model:
     """The state of one stream."""
 
@@ -84,8 +63,8 @@ class Model:
     """Partitions with a foreign commit that is not adopted yet."""
     followed: set[TopicPartition] = field(default_factory=set)
     """Partitions whose position came from a commit that no stream made."""
-    durable: dict[TopicPartition, "Remembered"] = field(default_factory=dict)
-    """What was remembered of partitions with a foreign commit inside what is durable, until it is adopted."""
+    durable_to: Offsets = field(default_factory=dict)
+    """Of partitions that a foreign commit moved back inside what is durable: the end of that."""
     leaving: dict[int, set[TopicPartition]] = field(default_factory=dict)
     """Partitions whose revocation is held, by slot."""
 
@@ -97,10 +76,11 @@ class Model:
         has it."""
         found = self.group_offsets.get(tp)
         known = self.committed.get(tp, self.began.get(tp))
-        before = Remembered(self.memory.get(tp), self.pending.get(tp), self.committed.get(tp), self.began.get(tp))
-        before.followed = tp in self.followed
+        was_followed, durable_to = tp in self.followed, self.durable_to.pop(tp, 0)
+        durable_to = max(durable_to, self.reached(tp) or 0)
         ours, as_of = self.memory.pop(tp, (None, -1))
         pending = self.pending.pop(tp, None)
+        since = self.unsure.get(tp, ours or 0) if known is None else known
         if found is None:
             self.committed.pop(tp, None)
             at = ours if ours is not None else pending[0] if pending else self.before.get(tp, START[tp])
@@ -112,13 +92,11 @@ class Model:
                 start, end = batch = pending or self.in_flight.get(tp, (0, 0))
                 inside = at != after(at, batch) or at == end > start
                 self.duplicates += end - start if tp in self.replayed else 0
-                if ours is not None and tp not in self.followed:
-                    inside |= (self.unsure.get(tp, ours) if known is None else known) <= at < ours
-                since = min(self.start.get(tp, ours or 0), self.unsure.get(tp, ours or 0) if known is None else known)
-                if ours is not None and tp not in self.replayed and tp in self.start and since <= at < ours:
+                if ours is not None and not was_followed:
+                    inside |= since <= at < durable_to
+                first = min(self.start.get(tp, ours or 0), since)
+                if ours is not None and tp not in self.replayed and tp in self.start and first <= at < ours:
                     self.duplicates += ours - at
-                if inside and ours is not None:
-                    self.durable[tp] = before
             elif ours is not None and found.seq < as_of and not self.followed_back(found, tp, as_of):
                 at = max(at, ours)  # else the commit is as new as the memory, and may have followed a rewind
             own = found.stream == STREAM
@@ -126,11 +104,15 @@ class Model:
             followed = found.followed or found.reset_number < self.reset_number
             self.mark(tp, (followed and at == found.offset) if own else found.stream is None and not inside)
         self.began[tp] = at
+        is_durable = ours is not None and not was_followed and since <= at
+        is_durable |= pending is not None and after(at, pending) != at
+        is_durable &= tp not in self.followed
         knows_pending = found is not None and found.seq > as_of
         if pending and tp not in self.foreign and after(at, pending) != at and not knows_pending:
             self.mark(tp, False)
             at = after(at, pending)
         self.position[tp] = at
+        self.durable_to |= {tp: durable_to} if is_durable and at < durable_to else {}
 
     def followed_back(self, found: ev.Committed, tp: TopicPartition, as_of: int) -> bool:
         """Whether a partition was moved back to before the start of the batch in flight."""
@@ -143,35 +125,22 @@ class Model:
     def drop(self, tp: TopicPartition) -> None:
         slot = self.held.pop(tp)
         self.leaving.get(slot, set()).discard(tp)
-        durable = self.durable.pop(tp, None) if tp in self.foreign else None
         self.foreign.discard(tp)
         if tp in self.position:
             self.replayed.discard(tp)
             self.memory[tp] = self.position.pop(tp), self.seq
             self.start.pop(tp, None)
-            if durable is not None:
-                self.remember(tp, durable)
-
-    def remember(self, tp: TopicPartition, durable: "Remembered") -> None:
-        """The partition was lost before a foreign commit inside what is durable was adopted: it counts as not seen."""
-        assert durable.memory is not None
-        self.memory[tp] = durable.memory
-        self.mark(tp, durable.followed)
-        for known, value in [(self.committed, durable.committed), (self.began, durable.began)]:
-            known.pop(tp, None)
-            known.update({} if value is None else {tp: value})
-        if durable.pending is not None:
-            self.pending[tp] = durable.pending
 
     def batch_durable(self) -> None:
         """The batch in flight is durable."""
         for tp, (start, end) in self.in_flight.items():
             if self.is_reading(tp) and tp in self.foreign:  # it continues at the foreign commit
-                if tp in self.durable:
-                    self.durable[tp].pending = start, end
+                self.durable_to[tp] = max(end, self.durable_to.get(tp, 0))
             elif self.is_reading(tp):
                 self.position[tp] = end
                 self.mark(tp, False)
+                if self.durable_to.get(tp, end) <= end:
+                    self.durable_to.pop(tp, None)
             elif tp not in self.position:
                 self.pending[tp] = start, end
         self.in_flight = {}
@@ -184,7 +153,7 @@ class Model:
         stood = {tp: at for tp, (at, _) in self.memory.items()} | self.position | self.start
         self.before, self.start = self.before | begins | stood, {}
         self.unsure = {}
-        self.followed, self.foreign, self.durable = set(), set(), {}
+        self.followed, self.foreign, self.durable_to = set(), set(), {}
         self.in_flight, self.position, self.memory, self.pending, self.committed = {}, {}, {}, {}, {}
 
     # --- derived values --------------------------------------------------------------------------------------
@@ -214,9 +183,12 @@ class Model:
     def uncommitted(self) -> Offsets:
         """Positions that may not be committed, of assigned and other partitions."""
         others = {tp: at for tp in ALL if tp not in self.position and (at := self.reached(tp)) is not None}
-        due = self.due()
-        due |= {tp: self.durable[tp].reached for tp in due if tp in self.foreign and tp in self.durable}
-        return due | {tp: at for tp, at in others.items() if self.committed.get(tp) != at}
+        return self.due() | {tp: at for tp, at in others.items() if self.committed.get(tp) != at}
+
+    def moved_back(self) -> dict[TopicPartition, tuple[int, int]]:
+        """Of partitions that a foreign commit moved back inside what is durable: the position, and the end of that."""
+        found = {tp: (self.position.get(tp, self.reached(tp)), end) for tp, end in self.durable_to.items()}
+        return {tp: (at, end) for tp, (at, end) in found.items() if at is not None and at < end}
 
     def plannable(self) -> Offsets:
         away = {tp for tps in self.leaving.values() for tp in tps} | self.foreign
@@ -224,16 +196,13 @@ class Model:
 
     def base(self, tp: TopicPartition) -> int:
         """From where on Kafka may lack batches of this stream."""
-        if tp in self.foreign and tp in self.durable:
-            durable = self.durable[tp]
-            known = durable.began if durable.committed is None else durable.committed
-            return self.unsure.get(tp, durable.position) if known is None else known
         remembered, _ = self.memory.get(tp, (None, -1))
         return self.committed.get(tp, self.began.get(tp, self.unsure.get(tp, remembered or 0)))
 
     def must_hold(self, tp: TopicPartition, on_its_way: set[TopicPartition]) -> bool:
         if tp not in self.position:
-            return tp in self.in_flight or tp in self.uncommitted()
+            reached = self.reached(tp)
+            return tp in self.in_flight or reached not in (None, self.committed.get(tp))
         unknown = tp in self.due() and (self.committed.get(tp) != self.position[tp] or tp in on_its_way)
         return self.is_reading(tp) or unknown
 

@@ -31,6 +31,7 @@ from spark_group_source.protocol.states import RunState
 
 SLOTS = 2
 OFFSET_MAX = 60
+BATCH_MAX = 9
 MOVES_EACH = 60
 OTHERS = (None, "another", "deleted")
 RULES = rules_with(slots=SLOTS, starting=StartingPosition(everywhere=LATEST))
@@ -203,7 +204,10 @@ class GroupRun:
         offset = plan_batch(self.run, ends, self.planner, first=True, now_ms=self.now_ms)
         assert offset is not None
         assert (offset.seq, offset.reset_number, offset.ranges) == (model.seq + 1, model.reset_number, ranges)
-        assert offset.uncommitted == {tp: at for tp, at in model.uncommitted().items() if tp not in ranges}
+        moved_back = model.moved_back()
+        elsewhere = model.uncommitted() | {tp: at for tp, (at, _) in moved_back.items()}
+        assert offset.uncommitted == {tp: at for tp, at in elsewhere.items() if tp not in ranges}
+        assert offset.durable_to == {tp: end for tp, (_, end) in moved_back.items()}
         away = {
             tp: model.memory[tp][1] for tp in offset.uncommitted.keys() & model.memory.keys() - model.position.keys()
         }
@@ -256,6 +260,7 @@ class GroupRun:
         model.start = {tp: start for tp, (_, start) in offset.last_batches.items()}
         starts = dict(offset.uncommitted) | {tp: start for tp, (start, _) in offset.ranges.items()}
         model.unsure = {tp: start - offset.behind.get(tp, 0) for tp, start in starts.items()}
+        model.durable_to = {tp: end for tp, end in offset.durable_to.items() if end > positions[tp]}
         if durable:
             model.start |= {tp: start for tp, (start, _) in offset.ranges.items()}
             self.send(ev.NextBatchRequested(start=offset, new_stream=STREAM))
@@ -355,7 +360,10 @@ class GroupRun:
 
     def commit_of_others(self, tp: TopicPartition, by: str | None, offset: int) -> None:
         """A commit of another stream, of an ordinary consumer, or of an operator with Kafka's own tool, which writes no
-        reset number and may delete an offset."""
+        reset number and may delete an offset. A negative offset counts from the end of what the stream has planned."""
+        if offset < 0:
+            _, end = (self.logged or StreamOffset.initial(GROUP)).ranges.get(tp, (0, 0))
+            offset = max(0, end + offset)
         if tp in self.model.held or tp in self.on_its_way():
             return
         if by == "deleted":
@@ -408,6 +416,11 @@ def numbers(r: Random, most: int) -> list[int]:
     return [r.randint(0, most) for _ in ALL]
 
 
+def other_commits(r: Random) -> list[int]:
+    """Draw a committed offset for each partition: all anywhere, or all inside the stream's last batches."""
+    return numbers(r, OFFSET_MAX) if r.random() < 0.5 else [-r.randint(1, BATCH_MAX // 3) for _ in ALL]
+
+
 def slot(r: Random) -> int:
     return r.randrange(SLOTS)
 
@@ -415,19 +428,19 @@ def slot(r: Random) -> int:
 MOVES: dict[str, Callable[[Random], tuple[Any, ...]]] = {
     "assign": lambda r: (slot(r), some(r)),
     "revoke": lambda r: (slot(r), some(r), r.random() < 0.2),
-    "lose": lambda r: (some(r), r.choice((*OTHERS, STREAM, STREAM)), numbers(r, OFFSET_MAX), r.random() < 0.7),
+    "lose": lambda r: (some(r), r.choice((*OTHERS, STREAM, STREAM)), other_commits(r), r.random() < 0.7),
     "fail": lambda r: (slot(r), r.choice(("dead", "fenced", "in doubt"))),
-    "plan": lambda r: (numbers(r, 9), r.random() < 0.5),
+    "plan": lambda r: (numbers(r, BATCH_MAX), r.random() < 0.5),
     "finish": lambda r: (r.random() < 0.3,),
     "restart": lambda r: (numbers(r, OFFSET_MAX) if r.random() < 0.3 else None, numbers(r, SLOTS)),
     "rest": lambda r: (),
     "answer": lambda r: (r.randrange(4), r.randrange(8), some(r) if r.random() < 0.2 else set()),
     "commit": lambda r: (r.random() < 0.8, r.random() < 0.7, slot(r) if r.random() < 0.3 else None),
-    "commit_of_others": lambda r: (r.choice(ALL), r.choice(OTHERS), r.randint(0, OFFSET_MAX)),
+    "commit_of_others": lambda r: (r.choice(ALL), r.choice(OTHERS), other_commits(r)[0]),
     "tick": lambda r: (r.choice([1, 100, LONGEST_PAUSE_MS, LONGEST_PAUSE_MS, HOLD_BUDGET_MS]),),
 }
 """The moves and how to draw their arguments: they do not depend on earlier moves."""
-OFTEN = ("plan", "plan", "finish", "answer", "answer", "commit")
+OFTEN = ("lose", "lose", "plan", "plan", "finish", "answer", "answer", "commit")
 
 Move = tuple[str, tuple[Any, ...]]
 

@@ -48,6 +48,7 @@ def stream_offsets(draw: st.DrawFn) -> StreamOffset:
         leader_epochs=draw(st.dictionaries(st.sampled_from(sorted(read)), offsets, max_size=3)) if read else {},
         truncated_after=draw(st.dictionaries(partitions, offsets, max_size=2)),
         lost_from=draw(st.dictionaries(partitions, offsets, max_size=2)),
+        durable_to=draw(st.dictionaries(partitions, offsets, max_size=2)),
         read_to=draw(st.dictionaries(partitions, offsets, max_size=2)),
         reset_number=draw(st.integers(0, 5)),
         uncommitted=uncommitted,

@@ -1,6 +1,6 @@
 """Where a partition starts: our own position, the group's committed offset, or the starting options."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 from kit.harness import STREAM, GroupHarness, only, plan_batch, tps
@@ -443,6 +443,159 @@ def test_plan_without_a_lost_partition_has_what_kafka_lacks_of_it(group: GroupHa
     again.assigned(A)
     again.committed({A: by_no_stream(120)})
     assert again.followed() == set()
+
+
+def moved_back(group: GroupHarness) -> None:
+    """The sink has A up to HAS_SINK. A foreign commit at 120 is the position, under this stream's name, too."""
+    group.resume(group.offset({A: (HAS_KAFKA, HAS_SINK)}, 7))
+    group.assigned(A, B)
+    group.adopt({A: by_no_stream(120), B: ev.Committed(offset=0, stream=STREAM, seq=7)})
+
+
+def next_run(group: GroupHarness, ends: dict[TopicPartition, int]) -> GroupHarness:
+    """The driver is killed after it has planned a batch, which becomes durable."""
+    batch = plan_batch(group.run, ends)
+    assert batch is not None
+    again = GroupHarness()
+    again.resume(parse(batch.to_json()))
+    return again
+
+
+@pytest.mark.parametrize(("offset", "followed"), [(119, True), (120, False), (140, False), (HAS_SINK, True)])
+@pytest.mark.parametrize("restarts", [0, 1, 2])
+def test_a_further_foreign_commit_there_counts_as_no_move_either(
+    fresh: GroupHarness, offset: int, followed: bool, restarts: int
+) -> None:
+    """The partition was lost to another consumer before a batch read it again."""
+    moved_back(fresh)
+    fresh.lost(A)
+    for end in range(10, 10 + restarts):
+        fresh = next_run(fresh, {B: end})
+        fresh.assigned(B)
+        fresh.committed({B: end})
+    fresh.assigned(A, generation=2)
+    fresh.adopt({A: by_no_stream(offset)})
+    assert fresh.run.plannable()[A] == offset
+    assert fresh.followed() == ({A} if followed else frozenset())
+    assert not fresh.run.statistics().possible_duplicates or not restarts
+
+
+@pytest.mark.parametrize(("offset", "followed"), [(119, True), (140, False), (HAS_SINK, True)])
+@pytest.mark.parametrize("restarts", [False, True])
+def test_a_batch_that_reads_a_part_of_it_again_changes_nothing_above(
+    fresh: GroupHarness, offset: int, followed: bool, restarts: bool
+) -> None:
+    moved_back(fresh)
+    if restarts:
+        fresh = next_run(fresh, {A: 130})
+        fresh.assigned(A)
+        fresh.committed({A: ev.Committed(offset=120, stream=STREAM, seq=7)})
+    else:
+        fresh.plan({A: (120, 130)})
+        fresh.durable()
+    fresh.commit_succeeds()
+    fresh.lost(A)
+    fresh.assigned(A, generation=2)
+    fresh.adopt({A: by_no_stream(offset)})
+    assert fresh.followed() == ({A} if followed else frozenset())
+
+
+def test_a_batch_that_reads_all_of_it_ends_it(fresh: GroupHarness) -> None:
+    moved_back(fresh)
+    fresh.plan({A: (120, 155)})
+    fresh.durable()
+    fresh.commit_succeeds()
+    batch = plan_batch(fresh.run, {A: 160})
+    assert batch is not None and not batch.durable_to
+    again = next_run(fresh, {A: 160})
+    again.assigned(A)
+    again.adopt({A: by_no_stream(140)})
+    assert again.followed() == {A}, "an operator's move back"
+
+
+def test_an_earlier_runs_adoption_shows_where_kafka_is_inside_the_last_batch(fresh: GroupHarness) -> None:
+    """That run was killed before it planned a batch."""
+    fresh.resume(fresh.offset({A: (HAS_KAFKA, HAS_SINK)}, 7))
+    fresh.assigned(A)
+    fresh.committed({A: ev.Committed(offset=120, stream=STREAM, seq=7)})
+    assert fresh.run.plannable() == {A: 120}
+    fresh.lost(A)
+    fresh.assigned(A, generation=2)
+    fresh.adopt({A: by_no_stream(140)})
+    assert fresh.followed() == frozenset()
+
+
+def test_a_batch_after_a_followed_commit_is_this_streams_like_others(group: GroupHarness) -> None:
+    """It became durable while the partition was away."""
+    group.assigned(A)
+    group.adopt({A: by_no_stream(100)})
+    group.plan({A: (100, 150)})
+    group.lost(A)
+    group.durable()
+    for generation, offset in enumerate((120, 140), start=2):
+        group.assigned(A, generation=generation)
+        group.adopt({A: by_no_stream(offset)})
+        assert group.followed() == frozenset(), offset
+        group.lost(A)
+
+
+@pytest.mark.parametrize(
+    ("missing", "durable_to"),
+    [
+        (ev.RecordsMissing(offsets={A: 130}, reason="test"), {A: HAS_SINK}),
+        (ev.RecordsMissing(offsets={A: HAS_SINK}, reason="test"), {}),
+        (ev.RecordsMissing(offsets={A: 110}, reason="test", truncated={A: 4}), {}),
+        (ev.RecordsMissing(offsets={A: 0}, reason="test", topics=("orders",)), {}),
+    ],
+    ids=["expired", "all expired", "truncated", "recreated"],
+)
+def test_missing_records_end_it_where_the_log_is_another_one(
+    fresh: GroupHarness, missing: ev.RecordsMissing, durable_to: dict[TopicPartition, int]
+) -> None:
+    moved_back(fresh)
+    fresh.feed(missing)
+    assert fresh.run.partitions.durable_to() == durable_to
+
+
+def test_commit_of_another_stream_after_a_truncation_ends_it(fresh: GroupHarness) -> None:
+    moved_back(fresh)
+    fresh.lost(A)
+    fresh.assigned(A, generation=2)
+    fresh.adopt({A: ev.Committed(offset=130, stream="another", truncated_after=4)})
+    assert fresh.run.partitions.durable_to() == {}
+
+
+@pytest.mark.parametrize("note", [{"followed": True}, {"truncated_after": 4}], ids=["followed", "truncated"])
+def test_own_commit_there_that_followed_a_move_back_is_one(fresh: GroupHarness, note: dict[str, Any]) -> None:
+    fresh.resume(fresh.offset({A: (HAS_KAFKA, HAS_SINK)}, 7))
+    fresh.assigned(A)
+    fresh.committed({A: ev.Committed(offset=120, stream=STREAM, seq=7, **note)})
+    assert fresh.run.partitions.durable_to() == {}
+
+
+def test_foreign_commit_below_a_truncation_is_a_move_back(group: GroupHarness) -> None:
+    """Else the table would leave out the records that replaced the truncated ones."""
+    group.reads({A: (HAS_KAFKA, HAS_SINK)})
+    group.durable()
+    group.feed(ev.OffsetCommitFailed(reason="timed out"))
+    truncate(group, 110)
+    group.lost(A)
+    group.assigned(A, generation=2)
+    group.committed({A: by_no_stream(105)})
+    assert group.followed() == {A}
+
+
+def test_what_another_consumer_read_is_not_durable(group: GroupHarness) -> None:
+    """A late answer reports an earlier commit of this stream."""
+    group.settled(A, at=HAS_KAFKA)
+    group.lost(A)
+    group.assigned(A, generation=2)
+    group.committed({A: by_no_stream(HAS_SINK)})
+    group.feed(ev.OffsetsCommitted(offsets={A: HAS_KAFKA}))
+    group.lost(A)
+    group.assigned(A, generation=3)
+    group.committed({A: by_no_stream(120)})
+    assert group.followed() == {A}
 
 
 # --- truncated logs --------------------------------------------------------------------------------------------------

@@ -98,6 +98,22 @@ def test_adopted_rewind_before_a_replayed_batch_survives_a_crash_while_the_parti
     assert third.batch().ranges[A] == (20, 150)
 
 
+def test_plan_without_a_partition_that_was_moved_back_has_what_the_next_run_needs() -> None:
+    """How far its records are in the table, and under which leader epoch they were read."""
+    run = RunHarness.resumed(replace(PAST, leader_epochs={A: 3, B: 3}))
+    run.leader_epochs = {A: 3, B: 3}
+    run.committed[A], run.ends = ev.Committed(offset=120), {A: 120, B: 60}
+    planned = run.batch()
+    assert planned.ranges == {A: (120, 120), B: (40, 60)}
+    assert (planned.durable_to, planned.read_to, planned.uncommitted) == ({A: 150}, {A: 150}, {})
+    run.feed(ev.Lost(slot=0, client=run.clients[0], partitions=(A,)))
+    run.ends[B] = 70
+    planned = run.batch()
+    assert planned.ranges == {B: (60, 70)}
+    assert (planned.durable_to, planned.read_to, planned.uncommitted) == ({A: 150}, {A: 150}, {A: 120})
+    assert planned.leader_epochs == {A: 3, B: 3}
+
+
 def test_reset_with_a_pending_batch_works_with_the_same_checkpoint() -> None:
     past = RunHarness.resumed(PAST)
     past.committed = {tp: ev.Committed(offset=at, reset_number=1) for tp, at in {A: 20, B: 30}.items()}

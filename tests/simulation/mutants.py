@@ -164,16 +164,16 @@ MUTANTS = [
     Mutant(
         "adopts-nothing",
         P,
-        "self._set_known(tp, Known(partition.slot, at, is_foreign=True, durable=durable), Cause.FOREIGN_COMMIT)",
+        "self._set_known(tp, Known(partition.slot, at, is_foreign=True), Cause.FOREIGN_COMMIT)",
         "self._set_known(tp, Known(partition.slot, at), ev.CommittedOffsetsRead)",
         "a foreign commit is committed under the stream's name before it is read",
     ),
     Mutant(
         "forgets-what-is-durable",
         P,
-        "elif partition.is_foreign and partition.durable is not None:",
-        "elif False:",
-        "a foreign commit inside what is durable is no move back, also when the partition is lost before it is adopted",
+        "durable_to=durable_to if committed.truncated_after is None else None,",
+        "durable_to=None,",
+        "a further foreign commit inside what is durable is no move back either",
     ),
     Mutant(
         "ignores-a-pending-batch",
@@ -199,7 +199,7 @@ MUTANTS = [
     Mutant(
         "plans-uncommitted-offsets-of-assigned-partitions-only",
         P,
-        "if self._unknown_count or self._unassigned:",
+        "if isinstance(memory := each.memory, Memory) and uncommitted_offset(memory) is not None:",
         "if False:",
         "the plan contains uncommitted positions of unassigned partitions",
     ),
@@ -242,7 +242,7 @@ MUTANTS = [
     Mutant(
         "takes-a-commit-below-what-is-durable-for-a-rewind",
         P,
-        "is_inside = is_own and at.offset - at.uncommitted <= offset < at.offset",
+        "is_inside = durable_to is not None",
         "is_inside = False",
         "a foreign commit of records that this stream has read and not committed is no move back",
     ),
@@ -587,7 +587,7 @@ FOUND_BY: dict[str, tuple[str, int]] = {
     "accepts-an-older-commit": ("eager", 0),
     "undoes-a-rewind": ("eager", 130),
     "adopts-nothing": ("eager", 13),
-    "forgets-what-is-durable": ("eager", 20_439),
+    "forgets-what-is-durable": ("consumer", 330_934),
     "ignores-a-pending-batch": ("cooperative", 2),
     "keeps-the-plan-over-a-reset": ("eager", 41),
     "keeps-positions-over-a-reset": ("consumer", 104),
