@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 TOPIC, GROUP, PARTITIONS = "endurance", "endurance", 6
 SAMPLE_S, CONSUMER_S = 10.0, 30.0
 REPORT_SAMPLES = 6
+OPTIMIZE_EVERY = 300  # commits; deltalake keeps the metadata of all files of the table
 GROWTH_MAX, SMALL = 0.1, {"MiB": 16.0, "threads": 4.0, "files": 8.0}
 """A growth counts if it is more than this share and more than this amount."""
 SIGNS = {**SPARKS_SIGNS, "broker": "kafka.Kafka"}
@@ -230,7 +231,8 @@ def main(arguments: Sequence[str]) -> int:
                 **{"kafka.bootstrap.servers": servers, "kafka.group.id": GROUP, "subscribe": TOPIC},
                 memberHost="executor", groupMembers="2", startingOffsets="earliest", metricsPort=str(metrics_port),
             )  # fmt: skip
-            writer = stream.load().writeStream.foreachBatch(DeltaSink(f"{name}/table"))
+            sink = DeltaSink(f"{name}/table", optimize_every=OPTIMIZE_EVERY)
+            writer = stream.load().writeStream.foreachBatch(sink)
             writer = writer.trigger(processingTime="1 second").option("checkpointLocation", f"{name}/checkpoint")
             with Flow(servers, TOPIC, PARTITIONS, per_s=chosen.per_s) as flow:
                 query = writer.start()
