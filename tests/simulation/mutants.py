@@ -271,7 +271,7 @@ MUTANTS = [
     Mutant(
         "plans-no-uncommitted-offsets",
         "protocol/planner.py",
-        "uncommitted = {tp: at for tp, at in partitions.uncommitted().items() if tp not in until}",
+        "uncommitted = {tp: at for tp, at in elsewhere.items() if tp not in until}",
         "uncommitted = {}",
         "the plan contains uncommitted positions",
     ),
