@@ -64,6 +64,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _Run = TypeVar("_Run")
+_Kept = TypeVar("_Kept")
 
 QUERIES_MAX = 1_000
 """Of how many queries the newest run is kept; the one whose run started first is forgotten first. It is then known
@@ -234,6 +235,53 @@ class DeltaSink:
         Returns:
             The offsets whose rows the table has now: all but void ones.
         """
+        with self._refusing_after_failure(df.sparkSession, planned):
+            return self._write(df, planned, common)
+
+    @contextmanager
+    def _refusing_after_failure(self, spark: "SparkSession", planned: PlannedBatch) -> Iterator[None]:
+        """Refuse all batches of a run after one that could not be written: if the user's function caught the error,
+        Spark takes the batch for written, and the next commit would move the ledger beyond its records. The same batch
+        may be written again."""
+        with _lock:
+            failures = _of_run(_failures, planned)
+            failure = failures.get(self.table)
+        if failure is not None and failure.planned.batch_id != planned.batch_id:
+            raise self._batch_missing(spark, failure, planned.batch_id)
+        try:
+            yield
+        except BaseException as exc:
+            with _lock:
+                written = _of_run(_runs, planned).get(self._table_id)
+            if written is not None and written.batch_id == planned.batch_id:  # this was a second write of it
+                raise
+            failures[self.table] = FailedWrite(planned, str(exc).partition("\n")[0] or type(exc).__name__)
+            raise
+        failures.pop(self.table, None)
+
+    def _batch_missing(self, spark: "SparkSession", failure: "FailedWrite", batch_id: int) -> LedgerConflict:
+        missing = failure.planned
+        groups = [offset.group for offset in missing.offsets]
+        exists, known = True, set(groups)
+        with suppress(Exception):  # of the storage: the error is another one
+            exists, known = self.new_writer(spark).exists(), set(self.read_ledgers(spark, groups))
+        commands = []
+        for offset in missing.offsets:
+            starts = {tp: start for tp, (start, _) in offset.ranges.items()}
+            position = ("--to-ledger",) if offset.group in known else table_names.to_offsets(starts)
+            commands.append(table_names.reset_command(offset.group, self.table if exists else None, *position))
+        return LedgerConflict(
+            f"batch {missing.batch_id} could not be written to table {self.table}: {failure.error}. The function of "
+            f"foreachBatch caught that error, so Spark goes on. Batch {batch_id} was not written either, because the "
+            f"table would lack the records of batch {missing.batch_id} without a sign. Let errors of the sink end the "
+            "query. To write these records: stop the query, run this, and start the corrected query with "
+            f"{'the same checkpoint' if exists else 'a new checkpointLocation'}:{command_line.sequence(commands)}",
+            table=self.table,
+            query_id=missing.query_id,
+            batch_id=missing.batch_id,
+        )
+
+    def _write(self, df: "DataFrame", planned: PlannedBatch, common: Mapping[str, Ledger]) -> tuple[StreamOffset, ...]:
         table = self._open_table(df, planned)
         box: AbstractContextManager[LetterBox | None] = (
             nullcontext() if self.dead_letters is None else self.dead_letters.open(table, planned, self.storage_options)
@@ -868,9 +916,19 @@ class TableWrite:
     """As in :class:`BatchCommit`."""
 
 
+@dataclass(frozen=True)
+class FailedWrite:
+    """A batch that could not be written to one table."""
+
+    planned: PlannedBatch
+    error: str
+
+
 _lock = threading.Lock()
 _runs: dict[str, tuple[str, dict[str, TableWrite]]] = {}
 """By query id: the id of the newest run, and its newest write to each table, by table id."""
+_failures: dict[str, tuple[str, dict[str, FailedWrite]]] = {}
+"""By query id: the id of the newest run, and the batch that failed last, by the table's path or name."""
 
 
 @contextmanager
@@ -882,7 +940,7 @@ def guarded_write(table_id: str, table: str, planned: PlannedBatch) -> Iterator[
     """
     write = TableWrite(planned.batch_id)
     with _lock:
-        writes = _writes_of_run(planned)
+        writes = _of_run(_runs, planned)
         former = writes.get(table_id)
         is_second = former is not None and former.batch_id == write.batch_id
         if not is_second:
@@ -905,15 +963,15 @@ def release_write(table_id: str, planned: PlannedBatch) -> None:
             writes.pop(table_id, None)
 
 
-def _writes_of_run(planned: PlannedBatch) -> dict[str, TableWrite]:
-    """Return the run's newest write to each table; a new dict where no query runs on this thread."""
+def _of_run(runs: dict[str, tuple[str, dict[str, _Kept]]], planned: PlannedBatch) -> dict[str, _Kept]:
+    """Return what is kept of the batch's run, by table; a new dict where no query runs on this thread."""
     if planned.run_id is None:
         return {}
-    run_id, writes = _runs.get(planned.query_id, ("", {}))
+    run_id, kept = runs.get(planned.query_id, ("", {}))
     if run_id != planned.run_id:
-        writes = {}
-        _keep_run(_runs, planned.query_id, (planned.run_id, writes))
-    return writes
+        kept = {}
+        _keep_run(runs, planned.query_id, (planned.run_id, kept))
+    return kept
 
 
 def _keep_run(runs: dict[str, _Run], query_id: str, run: _Run) -> None:

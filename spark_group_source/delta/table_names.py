@@ -163,14 +163,15 @@ def no_table(spark: "SparkSession", table: str) -> str:
     )
 
 
-def reset_command(group: str, table: str, *position: str) -> str:
+def reset_command(group: str, table: str | None, *position: str) -> str:
     """Return the ``spark-group reset`` that moves Kafka's offsets and the ledger of a table to one position.
 
     Args:
+        table: None: there is no table yet.
         position: the option that names the position, with its value: ``"--to-ledger"``.
     """
-    there = run_files.connection(group)
-    return command_line.spark_group("reset", there, group, *position, "--table", table, "--execute")
+    there, named = run_files.connection(group), () if table is None else ("--table", table)
+    return command_line.spark_group("reset", there, group, *position, *named, "--execute")
 
 
 def to_offsets(offsets: "Mapping[TopicPartition, int]") -> tuple[str, str]:

@@ -16,7 +16,7 @@ from deltalake import DeltaTable, write_deltalake
 from offset_model import P0, SERVERS, OffsetModel
 from printed_commands import commands
 from run_printed import FOLLOWED, continue_query, refused, run_command
-from sink_helpers import NewQuery, Query, clone_of, expire_log, offsets_in, one, records, rows
+from sink_helpers import NewQuery, Query, clone_of, created_table, expire_log, offsets_in, one, records, rows
 from sink_helpers import commits as commits_of
 from sink_source import Ranges, offset
 from typer.testing import CliRunner
@@ -375,6 +375,40 @@ def test_commands_for_a_second_write_of_a_batch(
         run_command(command)
     continue_query(query, table, admin, 1, 12)
     assert offsets_in(table) == list(range(5, 12))
+
+
+@pytest.mark.parametrize(("where", "failed"), [("new", 0), ("table", 0), ("table", 1)])
+def test_command_for_a_batch_whose_error_the_users_function_caught(
+    query: Query, admin: OffsetModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, where: str, failed: int
+) -> None:
+    """There is no table yet, and the next batch would start it: the query begins anew; a table without a ledger of the
+    group; or with one."""
+    table = tmp_path / "new" if where == "new" else created_table(query.spark, tmp_path)
+    monkeypatch.setitem(query.spark.properties, QUERY_ID, query.id)  # type: ignore[attr-defined]
+    monkeypatch.setitem(query.spark.properties, RUN_ID, str(tmp_path))  # type: ignore[attr-defined]
+    monkeypatch.setattr(checkpoint, "_running_checkpoint", lambda spark, query_id: str(query.root))
+    for number in range(failed):
+        query.run(query.sink(table), number, offset(number, one(10 * number, 10 * number + 10)))
+
+    def fails(df: object) -> object:
+        raise RuntimeError("once")
+
+    lost = offset(failed, one(10 * failed, 10 * failed + 10))
+    with pytest.raises(RuntimeError):
+        query.run(query.sink(table, transform=fails), failed, lost)
+    follows = offset(failed + 1, one(10 * failed + 10, 10 * failed + 20))
+    message = refused(lambda: query.run(query.sink(table), failed + 1, follows))
+    (command,) = commands(message)
+    assert ("with a new checkpointLocation" in str(message)) == (where == "new")
+    admin.commit(10 * failed + 10)
+    assert ("--table" in command) == (where != "new")
+    run_command(command)
+    assert admin.position == 10 * failed
+    monkeypatch.setitem(query.spark.properties, RUN_ID, f"{tmp_path}-again")  # type: ignore[attr-defined]
+    if where == "table":
+        query.run(query.sink(table), failed + 1, follows)
+    continue_query(query, table, admin, failed + 2, 30)
+    assert offsets_in(table) == list(range(30))
 
 
 @pytest.mark.parametrize("kept", [False, True], ids=["copied", "kept"])

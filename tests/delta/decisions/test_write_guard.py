@@ -110,6 +110,48 @@ def test_a_failed_write_may_be_repeated_in_the_same_batch(query: Query, table: P
     assert rows(table) == records(0, 10)
 
 
+@pytest.mark.proves("G4", level="core")
+def test_batches_after_a_failed_one_are_refused_when_the_users_function_caught_its_error(
+    query: Query, table: Path, enter: Enter
+) -> None:
+    """They would move the ledger and Kafka beyond records that the table lacks. Another run has the batch again."""
+    fails: list[Exception] = []
+
+    def transform(df: Frame) -> Frame:
+        if fails:
+            raise fails[0]
+        return df
+
+    sink = query.sink(table, transform=transform)
+    enter(query, "first")
+    query.run(sink, 0, offset(0, one(0, 10)))
+    fails.append(RuntimeError("storage down\nmore"))
+    with pytest.raises(RuntimeError, match="storage down"):
+        query.run(sink, 1, offset(1, one(10, 20)))
+    fails.clear()
+    for number in (2, 3):
+        with pytest.raises(
+            LedgerConflict, match=r"batch 1 could not be written .*: storage down. The function"
+        ) as error:
+            query.run(sink, number, offset(number, one(10 * number, 10 * number + 10)))
+        assert "more" not in str(error.value)
+    query.run(query.sink(table.parent / "other"), 2, offset(2, one(20, 30)))
+    assert rows(table) == records(0, 10)
+    enter(query, "second")
+    query.run(sink, 1, offset(1, one(10, 20)))
+    assert rows(table) == records(0, 20)
+
+
+def test_a_second_write_whose_error_is_caught_is_no_missing_batch(query: Query, table: Path, enter: Enter) -> None:
+    sink = query.sink(table)
+    enter(query, "only")
+    query.run(sink, 0, offset(0, one(0, 10)))
+    with pytest.raises(OptionError, match="a second time in one run"):
+        query.run(sink, 0, offset(0, one(0, 10)))
+    query.run(sink, 1, offset(1, one(10, 20)))
+    assert rows(table) == records(0, 20)
+
+
 @pytest.mark.parametrize("by", [None, "kind"])
 def test_a_batch_that_failed_for_one_of_several_tables_may_be_repeated(
     query: Query, tmp_path: Path, enter: Enter, monkeypatch: pytest.MonkeyPatch, by: str | None
