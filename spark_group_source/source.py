@@ -28,7 +28,7 @@ from spark_group_source.model import Piece
 from spark_group_source.options.table import Options
 from spark_group_source.protocol.offsets import StreamOffset, parse
 from spark_group_source.protocol.planner import pack
-from spark_group_source.reader.records import spark_ddl
+from spark_group_source.reader.records import require_own_schema, spark_ddl
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -90,7 +90,8 @@ class KafkaGroupDataSource(compatibility.CheckedPickle, DataSource):
             "trigger(availableNow=True)"
         )
 
-    def streamReader(self, schema: StructType) -> "GroupStreamReader":  # noqa: ARG002 - Spark's signature
+    def streamReader(self, schema: StructType) -> "GroupStreamReader":
+        require_own_schema(schema, self._parsed.row_columns)
         reader = AdmissionControlReader if compatibility.has_admission_control() else PlainReader
         return reader(self._parsed, self._load)
 

@@ -38,7 +38,7 @@ COLUMNS = {
     "partition": "int",
     "offset": "bigint",
     "topic_id": "string",
-    "timestamp": "timestamp",
+    "timestamp": "timestamp_ltz",
     "timestampType": "int",
     "key": "binary",
     "value": "binary",
@@ -49,7 +49,7 @@ COLUMNS = {
     "table_id": "string",
     "query_id": "string",
     "batch_id": "bigint",
-    "written_at": "timestamp",
+    "written_at": "timestamp_ltz",
     "replay": "bigint",
 }
 """The columns of a dead-letter table, with their types. Columns of the record that the query does not read are null.
@@ -532,7 +532,7 @@ def _casts(table: TableWriter, rows: "DataFrame") -> dict[str, _Cast]:
         name, former = types.get(field.name.lower(), (field.name, kind))
         if kind != former and "<" not in kind + former:
             value = table_names.quoted(name)
-            text = f"try_cast({value} AS {kind})"
+            text = f"try_cast({value} AS {table_names.sql_type(field.dataType)})"
             of_kind, of_value = (each.partition("(")[0] for each in (kind, former))
             is_exact = of_kind in _EXACT and of_value in _EXACT | {"float", "double"}
             # Cast back, as Spark compares a FLOAT and a DECIMAL as doubles, and 1.1 is another one in each.

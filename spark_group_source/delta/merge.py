@@ -159,7 +159,7 @@ class MergeWriter:
         if of_table in (None, rows.schema[name].dataType):
             return rows
         # What does not fit becomes null and is refused, whether the session has ANSI casts or not.
-        cast = f"try_cast({table_names.quoted(name)} AS {of_table.simpleString()})"
+        cast = f"try_cast({table_names.quoted(name)} AS {table_names.sql_type(of_table)})"
         return rows.withColumn(name, F.expr(cast))
 
     def _types(self) -> "dict[str, DataType]":
@@ -262,7 +262,7 @@ class MergeWriter:
         kept = changes.select(*map(table_names.quoted, merge.keys), sequence)
         columns = table_names.sql_columns(kept.schema)
         self._spark.sql(
-            f"CREATE TABLE IF NOT EXISTS {table} ({columns}, deleted_at TIMESTAMP, {_TABLE_ID} STRING) USING delta"
+            f"CREATE TABLE IF NOT EXISTS {table} ({columns}, deleted_at TIMESTAMP_LTZ, {_TABLE_ID} STRING) USING delta"
         )
         if deletions:
             names = [*map(table_names.quoted, merge.keys), sequence, "deleted_at", _TABLE_ID]

@@ -122,7 +122,7 @@ def quoted(column: str) -> str:
 def sql_columns(schema: "StructType") -> str:
     """Return the columns of a new table as they are written in SQL: with their comments, and each may be null."""
     return ", ".join(
-        f"{quoted(field.name)} {_sql_type(field.dataType)}" + _sql_comment(field.metadata.get("comment", ""))
+        f"{quoted(field.name)} {sql_type(field.dataType)}" + _sql_comment(field.metadata.get("comment", ""))
         for field in schema.fields
     )
 
@@ -133,18 +133,21 @@ def _sql_comment(text: str) -> str:
     return f" COMMENT '{escaped}'" if text else ""
 
 
-def _sql_type(kind: "DataType") -> str:
-    """Return a type in SQL. ``simpleString()`` does not quote the names of nested fields."""
-    from pyspark.sql.types import ArrayType, MapType, StructType
+def sql_type(kind: "DataType") -> str:
+    """Return a type in SQL. ``simpleString()`` does not quote the names of nested fields, and calls TIMESTAMP_LTZ by a
+    name that is another type in some sessions."""
+    from pyspark.sql.types import ArrayType, MapType, StructType, TimestampType
 
     match kind:
         case StructType():
-            fields = (f"{quoted(f.name)}: {_sql_type(f.dataType)}" for f in kind.fields)
+            fields = (f"{quoted(f.name)}: {sql_type(f.dataType)}" for f in kind.fields)
             return f"STRUCT<{', '.join(fields)}>"
         case ArrayType():
-            return f"ARRAY<{_sql_type(kind.elementType)}>"
+            return f"ARRAY<{sql_type(kind.elementType)}>"
         case MapType():
-            return f"MAP<{_sql_type(kind.keyType)}, {_sql_type(kind.valueType)}>"
+            return f"MAP<{sql_type(kind.keyType)}, {sql_type(kind.valueType)}>"
+        case TimestampType():
+            return "TIMESTAMP_LTZ"
         case _:
             return kind.simpleString()
 

@@ -22,10 +22,12 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from spark_group_source.error_codes import CODES
-from spark_group_source.errors import GroupError, SetupError
+from spark_group_source.errors import GroupError, OptionError, SetupError
 from spark_group_source.model import TopicPartition
 
 if TYPE_CHECKING:
+    from pyspark.sql.types import StructType
+
     from spark_group_source.reader.native_client import NativeChunk
 
 EOF = CODES["_PARTITION_EOF"]
@@ -53,11 +55,11 @@ _TYPES = {
     "topic": (pa.string(), "STRING"),
     "partition": (pa.int32(), "INT"),
     "offset": (pa.int64(), "BIGINT"),
-    "timestamp": (pa.timestamp("us", tz="UTC"), "TIMESTAMP"),
+    "timestamp": (pa.timestamp("us", tz="UTC"), "TIMESTAMP_LTZ"),
     "timestampType": (pa.int32(), "INT"),
     "headers": (HEADERS_TYPE, "ARRAY<STRUCT<key: STRING, value: BINARY>>"),
 }
-"""By column, its type in Arrow and in Spark's DDL."""
+"""By column, its type in Arrow and in Spark's DDL. What TIMESTAMP is depends on the session."""
 
 _INLINE_MAX = 12
 """An Arrow binary view stores values up to this length inline, longer ones as a reference."""
@@ -99,6 +101,23 @@ def arrow_schema(columns: Sequence[str]) -> pa.Schema:
 def spark_ddl(columns: Sequence[str]) -> str:
     """The same schema in Spark's DDL, for ``DataSource.schema()``."""
     return ", ".join(f"{name} {_TYPES[name][1]}" for name in columns)
+
+
+def require_own_schema(schema: "StructType", columns: Sequence[str]) -> None:
+    """Refuse a schema that the user gave, and that is not the source's: the tasks would fail.
+
+    Raises:
+        OptionError: names or types are not those of ``columns``.
+    """
+    given = [(field.name, field.dataType.simpleString()) for field in schema.fields]
+    own = [(name, _TYPES[name][1].lower().replace(" ", "").replace("timestamp_ltz", "timestamp")) for name in columns]
+    if given and given != own:
+        shown = [", ".join(f"{name} {type_}" for name, type_ in fields) for fields in (given, own)]
+        raise OptionError(
+            f".schema() names the columns {shown[0]}, and this source has {shown[1]}: leave .schema() out. The option "
+            "columns chooses some of the columns; convert them in the query",
+            option="columns",
+        )
 
 
 class ClientEvent(NamedTuple):

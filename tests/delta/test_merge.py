@@ -199,6 +199,27 @@ def test_deleted_keys_are_forgotten_after_their_retention(query: Query, table: P
     assert rows(table) == [(A, "late", 7)]
 
 
+def test_deletion_has_an_instant_also_where_the_session_prefers_timestamps_without_time_zone(
+    query: Query, spark: "SparkSession", table: Path, tmp_path: Path
+) -> None:
+    """Else its retention depends on the time zones of the sessions."""
+    deleted = tmp_path / "deleted"
+    by = Merge(["id"], delete_when="op = 'd'", sequence_by="at", deleted=str(deleted), without=PLAIN.without)
+
+    def transform(df: "DataFrame") -> "DataFrame":
+        change = changes_of([Change(A, "d", "", 9), Change(B, "i", "new", 9)])(df)
+        return change.withColumn("at", F.expr("timestamp_millis(lsn)"))
+
+    spark.conf.set("spark.sql.timestampType", "TIMESTAMP_NTZ")
+    try:
+        query.run(query.sink(table, transform=transform, merge=by), 0, batch(0, 0, 2))
+    finally:
+        spark.conf.unset("spark.sql.timestampType")
+    types = dict(spark.read.format("delta").load(str(deleted)).dtypes)
+    assert (types["at"], types["deleted_at"]) == ("timestamp", "timestamp")
+    assert spark.read.format("delta").load(str(table)).schema["at"].dataType.simpleString() == "timestamp"
+
+
 def test_G4_tables_of_one_batch_are_merged_side_by_side(query: Query, tmp_path: Path) -> None:
     """Each statement has the settings of its own commit, and they are gone afterwards."""
     topics = ("customers", "orders", "payments")

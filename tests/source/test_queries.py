@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from delta_files import living_rows
 from deltalake import DeltaTable
+from deltalake.schema import PrimitiveType
 from kafka_helpers import SASL_PASSWORD, await_progress, await_until, sasl
 from scenes import Scene
 from streams import (
@@ -30,7 +31,7 @@ from streams import (
     values_of,
 )
 
-from spark_group_source import DeltaSink, GroupListener, Statistics, compatibility
+from spark_group_source import DeadLetters, DeltaSink, GroupListener, Statistics, compatibility
 from spark_group_source.host import run_files
 from spark_group_source.model import TopicPartition
 from spark_group_source.protocol.offsets import parse
@@ -86,6 +87,22 @@ def test_rows_have_the_named_columns_only(scene: Scene) -> None:
     rows = list(living_rows(table, ["value", "timestamp"]))
     assert sorted(row["value"].decode() for row in rows) == texts(0, 9)
     assert [field.name for field in DeltaTable(str(table)).schema().fields] == ["value", "timestamp"]
+
+
+def test_timestamps_have_a_time_zone_also_where_the_session_prefers_those_without(scene: Scene) -> None:
+    """In the rows, in the tables that the sink creates, and in those of bad records."""
+    name, table, bad = scene.topic(), scene.folder / "table", scene.folder / "bad"
+    sink = DeltaSink(table, writer="options", dead_letters=DeadLetters(bad, valid="offset <> 3", min_rows=100))
+    scene.produce(name, numbered(0, 9))
+    scene.spark.conf.set("spark.sql.timestampType", "TIMESTAMP_NTZ")
+    try:
+        scene.job(subscribe=name).run_into(sink, availableNow=True)
+    finally:
+        scene.spark.conf.unset("spark.sql.timestampType")
+    assert sorted(row["value"].decode() for row in living_rows(table, ["value"])) == [*texts(0, 2), *texts(4, 9)]
+    for path, columns in [(table, ["timestamp"]), (bad, ["timestamp", "written_at"])]:
+        types = {field.name: field.type for field in DeltaTable(str(path)).schema().fields}
+        assert [types[column] for column in columns] == [PrimitiveType("timestamp")] * len(columns), path
 
 
 @pytest.mark.parametrize("by", ["subscribe", "subscribePattern"])

@@ -8,11 +8,12 @@ import socket
 import subprocess
 import sys
 import threading
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 from pyspark import cloudpickle
-from pyspark.sql.types import StructType
+from pyspark.sql.types import BinaryType, StringType, StructField, StructType, TimestampNTZType, TimestampType
 from scenes import Scene
 from streams import numbered, options_of
 
@@ -51,6 +52,25 @@ def test_source_reader_and_pieces_are_pickled_without_clients_even_while_the_rea
         assert [row["value"] for row in rows] == [b"0", b"1", b"2"]
     finally:
         reader._coordinator.close()
+
+
+@pytest.mark.parametrize(
+    ("ddl", "refused"),
+    [
+        ("value BINARY", True),
+        ("key STRING, value BINARY", True),
+        ("value BINARY, key BINARY", True),
+        ("key BINARY, value BINARY, timestamp TIMESTAMP_NTZ", True),
+        ("key BINARY, value BINARY, timestamp TIMESTAMP", False),
+    ],
+)
+def test_another_schema_than_the_sources_is_refused_before_a_task_fails(ddl: str, refused: bool) -> None:
+    types = {"BINARY": BinaryType(), "STRING": StringType(), "TIMESTAMP": TimestampType()}
+    types["TIMESTAMP_NTZ"] = TimestampNTZType()
+    schema = StructType([StructField(name, types[kind]) for name, kind in (part.split() for part in ddl.split(", "))])
+    source = KafkaGroupDataSource(options_of("127.0.0.1:1", "g", subscribe="t", columns="key,value,timestamp"))
+    with pytest.raises(OptionError, match=r"leave .schema\(\) out") if refused else nullcontext():
+        source.streamReader(schema)
 
 
 def test_the_initial_offset_is_a_constant(scene: Scene) -> None:
