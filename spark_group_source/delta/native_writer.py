@@ -13,15 +13,17 @@ New columns are a commit of their own before that of the rows. A driver that is 
 with columns that are null.
 """
 
+import contextlib
 import json
 import logging
 import math
 import re
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import UTC, date, datetime, timedelta
 from decimal import Decimal
 from operator import attrgetter
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
@@ -162,6 +164,11 @@ def _is_addable(part: Any) -> bool:
     return all(map(_is_addable, (*nested, *part.get("fields", ()))))
 
 
+def needs_mapping(names: Iterable[str]) -> bool:
+    """Return whether Delta accepts one of these column names with column mapping only."""
+    return any(map(_NOT_IN_NAMES.search, names))
+
+
 def nullable_types(types: Any) -> Any:
     """Return a type whose values may all be null, as Delta's own writer creates tables."""
     if isinstance(types, list):
@@ -228,7 +235,19 @@ class NativeWriter:
             )
         except CommitFailedError as exc:
             raise CommitRace(str(exc)) from exc
+        self._drop_stale_checksum()
         return True
+
+    def _drop_stale_checksum(self) -> None:
+        """Remove the checksum beside ``_last_checkpoint`` if ``deltalake`` has replaced that file. Hadoop's local file
+        system writes the checksum and checks it: Delta would log the failure each time that it opens the table."""
+        if (local := local_path(self._log.location)) is None:
+            return
+        checkpoint = Path(local, "_delta_log", "_last_checkpoint")
+        checksum = checkpoint.with_name(f".{checkpoint.name}.crc")
+        with contextlib.suppress(OSError):
+            if checksum.stat().st_mtime_ns < checkpoint.stat().st_mtime_ns:
+                checksum.unlink()
 
     def _add_columns(self, new: list[dict[str, Any]]) -> None:
         """Add columns in a commit of their own, and raise CommitRace.
@@ -279,6 +298,10 @@ class NativeWriter:
 def add_actions(files: Any, folder: str, columns: list[str], partitions: list[str]) -> Iterator[Any]:
     """Yield the action that adds each data file with rows below a folder.
 
+    A file whose path is not ASCII, because of its partition's value or column, is moved into the folder itself: in the
+    log ``deltalake`` would encode the path otherwise than Delta, and Delta's ``VACUUM`` would take the file for one
+    that the table does not have, and delete it. A reader takes the value from the action, not from the path.
+
     Args:
         files: a pyarrow file system whose root is the table.
         folder: the folder, relative to the table.
@@ -290,9 +313,8 @@ def add_actions(files: Any, folder: str, columns: list[str], partitions: list[st
     from pyarrow.fs import FileSelector
 
     indexed = [name for name in columns if name not in partitions][:STATS_COLUMNS_MAX]
-    for info in sorted(
-        files.get_file_info(FileSelector(folder, recursive=True, allow_not_found=True)), key=attrgetter("path")
-    ):
+    listed = files.get_file_info(FileSelector(folder, recursive=True, allow_not_found=True))
+    for number, info in enumerate(sorted(listed, key=attrgetter("path"))):
         # A task that Spark gave up may still write to the folder of files that are not committed.
         if not info.path.endswith(".parquet") or "_temporary" in info.path.split("/"):
             continue
@@ -304,7 +326,11 @@ def add_actions(files: Any, folder: str, columns: list[str], partitions: list[st
         values = {unquote(name): _partition_value(text) for name, _, text in (part.partition("=") for part in folders)}
         modified_ms = int((info.mtime_ns or 0) / 1e6)
         stats = json.dumps(statistics(footer, indexed), separators=(",", ":"))
-        yield AddAction(info.path, info.size, values, modified_ms, True, stats)
+        path = info.path
+        if not path.isascii():
+            path = f"{folder}/{number}-{info.base_name}"
+            files.move(info.path, path)
+        yield AddAction(path, info.size, values, modified_ms, True, stats)
 
 
 def _partition_value(text: str) -> str | None:

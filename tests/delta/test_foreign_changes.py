@@ -1,5 +1,6 @@
 """Foreign changes of a table while a query writes to it: each batch is in it once, or is refused."""
 
+import json
 import os
 import time
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING
 from zoneinfo import ZoneInfo
 
 import pytest
+from deltalake import DeltaTable
 from printed_commands import commands
 from sink_helpers import BeforeNextCommit, Query, actions, commits, next_offsets, one, parquet_files, records, rows
 from sink_source import offset
@@ -248,6 +250,40 @@ def test_optimize_and_vacuum_keep_every_record_once(
     query.run(sink, 3, offset(3, one(30, 40)))
     assert rows(table) == content(spark, table) == records(0, 40)
     assert next_offsets(table) == {("orders", 0): 40}
+
+
+@pytest.mark.parametrize("column", ["topic", "größe"])
+def test_G4_vacuum_keeps_the_files_of_partitions_whose_value_or_column_is_not_ascii(
+    query: Query, new_table: Path, column: str
+) -> None:
+    """Delta takes a file for one that the table does not have if its path is encoded otherwise in the log."""
+    spark, ranges = query.spark, {("größe", 0): (0, 3), ("☃ a%C3%BC", 0): (0, 2), ("plain", 0): (0, 4)}
+    sink = query.sink(
+        new_table, transform=lambda df: df.withColumnRenamed("topic", column), partition_by=[column], writer="native"
+    )
+    query.run(sink, 0, offset(0, ranges))
+    kept = sorted((topic, n) for (topic, _), (start, end) in ranges.items() for n in range(start, end))
+    spark.conf.set("spark.databricks.delta.retentionDurationCheck.enabled", "false")
+    try:
+        spark.sql(f"VACUUM delta.`{new_table}` RETAIN 0 HOURS")
+    finally:
+        spark.conf.unset("spark.databricks.delta.retentionDurationCheck.enabled")
+    read = spark.read.format("delta").load(str(new_table)).select(column, "offset").collect()
+    assert sorted(map(tuple, read)) == kept
+    found = DeltaTable(str(new_table)).to_pyarrow_table(columns=[column, "offset"]).to_pylist()
+    assert sorted((row[column], row["offset"]) for row in found) == kept
+
+
+def test_native_commits_leave_no_checksum_that_does_not_fit(query: Query, table: Path) -> None:
+    """Delta would log the failure with whole stack traces each time that it opens the table."""
+    spark, sink, log = query.spark, query.sink(table), table / "_delta_log"
+    spark.sql(f"ALTER TABLE delta.`{table}` SET TBLPROPERTIES ('delta.checkpointInterval' = '2')")
+    spark.sql(f"INSERT INTO delta.`{table}` (topic, partition, offset) VALUES ('others', 0, 0)")
+    assert (log / "._last_checkpoint.crc").exists(), "of the checkpoint that Delta wrote"
+    for number in range(2):
+        query.run(sink, number, offset(number, one(number, number + 1)))
+    assert json.loads((log / "_last_checkpoint").read_text())["version"] > 2, "of deltalake"
+    assert not (log / "._last_checkpoint.crc").exists()
 
 
 def test_the_ledger_and_the_batch_numbers_are_known_after_the_log_was_cleaned_up(query: Query, table: Path) -> None:

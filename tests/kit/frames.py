@@ -7,11 +7,11 @@ and those about topics replace functions of their names in :mod:`spark_group_sou
 """
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from urllib.parse import quote
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -52,6 +52,10 @@ class Frame:
         return _Writer(self.rows)
 
 
+_ESCAPED = re.compile(r"""[\x00-\x1f\x7f"#%'*/:=?\\{\[\]^]""")
+"""The characters of a value that Spark escapes in the name of a partition's folder."""
+
+
 class _Writer:
     def __init__(self, rows: pa.Table) -> None:
         self._rows, self._by = rows, list[str]()
@@ -84,7 +88,7 @@ class _Writer:
             return
         (by,) = self._by
         for value in sorted(set(self._rows[by].to_pylist())):
-            place = root / f"{by}={quote(str(value))}"
+            place = root / f"{by}={_ESCAPED.sub(lambda found: f'%{ord(found[0]):02X}', str(value))}"
             place.mkdir()
             mask = pa.array([found == value for found in self._rows[by].to_pylist()])
             pq.write_table(self._rows.filter(mask).drop_columns([by]), place / "part-00000.parquet")

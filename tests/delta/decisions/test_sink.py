@@ -10,6 +10,7 @@ from pathlib import Path
 from shutil import rmtree
 from types import SimpleNamespace
 from typing import Any
+from urllib.parse import unquote
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -521,6 +522,18 @@ def test_files_of_tasks_that_spark_gave_up_are_not_added(tmp_path: Path) -> None
         pq.write_table(pa.table({"n": [1]}), tmp_path / folder / "part-0.parquet")
     files = SubTreeFileSystem(str(tmp_path), LocalFileSystem())
     assert [action.path for action in add_actions(files, "data", ["n"], [])] == ["data/part-0.parquet"]
+
+
+def test_log_has_no_path_that_delta_and_deltalake_encode_differently(query: Query, tmp_path: Path) -> None:
+    """Delta's VACUUM would delete the file as one that the table does not have."""
+    parted, topics = tmp_path / "parted", ("größe", "☃ %C3", "a b")
+    query.run(query.sink(parted, partition_by="topic"), 0, offset(0, {(topic, 0): (0, 1) for topic in topics}))
+    added = [action for commit in commits(parted) for action in actions(commit, "add")]
+    assert {action["partitionValues"]["topic"] for action in added} == set(topics)
+    for action in added:
+        assert action["path"].isascii() and (parted / unquote(action["path"])).is_file()
+        assert "%C3%" not in action["path"], "a character of the value"
+    assert sorted(DeltaTable(str(parted)).to_pyarrow_table()["topic"].to_pylist()) == sorted(topics)
 
 
 def test_a_table_whose_log_is_damaged_is_not_left_to_delta(table: Path) -> None:
