@@ -98,6 +98,8 @@ _FOLDER_EXISTS = {
 }
 """Error conditions for a folder that has a table, a table that another writer is creating, or other files."""
 
+_OTHER_TYPES = {"DELTA_METADATA_MISMATCH", "DELTA_FAILED_TO_MERGE_FIELDS", "DELTA_MERGE_INCOMPATIBLE_DATATYPE"}
+"""Conditions of Delta's errors about types."""
 _IDENTITY = "DELTA_IDENTITY_COLUMNS_EXPLICIT_INSERT_NOT_SUPPORTED"
 """The error condition of a frame that has a GENERATED ALWAYS AS IDENTITY column, even without rows."""
 
@@ -224,6 +226,15 @@ class TableWriter:
         """Return the columns of the rows that the table lacks. Delta does not distinguish upper and lower case."""
         known = {field.name.lower() for field in self.schema().fields}
         return [field.name for field in rows.schema.fields if field.name.lower() not in known]
+
+    def other_types(self, rows: "DataFrame") -> list[str]:
+        """Return the columns of the rows whose types are not those of the table, with both types."""
+        of_table = {field.name.lower(): field.dataType.simpleString() for field in self.schema().fields}
+        return [
+            f"{field.name}: {kind} in the batch, {of_table[field.name.lower()]} in the table"
+            for field in rows.schema.fields
+            if (kind := field.dataType.simpleString()) != of_table.get(field.name.lower(), kind)
+        ]
 
     def history(self) -> TableHistory:
         """Return the newest version of the table and its commits; version -1 if the table no longer exists."""
@@ -768,11 +779,25 @@ class OptionsWriter:
                     self._save(frame.write.format("delta").mode("append").options(**options))
                 except PySparkException as exc:  # before anything is written; Spark's schema hides such columns
                     name = (exc.getMessageParameters() or {}).get("colName")
+                    if exc.getCondition() in _OTHER_TYPES and rows is not None:
+                        self._refuse_other_types(rows, exc)
                     if rows is not None or exc.getCondition() != _IDENTITY or name is None or name in identity:
                         raise
                     identity.add(name)
                 else:
                     return True
+
+    def _refuse_other_types(self, rows: "DataFrame", cause: Exception) -> None:
+        """Raise OptionError for rows with other types than the table. Delta's own error names options of its writer,
+        which a sink does not have."""
+        if other := self._owner.other_types(rows):
+            raise OptionError(
+                f"Delta refuses types of the batch for table {self._table} ({'; '.join(other)}). Nothing was written. "
+                "Cast these columns in the transform; or, if the table has type widening (the property "
+                "delta.enableTypeWidening) and its type is the narrower one, set merge_schema=True",
+                table=self._table,
+                columns=other,
+            ) from cause
 
     def _save(self, writer: Any) -> None:
         if self._owner.partition_by:

@@ -255,8 +255,6 @@ def test_partition_columns_are_created_and_compared(query: Query, new_table: Pat
 
 @pytest.mark.parametrize("writer", ["auto", "options"])
 def test_new_columns_are_refused_unless_merged_and_wrong_types_always(query: Query, table: Path) -> None:
-    from pyspark.errors import AnalysisException
-
     query.run(query.sink(table), 0, offset(0, one(0, 1)))
     wider: Callable[[DataFrame], DataFrame] = lambda df: df.withColumn("more", F.lit("m"))  # noqa: E731
     with pytest.raises(OptionError, match="lacks the columns more of the batch, and merge_schema is False"):
@@ -268,10 +266,12 @@ def test_new_columns_are_refused_unless_merged_and_wrong_types_always(query: Que
     expected = [(*records(0, 1)[0], None), (*records(1, 2)[0], "m"), (*records(2, 3)[0], None)]
     assert rows(table) == expected
     assert list(map(tuple, query.spark.read.format("delta").load(str(table)).orderBy("offset").collect())) == expected
-    wrong: Callable[[DataFrame], DataFrame] = lambda df: df.withColumn("offset", F.array(F.lit("x")))  # noqa: E731
     before = len(commits(table))
-    with pytest.raises(AnalysisException, match="Failed to merge fields"):
-        query.run(query.sink(table, transform=wrong, merge_schema=True), 3, offset(3, one(3, 4)))
+    for merges in (False, True):
+        for kind in ("array<string>", "struct<a: int>"):
+            wrong = lambda df, kind=kind: df.withColumn("partition", F.lit(None).cast(kind))  # noqa: E731
+            with pytest.raises(OptionError, match=r"partition: .* in the batch, int in the table.* Cast these"):
+                query.run(query.sink(table, transform=wrong, merge_schema=merges), 3, offset(3, one(3, 4)))
     assert len(commits(table)) == before
 
 

@@ -220,6 +220,21 @@ def test_deletion_has_an_instant_also_where_the_session_prefers_timestamps_witho
     assert spark.read.format("delta").load(str(table)).schema["at"].dataType.simpleString() == "timestamp"
 
 
+def test_deleted_keys_may_have_names_that_need_column_mapping(
+    query: Query, spark: "SparkSession", table: Path, tmp_path: Path
+) -> None:
+    mapping = "TBLPROPERTIES ('delta.columnMapping.mode' = 'name')"
+    spark.sql(f"CREATE TABLE delta.`{table}` (`the id` int, name string, lsn long) USING delta {mapping}")
+    deleted = str(tmp_path / "deleted")
+    by = Merge(["the id"], delete_when="op = 'd'", sequence_by="lsn", deleted=deleted, without=PLAIN.without)
+    changes = changes_of([Change(A, "i", "a", 1), Change(A, "d", "", 9), Change(A, "i", "late", 7)])
+    sink = query.sink(table, transform=lambda df: changes(df).withColumnRenamed("id", "the id"), merge=by)
+    for number in range(3):
+        query.run(sink, number, batch(number, number, number + 1))
+    assert spark.read.format("delta").load(str(table)).count() == 0
+    assert spark.read.format("delta").load(deleted).select("the id").collect() == [(A,)]
+
+
 def test_G4_tables_of_one_batch_are_merged_side_by_side(query: Query, tmp_path: Path) -> None:
     """Each statement has the settings of its own commit, and they are gone afterwards."""
     topics = ("customers", "orders", "payments")
