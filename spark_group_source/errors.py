@@ -172,8 +172,9 @@ class LedgerConflict(GroupError):
     """The batch contradicts the offsets stored in the table: rows could be written twice or skipped."""
 
     remedy = (
-        "Nothing was written. The group's offsets were moved, or the table was restored. Check the table with "
-        "`spark-group ledger verify TABLE`. Then move the group and the table to one position: `spark-group reset "
+        "Nothing was written. The group's offsets were moved, the table was restored, or a function caught the error "
+        "of an earlier batch; the message says which, with the commands. Check the table with `spark-group ledger "
+        "verify TABLE`. Then move the group and the table to one position: `spark-group reset "
         "--bootstrap-servers HOST:PORT --group GROUP --table TABLE --to-ledger --execute` moves the group to the "
         "table's offsets; other targets are listed in `docs/cli.md`."
     )

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from spark_group_source.delta import persisted, session_setting, table_names
-from spark_group_source.delta.native_writer import needs_mapping
 from spark_group_source.errors import OptionError
 
 if TYPE_CHECKING:
@@ -264,7 +263,11 @@ class MergeWriter:
         columns = table_names.sql_columns(kept.schema)
         self._spark.sql(
             f"CREATE TABLE IF NOT EXISTS {table} ({columns}, deleted_at TIMESTAMP_LTZ, {_TABLE_ID} STRING) USING delta"
-            + (" TBLPROPERTIES ('delta.columnMapping.mode' = 'name')" if needs_mapping(kept.columns) else "")
+            + (
+                " TBLPROPERTIES ('delta.columnMapping.mode' = 'name')"
+                if table_names.needs_mapping(kept.columns)
+                else ""
+            )
         )
         if deletions:
             names = [*map(table_names.quoted, merge.keys), sequence, "deleted_at", _TABLE_ID]

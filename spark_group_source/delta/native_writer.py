@@ -19,7 +19,7 @@ import logging
 import math
 import re
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from datetime import UTC, date, datetime, timedelta
 from decimal import Decimal
 from operator import attrgetter
@@ -80,9 +80,6 @@ _NEW_TYPES = re.compile(
     r"string|long|integer|short|byte|float|double|boolean|binary|date|timestamp|decimal\(\d+,\d+\)|struct|array|map"
 )
 """Types of new columns: those that need no table feature, which ``deltalake`` would add to the table."""
-
-_NOT_IN_NAMES = re.compile(r"[ ,;{}()\n\t=]")
-"""What Delta refuses in the names of columns without column mapping, and ``deltalake`` accepts."""
 
 
 def reason_not_native(opened: "DeltaTable") -> str | None:
@@ -158,15 +155,10 @@ def _is_addable(part: Any) -> bool:
     """Return whether every table can have a new column, by its field or type with the nested ones."""
     if not isinstance(part, dict):
         return _NEW_TYPES.fullmatch(part) is not None
-    if part.get("metadata") or _NOT_IN_NAMES.search(part.get("name", "")):
+    if part.get("metadata") or table_names.needs_mapping((part.get("name", ""),)):
         return False
     nested = (part[key] for key in ("type", "elementType", "keyType", "valueType") if key in part)
     return all(map(_is_addable, (*nested, *part.get("fields", ()))))
-
-
-def needs_mapping(names: Iterable[str]) -> bool:
-    """Return whether Delta accepts one of these column names with column mapping only."""
-    return any(map(_NOT_IN_NAMES.search, names))
 
 
 def nullable_types(types: Any) -> Any:

@@ -16,7 +16,7 @@ from spark_group_source.errors import OptionError
 from spark_group_source.host import run_files
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from pyspark.sql import DataFrame, SparkSession
     from pyspark.sql.types import DataType, StructType
@@ -35,6 +35,9 @@ _UNITS = {"week": 604_800_000, "day": 86_400_000, "hour": 3_600_000, "minute": 6
 
 RECORD_COLUMNS = {"topic": "string", "partition": "int", "offset": "bigint"}
 """The columns that identify the Kafka record of a row, with their types."""
+
+
+_NOT_IN_NAMES = re.compile(r"[ ,;{}()\n\t=]")
 
 
 def canonical(table: str | os.PathLike[str]) -> str:
@@ -117,6 +120,11 @@ def sql_name(table: str) -> str:
 def quoted(column: str) -> str:
     """Return the name of a column as it is written in SQL."""
     return "`" + column.replace("`", "``") + "`"
+
+
+def needs_mapping(names: "Iterable[str]") -> bool:
+    """Return whether Delta accepts one of these column names with column mapping only. ``deltalake`` accepts all."""
+    return any(map(_NOT_IN_NAMES.search, names))
 
 
 def sql_columns(schema: "StructType") -> str:
