@@ -100,13 +100,13 @@ class GroupAssignment:
 
     @property
     def _waits_for_commit(self) -> bool:
-        """Whether all members have an assignment, and only the commit of foreign positions is missing."""
+        """Whether all members have an assignment, and only the commit of new positions is missing."""
         return self._slots.all_assigned and self._partitions.any_adopting
 
     def _uncommitted(self) -> str:
         return (
-            "offsets that another consumer or a tool committed are not committed by this query yet, which it has to do "
-            f"before it reads from there (the last answer: {self._commits.last_failure or 'none'})"
+            "the positions of some partitions are not committed by this query yet, which it has to do before it reads "
+            f"them (the last answer: {self._commits.last_failure or 'none'})"
         )
 
     def timeout(self, done: str, waited_ms: int) -> GroupError:

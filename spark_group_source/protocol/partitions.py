@@ -191,22 +191,23 @@ class Known:
 
     slot: int
     position: Position
-    is_foreign: bool = False
-    """Whether the position is a foreign commit, which has to be committed under this stream's name before the next
-    batch reads the partition. Inside the batch in flight it is adopted when that is durable: a commit of this stream
-    from before the batch would mean that the batch comes after it."""
+    is_new: bool = False
+    """Whether Kafka does not have the position under this stream's name: it is a foreign commit, or Kafka has none. It
+    is committed before the next batch reads the partition, so that whoever gets the partition starts there. Inside the
+    batch in flight a foreign commit is adopted when that is durable: a commit of this stream from before the batch
+    would mean that the batch comes after it."""
     until: int | None = None
     """The end of what the batch in flight reads; None if it does not read the partition."""
 
     @property
     def is_ready(self) -> bool:
         """Whether the next batch may read the partition."""
-        return self.until is None and not self.is_foreign
+        return self.until is None and not self.is_new
 
     @property
     def is_due(self) -> bool:
         """Whether the position has to be committed now."""
-        return self.until is None if self.is_foreign else self.position.is_due
+        return self.until is None if self.is_new else self.position.is_due
 
 
 AssignedPartition = Unknown | Known
@@ -345,7 +346,7 @@ class Partitions:
             if (
                 type(partition) is not Known
                 or partition.until is not None
-                or partition.is_foreign
+                or partition.is_new
                 or partition.position.offset != start
             ):
                 at = partition.position.offset if isinstance(partition, Known) else "an unknown position"
@@ -365,8 +366,8 @@ class Partitions:
             partition = ours.get(tp)
             if type(partition) is Known and partition.until is not None:
                 at = due[tp] = partition.position
-                if partition.is_foreign:  # continues at the foreign commit
-                    self._update_known(tp, partition, Cause.FOREIGN_COMMIT, is_foreign=True)
+                if partition.is_new:  # continues at the foreign commit
+                    self._update_known(tp, partition, Cause.FOREIGN_COMMIT, is_new=True)
                     at.durable_to = max(end, at.durable_to or 0)
                     continue
                 at.offset, at.lost_from, partition.until = partition.until, None, None
@@ -458,15 +459,18 @@ class Partitions:
         """
         if committed is None or committed.stream == stream:
             at = _own_position(partition.memory, committed, self.reset_number)
-            self._set_known(tp, Known(partition.slot, at), ev.CommittedOffsetsRead)
+            start, end = self._in_flight.get(tp, (0, 0))
+            is_new = committed is None and not start <= at.offset < end
+            cause = Cause.NOT_COMMITTED if is_new else ev.CommittedOffsetsRead
+            self._set_known(tp, Known(partition.slot, at, is_new), cause)
             return None
         at, moved_from = self._foreign_position(tp, partition.memory, committed)
-        self._set_known(tp, Known(partition.slot, at, is_foreign=True), Cause.FOREIGN_COMMIT)
+        self._set_known(tp, Known(partition.slot, at, is_new=True), Cause.FOREIGN_COMMIT)
         return moved_from
 
     def apply_start(self, tp: TopicPartition, partition: Unknown, offset: int) -> None:
         """The start of a partition without a committed offset is resolved."""
-        self._set_known(tp, Known(partition.slot, Position(offset, offset)), ev.StartsResolved)
+        self._set_known(tp, Known(partition.slot, Position(offset, offset), is_new=True), ev.StartsResolved)
 
     def _foreign_position(
         self, tp: TopicPartition, memory: AnyMemory, committed: ev.Committed
@@ -511,7 +515,7 @@ class Partitions:
         self._replace(tp, cause, partition)
         start, end = self._in_flight.get(tp, (0, 0))
         if start <= partition.position.offset < end:  # it is not released before the batch is durable
-            self._update_known(tp, partition, Cause.REPLAY, until=end, is_foreign=partition.is_foreign)
+            self._update_known(tp, partition, Cause.REPLAY, until=end, is_new=partition.is_new)
         self._update_due(tp, partition)
 
     def apply_reset(self, number: int) -> None:
@@ -572,15 +576,15 @@ class Partitions:
             if offset > at.first:  # a batch from there on is durable
                 at.truncated_after = None
             due.pop(tp, None)
-            if partition.is_foreign and partition.until is None:
-                self._update_known(tp, partition, ev.OffsetsCommitted, is_foreign=False)
-            partition.is_foreign = False
+            if partition.is_new and partition.until is None:
+                self._update_known(tp, partition, ev.OffsetsCommitted, is_new=False)
+            partition.is_new = False
 
     def renew_commits(self, now_ms: int) -> int:
         """Make the offsets due that were committed long ago, or at an unknown time. Returns how many."""
         count = 0
         for tp, partition in self.ours.items():
-            if not isinstance(partition, Known) or partition.is_foreign or partition.position.is_due:
+            if not isinstance(partition, Known) or partition.is_new or partition.position.is_due:
                 continue
             at = partition.position
             if at.committed_ms is None or at.committed_ms <= now_ms - RENEW_MS:
@@ -625,7 +629,7 @@ class Partitions:
         return {
             tp: each.position.offset
             for tp, each in self.ours.items()
-            if type(each) is Known and each.until is None and not each.is_foreign
+            if type(each) is Known and each.until is None and not each.is_new
         }
 
     def uncommitted(self) -> dict[TopicPartition, int]:
@@ -691,7 +695,7 @@ class Partitions:
         what was read; and those of a batch of this stream that another consumer had read before it."""
         partition = self.ours[tp]
         if isinstance(partition, Known):
-            reads_to = None if partition.is_foreign else partition.until
+            reads_to = None if partition.is_new else partition.until
             return partition.position.unconfirmed(partition.position.offset if reads_to is None else reads_to)
         memory = partition.memory
         start, end = self._in_flight.get(tp, (0, 0))
@@ -729,12 +733,12 @@ class Partitions:
         self._recount(tp, state_of(before), state_of(after))
 
     def _update_known(
-        self, tp: TopicPartition, partition: Known, cause: AnyCause, *, until: int | None = None, is_foreign: bool
+        self, tp: TopicPartition, partition: Known, cause: AnyCause, *, until: int | None = None, is_new: bool
     ) -> None:
-        """Set ``until`` and ``is_foreign`` of a partition whose position stays known. Without ``until`` it becomes
+        """Set ``until`` and ``is_new`` of a partition whose position stays known. Without ``until`` it becomes
         None."""
         before = state_of(partition)
-        partition.until, partition.is_foreign = until, is_foreign
+        partition.until, partition.is_new = until, is_new
         require_change(PARTITIONS, before, cause, state_of(partition), tp)
         self._recount(tp, before, state_of(partition))
 
@@ -755,7 +759,7 @@ def state_of(partition: Unassigned | AssignedPartition) -> PartitionState:
         return partition.state
     if partition.until is not None:
         return PartitionState.IN_FLIGHT
-    return PartitionState.ADOPTING if partition.is_foreign else PartitionState.READY
+    return PartitionState.ADOPTING if partition.is_new else PartitionState.READY
 
 
 def _own_position(memory: AnyMemory, committed: ev.Committed | None, reset_number: int) -> Position:

@@ -33,6 +33,9 @@ STEADY_MS = 10_000
 """How long a member must be in the group after its first assignment before its slot counts as recovered from earlier
 failures. By then it has polled and sent heartbeats several times."""
 
+CHECKING_BUDGETS = 1.5
+"""A check whether a newer driver runs this stream may take this many joining budgets. After one, a consumer that
+this run has closed has left the group."""
 SHOWN_MAX = 10
 """How many topics an error or a log line lists."""
 
@@ -297,7 +300,8 @@ class Slots:
             return None
         self._change(slot, ev.ReplacedUnclear, slot.state)
         waited_ms = self._out.now_ms - self._begin_failing(slot)
-        bound_ms = self._rules.broker_timeout_ms and max(self._rules.broker_timeout_ms, self._rules.joining_budget_ms)
+        checking_ms = int(CHECKING_BUDGETS * self._rules.joining_budget_ms)
+        bound_ms = self._rules.broker_timeout_ms and max(self._rules.broker_timeout_ms, checking_ms)
         if bound_ms and waited_ms >= bound_ms:
             return RebalanceTimeout(
                 f"another client has the instance id of slot {slot.number} in group {self._rules.group!r}, and for "

@@ -60,7 +60,7 @@ class PartitionState(State):
     UNRESOLVED = "unresolved"  # assigned; its position is unknown and no lookup is on its way
     FETCHING = "fetching"  # the group's committed offset is being fetched
     RESOLVING = "resolving"  # the group has no committed offset: the starting options are being resolved
-    ADOPTING = "adopting"  # its position comes from a foreign commit: it is committed under this stream's name first
+    ADOPTING = "adopting"  # Kafka lacks its position under this stream's name: that is committed first
     READY = "ready"  # the next batch may read it
     IN_FLIGHT = "in flight"  # the batch in flight reads it
 
@@ -89,6 +89,7 @@ class Cause(Enum):
     NOTHING_TO_READ = "NothingToRead"  # there is nothing to read, or less than ``minOffsetsPerTrigger``
     TARGET_REACHED = "TargetReached"  # a bounded run has read up to its target
     ALL_COMMITTED = "AllCommitted"  # Kafka has every position, or did not accept them in time
+    NOT_COMMITTED = "NotCommitted"  # the group has no committed offset of a partition that the run remembers
     FOREIGN_COMMIT = "ForeignCommit"  # another stream, an operator or a consumer committed the offset of a partition
     RESET_DETECTED = "ResetDetected"  # a note shows a reset of the group that this run did not know
     RECREATED_UNCHECKED = "RecreatedUnchecked"  # the partition's topic was recreated, and its position was not checked
@@ -192,9 +193,10 @@ PARTITIONS: Mapping[tuple[PartitionState, AnyCause], PartitionState] = {
     (PartitionState.FETCHING, ev.LookupFailed): PartitionState.UNRESOLVED,
     (PartitionState.FETCHING, ev.CommittedOffsetsRead): PartitionState.READY,
     (PartitionState.FETCHING, Cause.FOREIGN_COMMIT): PartitionState.ADOPTING,
+    (PartitionState.FETCHING, Cause.NOT_COMMITTED): PartitionState.ADOPTING,
     (PartitionState.FETCHING, ev.ResolveStarts): PartitionState.RESOLVING,
     (PartitionState.RESOLVING, ev.LookupFailed): PartitionState.UNRESOLVED,
-    (PartitionState.RESOLVING, ev.StartsResolved): PartitionState.READY,
+    (PartitionState.RESOLVING, ev.StartsResolved): PartitionState.ADOPTING,
     (PartitionState.ADOPTING, ev.OffsetsCommitted): PartitionState.READY,
     (PartitionState.READY, ev.Planned): PartitionState.IN_FLIGHT,
     (PartitionState.READY, Cause.REPLAY): PartitionState.IN_FLIGHT,

@@ -35,9 +35,6 @@ MEMBER_COMMIT_S_MAX = 10.0
 DENIALS_CONFIRMED = 2
 """Transactions count as denied after this many refusals in a row: a starting broker, or one with a new ACL, refuses for
 a moment."""
-FOREIGN_MEMBER_SESSIONS = 1.5
-"""A static membership of this run that a foreign member has for this many session timeouts belongs to another process:
-a leftover consumer of this run is expired by then."""
 COMMIT_DENIED_MS = 1_000
 """Neither a transaction nor a member may commit for this long: the run fails."""
 TRANSACTION_RETRY_MS = 60_000
@@ -99,7 +96,8 @@ class OffsetCommits:
         self._admin, self._offsets, self._environment, self._handle = admin, offsets, environment, handle
         self._group, self._own_member_ids = options.group_id, own_member_ids
         self._stream = stream
-        self._foreign_ms_max = int(FOREIGN_MEMBER_SESSIONS * options.session_timeout_ms)
+        # A leftover consumer of this run is out by then: a rebalance ends, and its session begins again (classic).
+        self._foreign_ms_max = options.max_poll_interval_ms + options.session_timeout_ms
         self._foreign_since_ms: dict[str, int] = {}  # by foreign member id: when it first had a membership of this run
         self._denials = 0  # refused transactions in a row
         self._retry_transaction_at_ms = 0

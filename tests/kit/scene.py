@@ -274,8 +274,10 @@ class Scene:
 
     def _judge_fenced(self, run: SparkRun, error: SourceError) -> None:
         """The newest run of a query may be fenced only by an older run that was still initializing its producer when
-        this run started, or by its own initialization request that was sent again after a timeout."""
-        if not run.late and not self.cluster.transactions.taken_twice(run.process.name):
+        this run started, or by its own initialization request that was sent again after a timeout; or by an older run
+        that took its id back after the coordinator had forgotten it, while it had the stream's memberships."""
+        transactions, name = self.cluster.transactions, run.process.name
+        if not (run.late or transactions.taken_twice(name) or transactions.taken_back(name)):
             raise self._violation(f"{run.process.name}, the newest run of its query, was fenced: {error}")
 
     def _judge_timeout(self, run: SparkRun, error: SourceError) -> None:

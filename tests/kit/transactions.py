@@ -110,6 +110,10 @@ class Transactions:
         """Whether a process fenced itself: its first request arrived after the retry that replaced it."""
         return any(found.by[-2:] == [by, by] for found in self._known.values())
 
+    def taken_back(self, by: str) -> bool:
+        """Whether another process took over an id after this one, when the coordinator had forgotten it before."""
+        return any(found.since and by in found.by and found.by[-1] != by for found in self._known.values())
+
     def _check(self, id_: str, epoch: int) -> Code:
         found = self._known.get(id_)
         if found is None or found.forgotten or epoch < found.since:

@@ -60,7 +60,7 @@ class Model:
     began: Offsets = field(default_factory=dict)
     """The position at the first response."""
     foreign: set[TopicPartition] = field(default_factory=set)
-    """Partitions with a foreign commit that is not adopted yet."""
+    """Partitions whose position Kafka lacks under this stream's name: a foreign commit, or none. Adopted first."""
     followed: set[TopicPartition] = field(default_factory=set)
     """Partitions whose position came from a commit that no stream made."""
     durable_to: Offsets = field(default_factory=dict)
@@ -113,6 +113,8 @@ class Model:
             at = after(at, pending)
         self.position[tp] = at
         self.durable_to |= {tp: durable_to} if is_durable and at < durable_to else {}
+        if found is None and not self.is_reading(tp):
+            self.foreign.add(tp)
 
     def followed_back(self, found: ev.Committed, tp: TopicPartition, as_of: int) -> bool:
         """Whether a partition was moved back to before the start of the batch in flight."""

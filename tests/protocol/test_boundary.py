@@ -122,8 +122,7 @@ def never_committed(g: GroupHarness) -> None:
     g.start_stream()
     g.assigned(A)
     g.committed({A: None})
-    g.resolved({A: 20})
-    g.feed(ev.OffsetCommitFailed(reason="no coordinator"))
+    g.commit_succeeds(g.resolved({A: 20}))
     g.plan({A: (20, 30)})
     g.durable()
 

@@ -73,12 +73,39 @@ def test_foreign_commit_is_followed_in_both_directions_and_logged(group: GroupHa
     assert any(f"from 100 to {offset}" in text for text in group.logged())
 
 
-def test_partition_without_a_commit_starts_by_the_options_and_is_committed_at_once(group: GroupHarness) -> None:
+def test_partition_without_a_commit_starts_by_the_options_and_is_committed_before_it_is_read(
+    group: GroupHarness,
+) -> None:
+    """Else its next owner, if this run is lost, would start where the options say then."""
     group.assigned(A, B)
     assert group.committed({A: None, B: 7}) == [ev.ResolveStarts(starts={A: EARLIEST})]
     assert not group.run.partitions.all_known()
-    assert group.resolved({A: 31}) == [ev.CommitOffsets(offsets={A: 31}, stream=STREAM, seq=-1)]
-    assert group.run.plannable() == {A: 31, B: 7}
+    commands = group.resolved({A: 31})
+    assert commands == [ev.CommitOffsets(offsets={A: 31}, stream=STREAM, seq=-1)]
+    assert group.run.plannable() == {B: 7} and not group.gathered()
+    group.commit_succeeds(commands)
+    assert group.run.plannable() == {A: 31, B: 7} and group.gathered()
+
+
+def test_partition_that_returns_before_its_start_is_committed_is_committed_first(group: GroupHarness) -> None:
+    group.assigned(A)
+    group.committed({A: None})
+    group.resolved({A: 31})
+    group.feed(ev.OffsetCommitFailed(reason="coordinator moved"))
+    group.lost(A)
+    group.assigned(A, generation=2)
+    group.committed({A: None})
+    assert group.run.plannable() == {}
+    group.commit_succeeds(group.tick(ms=100))
+    assert group.run.plannable() == {A: 31}
+
+
+def test_partition_of_a_replayed_batch_that_kafka_lacks_stays_in_the_batch(fresh: GroupHarness) -> None:
+    fresh.replays({A: (100, 150)})
+    fresh.assigned(A)
+    fresh.committed({A: None})
+    fresh.durable()
+    assert fresh.run.partitions.position(A) == 150, "it is not read again"
 
 
 def test_partitions_added_later_start_at_their_first_record() -> None:
@@ -152,7 +179,7 @@ def test_failed_lookup_is_repeated_after_a_growing_pause(group: GroupHarness, st
         assert group.tick(ms=1) == [ev.FetchCommittedOffsets(partitions=(A,))]
     group.committed({A: None if starts else 3})
     if starts:
-        group.resolved({A: 3})
+        group.commit_succeeds(group.resolved({A: 3}))
     assert group.run.plannable() == {A: 3}
     group.assigned(B)
     group.feed(ev.LookupFailed(partitions=(B,), error=BrokerUnavailable("no broker")))
@@ -235,6 +262,8 @@ def test_start_missing_in_the_answer_is_looked_up_again(group: GroupHarness) -> 
     assert group.tick(ms=100) == [ev.FetchCommittedOffsets(partitions=(B,))]
     assert group.committed({B: None}) == [ev.ResolveStarts(starts={B: EARLIEST})]
     group.resolved({B: 4})
+    for _ in range(2):
+        group.commit_succeeds()
     assert group.run.plannable() == {A: 3, B: 4}
 
 
@@ -261,6 +290,8 @@ def test_starting_timestamp_after_the_last_record_is_the_end_with_strategy_lates
     group = by_time("latest")
     assert ev.ResolveStarts(starts={B: LATEST}) in group.resolved({A: 3, B: None})
     group.resolved({B: 9})
+    for _ in range(2):
+        group.commit_succeeds()
     assert group.run.plannable() == {A: 3, B: 9}
 
 
@@ -270,11 +301,13 @@ def test_added_partition_without_its_first_records_is_data_loss(fail: bool) -> N
     group.start_stream()
     group.assigned(NEW)
     group.committed({NEW: None})
-    errors = [command.error for command in only(ev.Fail, group.resolved({NEW: 3}))]
+    commands = group.resolved({NEW: 3})
+    errors = [command.error for command in only(ev.Fail, commands)]
     assert [type(error) for error in errors] == ([DataLoss] if fail else [])
     if errors:
         assert errors[0].fields == {"topic": "orders", "partition": 4, "expected": 0, "available": 3}
     else:
+        group.commit_succeeds(commands)
         assert group.run.plannable() == {NEW: 3}
 
 
@@ -377,8 +410,7 @@ def test_foreign_commit_that_was_seen_before_the_partition_was_lost_again_counts
     """The first time it was not committed under this stream's name: the request failed, for example."""
     fresh.resume(fresh.offset({A: (HAS_KAFKA, HAS_SINK)}, 7))
     fresh.assigned(A, B)
-    fresh.committed({A: by_no_stream(offset), B: None})
-    fresh.resolved({B: 0})
+    fresh.committed({A: by_no_stream(offset), B: 0})
     fresh.feed(ev.OffsetCommitFailed(reason="timed out"))
     if lost:
         fresh.lost(A)

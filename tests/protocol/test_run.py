@@ -169,7 +169,7 @@ def test_offsets_that_cannot_be_adopted_fail_the_run_after_its_budget_with_the_l
         run.latest()
     assert waited_ms(run) == JOINING_BUDGET_MS
     for text in str(failure.value), run.warned()[-1]:
-        assert "offsets that another consumer or a tool committed are not committed by this query yet" in text
+        assert "the positions of some partitions are not committed by this query yet" in text
         assert f"(the last answer: {reason})" in text
         assert "assign" not in text
 
@@ -779,11 +779,12 @@ def test_stop_waits_a_bounded_time_for_the_last_commit() -> None:
     assert run.committed[A].offset == 10
     assert run.clock() - began_ms <= 3 * ANSWER_MS
 
-    run = RunHarness()
+    run = idle()
     run.silent = {ev.CommitOffsets}
-    run.batch()
+    run.ends[A] = 20
+    end = run.batch()
     began_ms = run.clock()
-    run.stop()
+    run.stop(durable=end.seq)
     assert run.clock() - began_ms == STOP_COMMIT_MS_MAX
     assert run.state() is RunState.CLOSED
 

@@ -330,8 +330,7 @@ def test_slot_rejoins_with_the_former_subscription_and_changes_it_then() -> None
     assert commands[:2] == [group.join(slot, topics=("orders",)) for slot in (0, 1)]
     assert group.assigned(A)[0] == ev.Subscribe(slot=0, topics=both)
     assert group.assigned(slot=1) == [ev.Subscribe(slot=1, topics=both)]
-    group.committed({A: None})
-    group.resolved({A: 0})
+    group.committed({A: 0})
     assert not group.gathered(), "the group has not answered to the new subscription as yet"
     assert not only(ev.Subscribe, group.assigned(generation=2) + group.assigned(slot=1, generation=2)), "once"
     assert group.gathered()

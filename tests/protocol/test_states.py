@@ -244,6 +244,13 @@ PARTITION_PATHS: dict[Row, Path] = {
     (PartitionState.FETCHING, ev.LookupFailed): [lookup_failed],
     (PartitionState.FETCHING, ev.CommittedOffsetsRead): [assigned],
     (PartitionState.FETCHING, Cause.FOREIGN_COMMIT): [adopting],
+    (PartitionState.FETCHING, Cause.NOT_COMMITTED): [
+        starting,
+        lambda g: g.resolved({A: 0}),
+        lambda g: g.lost(A),
+        lambda g: g.assigned(A, generation=2),
+        lambda g: g.committed({A: None}),
+    ],
     (PartitionState.FETCHING, ev.ResolveStarts): [starting],
     (PartitionState.RESOLVING, ev.LookupFailed): [
         starting,
@@ -324,8 +331,9 @@ def reading() -> RunHarness:
 
 
 def draining() -> RunHarness:
-    run = RunHarness()
+    run = idle()
     run.silent = {ev.CommitOffsets}
+    run.ends[A] = 20
     run.batch()
     run.feed(ev.DrainRequested())
     run.begin(next_batch_of(run), RunState.DRAINING)

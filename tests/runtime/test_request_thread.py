@@ -369,14 +369,14 @@ def test_G6_without_its_id_a_run_checks_its_static_memberships(
 ) -> None:
     scene = broken
     scene.thread.own_member_ids.append("mine")
-    scene.environment.will("describe_consumer_groups", *[group_of(member_at(instance, member))] * 2)
-    question = ev.CheckReplaced(slot=0)
-    later = scene.order_after(2 * scene.options.session_timeout_ms, question)
-    scene.run(scene.order(commit_command()), scene.order(question), later)
-    failed, first, second = (type(event) for event in scene.handled)
+    scene.environment.will("describe_consumer_groups", *[group_of(member_at(instance, member))] * 3)
+    question, options = ev.CheckReplaced(slot=0), scene.options
+    within = scene.order_after(options.max_poll_interval_ms + options.session_timeout_ms - 10_000, question)
+    scene.run(scene.order(commit_command()), scene.order(question), within, scene.order_after(20_000, question))
+    failed, first, second, third = (type(event) for event in scene.handled)
     assert failed is ev.OffsetCommitFailed
-    assert first is (ev.NotReplaced if answer is ev.NotReplaced else ev.ReplacedUnclear)
-    assert second is answer
+    assert first is second is (ev.NotReplaced if answer is ev.NotReplaced else ev.ReplacedUnclear)
+    assert third is answer
     assert len(scene.environment.producers) == 1
 
 

@@ -164,7 +164,7 @@ MUTANTS = [
     Mutant(
         "adopts-nothing",
         P,
-        "self._set_known(tp, Known(partition.slot, at, is_foreign=True), Cause.FOREIGN_COMMIT)",
+        "self._set_known(tp, Known(partition.slot, at, is_new=True), Cause.FOREIGN_COMMIT)",
         "self._set_known(tp, Known(partition.slot, at), ev.CommittedOffsetsRead)",
         "a foreign commit is committed under the stream's name before it is read",
     ),
@@ -256,8 +256,8 @@ MUTANTS = [
     Mutant(
         "keeps-the-batch-over-a-foreign-commit",
         P,
-        "self._update_known(tp, partition, Cause.FOREIGN_COMMIT, is_foreign=True)",
-        "at.offset = end; self._update_known(tp, partition, Cause.FOREIGN_COMMIT, is_foreign=True)",
+        "self._update_known(tp, partition, Cause.FOREIGN_COMMIT, is_new=True)",
+        "at.offset = end; self._update_known(tp, partition, Cause.FOREIGN_COMMIT, is_new=True)",
         "a foreign commit inside the batch in flight counts as well",
     ),
     Mutant(
