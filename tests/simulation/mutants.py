@@ -169,13 +169,6 @@ MUTANTS = [
         "a foreign commit is committed under the stream's name before it is read",
     ),
     Mutant(
-        "forgets-what-is-durable",
-        P,
-        "durable_to=durable_to if committed.truncated_after is None else None,",
-        "durable_to=None,",
-        "a further foreign commit inside what is durable is no move back either",
-    ),
-    Mutant(
         "ignores-a-pending-batch",
         P,
         "return end if start <= at < end else at",
@@ -288,13 +281,6 @@ MUTANTS = [
         "followed=frozenset(tp for tp, at in jumps.items() if at.followed),",
         "followed=frozenset(),",
         "the plan reports to the sink which positions followed a foreign commit",
-    ),
-    Mutant(
-        "plans-without-what-kafka-lacks",
-        "protocol/planner.py",
-        "behind=partitions.behind(),",
-        "behind={},",
-        "a commit in a batch before the last that Kafka did not have at the plan is no rewind",
     ),
     Mutant(
         "overlaps-ranges",
@@ -587,7 +573,6 @@ FOUND_BY: dict[str, tuple[str, int]] = {
     "accepts-an-older-commit": ("eager", 0),
     "undoes-a-rewind": ("eager", 130),
     "adopts-nothing": ("eager", 13),
-    "forgets-what-is-durable": ("consumer", 330_934),
     "ignores-a-pending-batch": ("cooperative", 2),
     "keeps-the-plan-over-a-reset": ("eager", 41),
     "keeps-positions-over-a-reset": ("consumer", 104),
@@ -599,7 +584,6 @@ FOUND_BY: dict[str, tuple[str, int]] = {
     "plans-without-reset-number": ("eager", 2),
     "ignores-a-reset-that-the-sink-reports": ("cooperative", 101_586),
     "hides-a-rewind": ("cooperative", 213),
-    "plans-without-what-kafka-lacks": ("eager", 2_000_039),
     "overlaps-ranges": ("cooperative", 0),
     "commits-at-the-next-trigger-only": ("cooperative", 1),
     "drains-at-the-next-trigger-only": ("consumer", 7),
