@@ -33,6 +33,10 @@ EARLIER_MS = 30_000
 """Time after which a leader with an earlier epoch than the known one is believed. A broker that is cut off from the
 controller is fenced after 9 s by default (``broker.session.timeout.ms``), and clients learn of the new leader then."""
 
+TOPICS_MS = 30_000
+"""Time after which the topics are requested again although there is nothing to read: one that was deleted, recreated
+and filled with as many records as were read has the same ends."""
+
 SILENT_MS_MAX = 10_000
 """Time after which the log warns about a partition whose end is not in the answers."""
 
@@ -72,6 +76,7 @@ class DataLossDetector:
         self._recreated: set[str] = set()  # recreated topics whose first records are known
         self._reason = ""
         # --- across checks
+        self._topics_at_ms = 0  # when topics were requested last
         self._proven_ends: Offsets = {}  # the last ends that leaders of known epochs reported
         self._left: set[str] = set()  # topics without an assigned partition since the last request about topics
         self._checked: set[TopicPartition] = set()  # partitions whose first record was compared with the position
@@ -209,8 +214,10 @@ class DataLossDetector:
         # A request about partitions without an end only would fail, and with it the check of the others.
         new = tuple(tp for tp in self._positions if tp not in self._checked and tp in self.ends)
         suspicions = self._missing or self._other_ids or self._short or self._left
-        if not new and self.ends == self._positions and not suspicions and not unproven:
+        is_idle = not new and self.ends == self._positions and not suspicions and not unproven
+        if is_idle and self._now_ms - self._topics_at_ms < TOPICS_MS:
             return
+        self._topics_at_ms = self._now_ms
         topics = tuple(sorted({tp.topic for tp in self._positions} | {*map(str, self._missing)} | self._left))
         if not topics:
             return

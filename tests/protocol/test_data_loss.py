@@ -10,7 +10,14 @@ from kit.run_harness import RunHarness
 from spark_group_source.errors import DataLoss, GroupError, TopicMissing
 from spark_group_source.model import TopicPartition
 from spark_group_source.protocol import events as ev
-from spark_group_source.protocol.data_loss import EARLIER_MS, GRACE_MS, SILENT_MS_MAX, DataLossDetector, LeaderEpochs
+from spark_group_source.protocol.data_loss import (
+    EARLIER_MS,
+    GRACE_MS,
+    SILENT_MS_MAX,
+    TOPICS_MS,
+    DataLossDetector,
+    LeaderEpochs,
+)
 from spark_group_source.protocol.offsets import StreamOffset, parse
 from spark_group_source.protocol.rules import Rules, StartingPosition
 
@@ -118,6 +125,19 @@ def test_first_check_requests_everything_and_an_idle_check_only_the_ends() -> No
     assert brokers.requests == [ev.ReadLogEnds(ends=(A, B))]
     assert brokers.detector.took_ms == 3
     assert brokers.detector.ends == {A: 100, B: 100}
+
+
+@pytest.mark.proves("G10", level="core")
+def test_recreated_topic_with_as_many_records_as_were_read_is_found_while_there_is_nothing_to_read() -> None:
+    brokers = Brokers(fail=False)
+    brokers.check({A: 100})
+    brokers.recreate("orders", end=100)
+    brokers.check({A: 100}, after_ms=TOPICS_MS - 1)
+    assert brokers.requests == [ev.ReadLogEnds(ends=(A,))]
+    brokers.check({A: 100}, after_ms=1)
+    assert brokers.detector.has_suspicions
+    (logged,) = brokers.check({A: 100}, after_ms=GRACE_MS)
+    assert "topic orders was deleted and recreated" in logged and moved(brokers.detector) == {A: 0}
 
 
 def test_topic_id_is_requested_when_there_are_records_to_read() -> None:
