@@ -12,7 +12,7 @@ from typing import Any
 from confluent_kafka import KafkaError, KafkaException
 
 from spark_group_source.error_codes import Meaning, Request, meaning
-from spark_group_source.errors import CommitFailed, GroupError
+from spark_group_source.errors import CommitFailed, OptionError, SourceError
 from spark_group_source.kafka.environment import NEVER_JOINS, Environment, coordinator_idle
 from spark_group_source.kafka.translation import ClientInfo, CommitSizes, Notes, stale_member, to_kafka, translate
 from spark_group_source.model import Identity, TopicPartition
@@ -253,7 +253,7 @@ class TransactionalCommitter:
             owned.producer.abort_transaction(TRANSACTION_TIMEOUT_S)
         owned.transaction = Transaction.NONE
 
-    def _failure(self, error: KafkaError, *, part: int = 0, offsets: Iterable[TopicPartition] = ()) -> GroupError:
+    def _failure(self, error: KafkaError, *, part: int = 0, offsets: Iterable[TopicPartition] = ()) -> SourceError:
         """Update the state after a failed call, and return the exception to raise."""
         stale = stale_member(error, request=Request.TRANSACTION, part=part)
         self._clean_up(error)
@@ -265,6 +265,12 @@ class TransactionalCommitter:
             topic = next((tp.topic for tp in offsets if re.search(named.format(re.escape(tp.topic)), error.str())), "")
             return translate(
                 fenced or error, request=Request.TRANSACTION, op=op, client_info=self._client_info, name=topic
+            )
+        if error.code() == KafkaError.INVALID_TRANSACTION_TIMEOUT:
+            return OptionError(
+                f"kafka.transaction.timeout.ms is {self._settings['transaction.timeout.ms']}. The brokers refuse that, "
+                "so no offset can be committed: set a value that is not above their transaction.max.timeout.ms "
+                "(900000 unless set)"
             )
         return stale or CommitFailed(f"committing offsets failed: {error.str()}", code=error.code())
 

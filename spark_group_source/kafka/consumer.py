@@ -116,6 +116,7 @@ class MemberConsumer:
         self._partitions: frozenset[TopicPartition] = frozenset()  # those that the group has assigned
         self._owner_id = ""  # the member id that they were assigned to
         self._session_timeout_ms = settings.get("session.timeout.ms", str(SESSION_TIMEOUT_MS))
+        self._remote_assignor = settings.get("group.remote.assignor", "")
         self._consumer: Any = environment.consumer(settings)
 
     def subscribe(self, topics: Sequence[str]) -> None:
@@ -244,7 +245,7 @@ class MemberConsumer:
         """The group generation (classic) or member epoch (KIP-848); -1 while not a member."""
         return -1 if self.identity is None else self.identity.generation
 
-    def _fatal(self, error: KafkaError) -> GroupError:
+    def _fatal(self, error: KafkaError) -> GroupError | OptionError:
         text = error.str()
         # The error code is only "fatal"; the cause is in the text alone.
         if "still used by another member" in text:
@@ -257,6 +258,11 @@ class MemberConsumer:
             )
         if "fenced" in text.lower():
             return Fenced(f"the member was fenced: {text}")
+        if "assignor or its version range is not supported" in text:
+            return OptionError(
+                f"kafka.group.remote.assignor is {self._remote_assignor!r}, which the brokers do not have: choose one "
+                f"of their group.consumer.assignors (uniform and range unless set), or leave the option out ({text})"
+            )
         refused = next((code for words, code in _REFUSALS.items() if words in text), None)
         if refused is not None:
             error = KafkaError(refused, text)

@@ -18,6 +18,7 @@ from spark_group_source.errors import (
     Fenced,
     GroupError,
     InvariantBroken,
+    OptionError,
     SourceError,
 )
 from spark_group_source.kafka.admin import Admin
@@ -203,7 +204,7 @@ class RequestThread:
     def _on_failure(self, request: QueuedRequest, exc: SourceError) -> None:
         if isinstance(exc, Fenced):
             self._handle(ev.Replaced(reason=str(exc)))
-        elif isinstance(request, offset_commits.CommitOrder) and not isinstance(exc, AccessDenied):
+        elif isinstance(request, offset_commits.CommitOrder) and not isinstance(exc, AccessDenied | OptionError):
             self._handle(ev.OffsetCommitFailed(reason=str(exc)))
         elif isinstance(request, ev.FetchCommittedOffsets) and isinstance(exc, BrokerUnavailable):
             self._handle(ev.LookupFailed(partitions=request.partitions, error=exc))

@@ -298,6 +298,7 @@ class Message:
 
 
 STILL_TAKEN = "Broker: The instance ID is still used by another member in the consumer group"
+NO_ASSIGNOR = "Broker: The assignor or its version range is not supported by the consumer group"
 KIP_848 = {"bootstrap.servers": "b", "group.id": "g", "group.protocol": "consumer"}
 
 
@@ -307,6 +308,7 @@ KIP_848 = {"bootstrap.servers": "b", "group.id": "g", "group.protocol": "consume
         ("poll", Message(KafkaError._FATAL, "instance id was fenced"), "MemberFenced"),
         ("poll", Message(KafkaError._FATAL, STILL_TAKEN), "MemberFailed"),  # maybe another driver's: it is not taken
         ("poll", Message(KafkaError.INVALID_SESSION_TIMEOUT, "no"), "InternalFailure"),
+        ("poll", Message(KafkaError._FATAL, NO_ASSIGNOR), "InternalFailure"),
         ("Consumer", refusal(KafkaError._INVALID_ARG), "MemberFailed"),
     ],
 )

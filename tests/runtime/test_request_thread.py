@@ -14,6 +14,7 @@ from spark_group_source.errors import (
     BrokerUnavailable,
     CommitFailed,
     InvariantBroken,
+    OptionError,
 )
 from spark_group_source.kafka.admin import Admin
 from spark_group_source.kafka.translation import CommittedOffset, MemberStale
@@ -597,6 +598,15 @@ def test_a_deleted_partition_does_not_delay_the_commits_of_the_others(scene: Sce
     scene.run(scene.order(commit_command()))
     assert scene.handled == [ev.OffsetsCommitted(offsets={A0: 5, A1: 6})]
     assert scene.environment.called("send_offsets")[2:] == [(1, {A0: (5, "spark-group:s:4:0:at=7", None)})]
+
+
+def test_a_transaction_timeout_that_the_brokers_refuse_fails_the_run(scene: Scene) -> None:
+    """Else no offset would ever be committed, and a bounded run would end as if the next start could commit them."""
+    scene.environment.will("init_transactions", *[refusal(KafkaError.INVALID_TRANSACTION_TIMEOUT)] * 2)
+    scene.run(scene.order(commit_command()))
+    (broken,) = scene.handled
+    assert isinstance(broken, ev.InternalFailure) and isinstance(broken.error, OptionError)
+    assert "kafka.transaction.timeout.ms is 60000" in str(broken.error)
 
 
 # --- members commit -------------------------------------------------------------------------------------------------
