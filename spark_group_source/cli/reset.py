@@ -792,7 +792,7 @@ def read_plan(path: Path, group: str) -> dict[TopicPartition, int]:
                 "kafka-consumer-groups --export writes it"
             )
         tp = TopicPartition(rest[0].strip(), int(numbers[0]))
-        if whose.strip() != group:
+        if whose != group and whose.strip() != group:
             continue
         if tp in found:
             raise OptionError(f"{path}, line {number}: {tp} appears twice")

@@ -11,6 +11,7 @@ process, also if that is killed. Deliberately absent: production features (encry
 """
 
 import contextlib
+import fcntl
 import hashlib
 import os
 import random
@@ -28,7 +29,7 @@ from base64 import urlsafe_b64encode
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Self, TextIO
 
 from spark_group_source.errors import BrokerUnavailable, OptionError
 from spark_group_source.local import supervise
@@ -91,6 +92,7 @@ class Broker:
         self._java: list[str] = []
         self._base: Path | None = None
         self._servers = ""
+        self._lock: TextIO | None = None  # held while a broker uses the data directory
         self._nodes: dict[int, Node] = {}
 
     @property
@@ -114,7 +116,7 @@ class Broker:
 
         Raises:
             SetupError: no usable Java, or Kafka's jars cannot be downloaded.
-            OptionError: the given port is in use.
+            OptionError: the given port is in use, or the data directory by another broker.
             BrokerUnavailable: the node ended or did not answer in time; the message ends with its log.
         """
         if self._base is not None:
@@ -125,6 +127,7 @@ class Broker:
         else:
             self._base = self._data_dir.resolve()
             self._base.mkdir(parents=True, exist_ok=True)
+            self._lock_folder(self._base)
         try:
             self.log_dir.mkdir(parents=True, exist_ok=True)
             for attempt in range(1, PORT_TRIES + 1):
@@ -148,6 +151,21 @@ class Broker:
         if self._data_dir is None:
             shutil.rmtree(self._base, ignore_errors=True)
         self._base = None
+        if self._lock is not None:
+            self._lock.close()
+
+    def _lock_folder(self, folder: Path) -> None:
+        """Lock the data directory until :meth:`stop`. Kafka has a lock of its own, but a second node starts to write
+        the metadata of the first one before it looks."""
+        self._lock = (folder / "broker.lock").open("w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as exc:
+            self._lock.close()
+            self._base = None
+            raise OptionError(
+                f"another broker uses the data directory {folder}: stop that one, or choose another directory"
+            ) from exc
 
     def __enter__(self) -> Self:
         return self.start()

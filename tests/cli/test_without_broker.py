@@ -203,8 +203,9 @@ def test_exported_plan_is_read_back(tmp_path: Path) -> None:
 
 def test_plan_file_with_several_groups_is_filtered(tmp_path: Path) -> None:
     path = tmp_path / "plan.csv"
-    path.write_text('"etl","orders",0,5\nother,orders,0,9\n\netl,orders,1,7\n')
+    path.write_text('"etl","orders",0,5\nother,orders,0,9\n\netl,orders,1,7\n"tab\t",orders,0,3\n')
     assert read_plan(path, "etl") == {P0: 5, P1: 7}
+    assert read_plan(path, "tab\t") == {P0: 3}
     with pytest.raises(OptionError, match="has no line of group 'third'"):
         read_plan(path, "third")
 

@@ -54,6 +54,10 @@ def test_node_serves_groups_at_once_and_leaves_only_its_data(tmp_path: Path) -> 
                 create_topic(admin, "kept")
                 produce_to(Producer(settings), "kept", ["1", "2", "3"])
             assert list(end_offsets_of(admin, "kept").values()) == [3]
+            before = (folder / "node-1" / "server.properties").read_bytes()
+            with pytest.raises(OptionError, match="another broker uses the data directory"):
+                Broker(data_dir=folder).start()
+            assert (folder / "node-1" / "server.properties").read_bytes() == before
         assert list(pids) == [1] and not alive(pids[1]) and broker.pids == {}
     assert (folder / "logs" / "node-1.log").stat().st_size > 0
     assert list(tmp_path.iterdir()) == [folder]
