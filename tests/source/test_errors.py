@@ -5,7 +5,7 @@ from kafka_helpers import await_until
 from scenes import Scene
 from streams import Engine, numbered, texts, values_of
 
-from spark_group_source.errors import BrokerUnavailable, DataLoss, TopicMissing
+from spark_group_source.errors import BrokerUnavailable, DataLoss, OptionError, TopicMissing
 from spark_group_source.model import TopicPartition
 
 NOWHERE = "127.0.0.1:1"
@@ -76,3 +76,20 @@ def test_deleting_the_only_topic_of_a_running_query_fails_it_with_the_topics_nam
         with pytest.raises(TopicMissing, match=f"topic {name} does not exist any more.*set failOnDataLoss=false"):
             await_until(lambda: engine.step() is not None, what="the failure of the run")
     assert values_of(engine.rows) == texts(0, 3)
+
+
+@pytest.mark.parametrize(
+    ("protocol", "setting", "value", "named"),
+    [
+        ("classic", "kafka.transaction.timeout.ms", "9000000", "is 9000000. The brokers refuse that"),
+        ("consumer", "kafka.group.remote.assignor", "nope", "is 'nope', which the brokers do not have"),
+    ],
+)
+def test_setting_that_the_brokers_refuse_ends_the_query(
+    scene: Scene, protocol: str, setting: str, value: str, named: str
+) -> None:
+    """Else nothing would ever be committed, or the member would join again for ever."""
+    name = scene.topic()
+    scene.produce(name, ["a", "b"])
+    with pytest.raises(OptionError, match=f"{setting} {named}"):
+        scene.played(protocol, subscribe=name, **{setting: value}).run()
