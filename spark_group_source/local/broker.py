@@ -11,7 +11,6 @@ process, also if that is killed. Deliberately absent: production features (encry
 """
 
 import contextlib
-import fcntl
 import hashlib
 import os
 import random
@@ -29,12 +28,12 @@ from base64 import urlsafe_b64encode
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self, TextIO
+from typing import Self
 
-from spark_group_source.errors import BrokerUnavailable, OptionError
+from spark_group_source.errors import BrokerUnavailable, OptionError, SetupError
 from spark_group_source.local import supervise
 from spark_group_source.local.conf import conf_path, read_conf
-from spark_group_source.local.jars import cache_dir, java_path, kafka_jars, kafka_tools_jars
+from spark_group_source.local.jars import cache_dir, java_path, kafka_jars, kafka_tools_jars, locked
 
 START_S = 120
 """Bound of a start until the node answers: 4 s on an idle machine with two cores, several times that beside a busy
@@ -92,7 +91,7 @@ class Broker:
         self._java: list[str] = []
         self._base: Path | None = None
         self._servers = ""
-        self._lock: TextIO | None = None  # held while a broker uses the data directory
+        self._lock = contextlib.ExitStack()  # held while the broker uses the data directory
         self._nodes: dict[int, Node] = {}
 
     @property
@@ -127,8 +126,9 @@ class Broker:
         else:
             self._base = self._data_dir.resolve()
             self._base.mkdir(parents=True, exist_ok=True)
-            self._lock_folder(self._base)
         try:
+            if self._data_dir is not None:
+                self._lock_folder(self._base)
             self.log_dir.mkdir(parents=True, exist_ok=True)
             for attempt in range(1, PORT_TRIES + 1):
                 try:
@@ -151,18 +151,14 @@ class Broker:
         if self._data_dir is None:
             shutil.rmtree(self._base, ignore_errors=True)
         self._base = None
-        if self._lock is not None:
-            self._lock.close()
+        self._lock.close()
 
     def _lock_folder(self, folder: Path) -> None:
         """Lock the data directory until :meth:`stop`. Kafka has a lock of its own, but a second node starts to write
         the metadata of the first one before it looks."""
-        self._lock = (folder / "broker.lock").open("w")
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as exc:
-            self._lock.close()
-            self._base = None
+            self._lock.enter_context(locked(folder / "broker.lock", wait_s=0))
+        except SetupError as exc:
             raise OptionError(
                 f"another broker uses the data directory {folder}: stop that one, or choose another directory"
             ) from exc
