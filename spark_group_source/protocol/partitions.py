@@ -459,8 +459,7 @@ class Partitions:
         """
         if committed is None or committed.stream == stream:
             at = _own_position(partition.memory, committed, self.reset_number)
-            start, end = self._in_flight.get(tp, (0, 0))
-            is_new = committed is None and not start <= at.offset < end
+            is_new = committed is None and self._in_flight_to(tp, at.offset) is None
             cause = Cause.NOT_COMMITTED if is_new else ev.CommittedOffsetsRead
             self._set_known(tp, Known(partition.slot, at, is_new), cause)
             return None
@@ -513,8 +512,8 @@ class Partitions:
     def _set_known(self, tp: TopicPartition, partition: Known, cause: AnyCause) -> None:
         """Store a position that is known now. If the batch in flight reads the partition, it joins the batch."""
         self._replace(tp, cause, partition)
-        start, end = self._in_flight.get(tp, (0, 0))
-        if start <= partition.position.offset < end:  # it is not released before the batch is durable
+        end = self._in_flight_to(tp, partition.position.offset)
+        if end is not None:  # it is not released before the batch is durable
             self._update_known(tp, partition, Cause.REPLAY, until=end, is_new=partition.is_new)
         self._update_due(tp, partition)
 
@@ -706,6 +705,11 @@ class Partitions:
         return end - start
 
     # --- helpers ----------------------------------------------------------------------------------------------------
+
+    def _in_flight_to(self, tp: TopicPartition, offset: int) -> int | None:
+        """The end of what the batch in flight reads of the partition, if it reads this offset."""
+        start, end = self._in_flight.get(tp, (0, 0))
+        return end if start <= offset < end else None
 
     def _memory(self, tp: TopicPartition) -> AnyMemory:
         """What is remembered of a partition whose position is not known."""

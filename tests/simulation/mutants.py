@@ -213,7 +213,7 @@ MUTANTS = [
     Mutant(
         "ignores-the-batch-of-a-returning-partition",
         P,
-        "if start <= partition.position.offset < end:  # it is",
+        "if end is not None:  # it is",
         "if False:  # it is",
         "a partition assigned again during a batch is released only when the batch is durable",
     ),
