@@ -53,6 +53,11 @@ class PlannedBatch:
     root: str = ""
     """The query's checkpoint."""
 
+    def starts(self, group: str) -> dict[TopicPartition, int]:
+        """Return where the ranges of a group start."""
+        offsets = (offset for offset in self.offsets if offset.group == group)
+        return {tp: start for offset in offsets for tp, (start, _) in offset.ranges.items()}
+
     def of_topics(self, topics: Collection[str]) -> "PlannedBatch":
         """Return the part of the batch that has these topics."""
         parts = (offset.of_topics(topics) for offset in self.offsets)

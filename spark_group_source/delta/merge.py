@@ -261,13 +261,10 @@ class MergeWriter:
         sequence = table_names.quoted(merge.sequence_by)
         kept = changes.select(*map(table_names.quoted, merge.keys), sequence)
         columns = table_names.sql_columns(kept.schema)
+        is_mapped = any(map(table_names.needs_mapping, kept.columns))
         self._spark.sql(
             f"CREATE TABLE IF NOT EXISTS {table} ({columns}, deleted_at TIMESTAMP_LTZ, {_TABLE_ID} STRING) USING delta"
-            + (
-                " TBLPROPERTIES ('delta.columnMapping.mode' = 'name')"
-                if table_names.needs_mapping(kept.columns)
-                else ""
-            )
+            + (" TBLPROPERTIES ('delta.columnMapping.mode' = 'name')" if is_mapped else "")
         )
         if deletions:
             names = [*map(table_names.quoted, merge.keys), sequence, "deleted_at", _TABLE_ID]

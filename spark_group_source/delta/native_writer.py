@@ -155,7 +155,7 @@ def _is_addable(part: Any) -> bool:
     """Return whether every table can have a new column, by its field or type with the nested ones."""
     if not isinstance(part, dict):
         return _NEW_TYPES.fullmatch(part) is not None
-    if part.get("metadata") or table_names.needs_mapping((part.get("name", ""),)):
+    if part.get("metadata") or table_names.needs_mapping(part.get("name", "")):
         return False
     nested = (part[key] for key in ("type", "elementType", "keyType", "valueType") if key in part)
     return all(map(_is_addable, (*nested, *part.get("fields", ()))))

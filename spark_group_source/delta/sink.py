@@ -261,15 +261,14 @@ class DeltaSink:
 
     def _batch_missing(self, spark: "SparkSession", failure: "FailedWrite", batch_id: int) -> LedgerConflict:
         missing = failure.planned
-        groups = [offset.group for offset in missing.offsets]
-        exists, known = True, set(groups)
+        groups = {offset.group for offset in missing.offsets}
+        exists, known = True, groups
         with suppress(Exception):  # of the storage: the error is another one
             exists, known = self.new_writer(spark).exists(), set(self.read_ledgers(spark, groups))
         commands = []
-        for offset in missing.offsets:
-            starts = {tp: start for tp, (start, _) in offset.ranges.items()}
-            position = ("--to-ledger",) if offset.group in known else table_names.to_offsets(starts)
-            commands.append(table_names.reset_command(offset.group, self.table if exists else None, *position))
+        for group in sorted(groups):
+            position = ("--to-ledger",) if group in known else _to_start(missing, group)
+            commands.append(table_names.reset_command(group, self.table if exists else None, *position))
         return LedgerConflict(
             f"batch {missing.batch_id} could not be written to table {self.table}: {failure.error}. The function of "
             f"foreachBatch caught that error, so Spark goes on. Batch {batch_id} was not written either, because the "
@@ -611,7 +610,7 @@ class BatchCommit:
         """
 
         def ways() -> dict[str, str]:
-            return self._ways_to_continue(group, self.table.row_ends(self._starts(group)))
+            return self._ways_to_continue(group, self.table.row_ends(self.planned.starts(group)))
 
         for offset in (o for o in self.planned.offsets if o.group == group):
             ledger_transfer.check_new_group(self.df.sparkSession, history, offset, ways)
@@ -619,7 +618,7 @@ class BatchCommit:
             return
         # The log had the CLONE that names the table with the ledger.
         self._refuse_uncounted_rows(
-            group, self._starts(group), "no ledger", "it may be a clone of a table that has the ledger"
+            group, self.planned.starts(group), "no ledger", "it may be a clone of a table that has the ledger"
         )
 
     def _check_new_partitions(self, history: TableHistory, ledger: Ledger) -> None:
@@ -720,7 +719,7 @@ class BatchCommit:
         batch_id, table = self.planned.batch_id, self.table.table
         offsets = [offset for offset in self.planned.offsets if offset.group == group]
         unknown = sorted({tp for offset in offsets for tp in offset.followed | offset.started})
-        starts = self._starts(group)
+        starts = self.planned.starts(group)
         ends = self.table.row_ends(starts)
         why = ""
         if unknown:
@@ -754,11 +753,6 @@ class BatchCommit:
         )
         return ledger.at_version(history.version)
 
-    def _starts(self, group: str) -> dict[TopicPartition, int]:
-        """Return where the ranges of a group start."""
-        offsets = (offset for offset in self.planned.offsets if offset.group == group)
-        return {tp: start for offset in offsets for tp, (start, _) in offset.ranges.items()}
-
     def _ways_to_continue(
         self,
         group: str,
@@ -771,10 +765,8 @@ class BatchCommit:
             ends: the offset after the last row of each partition; None if it is unknown.
             counted: the next offset of each partition that the ledger knows.
         """
-        table, batch_id, starts = self.table.table, self.planned.batch_id, self._starts(group)
-        in_checkpoint = "--to-checkpoint", self.planned.root, "--batch", str(batch_id)
-        to_start = in_checkpoint if self.planned.root else table_names.to_offsets(starts)
-        here = table_names.reset_command(group, table, *to_start)
+        table, batch_id, starts = self.table.table, self.planned.batch_id, self.planned.starts(group)
+        here = table_names.reset_command(group, table, *_to_start(self.planned, group))
         if not any(end > starts[tp] for tp, end in (ends or {}).items()):
             return {f"continue where batch {batch_id} starts": here}
         # Of all partitions: after a reset the query reads the committed offsets of those that are not named, which may
@@ -801,7 +793,7 @@ class BatchCommit:
         ledgers = {group: ledger.with_next_number() for group, ledger in decision.ledgers.items()}
         now_ms = table_writer.now_ms()
         docs = {
-            group: ledger.to_json_dict(before[group], self._starts(group), now_ms=now_ms)
+            group: ledger.to_json_dict(before[group], self.planned.starts(group), now_ms=now_ms)
             for group, ledger in ledgers.items()
         }
         numbers = {APP_PREFIX + group: ledger.number for group, ledger in ledgers.items()}
@@ -1009,6 +1001,16 @@ def _second_write(table: str, planned: PlannedBatch, former: TableWrite) -> Opti
         batch_id=planned.batch_id,
         version=version,
     )
+
+
+# --- where a batch starts --------------------------------------------------------------------------------------------
+
+
+def _to_start(planned: PlannedBatch, group: str) -> tuple[str, ...]:
+    """Return the position of ``spark-group reset`` where a batch starts. The checkpoint names it in few words."""
+    if not planned.root:
+        return table_names.to_offsets(planned.starts(group))
+    return "--to-checkpoint", planned.root, "--batch", str(planned.batch_id)
 
 
 # --- batches of a user's function ------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from spark_group_source.errors import OptionError
 from spark_group_source.host import run_files
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
 
     from pyspark.sql import DataFrame, SparkSession
     from pyspark.sql.types import DataType, StructType
@@ -35,7 +35,6 @@ _UNITS = {"week": 604_800_000, "day": 86_400_000, "hour": 3_600_000, "minute": 6
 
 RECORD_COLUMNS = {"topic": "string", "partition": "int", "offset": "bigint"}
 """The columns that identify the Kafka record of a row, with their types."""
-
 
 _NOT_IN_NAMES = re.compile(r"[ ,;{}()\n\t=]")
 
@@ -122,9 +121,9 @@ def quoted(column: str) -> str:
     return "`" + column.replace("`", "``") + "`"
 
 
-def needs_mapping(names: "Iterable[str]") -> bool:
-    """Return whether Delta accepts one of these column names with column mapping only. ``deltalake`` accepts all."""
-    return any(map(_NOT_IN_NAMES.search, names))
+def needs_mapping(column: str) -> bool:
+    """Return whether Delta accepts the name of a column with column mapping only. ``deltalake`` accepts every name."""
+    return _NOT_IN_NAMES.search(column) is not None
 
 
 def sql_columns(schema: "StructType") -> str:

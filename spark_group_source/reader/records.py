@@ -115,8 +115,7 @@ def require_own_schema(schema: "StructType", columns: Sequence[str]) -> None:
         shown = [", ".join(f"{name} {type_}" for name, type_ in fields) for fields in (given, own)]
         raise OptionError(
             f".schema() names the columns {shown[0]}, and this source has {shown[1]}: leave .schema() out. The option "
-            "columns chooses some of the columns; convert them in the query",
-            option="columns",
+            "columns chooses some of the columns; convert them in the query"
         )
 
 
