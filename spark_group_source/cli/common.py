@@ -206,6 +206,30 @@ def stop_on_signals() -> threading.Event:
     return stop
 
 
+@contextmanager
+def interrupts_deferred() -> Iterator[None]:
+    """Delay Ctrl-C until the end of the block; a second one ends it at once. For pyspark's start of a JVM: if Python
+    gives up in the middle, it deletes the folder in which the JVM writes its port, and the JVM would not end."""
+    if threading.current_thread() is not threading.main_thread():  # Python calls handlers of signals on that one only
+        yield
+        return
+    is_interrupted = False
+
+    def interrupt(*_: object) -> None:
+        nonlocal is_interrupted
+        if is_interrupted:
+            raise KeyboardInterrupt
+        is_interrupted = True
+
+    former = signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, former)
+    if is_interrupted:
+        raise KeyboardInterrupt
+
+
 def table_of(*columns: str, rows: Iterable[Sequence[object]] = (), narrow: bool = False) -> Table:
     """A table whose long cells are wrapped, not truncated. Values are not interpreted as markup.
 
@@ -238,13 +262,16 @@ def session(*, avro: bool = False) -> "Iterator[SparkSession]":
 
     logging.getLogger("py4j").setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory(prefix="spark-group-") as scratch:
-        with progress_console.status("starting Spark ..."):
-            builder = SparkSession.builder.master("local[1]").appName("spark-group")
-            spark = builder.config(map={**local_spark_settings(scratch, avro=avro)}).getOrCreate()
+        builder = SparkSession.builder.master("local[1]").appName("spark-group")
+        builder = builder.config(map={**local_spark_settings(scratch, avro=avro)})
+        spark: SparkSession | None = None
         try:
+            with progress_console.status("starting Spark ..."), interrupts_deferred():
+                spark = builder.getOrCreate()
             yield spark
         finally:
-            spark.stop()
+            if spark is not None:
+                spark.stop()
 
 
 @contextmanager

@@ -34,7 +34,7 @@ import typer
 
 from spark_group_source import compatibility, errors
 from spark_group_source.cli import preview
-from spark_group_source.cli.common import FINAL, RETRIABLE, console, settings_in
+from spark_group_source.cli.common import FINAL, RETRIABLE, console, interrupts_deferred, settings_in
 from spark_group_source.cli.preview import ROWS_MAX
 from spark_group_source.delta import Writer, table_names
 from spark_group_source.errors import GroupError
@@ -430,7 +430,8 @@ def _start_jvm(settings: Mapping[str, str]) -> None:
     try:
         if not _has_log_settings():
             os.environ["SPARK_SUBMIT_OPTS"] = f'{given or ""} "-Dlog4j2.configurationFile={conf_path(LOG_SETTINGS)}"'
-        gateway = launch_gateway(conf, {"process_group": 0})
+        with interrupts_deferred():
+            gateway = launch_gateway(conf, {"process_group": 0})
     finally:
         if given is None:
             os.environ.pop("SPARK_SUBMIT_OPTS", None)
@@ -516,6 +517,8 @@ def reason(exc: BaseException) -> str:
     text = str(exc)
     if found := _MESSAGE.findall(text):
         return ": ".join(found[-1])
+    if isinstance(exc, errors.SourceError):
+        return f"{type(exc).__name__}: {text}"
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if len(lines) > 1 and lines[0].startswith("An error occurred while calling"):  # py4j; Java's error follows
         return lines[1].lstrip(": ")

@@ -1,5 +1,5 @@
-"""``spark-group run`` whose whole process group gets a signal, as by Ctrl-C, by ``timeout`` and at a container's end:
-Python, the JVM and the source's processes get it at the same time.
+"""Signals to ``spark-group``. By Ctrl-C, by ``timeout`` and at a container's end, its whole process group gets one:
+Python, the JVM and the source's processes at the same time.
 """
 
 import contextlib
@@ -11,13 +11,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
+import psutil
+import pyarrow as pa
 import pytest
 from delta_files import living_rows
+from deltalake import write_deltalake
 from kafka_helpers import await_until
 from quick_spark import submit
 from scenes import Scene
 from streams import numbered
 
+from spark_group_source.cli.common import interrupts_deferred
 from spark_group_source.cli.run import STOPPED
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,6 +41,55 @@ def processes(command: list[str], output: IO[str], env: dict[str, str]) -> Itera
         with contextlib.suppress(ProcessLookupError):
             os.killpg(started.pid, signal.SIGKILL)
         started.wait(END_S)
+
+
+def test_ctrl_c_waits_until_a_jvm_has_started_and_a_second_one_does_not() -> None:
+    former, reached = signal.getsignal(signal.SIGINT), []
+
+    def start(interrupts: int) -> None:
+        with interrupts_deferred():
+            for _ in range(interrupts):
+                signal.raise_signal(signal.SIGINT)
+            reached.append(interrupts)
+
+    for interrupts in (1, 2):
+        with pytest.raises(KeyboardInterrupt):
+            start(interrupts)
+    assert reached == [1]
+    assert signal.getsignal(signal.SIGINT) is former
+
+
+@pytest.mark.spark
+@pytest.mark.parametrize("command", ["ledger verify", "run"])
+def test_ctrl_c_while_spark_starts_leaves_no_jvm(command: str, tmp_path: Path, scene: Scene) -> None:
+    table, output = str(tmp_path / "table"), tmp_path / "output"
+    start = [*RUN[:-1], *command.split()]
+    if command == "run":
+        start += ["--bootstrap-servers", scene.servers, "--group", scene.group, "--topics", scene.topic(1)]
+        start += ["--table", table, "--checkpoint", str(tmp_path / "checkpoint")]
+    else:
+        write_deltalake(table, pa.table({"value": ["a"]}))
+        start += [table]
+    env = os.environ | {"SPARK_LOCAL_DIRS": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    with output.open("w") as file, processes(start, file, env) as job:
+        jvms: list[psutil.Process] = []
+
+        def has_jvm() -> bool:
+            found = [p for p in psutil.Process(job.pid).children(recursive=True) if p.name() == "java"]
+            with contextlib.suppress(psutil.Error):  # spark-submit's launcher, which is written in Java too, has ended
+                jvms[:] = [p for p in found if "org.apache.spark.launcher.Main" not in p.cmdline()]
+            return bool(jvms) or job.poll() is not None
+
+        await_until(has_jvm, what="Spark's JVM")
+        assert jvms, output.read_text()
+        job.send_signal(signal.SIGINT)
+        try:
+            assert job.wait(END_S) == 130, output.read_text()
+            await_until(lambda: not any(p.is_running() for p in jvms), what="the JVM's end")
+        finally:
+            for jvm in jvms:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    jvm.kill()
 
 
 @pytest.mark.spark
