@@ -104,7 +104,8 @@ class ReadTimeout(GroupError):
     retriable = True
     remedy = (
         "Spark retries the task. If the error persists, check that executors can connect to the partition leader's "
-        "advertised listener, or raise `kafkaConsumer.pollTimeoutMs`."
+        "advertised listener and that no client quota (`consumer_byte_rate`) stops them, or raise "
+        "`kafkaConsumer.pollTimeoutMs`."
     )
 
 

@@ -120,7 +120,7 @@ def missing_group(admin: GroupAdmin, group: str, then: str = "") -> GroupError:
     then = then or f"to see the existing groups: {command_line.in_sentence(list_groups)}"
     return GroupError(
         f"group {group!r} does not exist: it has no members and no committed offsets. It was never used, it was "
-        f"deleted, or its offsets expired; {then}",
+        f"deleted, its offsets expired, or the name is that of a share group or a streams group; {then}",
         group=group,
     )
 

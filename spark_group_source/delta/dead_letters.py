@@ -727,8 +727,12 @@ class LetterReplay:
 
         letters = all_letters.where(F.col("replay") == number)
         with self._flagged(letters) as (flagged, rules):
+            examples = ""
             if bad := flagged.where(F.col(_RULE).isNotNull()).count():
                 examples = examples_of(bad_records(flagged, rules, bad, self.table.table))
+            elif gone := letters.select(*_RECORD).join(flagged, _RECORD, "left_anti").orderBy(*_RECORD).take(1):
+                examples = "{}-{} offset {}, the transform returns no row for it".format(*gone[0])
+            if examples:
                 raise OptionError(
                     f"replay {number} of table {self.letters.table} was interrupted before its records were written, "
                     f"and they are not good any more: {examples}. Run it with the transform and the rules that it "

@@ -837,7 +837,7 @@ class BatchCommit:
                     "%s: planned before reset #%d, so none of it is written: %s",
                     where,
                     comparison.ledger.reset_number,
-                    listed(comparison.drop),
+                    listed(comparison.drop) or "it has no records",
                 )
             elif comparison.drop:
                 to = table_names.to_offsets({tp: start for tp, start, _ in comparison.drop[:SHOWN_MAX]})

@@ -240,6 +240,8 @@ class GroupAdmin(Admin):
                 op="committing offsets of the group",
                 moved=moved.done,
             )
+        if error.code() == KafkaError.GROUP_ID_NOT_FOUND:
+            refused += ". The name may be that of a share group or a streams group, whose offsets it cannot move"
         return CommitFailed(refused, moved=moved.done)
 
 

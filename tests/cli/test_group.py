@@ -199,7 +199,10 @@ def test_reset_is_refused_while_the_group_has_members(scene: Scene) -> None:
     ("arguments", "message"),
     [
         (("--to-latest", "--topic", "no-such-topic"), "topic no-such-topic does not exist"),
-        (("--to-latest", "--execute"), "its offsets expired; to create it, name the topics with --topic"),
+        (
+            ("--to-latest", "--execute"),
+            "of a share group or a streams group; to create it, name the topics with --topic",
+        ),
         (("--to-current", "--topic", "no-such-topic:0"), "topic no-such-topic does not exist"),
         (("--to-offsets", '{"no-such-topic":{"0":1}}'), "partition no-such-topic-0 does not exist"),
     ],

@@ -426,6 +426,9 @@ def test_G4_interrupted_replay_is_finished_by_the_next_one(
     assert (offsets(table), replays(bad)) == ([0, 2, 4], {1: 1, 3: 1, 5: None})
     with pytest.raises(OptionError, match=r"replay 1 of .* not good any more: orders-0 offset 3, valid: offset < 2"):
         new_sink("offset < 2", transform=as_text).replay(query.spark)
+    with pytest.raises(OptionError, match=r"any more: orders-0 offset 3, the transform returns no row for it\. Run"):
+        new_sink("true", transform=lambda df: as_text(df).where("offset < 3")).replay(query.spark)
+    assert (offsets(table), replays(bad)) == ([0, 2, 4], {1: 1, 3: 1, 5: None}), "else it would never be written"
     assert new_sink("true", transform=as_text).replay(query.spark) == 3
     assert (offsets(table), replays(bad)) == ([0, 1, 2, 3, 4, 5], {1: 1, 3: 1, 5: 2})
 

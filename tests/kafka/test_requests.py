@@ -337,6 +337,13 @@ def test_a_move_that_failed_in_part_is_reported_as_such(environment: ManualEnvir
     assert sent == [[(0, 4, ""), (1, 4, "")], [(0, 4, "")], [(1, 4, "")]]
 
 
+def test_the_name_of_a_group_of_another_kind_is_given_as_the_cause(environment: ManualEnvironment) -> None:
+    """Kafka's answer about a share group is that no such group exists."""
+    environment.will("alter_consumer_group_offsets", moved(a0=KafkaError.GROUP_ID_NOT_FOUND))
+    with pytest.raises(CommitFailed, match=r"a-0: .* The name may be that of a share group"):
+        GroupAdmin(SETTINGS, environment=environment).move_committed("g", {A0: 4})
+
+
 def test_partitions_that_were_moved_beside_a_refused_one_are_counted(environment: ManualEnvironment) -> None:
     """The broker decides about each partition of a request."""
     denied = KafkaError.TOPIC_AUTHORIZATION_FAILED
