@@ -50,6 +50,7 @@ TOPIC, GROUP, PARTITIONS = "endurance", "endurance", 6
 SAMPLE_S, CONSUMER_S = 10.0, 30.0
 REPORT_SAMPLES = 6
 OPTIMIZE_EVERY = 300  # commits; deltalake keeps the metadata of all files of the table
+EXECUTOR_HEAP_MIB = 512
 GROWTH_MAX, SMALL = 0.1, {"MiB": 16.0, "threads": 4.0, "files": 8.0}
 """A growth counts if it is more than this share and more than this amount."""
 SIGNS = {**SPARKS_SIGNS, "broker": "kafka.Kafka"}
@@ -114,7 +115,9 @@ def session(scratch: Path) -> "SparkSession":
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     settings = {
         **local_spark_settings(scratch),
-        "spark.executor.memory": "512m",
+        "spark.executor.memory": f"{EXECUTOR_HEAP_MIB}m",
+        # The whole heap from the start: otherwise G1 commits more of it in steps, which looks like growth.
+        "spark.executor.extraJavaOptions": f"-Xms{EXECUTOR_HEAP_MIB}m -XX:+AlwaysPreTouch",
         "spark.executorEnv.PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
     }
     builder = SparkSession.builder.master("local-cluster[2,1,1024]").appName("endurance")

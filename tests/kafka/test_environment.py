@@ -55,6 +55,13 @@ def test_each_id_is_a_new_one_of_the_same_length() -> None:
     assert [len(id_) for id_ in ids] == [ID_DIGITS] * 2
 
 
+def test_clocks_are_in_milliseconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "monotonic_ns", lambda: 90_000_000_000_000_000)
+    monkeypatch.setattr(time, "time_ns", lambda: 1_700_000_000_123_999_999)
+    environment = Environment()
+    assert (environment.now_ms(), environment.wall_ms()) == (90_000_000_000, 1_700_000_000_123)
+
+
 @pytest.mark.skipif(not hasattr(time, "CLOCK_BOOTTIME"), reason="the platform has no such clock")
 def test_the_time_of_a_suspended_machine_counts_since_its_boot(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "clock_gettime_ns", {time.CLOCK_BOOTTIME: 7_000_000, time.CLOCK_MONOTONIC: 0}.get)

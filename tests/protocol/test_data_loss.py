@@ -27,6 +27,15 @@ OTHER = tps("payments", 0)[0]
 Offsets = Mapping[TopicPartition, int]
 
 
+def test_only_what_was_read_behind_a_position_is_kept() -> None:
+    """In a checkpoint the position itself says how far a partition was read."""
+    epochs = LeaderEpochs()
+    epochs.remember(
+        StreamOffset(group="etl", stream="s", seq=0, ranges={A: (0, 10), B: (0, 10)}, leader_epochs={A: 3, B: 3})
+    )
+    assert epochs.read_to({A: 10, B: 4, OTHER: 0}) == {B: 10}
+
+
 class Brokers:
     """Answers the requests of a check from dictionaries, and stores the requests."""
 

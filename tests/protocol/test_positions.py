@@ -293,6 +293,8 @@ def test_starting_timestamp_after_the_last_record_is_the_end_with_strategy_lates
     for _ in range(2):
         group.commit_succeeds()
     assert group.run.plannable() == {A: 3, B: 9}
+    group.lost(B)
+    assert only(ev.FetchCommittedOffsets, group.assigned(B)) == [ev.FetchCommittedOffsets(partitions=(B,))]
 
 
 @pytest.mark.parametrize("fail", [True, False])

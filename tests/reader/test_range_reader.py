@@ -622,6 +622,18 @@ def test_a_timeout_while_brokers_respond_names_aborted_transactions_as_a_cause(i
     assert ("kafkaConsumer.pollTimeoutMs" in str(caught.value)) == named
 
 
+class OnlyEarlier(OnlyAborted):
+    """Fetches a record before the range each time, as brokers do that return whole batches."""
+
+    def poll(self, rows_max: int, wait_s: float) -> FakeChunk:
+        return FakeChunk([Message(T0, 1)])
+
+
+def test_records_before_a_range_are_no_progress() -> None:
+    with pytest.raises(ReadTimeout, match=r"still to read: t-0\[5,9\)"):
+        list(offsets_by(OnlyEarlier(), of("t", 5, 9), progress_timeout_s=0.2))
+
+
 class NewerLeader(Silent):
     """``t``-0 returns offset 0, and one of a newer leader at 1, followed by the log's end. ``t``-1 returns one offset
     per poll. The watermarks of ``t``-0 arrive after ``t``-1 is read.

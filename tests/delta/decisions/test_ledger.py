@@ -108,6 +108,7 @@ def truncated(start: int, end: int, before: int, now: int) -> StreamOffset:
             100,
             [(truncated(60, 80, 3, 5), (), 80), (truncated(80, 120, 3, 6), (), 120)],
         ),
+        "the ledger has no epoch": (100, [(truncated(60, 80, 0, 5), (), 80)]),
         "another query went on": (100, [(truncated(60, 80, 3, 5), (), 80), (truncated(60, 90, 3, 5), (60, 80), 90)]),
         "another query wrote as far as before": (
             100,
