@@ -105,36 +105,47 @@ def compare(batch: StreamOffset, ledger: Ledger | None) -> Comparison:
             continue
         topic = known.topic(name, id_)
         offsets, epochs, gone = dict(topic.offsets), dict(topic.epochs), dict(topic.gone)
-        topics.append(topic._replace(offsets=offsets, epochs=epochs, gone=gone))
+        later, later_from = dict(topic.later), dict(topic.later_from)
+        topics.append(LedgerTopic(topic.name, topic.id, offsets, epochs, gone, later, later_from))
         for tp, (start, end) in ranges:
-            recorded = offsets.get(tp.partition)
+            number = tp.partition
+            recorded = offsets.get(number)
             if void:
-                offsets.setdefault(tp.partition, start)
+                offsets.setdefault(number, start)
                 continue
             before, epoch = batch.truncated_after.get(tp, RECREATED), batch.leader_epochs.get(tp, 0)
-            is_truncated = before != RECREATED and before >= epochs.get(tp.partition, 0)
-            if is_truncated:
-                epochs[tp.partition], gone[tp.partition] = max(before + 1, epoch), before
+            is_truncated = before != RECREATED and before >= epochs.get(number, 0)
+            if is_truncated and before < later.get(number, 0) and start >= later_from[number]:
+                is_truncated = False  # another stream has read the records that are there since
+            elif is_truncated:
+                epochs[number], gone[number] = max(before + 1, epoch), before
+                later.pop(number, None), later_from.pop(number, None)
             elif id_ and tp in batch.leader_epochs and tp not in batch.followed and tp not in batch.started:
                 if recorded is None and epoch and start < end:
-                    epochs[tp.partition] = epoch
-                elif recorded is not None and epoch <= gone.get(tp.partition, RECREATED):
+                    epochs[number] = epoch
+                elif recorded is not None and epoch <= gone.get(number, RECREATED):
                     if start < end:
                         removed.append(OffsetRange(tp, start, end))
                     continue
+                elif (
+                    recorded is not None
+                    and end > max(start, recorded)
+                    and epoch > max(epochs.get(number, 0), later.get(number, 0))
+                ):
+                    later[number], later_from[number] = epoch, max(start, recorded)
             if recorded is None or start >= recorded or is_truncated:
                 if recorded is not None and start > recorded:
                     if tp in batch.started:
                         refused.append(RefusedPartition(tp, start, recorded))
                         continue
                     skipped.append(OffsetRange(tp, recorded, start))
-                offsets[tp.partition] = end
+                offsets[number] = end
             elif tp in batch.followed:
                 refused.append(RefusedPartition(tp, start, recorded))
             else:
                 if start < end:
                     drop.append(OffsetRange(tp, start, min(recorded, end)))
-                offsets[tp.partition] = max(recorded, end)
+                offsets[number] = max(recorded, end)
     return Comparison(
         ledger=after.with_batch(batch, void=void).with_topics(topics),
         drop=tuple(batch.batch() if void else drop),

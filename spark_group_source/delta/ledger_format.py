@@ -52,6 +52,9 @@ PLAIN_CHARS_MAX = 4_000
 COMPRESSED = "zlib:"
 """Precedes compressed JSON in base64."""
 
+_OPTIONAL = ("epochs", "gone", "later", "later_from")
+"""Members of a topic that are left out if empty, in the order of LedgerTopic."""
+
 _RUNS = re.compile(r"(?:\d+(?:,-?\d+)+(?:;(?=\d)|$))*")
 
 
@@ -73,6 +76,10 @@ class LedgerTopic(NamedTuple):
     gone: Mapping[int, int] = MappingProxyType({})
     """Of partitions whose log was truncated, by partition: the last leader epoch that was known before the newest
     truncation. What the log has of such epochs ends there."""
+    later: Mapping[int, int] = MappingProxyType({})
+    """By partition, where it is later than that in ``epochs``: the latest leader epoch under which rows were read."""
+    later_from: Mapping[int, int] = MappingProxyType({})
+    """By partition: the offset from which on all rows were read under the epoch in ``later``."""
 
     def is_same(self, id_: str) -> bool:
         """Return whether a topic of this name with that id is this topic."""
@@ -270,7 +277,7 @@ class Ledger:
         deleted: Iterable[str] = (),
     ) -> "Ledger":
         """Return the ledger as ``spark-group reset`` sets it. Batches that a truncation overtook are void, and a
-        restored cluster may have earlier epochs, so it forgets which ones are ``gone``.
+        restored cluster may have earlier epochs, so it forgets which ones are ``gone`` or ``later``.
 
         Args:
             reset_number: the number of the reset: batches that were planned before it are void.
@@ -279,7 +286,7 @@ class Ledger:
                 be a new topic of that name.
         """
         moved = self.with_offsets(offsets, ids)
-        topics = {name: topic._replace(gone={}) for name, topic in moved.topics.items()}
+        topics = {name: topic._replace(gone={}, later={}, later_from={}) for name, topic in moved.topics.items()}
         former = dict(moved.former)
         for name in deleted:
             if name in topics and (id_ := topics[name].id):
@@ -362,13 +369,12 @@ def _parse_runs(text: str) -> dict[int, int]:
 
 
 def _numbers_of(topic: LedgerTopic) -> dict[str, str]:
-    optional = {"epochs": topic.epochs, "gone": topic.gone}
-    return {**{name: _runs(of) for name, of in optional.items() if of}, "offsets": _runs(topic.offsets)}
+    return {**{name: _runs(of) for name in _OPTIONAL if (of := getattr(topic, name))}, "offsets": _runs(topic.offsets)}
 
 
 def _topic(name: str, id_: str, entry: Mapping[str, Any]) -> LedgerTopic:
     offsets = {p: _number(n) for p, n in _parse_runs(entry["offsets"]).items()}
-    return LedgerTopic(name, id_, offsets, *(_parse_runs(entry.get(of, "")) for of in ("epochs", "gone")))
+    return LedgerTopic(name, id_, offsets, *(_parse_runs(entry.get(of, "")) for of in _OPTIONAL))
 
 
 def _number(value: object) -> int:

@@ -156,6 +156,32 @@ def test_what_was_read_after_a_truncation_is_known_to_a_stream_that_finds_it_lat
     assert compare(truncated(60, 70, 5, 6), comparison.ledger).drop == (), "the next truncation removed rows of it"
 
 
+@pytest.mark.proves("G4", level="core")
+@pytest.mark.parametrize(
+    ("recorded", "claim", "drop"),
+    [
+        (60, truncated(65, 90, 3, 5), (65, 80)),
+        (60, truncated(60, 70, 3, 5), (60, 70)),
+        (60, truncated(55, 90, 3, 5), ()),  # up to 60 the table has rows of the former log
+        (70, truncated(65, 90, 3, 5), ()),  # so it has up to 70, where the other stream's new rows begin
+        (60, truncated(65, 90, 5, 6), ()),  # the truncation came after them
+    ],
+)
+def test_records_that_another_stream_read_after_a_truncation_are_not_written_again(
+    recorded: int, claim: StreamOffset, drop: tuple[int, ...]
+) -> None:
+    """A stream plans records, another one reads those that replaced them, and the first one goes back."""
+    first = replace(offset(0, ranges((0, recorded))), leader_epochs={P0: 3})
+    other = replace(offset(0, ranges((60, 80)), stream="s2"), leader_epochs={P0: 5})
+    known = compare(other, compare(first, None).ledger).ledger
+    comparison = compare(claim, Ledger.from_json("etl", known.to_json_dict()))
+    assert [(r.start, r.end) for r in comparison.drop] == ([drop] if drop else [])
+    assert comparison.ledger.offsets == {P0: max(80, claim.ranges[P0][1])}
+    if not drop:
+        assert not comparison.ledger.topics["orders"].later, "the truncation is known now"
+    assert not known.after_reset(1, {}).topics["orders"].later, "a restored cluster may have earlier epochs"
+
+
 @pytest.mark.parametrize(
     "unclear", [{"followed": frozenset({P0})}, {"started": frozenset({P0})}, {"leader_epochs": {}}]
 )
@@ -488,7 +514,7 @@ def test_a_refusal_names_table_group_both_offsets_and_both_commands_and_stays_sh
 names = st.sampled_from(["a", "b", "c'\"\\ü"])
 ids, numbers = st.text(max_size=3), st.integers(0, 2**63 - 1)
 by_partition = st.dictionaries(st.integers(0, 3), numbers)
-topics = st.builds(LedgerTopic, names, ids, by_partition, by_partition, by_partition)
+topics = st.builds(LedgerTopic, names, ids, *[by_partition] * 5)
 
 
 @given(

@@ -146,9 +146,8 @@ CASES: dict[str, Callable[[Start], Iterator[list[str]]]] = {
     "`from` > L, and no member's commit explains it: `startingOffsets` chose `from`, because Kafka had no committed "
     "offset, or only the start position of a query that wrote nothing; or a checkpoint that is older than a reset "
     "chose it": batch(offset(2, one(25, 30), started=[ORDERS_0])),
-    "`from` < L, and the log was truncated at `from`, which the ledger does not know yet": batch(
-        offset(2, one(6, 15), truncated_after={ORDERS_0: 3})
-    ),
+    "`from` < L, and the log was truncated at `from`, which the ledger does not know yet, and after which no query "
+    "has read from there on": batch(offset(2, one(6, 15), truncated_after={ORDERS_0: 3})),
     "any, and the batch was planned before a truncation that the ledger knows": planned_before_a_truncation,
     "`from` < L, and a query of this package made the last commit": batch(offset(2, one(15, 30))),
     "`from` < L, and another tool or consumer moved the group back": batch(offset(2, one(15, 30), followed=[ORDERS_0])),
