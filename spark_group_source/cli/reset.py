@@ -177,11 +177,26 @@ def _starts_by_commits(
     admin: GroupAdmin, group: str, to: Shift | Literal["current"], tps: Sequence[TopicPartition]
 ) -> dict[TopicPartition, StartAt]:
     committed = admin.committed(group)
+    topics = admin.existing_topics({tp.topic for tp in tps})
+    former = {tp for tp in tps if tp in committed and _is_of_former(committed[tp], topics.get(tp.topic))}
     if to == "current":  # without a committed offset the end, like Kafka's own tool
-        return {tp: StartAt("offset", committed[tp].offset) if tp in committed else LATEST for tp in tps}
+        starts = {tp: StartAt("offset", committed[tp].offset) if tp in committed else LATEST for tp in tps}
+        return starts | dict.fromkeys(former, EARLIEST)
+    if former:
+        raise OptionError(
+            f"--shift-by {to.by}: topic {min(former).topic} was deleted and recreated, and the committed offset of "
+            f"{min(former)} counts records of the former topic. Name the other topics with --topic; for this one, "
+            "use --to-earliest"
+        )
     if without := [tp for tp in tps if tp not in committed]:
         raise OptionError(f"--shift-by {to.by}: group {group!r} has no committed offset of {without[0]} to shift")
     return {tp: StartAt("offset", max(0, committed[tp].offset + to.by)) for tp in tps}
+
+
+def _is_of_former(at: CommittedOffset, topic: Topic | None) -> bool:
+    """Whether an offset was committed for a topic that was deleted and recreated since: it counts other records."""
+    id_ = identifiers.parse_note(at.metadata).topic_id
+    return topic is not None and "" not in (id_, topic.id) and id_ != topic.id
 
 
 def recorded_offsets(
@@ -319,7 +334,8 @@ def plan_reset(
     ledger: Ledger | None,
     topics: Mapping[str, Topic],
 ) -> PlannedReset:
-    """The reset that moves a group to ``targets`` and keeps the position of every other partition.
+    """The reset that moves a group to ``targets`` and keeps the position of every other partition. Those of a topic
+    that was recreated since they were committed are not kept: it is read from its first record.
 
     A partition that is not moved keeps its metadata, with the new number: a sink that has more of it than Kafka then
     leaves rows out instead of refusing the batch. The ledger decides about such a partition in two cases: it is ahead
@@ -335,7 +351,7 @@ def plan_reset(
     reset_number = 1 + max(
         [note.reset_number for note in notes.values()] + [0 if ledger is None else ledger.reset_number]
     )
-    offsets = {tp: at.offset for tp, at in committed.items()}
+    offsets = {tp: 0 if _is_of_former(at, topics.get(tp.topic)) else at.offset for tp, at in committed.items()}
     if ledger is not None:
         for tp, at in ledger.offsets.items():
             if tp.topic in topics and ledger.topics[tp.topic].is_same(topics[tp.topic].id):
@@ -629,7 +645,11 @@ def _of_further(admin: GroupAdmin, group: str, table: str, spark: "SparkSession"
     committed = admin.committed(group)
     ledger = counted_ledger(spark, table, group, {tp.topic for tp in committed})
     topics = admin.existing_topics({tp.topic for tp in [*committed, *ledger.offsets]})
-    offsets = {tp: at.offset for tp, at in committed.items() if tp.topic in topics}
+    offsets = {
+        tp: EARLIEST_OFFSET if _is_of_former(at, topics[tp.topic]) else at.offset
+        for tp, at in committed.items()
+        if tp.topic in topics
+    }
     for tp, at in ledger.offsets.items():
         if tp.topic not in topics:
             continue

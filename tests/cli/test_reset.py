@@ -14,7 +14,7 @@ from manual_environment import A0, A1, ManualEnvironment, refusal
 from spark_group_source import reset
 from spark_group_source.cli import common
 from spark_group_source.cli.migrate import Progress, group_offsets
-from spark_group_source.cli.reset import plan_reset, resolve
+from spark_group_source.cli.reset import Shift, plan_reset, resolve, resolve_targets
 from spark_group_source.delta.ledger_format import Ledger
 from spark_group_source.errors import OptionError
 from spark_group_source.kafka.group_admin import GroupAdmin
@@ -104,6 +104,34 @@ def test_commit_of_a_void_batch_is_ignored() -> None:
 def test_ledger_of_a_recreated_topic_is_ignored() -> None:
     found = plan_reset({P0: 0}, committed({P1: (2, "")}), ledger({P0: 100, P1: 100, P2: 100}, topic_id="id-0"), TOPICS)
     assert found.offsets == {P0: 0, P1: 2}
+
+
+def note_of(topic_id: str) -> str:
+    return note_text(Note("s1", 4, topic_id=topic_id))
+
+
+@pytest.mark.proves("G5", level="core")
+def test_unmoved_partition_of_a_recreated_topic_starts_at_its_first_record() -> None:
+    """Else the ledger would say of its first records that the table has them. The note still shows the former topic."""
+    before = committed({P0: (9, note_of("id-0")), P1: (30, note_of("id-0")), P2: (7, note_of("id-1"))})
+    found = plan_reset({P0: 5}, before, ledger({P2: 7}), TOPICS)
+    assert found.offsets == {P0: 5, P1: 0, P2: 7}
+    assert parse_note(found.notes[P1]).topic_id == "id-0"
+    assert plan_reset({P0: 5}, before, ledger({P1: 3}), TOPICS).offsets[P1] == 3, "rows of the new topic"
+
+
+def test_a_position_by_the_committed_offset_is_not_that_of_a_former_topic() -> None:
+    at = {A0: (4, note_of("id-0")), A1: (4, note_of("id-1"))}
+    admin: Any = SimpleNamespace(
+        committed=lambda _: committed(at),
+        existing_topics=lambda _: {"a": Topic("id-1", 2)},
+        earliest=lambda tps: dict.fromkeys(tps, 1),
+        latest=lambda tps, *, committed=True: dict.fromkeys(tps, 9),
+        offsets_at_time=lambda _: {},
+    )
+    assert resolve_targets(admin, "g", "current", {}).offsets == {A0: 1, A1: 4}
+    with pytest.raises(OptionError, match=r"--shift-by -1: topic a was deleted and recreated, and .* of a-0 counts"):
+        resolve_targets(admin, "g", Shift(-1), {})
 
 
 def test_deleted_partitions_are_left_out() -> None:

@@ -139,7 +139,9 @@ class Operator:
         elif self._process.draws("settles").chance(0.5):
             self.by_reset(lambda committed: {tp: at for tp, at in held.items() if tp in committed}, tables)
         else:
-            self.by_reset(lambda committed: committed, tables)
+            self.by_reset(
+                lambda _: dict(reset.resolve_targets(self._admin, self._group, "current", {}).offsets), tables
+            )
 
 
 def _text(offsets: Targets) -> str:
