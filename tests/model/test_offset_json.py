@@ -57,6 +57,19 @@ def stream_offsets(draw: st.DrawFn) -> StreamOffset:
 
 @settings(derandomize=True, max_examples=200, deadline=None)
 @given(stream_offsets())
+def test_the_part_of_a_topic_is_what_the_offset_has_of_it(offset: StreamOffset) -> None:
+    """As the sink of one topic compares it with its table's ledger."""
+    for topic in offset.topic_ids:
+        part = offset.of_topics([topic])
+        assert (part.group, part.stream, part.seq) == (offset.group, offset.stream, offset.seq)
+        assert part.topic_ids == {topic: offset.topic_ids[topic]}
+        for name in ("ranges", "followed", "started", "leader_epochs", "truncated_after"):
+            of_all = getattr(offset, name)
+            assert set(getattr(part, name)) == {tp for tp in of_all if tp.topic == topic}, name
+
+
+@settings(derandomize=True, max_examples=200, deadline=None)
+@given(stream_offsets())
 def test_offset_survives_its_json_and_the_text_is_canonical(offset: StreamOffset) -> None:
     text = offset.to_json()
     again = parse(text)

@@ -119,6 +119,7 @@ def test_slot_moves_by_closing_and_joining_under_the_same_instance_id() -> None:
     g.send_heartbeats(1_000)
     assert g.start_moves() == [ev.Leave(slot=0, leave=False)]
     assert g.revoking(A) == g.assigned(C) == g.failed() == g.lost(A) == [], "events of a moving member are ignored"
+    assert g.feed(ev.MemberEnded(slot=0, client=0)) == [], "and so is the end of an earlier one"
     (join,) = g.member_ended()
     assert isinstance(join, ev.Join)
     assert (join.agent, join.client, join.instance_id) == ("h1", 2, g.join().instance_id)
@@ -286,6 +287,7 @@ def test_slots_of_a_lost_agent_lose_their_partitions_and_join_at_once() -> None:
     dismiss, join = g.feed(ev.AgentEnded(agent="h1", reason="its executor is gone"))
     assert isinstance(dismiss, ev.DismissAgent) and isinstance(join, ev.Join)
     assert (join.agent, join.client) == ("", 3)
+    assert any("ended: its executor is gone" in text for text in g.logged())
     assert (g.run.statistics().partitions_lost, g.run.statistics().possible_duplicates) == (1, 50)
     # Late reports of the old member are ignored.
     assert g.feed(ev.MemberFenced(slot=0, client=2, reason="FENCED_INSTANCE_ID")) == []

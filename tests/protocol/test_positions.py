@@ -242,6 +242,8 @@ def test_partition_missing_in_the_answer_is_looked_up_again_after_a_growing_paus
     group.assigned(A, B)
     found: dict[TopicPartition, ev.Committed | None] = {A: ev.Committed(offset=5, stream=STREAM)}
     assert group.feed(ev.CommittedOffsetsRead(offsets=found, requested=(A, B), reset_number=0)) == []
+    known = group.run.partitions.all_known
+    assert known({B}) and not known({A}), "a known partition does not stand for one whose position is unknown"
     assert group.run.plannable() == {A: 5}
     for pause_ms in (100, 200, 500, 1_000, 2_000, 5_000, 5_000):
         assert not group.run.partitions.all_known()

@@ -48,6 +48,7 @@ def test_skipped_offsets_count_once_for_all_attempts(run: Run) -> None:
     assert skipped(run, 0, (0, 1)) == 9, "a late report"
     assert skipped(run, 5, (20, 21)) == 10
     assert skipped(run, 1, (7, 9)) == 10, "of a batch that is long done"
+    assert skipped(run, 0, (30, 31)) == 10, "also what it did not report before"
 
 
 def test_buffered_rows_are_shown_while_the_slot_is_placed_on_the_reporting_agent(run: Run) -> None:

@@ -765,6 +765,7 @@ def test_a_renewed_client_is_closed_before_the_next_one_is_opened() -> None:
     lease.renew()
     assert first.rk is None and lease.client.rk is not None
     lease.release(is_reusable=False)
+    assert lease.client not in range_reader.idle_clients.values()
 
 
 def test_a_worker_that_runs_tasks_of_many_queries_keeps_the_clients_of_the_last_ones(

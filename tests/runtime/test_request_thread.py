@@ -381,6 +381,16 @@ def test_G6_without_its_id_a_run_checks_its_static_memberships(
     assert len(scene.environment.producers) == 1
 
 
+@pytest.mark.proves("G6", level="core")
+def test_G6_the_time_of_another_member_begins_anew_when_it_comes_back(broken: Scene) -> None:
+    other, nobody = group_of(member_at("g.s.0", "another")), group_of()
+    broken.environment.will("describe_consumer_groups", other, nobody, other)
+    question, options = ev.CheckReplaced(slot=0), broken.options
+    late = broken.order_after(options.max_poll_interval_ms + options.session_timeout_ms + 10_000, question)
+    broken.run(broken.order(commit_command()), broken.order(question), broken.order(question), late)
+    assert [type(event) for event in broken.handled[1:]] == [ev.ReplacedUnclear, ev.NotReplaced, ev.ReplacedUnclear]
+
+
 @pytest.mark.parametrize("static", [True, False])
 def test_G6_the_id_is_regained_after_a_commit_by_static_members(broken: Scene, static: bool) -> None:
     """Dynamic members prove nothing: a newer run has members beside those of a frozen process, and both may commit the
@@ -433,6 +443,7 @@ def test_transactions_are_used_again_when_they_are_allowed_again(scene: Scene) -
     assert [type(event) for event in scene.handled] == [ev.OffsetsCommitted] * 3
     assert [len(member.committed) for member in scene.members.values()] == [2, 2, 0]
     assert len(scene.environment.called("commit_transaction")) == 1
+    assert scene.transactions == [False, True], "agents may host members again"
 
 
 def test_a_single_refusal_of_transactions_counts_anew_after_one_was_allowed(scene: Scene) -> None:
