@@ -285,13 +285,14 @@ class Scene:
         stream that nothing fences may continue in the group: the members of both have the same names, and the new run
         waits for the older run's partitions. An older run is also not fenced if it has no static members, such as a
         bounded run under KIP-848. There a static member keeps its instance id from others, so an older run stays until
-        it commits, perhaps after a long batch."""
+        it commits, perhaps after a long batch; and longer if it has taken its id back, as in :meth:`_judge_fenced`."""
         older = [other for other in run.query.runs if other is not run and other.lately_alive]
         same = [other for other in older if other.reader.party == run.reader.party]
         if same and not self.cluster.transactions_allowed:
             return
         stays = [one for one in same if not self.truth.has_committed(one.reader, run.reader.began_ms)]
-        if self.protocol == "consumer" and (stays or (same and run.trigger != "default")):
+        has_lost_id = self.cluster.transactions.taken_back(run.process.name)
+        if self.protocol == "consumer" and (stays or (same and (has_lost_id or run.trigger != "default"))):
             return
         rest_ms = max(self._at_rest_since_ms, run.process.thawed_at_ms, run.process.cut_off_until_ms)
         failed_ms = self.world.now_ms if run.watched is None else run.watched.failed_ms or self.world.now_ms
