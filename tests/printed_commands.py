@@ -124,6 +124,10 @@ TESTED: dict[str, tuple[int, str]] = {
     "cli/migrate.py: _starting_offsets": (1, BROKER),
     "cli/offsets.py: delete": (1, BROKER),
     "cli/report.py: missing_group": (1, BROKER),
+    "cli/reset.py: former_topics_error.command": (
+        1,
+        f"{SINK}test_a_reset_that_keeps_an_offset_of_a_former_topic_is_refused_and_its_command_loses_nothing",
+    ),
     "host/run_files.py: drain": (2, BROKER),
     "kafka/consumer.py: MemberConsumer._brokers_settings": (2, f"{HERE}test_kafkas_tool_shows_the_settings_of_brokers"),
     "kafka/group_admin.py: GroupAdmin._move": (1, BROKER),

@@ -17,7 +17,7 @@ import io
 import json
 import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
@@ -151,6 +151,8 @@ class Targets(NamedTuple):
 
     offsets: Mapping[TopicPartition, int]
     clamped: Mapping[TopicPartition, int] = MappingProxyType({})
+    by_commit: Set[TopicPartition] = frozenset()
+    """Those whose new offset is that of their commit, or counted from it, and whose topics were not named."""
 
 
 def resolve_targets(admin: GroupAdmin, group: str, to: Destination, scope: Scope) -> Targets:
@@ -170,33 +172,69 @@ def resolve_targets(admin: GroupAdmin, group: str, to: Destination, scope: Scope
     found = resolve(admin, group, starts)
     if isinstance(to, Offsets) and to.explicit and (gone := sorted(starts.keys() - found.offsets.keys())):
         raise OptionError(f"partition {gone[0]} does not exist; create the topic, or leave the partition out")
-    return found
+    is_by_commit = not scope and (to == "current" or isinstance(to, Shift))
+    return found._replace(by_commit=found.offsets.keys()) if is_by_commit else found
 
 
 def _starts_by_commits(
     admin: GroupAdmin, group: str, to: Shift | Literal["current"], tps: Sequence[TopicPartition]
 ) -> dict[TopicPartition, StartAt]:
     committed = admin.committed(group)
-    topics = admin.existing_topics({tp.topic for tp in tps})
-    former = {tp for tp in tps if tp in committed and _is_of_former(committed[tp], topics.get(tp.topic))}
     if to == "current":  # without a committed offset the end, like Kafka's own tool
-        starts = {tp: StartAt("offset", committed[tp].offset) if tp in committed else LATEST for tp in tps}
-        return starts | dict.fromkeys(former, EARLIEST)
-    if former:
-        raise OptionError(
-            f"--shift-by {to.by}: topic {min(former).topic} was deleted and recreated, and the committed offset of "
-            f"{min(former)} counts records of the former topic. Name the other topics with --topic; for this one, "
-            "use --to-earliest"
-        )
+        return {tp: StartAt("offset", committed[tp].offset) if tp in committed else LATEST for tp in tps}
     if without := [tp for tp in tps if tp not in committed]:
         raise OptionError(f"--shift-by {to.by}: group {group!r} has no committed offset of {without[0]} to shift")
     return {tp: StartAt("offset", max(0, committed[tp].offset + to.by)) for tp in tps}
 
 
-def _is_of_former(at: CommittedOffset, topic: Topic | None) -> bool:
-    """Whether an offset was committed for a topic that was deleted and recreated since: it counts other records."""
-    id_ = identifiers.parse_note(at.metadata).topic_id
-    return topic is not None and "" not in (id_, topic.id) and id_ != topic.id
+def of_former_topics(
+    committed: Mapping[TopicPartition, CommittedOffset], ledger: Ledger | None, topics: Mapping[str, Topic]
+) -> dict[TopicPartition, int]:
+    """The committed offsets whose notes have another topic id than the topic has now, and of which the ledger does not
+    know better."""
+
+    def is_former(tp: TopicPartition, id_: str) -> bool:
+        now = topics[tp.topic].id
+        is_known = ledger is not None and tp.partition in ledger.offsets_of(tp.topic, now)
+        return "" not in (id_, now) and id_ != now and not is_known
+
+    return {
+        tp: at.offset
+        for tp, at in committed.items()
+        if tp.topic in topics and is_former(tp, identifiers.parse_note(at.metadata).topic_id)
+    }
+
+
+def former_topics_error(
+    admin: GroupAdmin,
+    group: str,
+    former: Mapping[TopicPartition, int],
+    topics: Mapping[str, Topic],
+    table: str | None,
+) -> GroupError:
+    """The error of a command that would keep these offsets. Its commands name all of the topics, so that one of them is
+    enough."""
+    tp = min(former)
+    of_all = scope_words({tp.topic: frozenset() for tp in former})
+    of_table = () if table is None else ("--table", table)
+
+    def command(position: str) -> str:
+        return command_line.spark_group("reset", admin.connection, group, position, *of_all, *of_table, "--execute")
+
+    return GroupError(
+        f"topic {tp.topic} has another id ({topics[tp.topic].id}) than when group {group!r} committed offset "
+        f"{former[tp]} of {tp}: the topic was deleted and recreated, or this is another cluster. If it was recreated, "
+        "records of the new topic would never be read, so nothing was changed. Run one of these commands, then repeat "
+        "yours:"
+        + command_line.alternatives(
+            {
+                "read a recreated topic from its first record": command("--to-earliest"),
+                "keep offsets that are right in another cluster": command("--to-current"),
+            }
+        ),
+        group=group,
+        topics=sorted({tp.topic for tp in former}),
+    )
 
 
 def recorded_offsets(
@@ -334,8 +372,7 @@ def plan_reset(
     ledger: Ledger | None,
     topics: Mapping[str, Topic],
 ) -> PlannedReset:
-    """The reset that moves a group to ``targets`` and keeps the position of every other partition. Those of a topic
-    that was recreated since they were committed are not kept: it is read from its first record.
+    """The reset that moves a group to ``targets`` and keeps the position of every other partition.
 
     A partition that is not moved keeps its metadata, with the new number: a sink that has more of it than Kafka then
     leaves rows out instead of refusing the batch. The ledger decides about such a partition in two cases: it is ahead
@@ -351,12 +388,13 @@ def plan_reset(
     reset_number = 1 + max(
         [note.reset_number for note in notes.values()] + [0 if ledger is None else ledger.reset_number]
     )
-    offsets = {tp: 0 if _is_of_former(at, topics.get(tp.topic)) else at.offset for tp, at in committed.items()}
+    former = of_former_topics(committed, None, topics)  # of those, only the ledger's offsets count
+    offsets = {tp: at.offset for tp, at in committed.items() if tp not in former}
     if ledger is not None:
         for tp, at in ledger.offsets.items():
             if tp.topic in topics and ledger.topics[tp.topic].is_same(topics[tp.topic].id):
                 note = notes.get(tp)
-                if note is not None and note.reset_number > ledger.reset_number:
+                if note is not None and note.reset_number > ledger.reset_number and tp not in former:
                     continue
                 offsets[tp] = at if _of_void_batch(note, ledger) else max(at, offsets.get(tp, 0))
     offsets |= targets
@@ -416,6 +454,7 @@ def reset(
     Raises:
         GroupError: the group has members; stop them first, and retry. If Kafka may have moved offsets before any
             failure, a note of the exception has the command that completes the reset.
+            A topic that is not named has another id than when the group committed its offset.
         OptionError: there is nothing to move, or rows of the table were replaced meanwhile.
         LedgerConflict: the table's ledger is of a newer release.
     """
@@ -430,6 +469,9 @@ def reset(
             ledger = ledger_store.read_ledger(spark, table, group, to_reset=True)
     known = [*targets.offsets, *committed, *({} if ledger is None else ledger.offsets)]
     topics = admin.existing_topics(tp.topic for tp in known)
+    former = of_former_topics(committed, ledger, topics)
+    if former.keys() - (targets.offsets.keys() - targets.by_commit):
+        raise former_topics_error(admin, group, former, topics, table)
     held = {
         TopicPartition(name, p): n
         for name, topic in topics.items()
@@ -645,11 +687,9 @@ def _of_further(admin: GroupAdmin, group: str, table: str, spark: "SparkSession"
     committed = admin.committed(group)
     ledger = counted_ledger(spark, table, group, {tp.topic for tp in committed})
     topics = admin.existing_topics({tp.topic for tp in [*committed, *ledger.offsets]})
-    offsets = {
-        tp: EARLIEST_OFFSET if _is_of_former(at, topics[tp.topic]) else at.offset
-        for tp, at in committed.items()
-        if tp.topic in topics
-    }
+    if former := of_former_topics(committed, ledger, topics):
+        raise former_topics_error(admin, group, former, topics, table)
+    offsets = {tp: at.offset for tp, at in committed.items() if tp.topic in topics}
     for tp, at in ledger.offsets.items():
         if tp.topic not in topics:
             continue

@@ -14,7 +14,7 @@ from manual_environment import A0, A1, ManualEnvironment, refusal
 from spark_group_source import reset
 from spark_group_source.cli import common
 from spark_group_source.cli.migrate import Progress, group_offsets
-from spark_group_source.cli.reset import Shift, plan_reset, resolve, resolve_targets
+from spark_group_source.cli.reset import Targets, plan_reset, resolve
 from spark_group_source.delta.ledger_format import Ledger
 from spark_group_source.errors import OptionError
 from spark_group_source.kafka.group_admin import GroupAdmin
@@ -106,34 +106,6 @@ def test_ledger_of_a_recreated_topic_is_ignored() -> None:
     assert found.offsets == {P0: 0, P1: 2}
 
 
-def note_of(topic_id: str) -> str:
-    return note_text(Note("s1", 4, topic_id=topic_id))
-
-
-@pytest.mark.proves("G5", level="core")
-def test_unmoved_partition_of_a_recreated_topic_starts_at_its_first_record() -> None:
-    """Else the ledger would say of its first records that the table has them. The note still shows the former topic."""
-    before = committed({P0: (9, note_of("id-0")), P1: (30, note_of("id-0")), P2: (7, note_of("id-1"))})
-    found = plan_reset({P0: 5}, before, ledger({P2: 7}), TOPICS)
-    assert found.offsets == {P0: 5, P1: 0, P2: 7}
-    assert parse_note(found.notes[P1]).topic_id == "id-0"
-    assert plan_reset({P0: 5}, before, ledger({P1: 3}), TOPICS).offsets[P1] == 3, "rows of the new topic"
-
-
-def test_a_position_by_the_committed_offset_is_not_that_of_a_former_topic() -> None:
-    at = {A0: (4, note_of("id-0")), A1: (4, note_of("id-1"))}
-    admin: Any = SimpleNamespace(
-        committed=lambda _: committed(at),
-        existing_topics=lambda _: {"a": Topic("id-1", 2)},
-        earliest=lambda tps: dict.fromkeys(tps, 1),
-        latest=lambda tps, *, committed=True: dict.fromkeys(tps, 9),
-        offsets_at_time=lambda _: {},
-    )
-    assert resolve_targets(admin, "g", "current", {}).offsets == {A0: 1, A1: 4}
-    with pytest.raises(OptionError, match=r"--shift-by -1: topic a was deleted and recreated, and .* of a-0 counts"):
-        resolve_targets(admin, "g", Shift(-1), {})
-
-
 def test_deleted_partitions_are_left_out() -> None:
     gone, beyond = TopicPartition("gone", 0), TopicPartition("orders", 3)
     found = plan_reset({P0: 5}, committed({gone: (1, ""), beyond: (1, ""), P1: (7, "")}), ledger({gone: 4}), TOPICS)
@@ -147,7 +119,7 @@ def test_partition_deleted_during_the_request_is_left_out() -> None:
     gone, unknown = refusal(KafkaError.UNKNOWN_TOPIC_OR_PART), refusal(KafkaError._UNKNOWN_PARTITION)
     environment.will("list_offsets", {A0: no_record, A1: there}, {A0: unknown})
     environment.will("describe_topics", {"a": gone})
-    assert resolve(admin, "g", dict.fromkeys([A0, A1], StartAt("time", 7))) == ({A1: 5}, {})
+    assert resolve(admin, "g", dict.fromkeys([A0, A1], StartAt("time", 7))) == Targets({A1: 5})
 
 
 def test_a_named_offset_may_be_in_an_open_transaction() -> None:
@@ -160,8 +132,8 @@ def test_a_named_offset_may_be_in_an_open_transaction() -> None:
         offsets_at_time=lambda _: {},
         committed=lambda _: {},
     )
-    assert resolve(admin, "g", {A0: StartAt("offset", 10), A1: LATEST}) == ({A0: 10, A1: 5}, {})
-    assert resolve(admin, "g", {A0: StartAt("offset", 11), A1: EARLIEST}) == ({A0: 10, A1: 0}, {A0: 11})
+    assert resolve(admin, "g", {A0: StartAt("offset", 10), A1: LATEST}) == Targets({A0: 10, A1: 5})
+    assert resolve(admin, "g", {A0: StartAt("offset", 11), A1: EARLIEST}) == Targets({A0: 10, A1: 0}, {A0: 11})
     assert group_offsets(admin, Progress(0, {A0: 10}, {A0: "0"}), {}) == {A0: 10, A1: 0}
     with pytest.raises(OptionError, match="offset 11 of a-0, which ends at 10"):
         group_offsets(admin, Progress(0, {A0: 11}, {A0: "0"}), {})

@@ -110,6 +110,9 @@ class Operator:
                 return
             known = [*targets, *committed, *({} if ledger is None else ledger.offsets)]
             topics = self._admin.existing_topics(tp.topic for tp in known)
+            former = reset.of_former_topics(committed, ledger, topics)
+            # Refused: the operator runs the command for recreated topics first.
+            targets |= {tp: 0 for tp, at in former.items() if targets.get(tp, at) == at}
             plan = reset.plan_reset(targets, committed, ledger, topics)
             self._world.note(f"operator: reset {plan.reset_number} to {_text(targets)}: {_text(plan.offsets)}")
             self._truth.resets(plan.reset_number)
@@ -139,9 +142,7 @@ class Operator:
         elif self._process.draws("settles").chance(0.5):
             self.by_reset(lambda committed: {tp: at for tp, at in held.items() if tp in committed}, tables)
         else:
-            self.by_reset(
-                lambda _: dict(reset.resolve_targets(self._admin, self._group, "current", {}).offsets), tables
-            )
+            self.by_reset(lambda committed: committed, tables)
 
 
 def _text(offsets: Targets) -> str:

@@ -27,7 +27,9 @@ from spark_group_source.delta.checkpoint import QUERY_ID, RUN_ID, PlannedBatch
 from spark_group_source.delta.ledger_store import read_ledger, set_ledger
 from spark_group_source.delta.table_writer import open_existing
 from spark_group_source.errors import CommitFailed, LedgerConflict
+from spark_group_source.kafka.translation import CommittedOffset
 from spark_group_source.model import TopicPartition
+from spark_group_source.protocol.identifiers import Note, note_text
 from spark_group_source.protocol.offsets import RECREATED
 
 pytestmark = pytest.mark.usefixtures("published")
@@ -183,6 +185,33 @@ def test_a_reset_to_offsets_of_a_topic_that_was_recreated_is_refused_and_its_com
     assert "--to-ledger --topic orders" in printed
     run_command(printed)
     assert admin.position == 7, "the records before are in the table"
+
+
+@pytest.mark.parametrize("position", ["--topic orders:1 --to-earliest", "--to-current", "--to-further"])
+def test_a_reset_that_keeps_an_offset_of_a_former_topic_is_refused_and_its_command_loses_nothing(
+    query: Query, table: Path, admin: OffsetModel, position: str
+) -> None:
+    """A query that is started after the topic was recreated commits its position, and stops when it sees the new id."""
+    query.run(query.sink(table), 0, offset(0, one(0, 50)))
+    admin.recreate("id-2", 40)
+    admin.partitions.append(TopicPartition("orders", 1))
+    admin.offsets[P0] = CommittedOffset(50, note_text(Note("s1", 0, topic_id="id-1")))
+    again = f"reset --bootstrap-servers {SERVERS} --group etl {position} --table {table}"
+    for execute in ([], ["--execute"]):
+        shown = CliRunner().invoke(app, [*again.split(), *execute])
+        assert shown.exit_code == 1
+        assert (
+            "topic orders has another id (id-2) than when group 'etl' committed offset 50 of orders-0" in shown.output
+        )
+    assert admin.position == 50 and admin.resets == 0
+    first, keep = commands(shown.output)
+    assert "--to-current --topic orders" in keep
+    run_command(first)
+    assert admin.position == 0
+    recreated = offset(1, one(0, 40), stream="s2", topic_id="id-2", followed=FOLLOWED, reset_number=1)
+    query.run(query.sink(table), 1, recreated)
+    assert rows(table) == sorted(records(0, 50) + records(0, 40))
+    run_command(f"spark-group {again} --execute")
 
 
 def test_a_reset_reports_which_offsets_were_clamped(
