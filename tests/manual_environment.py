@@ -9,6 +9,7 @@ import struct
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from types import FunctionType
 from typing import Any
 
 from confluent_kafka import KafkaError, KafkaException
@@ -83,7 +84,7 @@ class ManualEnvironment(Environment):
         found = self.answers[call].popleft() if self.answers.get(call) else otherwise
         if isinstance(found, BaseException):
             raise found
-        return found
+        return found() if isinstance(found, FunctionType) else found
 
     def wait(self, wait_s: float) -> None:
         self.clock_ms += int(wait_s * 1000)

@@ -37,6 +37,9 @@ DENIALS_CONFIRMED = 2
 a moment."""
 COMMIT_DENIED_MS = 1_000
 """Neither a transaction nor a member may commit for this long: the run fails."""
+PROOF_MS_MAX = 5_000
+"""The age up to which an answer about the group proves that this run has its memberships. A process that was frozen
+after an older one may have a successor, whose transactional id it would take."""
 TRANSACTION_RETRY_MS = 60_000
 """After a denial, the next attempt to commit in a transaction comes this much later. Only transactions show whether a
 newer run has replaced this one."""
@@ -360,11 +363,13 @@ class OffsetCommits:
         Returns:
             The error if transactions are denied: a refusal in the middle of a commit makes the id uncertain.
         """
+        began_ms = self._environment.boot_ms()
         found = self._admin.describe_group(self._group).members
         present = {member.member_id for member in found}
         are_there = complete and all(part.identity is not None and part.identity.member in present for part in parts)
         if not are_there or self._foreign_member(found) is not None:
             raise CommitFailed("the transactional id may belong to another process")
+        self._check_fresh(began_ms)
         try:
             self._committer.regain_id()
         except AccessDenied as exc:
@@ -380,14 +385,21 @@ class OffsetCommits:
             Fenced: a newer driver commits for this stream.
         """
         if self._committer.id_uncertain:
+            began_ms = self._environment.boot_ms()
             try:
                 if (foreign := self._foreign_member()) is not None:
                     raise CommitFailed(f"{foreign.instance_id} is {foreign.member_id} at {foreign.host} now")
+                self._check_fresh(began_ms)
                 self._committer.regain_id()
             except Fenced:
                 raise
             except SourceError as exc:
                 log.info("group %s: transactional id not regained; retrying at the next commit: %s", self._group, exc)
+
+    def _check_fresh(self, began_ms: int) -> None:
+        """Raise CommitFailed if a proof that began at that time is too old to take the transactional id by it."""
+        if (age_ms := self._environment.boot_ms() - began_ms) > PROOF_MS_MAX:
+            raise CommitFailed(f"the proof that this run has its memberships is {age_ms} ms old")
 
 
 def _check_unchanged(parts: Sequence[MemberCommit]) -> None:

@@ -58,10 +58,13 @@ class FakeProducer:
             else:
                 reply(epoch)
 
+        name = self._library.process.name
+        self._library.cluster.transactions.asking.add(name)
         try:
             self._epoch = self._request(RequestKind.INIT, serve, timeout, self._unanswered_error)
         finally:
-            self._library.cluster.transactions.answered.add(self._library.process.name)
+            self._library.cluster.transactions.asking.discard(name)
+            self._library.cluster.transactions.answered.add(name)
         self._state = "Ready"
 
     def begin_transaction(self) -> None:

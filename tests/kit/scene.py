@@ -273,8 +273,8 @@ class Scene:
         return self.truth.explains(_partitions_of(error), starts, run.reader.party)
 
     def _judge_fenced(self, run: SparkRun, error: SourceError) -> None:
-        """The newest run of a query may be fenced only by an older run that was still initializing its producer when
-        this run started, or by its own initialization request that was sent again after a timeout; or by an older run
+        """The newest run of a query may be fenced only by an older run that was initializing a producer when this run
+        started, or by its own initialization request that was sent again after a timeout; or by an older run
         that took its id back after the coordinator had forgotten it, while it had the stream's memberships."""
         transactions, name = self.cluster.transactions, run.process.name
         if not (run.late or transactions.taken_twice(name) or transactions.taken_back(name)):

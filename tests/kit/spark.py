@@ -285,7 +285,9 @@ class SparkRun:
         self._draws = self.process.draws("spark")
         self._environment = SimulatedEnvironment(self.process, cluster)
         self._environment.threads_left, query.threads_left = query.threads_left, None
-        self.late = [run for run in query.runs if run.lately_alive and not run.prepared]  # these may fence this one
+        # These may fence this one: a frozen process sends its request to take over the id when it continues.
+        asking = cluster.transactions.asking
+        self.late = [run for run in query.runs if run.lately_alive and (not run.prepared or run.process.name in asking)]
         self.executors = query.executors
         self._inbox: Inbox[tuple[Channel, ms.AgentReport | None]] | None = None
         self._coordinator: Coordinator | None = None

@@ -37,6 +37,7 @@ class Transactions:
     def __init__(self, world: World) -> None:
         self._world = world
         self.answered: set[str] = set()  # processes whose request to take over an id is over, answered or not
+        self.asking: set[str] = set()  # processes that wait for the answer to one, maybe a later one
         self._known: dict[str, _Transaction] = {}
 
     def init(self, id_: str, by: str = "") -> tuple[Code, int]:

@@ -23,7 +23,7 @@ from spark_group_source.model import LATEST, Identity, TopicPartition
 from spark_group_source.options.table import Options
 from spark_group_source.protocol import events as ev
 from spark_group_source.protocol import identifiers
-from spark_group_source.runtime.offset_commits import COMMIT_DENIED_MS, TRANSACTION_RETRY_MS, commit_order
+from spark_group_source.runtime.offset_commits import COMMIT_DENIED_MS, PROOF_MS_MAX, TRANSACTION_RETRY_MS, commit_order
 from spark_group_source.runtime.request_thread import RequestThread, parse_committed
 
 TIMED_OUT = refusal(KafkaError._TIMED_OUT, retriable=True)
@@ -419,6 +419,25 @@ def test_G6_the_id_is_not_regained_when_another_client_has_a_membership_of_the_r
         broken.shows({A0: 5, A1: 6})
     broken.run(*[broken.order(commit_command())] * 3)
     assert [type(event) for event in broken.handled][1:] == [ev.OffsetsCommitted] * 2, "its members may commit"
+    assert len(broken.environment.producers) == 1
+
+
+@pytest.mark.proves("G6", level="core")
+@pytest.mark.parametrize("agent", ["", "h1"])
+def test_G6_the_id_is_not_regained_by_a_proof_from_before_the_process_was_frozen(broken: Scene, agent: str) -> None:
+    """Another driver may have taken it meanwhile, and would be fenced."""
+
+    def frozen_after_the_answer() -> dict[str, Any]:
+        broken.environment.clock_ms += PROOF_MS_MAX + 1
+        return group_of(member_at("g.s.0", "m"))
+
+    broken.thread.own_member_ids.append("m")
+    broken.environment.will("describe_consumer_groups", frozen_after_the_answer)
+    for member in broken.members.values():
+        member.agent = agent
+    broken.shows({A0: 5, A1: 6})
+    broken.run(*[broken.order(commit_command())] * 2)
+    assert len(broken.environment.called("describe_consumer_groups")) == 1
     assert len(broken.environment.producers) == 1
 
 
