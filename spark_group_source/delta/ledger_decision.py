@@ -115,23 +115,27 @@ def compare(batch: StreamOffset, ledger: Ledger | None) -> Comparison:
                 continue
             before, epoch = batch.truncated_after.get(tp, RECREATED), batch.leader_epochs.get(tp, 0)
             is_truncated = before != RECREATED and before >= epochs.get(number, 0)
-            if is_truncated and before < later.get(number, 0) and start >= later_from[number]:
-                is_truncated = False  # another stream has read the records that are there since
+            # From there on, rows of the table replace those that the truncation removed.
+            new_from = later_from.get(number) if before < later.get(number, 0) else None
+            if is_truncated and new_from is not None and start >= new_from:
+                is_truncated = False
             elif is_truncated:
                 epochs[number], gone[number] = max(before + 1, epoch), before
                 later.pop(number, None), later_from.pop(number, None)
-            elif id_ and tp in batch.leader_epochs and tp not in batch.followed and tp not in batch.started:
-                if recorded is None and epoch and start < end:
-                    epochs[number] = epoch
-                elif recorded is not None and epoch <= gone.get(number, RECREATED):
+                if recorded is not None and new_from is not None and new_from < end:
+                    drop.append(OffsetRange(tp, new_from, min(recorded, end)))
+                    offsets[number] = max(recorded, end)
+                    continue
+            elif id_ and tp in batch.leader_epochs:
+                is_proven = tp not in batch.followed and tp not in batch.started
+                if recorded is None:
+                    if is_proven and epoch and start < end:
+                        epochs[number] = epoch
+                elif is_proven and epoch <= gone.get(number, RECREATED):
                     if start < end:
                         removed.append(OffsetRange(tp, start, end))
                     continue
-                elif (
-                    recorded is not None
-                    and end > max(start, recorded)
-                    and epoch > max(epochs.get(number, 0), later.get(number, 0))
-                ):
+                elif end > max(start, recorded) and epoch > max(epochs.get(number, 0), later.get(number, 0)):
                     later[number], later_from[number] = epoch, max(start, recorded)
             if recorded is None or start >= recorded or is_truncated:
                 if recorded is not None and start > recorded:

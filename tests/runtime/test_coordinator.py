@@ -1,0 +1,58 @@
+"""What the coordinator publishes, and the end of its threads. No broker, no thread."""
+
+import pytest
+from kit.harness import GroupHarness, tps
+from manual_environment import ManualEnvironment
+
+from spark_group_source.host import run_files
+from spark_group_source.options.table import Options
+from spark_group_source.protocol.statistics import Statistics
+from spark_group_source.runtime.coordinator import Coordinator
+
+(A,) = tps("orders", 0)
+
+
+class Published(run_files.Publisher):
+    """Without files."""
+
+    committed = False
+
+    def publish(
+        self, statistics: Statistics, *, drained: bool = False, last_batch: int = -1, committed: bool = False
+    ) -> None:
+        self.committed = committed
+
+
+@pytest.fixture
+def published() -> Published:
+    return Published("g")
+
+
+@pytest.fixture
+def coordinator(published: Published) -> Coordinator:
+    options = Options.parse({"kafka.bootstrap.servers": "b", "kafka.group.id": "g", "subscribe": "orders"})
+    return Coordinator(options, environment=ManualEnvironment(), publisher=published)
+
+
+@pytest.mark.proves("G2", level="core")
+def test_offsets_count_as_committed_when_kafka_has_all_of_them(coordinator: Coordinator, published: Published) -> None:
+    """The sink of a run's last batch waits for that."""
+    group = GroupHarness()
+    group.start_stream()
+    group.reads({A: (100, 150)})
+    coordinator._run = group.run
+
+    def is_published() -> bool:
+        coordinator._publish()
+        return published.committed
+
+    assert is_published()
+    group.durable()
+    assert not is_published()
+    group.commit_succeeds()
+    assert is_published()
+
+
+def test_the_clock_ends_when_the_run_is_shut_down(coordinator: Coordinator) -> None:
+    coordinator._shut_down(leave=False)
+    coordinator._run_clock()  # a clock that goes on waits here, for which the environment has no line
