@@ -72,7 +72,8 @@ def compare(batch: StreamOffset, ledger: Ledger | None) -> Comparison:
       truncation: the records are new. An unclean leader election removed the records that the table has of these
       offsets, and other records have these offsets now. The ledger keeps the leader epoch after the truncation, by
       which a replay, or another query, after the same truncation is compared like any other batch. So it is if all
-      that the table has was read under later epochs.
+      that the table has was read under later epochs. If that holds from an offset on, the table has the records from
+      there on.
     - The batch was planned under a leader epoch before a truncation that the ledger knows: its records are below L, or
       no longer in the log. They are left out, and L stays, because other records have these offsets.
     - from < L, and the position came from a foreign commit: refused. An operator must move Kafka and the ledger
