@@ -123,8 +123,9 @@ def compare(batch: StreamOffset, ledger: Ledger | None) -> Comparison:
             elif is_truncated:
                 epochs[number], gone[number] = max(before + 1, epoch), before
                 later.pop(number, None), later_from.pop(number, None)
-                if recorded is not None and new_from is not None and new_from < end:
-                    drop.append(OffsetRange(tp, new_from, min(recorded, end)))
+                if recorded is not None and new_from is not None and new_from <= end:
+                    if new_from < end:
+                        drop.append(OffsetRange(tp, new_from, min(recorded, end)))
                     offsets[number] = max(recorded, end)
                     continue
             elif id_ and tp in batch.leader_epochs:

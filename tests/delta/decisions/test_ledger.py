@@ -164,6 +164,7 @@ def test_what_was_read_after_a_truncation_is_known_to_a_stream_that_finds_it_lat
         (60, truncated(60, 70, 3, 5), (60, 70)),
         (60, truncated(55, 90, 3, 5), (60, 80)),  # up to 60 the table has rows of the former log
         (60, truncated(55, 70, 3, 5), (60, 70)),
+        (60, truncated(55, 60, 3, 5), ()),  # they follow it
         (50, truncated(55, 90, 3, 5), (60, 80)),  # an ordinary consumer had those in between
         (70, truncated(65, 90, 3, 5), (70, 80)),  # so it has up to 70, where the other stream's new rows begin
         (60, truncated(65, 90, 5, 6), ()),  # the truncation came after them
