@@ -225,7 +225,8 @@ def interrupts_deferred() -> Iterator[None]:
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, former)
+        if signal.getsignal(signal.SIGINT) is interrupt:  # pyspark installs a handler that cancels Spark's jobs
+            signal.signal(signal.SIGINT, former)
     if is_interrupted:
         raise KeyboardInterrupt
 

@@ -241,7 +241,7 @@ class GroupAdmin(Admin):
                 moved=moved.done,
             )
         if error.code() == KafkaError.GROUP_ID_NOT_FOUND:
-            refused += ". The name may be that of a share group or a streams group, whose offsets it cannot move"
+            refused += ". The name may be that of a share group or a streams group, whose offsets no reset can move"
         return CommitFailed(refused, moved=moved.done)
 
 

@@ -57,6 +57,12 @@ def test_ctrl_c_waits_until_a_jvm_has_started_and_a_second_one_does_not() -> Non
             start(interrupts)
     assert reached == [1]
     assert signal.getsignal(signal.SIGINT) is former
+    try:
+        with interrupts_deferred():
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN, "as pyspark installs its own"
+    finally:
+        signal.signal(signal.SIGINT, former)
 
 
 @pytest.mark.spark

@@ -6,6 +6,7 @@ from manual_environment import ManualEnvironment
 
 from spark_group_source.host import run_files
 from spark_group_source.options.table import Options
+from spark_group_source.protocol.offsets import StreamOffset
 from spark_group_source.protocol.statistics import Statistics
 from spark_group_source.runtime.coordinator import Coordinator
 
@@ -15,12 +16,16 @@ from spark_group_source.runtime.coordinator import Coordinator
 class Published(run_files.Publisher):
     """Without files."""
 
-    committed = False
+    committed = has_ended = False
 
     def publish(
         self, statistics: Statistics, *, drained: bool = False, last_batch: int = -1, committed: bool = False
     ) -> None:
+        assert not self.has_ended, "nothing is published after the end"
         self.committed = committed
+
+    def close(self, committed: StreamOffset | None = None, *, seq: int = -1) -> None:
+        self.has_ended = True
 
 
 @pytest.fixture
@@ -55,4 +60,4 @@ def test_offsets_count_as_committed_when_kafka_has_all_of_them(coordinator: Coor
 
 def test_the_clock_ends_when_the_run_is_shut_down(coordinator: Coordinator) -> None:
     coordinator._shut_down(leave=False)
-    coordinator._run_clock()  # a clock that goes on waits here, for which the environment has no line
+    coordinator._run_clock()  # a clock that goes on publishes
