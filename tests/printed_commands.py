@@ -124,7 +124,7 @@ TESTED: dict[str, tuple[int, str]] = {
     "cli/migrate.py: _starting_offsets": (1, BROKER),
     "cli/offsets.py: delete": (1, BROKER),
     "cli/report.py: missing_group": (1, BROKER),
-    "cli/reset.py: former_topics_error.command": (
+    "cli/reset.py: refuse_former_topics.command": (
         1,
         f"{SINK}test_a_reset_that_keeps_an_offset_of_a_former_topic_is_refused_and_its_command_loses_nothing",
     ),

@@ -249,8 +249,7 @@ def _starting_offsets(admin: GroupAdmin, group: str, table: str | None, scope: S
     _require_read(scope, known, f"group {group!r}")
     partitions_of(admin, group, scope)  # refuses partitions that do not exist
     topics = admin.existing_topics(known)
-    if former := reset.of_former_topics(committed, ledger, topics):
-        raise reset.former_topics_error(admin, group, former, topics, table)
+    reset.refuse_former_topics(admin, group, committed, ledger, topics, table)
     offsets: Mapping[TopicPartition, int] = reset.plan_reset({}, committed, ledger, topics).offsets
     found: dict[str, dict[str, int]] = {}
     for name, there in sorted(topics.items()):

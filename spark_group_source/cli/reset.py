@@ -205,15 +205,27 @@ def of_former_topics(
     }
 
 
-def former_topics_error(
+def refuse_former_topics(
     admin: GroupAdmin,
     group: str,
-    former: Mapping[TopicPartition, int],
+    committed: Mapping[TopicPartition, CommittedOffset],
+    ledger: Ledger | None,
     topics: Mapping[str, Topic],
     table: str | None,
-) -> GroupError:
-    """The error of a command that would keep these offsets. Its commands name all of the topics, so that one of them is
-    enough."""
+    *,
+    moved: Set[TopicPartition] = frozenset(),
+) -> None:
+    """Refuse a command that would keep offsets of former topics.
+
+    Args:
+        moved: the partitions that get another position.
+
+    Raises:
+        GroupError: it would. Its commands name all of these topics, so that one of them is enough.
+    """
+    former = of_former_topics(committed, ledger, topics)
+    if not former.keys() - moved:
+        return
     tp = min(former)
     of_all = scope_words({tp.topic: frozenset() for tp in former})
     of_table = () if table is None else ("--table", table)
@@ -221,7 +233,7 @@ def former_topics_error(
     def command(position: str) -> str:
         return command_line.spark_group("reset", admin.connection, group, position, *of_all, *of_table, "--execute")
 
-    return GroupError(
+    raise GroupError(
         f"topic {tp.topic} has another id ({topics[tp.topic].id}) than when group {group!r} committed offset "
         f"{former[tp]} of {tp}: the topic was deleted and recreated, or this is another cluster. If it was recreated, "
         "records of the new topic would never be read, so nothing was changed. Run one of these commands, then repeat "
@@ -452,9 +464,9 @@ def reset(
             failure; empty: the command names the offsets. (A relative position would move the group twice.)
 
     Raises:
-        GroupError: the group has members; stop them first, and retry. If Kafka may have moved offsets before any
-            failure, a note of the exception has the command that completes the reset.
-            A topic that is not named has another id than when the group committed its offset.
+        GroupError: the group has members; stop them first, and retry. Or a topic that is not named has another id than
+            when the group committed its offset. If Kafka may have moved offsets before any failure, a note of the
+            exception has the command that completes the reset.
         OptionError: there is nothing to move, or rows of the table were replaced meanwhile.
         LedgerConflict: the table's ledger is of a newer release.
     """
@@ -469,9 +481,8 @@ def reset(
             ledger = ledger_store.read_ledger(spark, table, group, to_reset=True)
     known = [*targets.offsets, *committed, *({} if ledger is None else ledger.offsets)]
     topics = admin.existing_topics(tp.topic for tp in known)
-    former = of_former_topics(committed, ledger, topics)
-    if former.keys() - (targets.offsets.keys() - targets.by_commit):
-        raise former_topics_error(admin, group, former, topics, table)
+    moved = targets.offsets.keys() - targets.by_commit
+    refuse_former_topics(admin, group, committed, ledger, topics, table, moved=moved)
     held = {
         TopicPartition(name, p): n
         for name, topic in topics.items()
@@ -680,15 +691,15 @@ def _of_further(admin: GroupAdmin, group: str, table: str, spark: "SparkSession"
     """The further one of the committed offset and the ledger, for each partition.
 
     The ledger is the newest one, also if rows that it counts were removed, or the one that fits the rows, if that is
-    further. A topic that was recreated since keeps its committed offsets, or starts at its first records.
+    further. A topic that was recreated since keeps its committed offsets, or starts at its first records; committed
+    offsets of the former topic are refused.
     """
     from spark_group_source.delta.ledger_store import counted_ledger
 
     committed = admin.committed(group)
     ledger = counted_ledger(spark, table, group, {tp.topic for tp in committed})
     topics = admin.existing_topics({tp.topic for tp in [*committed, *ledger.offsets]})
-    if former := of_former_topics(committed, ledger, topics):
-        raise former_topics_error(admin, group, former, topics, table)
+    refuse_former_topics(admin, group, committed, ledger, topics, table)
     offsets = {tp: at.offset for tp, at in committed.items() if tp.topic in topics}
     for tp, at in ledger.offsets.items():
         if tp.topic not in topics:
