@@ -9,7 +9,7 @@ Only tests that execute the changed line run, the fastest first, and the first f
 exists in the memory of the test process; no file changes. Results are in ``build/mutants``.
 
 A survivor is a missing test, or it is equivalent: no input can distinguish it. Equivalent ones are listed with the
-reason in ``tests/equivalent_mutants.toml``, by file and changed text.
+reason in ``tests/equivalent_mutants.toml``, by file and changed text, after the text of the line if that is not enough.
 """
 
 import argparse
@@ -90,6 +90,9 @@ class RandomMutant:
     def source(self) -> str:
         text = (PACKAGE / self.file).read_bytes()
         return (text[: self.start] + self.new.encode() + text[self.end :]).decode()
+
+    def line_text(self) -> str:
+        return (PACKAGE / self.file).read_text().splitlines()[self.line - 1].strip()
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line}: {' '.join(self.old.split())}  ->  {' '.join(self.new.split())}"
@@ -316,7 +319,9 @@ def show(seed: int) -> int:
     survivors: dict[str, list[str]] = defaultdict(list)
     for result in results(seed):
         mutant, outcome = RandomMutant(**result["mutant"]), result["outcome"]
-        known = equivalent.get(mutant.file, {}).get(f"{' '.join(mutant.old.split())} -> {' '.join(mutant.new.split())}")
+        change = f"{' '.join(mutant.old.split())} -> {' '.join(mutant.new.split())}"
+        of_file = equivalent.get(mutant.file, {})
+        known = of_file.get(change) or of_file.get(f"{mutant.line_text()}: {change}")
         counts["equivalent" if outcome == SURVIVED and known else outcome] += 1
         if outcome in (SURVIVED, UNTESTED) and not known:
             survivors[outcome].append(str(mutant))
