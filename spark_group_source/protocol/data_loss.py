@@ -119,6 +119,15 @@ class DataLossDetector:
             if at is not None and at.topic_id and at.reset_number == reset_number:
                 self.topic_ids.setdefault(tp.topic, at.topic_id)
 
+    def of_former_topics(self, event: ev.CommittedOffsetsRead) -> set[TopicPartition]:
+        """The partitions whose committed offset is a position in a topic that was deleted: its note has another id than
+        the known one. A batch of the old topic may be committed when the topic has been recreated."""
+        notes = {tp: at for tp, at in event.offsets.items() if at is not None and at.topic_id}
+        if max([event.reset_number or 0, *(at.reset_number for at in notes.values())]) > self.reset_number:
+            return set()  # the ids are those from before a further reset
+        ids = dict(self.topic_ids)
+        return {tp for tp, at in notes.items() if ids.setdefault(tp.topic, at.topic_id) != at.topic_id}
+
     def begin(self, positions: Offsets, now_ms: int) -> ev.ReadLogEnds:
         """Start a check of these positions. Returns the first request."""
         self._left = (self._left | {tp.topic for tp in self._positions}) - {tp.topic for tp in positions}

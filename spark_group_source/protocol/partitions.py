@@ -383,22 +383,23 @@ class Partitions:
 
     def skip_missing(self, missing: ev.RecordsMissing) -> None:
         """Move partitions whose next records are missing to positions that are not committed."""
-        topics = missing.topics
+        topics, moved = missing.topics, set()
         for tp, offset in missing.offsets.items():
             partition = self.ours.get(tp)
             if not isinstance(partition, Known) or not partition.is_ready:
-                continue
+                continue  # it was lost since the check
             next_state(PARTITIONS, state_of(partition), ev.RecordsMissing, tp)
             _jump(partition.position, offset, recreated=tp.topic in topics, truncated_after=missing.truncated.get(tp))
             self._update_due(tp, partition)
+            moved.add(tp)
         for tp, each in self._without_position() if topics else ():
-            if tp.topic in topics and tp not in missing.offsets:
+            if tp.topic in topics:
                 each.memory = None
-        # Positions that the check did not have are of the deleted topic, or chosen by startingOffsets in the new one,
-        # which is read from its first record. They are looked up again and not committed, even if they are revoked.
+        # Positions that were not moved are of the deleted topic, or chosen by startingOffsets in the new one, which is
+        # read from its first record. They are looked up again and not committed, even if they are revoked.
         for tp, mine in list(self.ours.items()) if topics else ():
             is_idle = state_of(mine) in (PartitionState.RESOLVING, PartitionState.ADOPTING, PartitionState.READY)
-            if tp.topic in topics and tp not in missing.offsets and is_idle:
+            if tp.topic in topics and tp not in moved and is_idle:
                 self._replace(tp, Cause.RECREATED_UNCHECKED, Unknown(mine.slot, None, PartitionState.UNRESOLVED))
                 self._due.pop(tp, None)
 

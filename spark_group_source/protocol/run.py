@@ -295,7 +295,10 @@ class Run:
             # positions of new partitions
             case ev.CommittedOffsetsRead():
                 self._broker_answered(Requester.LOOKUP)
-                self.lookups.committed_read(event, self.stream)
+                former = self.data_loss.of_former_topics(event)
+                if former:
+                    event = replace(event, offsets={**event.offsets, **dict.fromkeys(former)})
+                self.lookups.committed_read(event, self.stream, former)
                 self._known_epochs.learn(event.offsets, self.partitions.position, self.stream)
                 without_offset = {tp for tp, at in event.offsets.items() if at is None}  # some may be revoked by now
                 without_offset |= self.lookups.started

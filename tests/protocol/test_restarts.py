@@ -12,6 +12,7 @@ from spark_group_source.protocol import events as ev
 from spark_group_source.protocol.data_loss import GRACE_MS
 from spark_group_source.protocol.offsets import StreamOffset, parse
 from spark_group_source.protocol.rules import StartingPosition
+from spark_group_source.protocol.states import RunState
 
 A, B = tps("orders", 0, 1)
 PAST = StreamOffset(
@@ -252,6 +253,37 @@ def test_new_records_of_a_recreated_topic_are_read_after_a_crash_before_the_comm
     assert again.batch().ranges[A] == (8, 160)
 
 
+@pytest.mark.parametrize("returns", ["later", "during the check", "and is being committed"])
+def test_G4_partition_that_is_lost_during_the_check_that_finds_a_recreated_topic_starts_at_its_first_record(
+    returns: str,
+) -> None:
+    """Kafka deleted its committed offset with the topic; the run remembers a position in the old topic."""
+    run = RunHarness.resumed(PAST, fail_on_data_loss=False)
+    run.latest()
+    run.committed, run.ids, run.ends = {}, {"orders": "id-new"}, {A: 300, B: 300}
+    assert run.latest() is run.start
+    run.pass_time(GRACE_MS)
+    run.begin(ev.NextBatchRequested(start=PAST, new_stream=STREAM), RunState.FETCHING_ENDS)
+    while not (isinstance(step := run.step(), ev.ReadLogEnds) and step.firsts):
+        run.feed(run.answer(step))
+    run.lost(A)
+    if returns != "later":
+        run.assigned(A)
+    if returns == "and is being committed":
+        run.silent = {ev.CommitOffsets}
+        run.pass_time(2 * ANSWER_MS)
+        run.silent = set()
+    run.call(run.answer(step))
+    plans = [run.batch()]
+    if returns == "later":
+        run.assigned(A)
+    if returns == "and is being committed":
+        run.feed(ev.OffsetCommitFailed(reason="REBALANCE_IN_PROGRESS"))
+    run.pass_time(1_000)
+    plans.append(run.batch())
+    assert next(plan.ranges[A] for plan in plans if A in plan.ranges) == (0, 300)
+
+
 @pytest.mark.parametrize("reset_number", [0, 2])
 def test_G4_commit_for_an_old_topic_of_that_name_is_no_position_of_the_new_one(reset_number: int) -> None:
     """A stream was restarted after the topic had been recreated, and committed where it was. Its checkpoint was
@@ -264,6 +296,27 @@ def test_G4_commit_for_an_old_topic_of_that_name_is_no_position_of_the_new_one(r
     run.batch()
     run.batch()
     assert (run.start.ranges, run.start.topic_ids) == ({A: (0, 25), B: (0, 30)}, {"orders": "id-orders"})
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_G4_late_commit_for_the_old_topic_is_no_position_of_the_recreated_one(fresh: bool) -> None:
+    """Kafka had the offset of a batch of the old topic after it had been recreated. The partition came to a run that
+    knew of that already, or to a new stream, which reads the commit of a partition of the new topic with it."""
+    new = ev.Committed(offset=20, stream="another", seq=9, topic_id="id-orders" if fresh else "")
+    late = ev.Committed(offset=150, stream="another", seq=8, topic_id="id-old")
+    starting = StartingPosition(everywhere=LATEST)
+    run = RunHarness(starting=starting) if fresh else RunHarness.resumed(replace(PAST, ranges={A: (0, 20)}))
+    run.committed, run.ends = {A: new, B: late}, {A: 25, B: 300}
+    assert run.batch().ranges == {A: (20, 25), B: (0, 300)}
+    assert any("1 committed offsets, such as that of orders-1, are of a topic" in text for text in run.warned())
+
+
+def test_G4_commit_after_a_reset_is_one_of_the_present_topic() -> None:
+    """The run learns of the reset, and that the topic was recreated, from the commit."""
+    run = RunHarness.resumed(PAST)
+    run.committed = {tp: ev.Committed(offset=20, reset_number=1, topic_id="id-new") for tp in (A, B)}
+    run.ids, run.ends = {"orders": "id-new"}, {A: 25, B: 30}
+    assert run.batch().ranges == {A: (20, 25), B: (20, 30)}
 
 
 def test_commit_names_the_topic_that_was_read() -> None:
