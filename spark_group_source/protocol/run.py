@@ -727,7 +727,6 @@ class Run:
         not planned."""
         _require(self.plan is None and not self.closed, "slots move while a batch is in flight, or after the close")
         self.placement.start_moves()
-        self._apply_rules()
 
     def _waits_from_ms(self, since_ms: int) -> int:
         """Return when a wait for the group begins to count: an outage does not."""

@@ -635,6 +635,17 @@ def test_partition_is_not_read_before_its_new_leader_has_answered() -> None:
     assert brokers.detector.ends == {A: 200}
 
 
+def test_leader_with_an_earlier_epoch_is_doubted_anew_when_its_partition_is_assigned_again() -> None:
+    """Meanwhile it may have learned that it was replaced."""
+    brokers = read_up_to_100()
+    brokers.elect(A, 2, has=100, end=200)
+    for _ in range(2):
+        (warning,) = brokers.check({A: 100, B: 100}, after_ms=EARLIER_MS)
+        assert "a former leader answered for 1 partitions, such as orders-0" in warning
+        assert brokers.detector.ends == {B: 100}
+        brokers.check({B: 100})
+
+
 def test_log_that_may_be_truncated_is_not_reported_as_short() -> None:
     brokers = read_up_to_100()
     brokers.elect(A, 5, has=60, end=80)

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from kit.harness import GROUP, JOINING_BUDGET_MS, STREAM, only, tps
+from kit.harness import GROUP, JOINING_BUDGET_MS, STREAM, GroupHarness, only, tps
 from kit.run_harness import ANSWER_MS, RunHarness
 
 from spark_group_source.errors import (
@@ -294,6 +294,17 @@ def test_available_now_reads_to_its_target_commits_and_leaves() -> None:
     assert only(ev.Leave, run.history) == [ev.Leave(slot=0, leave=True)]
     assert run.state() is RunState.CLOSED
     assert run.latest() is run.start
+
+
+def test_resumed_available_now_run_reads_nothing_before_all_its_members_have_an_assignment() -> None:
+    """It may end after the batch that reads up to its target."""
+    run = RunHarness.resumed(PAST, slots=2)
+    run.assignments = {0: (A,)}
+    run.ends = {A: 160, B: 50}
+    run.set_target(dict(run.ends))
+    run.begin(ev.NextBatchRequested(start=PAST, new_stream=STREAM), RunState.GATHERING)
+    run.later(ev.Assigned(slot=1, client=run.clients[1], partitions=(B,)), ms=2 * SETTLE_MS_MAX)
+    assert run.continue_call().ranges == {A: (150, 160), B: (40, 50)}
 
 
 def test_partitions_outside_the_target_are_not_read_but_their_positions_are_planned() -> None:
@@ -688,6 +699,17 @@ def test_stopped_run_that_followed_a_commit_inside_its_last_batch_does_not_repor
     run.stop(durable=PAST.seq)
     assert run.committed[A] == replace(run.committed[A], offset=120, stream=STREAM), "it is committed by this stream"
     assert run.run.committed_offset is None
+
+
+def test_stopped_run_with_a_commit_on_its_way_does_not_report_its_last_batch_as_committed() -> None:
+    """Its topic was recreated, so it has no position to compare; the commit may fail all the same."""
+    group = GroupHarness()
+    group.start_stream()
+    group.reads({A: (100, 150)})
+    assert only(ev.CommitOffsets, group.durable())
+    group.feed(ev.RecordsMissing(offsets={}, reason="topic orders was recreated", topics=("orders",)))
+    group.close(leave=False)
+    assert group.run.committed_offset is None
 
 
 # --- failures --------------------------------------------------------------------------------------------------------

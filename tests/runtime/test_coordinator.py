@@ -1,4 +1,8 @@
-"""What the coordinator publishes, and the end of its threads. No broker, no thread."""
+"""What the coordinator publishes, how long it waits, and the end of its threads. No broker, no thread."""
+
+import threading
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from kit.harness import GroupHarness, tps
@@ -6,9 +10,10 @@ from manual_environment import ManualEnvironment
 
 from spark_group_source.host import run_files
 from spark_group_source.options.table import Options
+from spark_group_source.protocol import events as ev
 from spark_group_source.protocol.offsets import StreamOffset
 from spark_group_source.protocol.statistics import Statistics
-from spark_group_source.runtime.coordinator import Coordinator
+from spark_group_source.runtime.coordinator import WAIT_S, Coordinator
 
 (A,) = tps("orders", 0)
 
@@ -56,6 +61,29 @@ def test_offsets_count_as_committed_when_kafka_has_all_of_them(coordinator: Coor
     assert not is_published()
     group.commit_succeeds()
     assert is_published()
+
+
+class Changed(threading.Condition):
+    """Records the waits, which end at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits: list[float | None] = []
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.waits.append(timeout)
+        return True
+
+
+@pytest.mark.parametrize(("ms", "waits"), [(100, [0.1]), (60_000, [WAIT_S]), (0, [])])
+def test_a_wait_of_the_run_ends_when_its_time_is_over(coordinator: Coordinator, ms: int, waits: list[float]) -> None:
+    def proceed(*, now_ms: int) -> tuple[ev.Step, list[ev.Command]]:
+        return ev.Wait(until_ms=now_ms + ms), []
+
+    stub: Any = SimpleNamespace(proceed=proceed)
+    coordinator._run, coordinator._changed = stub, (changed := Changed())
+    coordinator._next_step()
+    assert changed.waits == waits
 
 
 def test_the_clock_ends_when_the_run_is_shut_down(coordinator: Coordinator) -> None:

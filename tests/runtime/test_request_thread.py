@@ -465,6 +465,15 @@ def test_transactions_are_used_again_when_they_are_allowed_again(scene: Scene) -
     assert scene.transactions == [False, True], "agents may host members again"
 
 
+def test_the_first_transaction_that_is_allowed_after_refusals_is_reported(scene: Scene) -> None:
+    """The id is not taken over again after two refusals: only a commit shows that it is allowed."""
+    scene.environment.will("init_transactions", DENIED, DENIED)
+    scene.shows({A0: 5, A1: 6})
+    scene.run(*[lambda: None] * 12, scene.order(commit_command()))  # 6 s; the second attempt is after 5 s
+    assert scene.handled == [ev.OffsetsCommitted(offsets={A0: 5, A1: 6})]
+    assert scene.transactions == [False, True], "agents may host members again"
+
+
 def test_a_single_refusal_of_transactions_counts_anew_after_one_was_allowed(scene: Scene) -> None:
     """A starting broker, or one with a new ACL, refuses for a moment."""
     scene.environment.will("init_transactions", DENIED)
