@@ -82,6 +82,7 @@ class DataLossDetector:
         self._checked: set[TopicPartition] = set()  # partitions whose first record was compared with the position
         self._missing = Suspicions(GRACE_MS)  # topics
         self._other_ids = Suspicions(GRACE_MS)  # topics with an id that is not the known one
+        self._former_ids: set[str] = set()  # those of topics that were deleted and recreated during this run
         self._unread: dict[str, int] = {}  # of topics with another id: offsets that were not read before
         self._short = Suspicions(GRACE_MS)  # partitions whose log ends below what was read
         self._maybe_truncated = Suspicions(GRACE_MS)  # partitions whose log was truncated below what was read
@@ -120,13 +121,10 @@ class DataLossDetector:
                 self.topic_ids.setdefault(tp.topic, at.topic_id)
 
     def of_former_topics(self, event: ev.CommittedOffsetsRead) -> set[TopicPartition]:
-        """The partitions whose committed offset is a position in a topic that was deleted: its note has another id than
-        the known one. A batch of the old topic may be committed when the topic has been recreated."""
-        notes = {tp: at for tp, at in event.offsets.items() if at is not None and at.topic_id}
-        if max([event.reset_number or 0, *(at.reset_number for at in notes.values())]) > self.reset_number:
-            return set()  # the ids are those from before a further reset
-        ids = dict(self.topic_ids)
-        return {tp for tp, at in notes.items() if ids.setdefault(tp.topic, at.topic_id) != at.topic_id}
+        """The partitions whose committed offset is a position in a topic that was found to be recreated: a batch of the
+        old topic may be committed when the new one exists. An id that this run never knew may be that of an even newer
+        topic."""
+        return {tp for tp, at in event.offsets.items() if at is not None and at.topic_id in self._former_ids}
 
     def begin(self, positions: Offsets, now_ms: int) -> ev.ReadLogEnds:
         """Start a check of these positions. Returns the first request."""
@@ -302,6 +300,7 @@ class DataLossDetector:
         self._moved.update({tp: firsts.get(tp, 0) for tp in lost})
         self._checked -= lost.keys() - firsts.keys()
         self._recreated = set(recreated)
+        self._former_ids |= {self.topic_ids[name] for name in recreated}
         self.topic_ids.update(recreated)
         self._known_epochs.forget(self._recreated)
 

@@ -100,14 +100,8 @@ class PositionLookups:
         self.known = {**self.known, **{topic: 0 for topic in topics if topic in self.known}}
         self.started -= {tp for tp in self.started if tp.topic in topics}
 
-    def committed_read(
-        self, event: ev.CommittedOffsetsRead, stream: str, former: Collection[TopicPartition] = ()
-    ) -> None:
-        """Apply the group's committed offsets. A newer reset among them voids all positions first.
-
-        Args:
-            former: partitions without an offset that counts, because Kafka has one of a topic that was deleted.
-        """
+    def committed_read(self, event: ev.CommittedOffsetsRead, stream: str) -> None:
+        """Apply the group's committed offsets. A newer reset among them voids all positions first."""
         if event.unanswered and self._unanswered < UNANSWERED_MAX:
             self._unanswered += 1
             self.retry(event.requested, f"{len(event.unanswered)} others, whose notes may show a reset, have no answer")
@@ -137,13 +131,7 @@ class PositionLookups:
         for tp in new:
             self._partitions.begin_resolving(tp)
         if new:
-            self._order_starts(new, former)
-        if former:
-            self._out.log(
-                f"{len(former)} committed offsets, such as that of {min(former)}, are of a topic that was deleted and "
-                "recreated; they do not count in the new topic",
-                warn=True,
-            )
+            self._order_starts(new)
         self._retry_unanswered(event.requested, event.offsets, continues=bool(new))
 
     def _is_start(self, tp: TopicPartition, committed: ev.Committed | None) -> bool:
@@ -169,10 +157,10 @@ class PositionLookups:
             self._out.log(f"the group was reset (reset #{reset_number}); all partitions continue at its offsets")
             self._partitions.apply_reset(reset_number)
 
-    def _order_starts(self, new: list[TopicPartition], former: Collection[TopicPartition]) -> None:
+    def _order_starts(self, new: list[TopicPartition]) -> None:
         """Order the second lookup of partitions that the group never committed: where they start."""
         starting = self._rules.starting  # not for partitions added later: "latest" would skip their first records
-        starts = {tp: EARLIEST if tp in former or _is_added(tp, self.known) else starting.of(tp) for tp in new}
+        starts = {tp: EARLIEST if _is_added(tp, self.known) else starting.of(tp) for tp in new}
         self.started.difference_update(new)
         self.started |= {tp for tp, start in starts.items() if start != EARLIEST}
         self._out.order(ev.ResolveStarts(starts=starts))

@@ -295,10 +295,8 @@ class Run:
             # positions of new partitions
             case ev.CommittedOffsetsRead():
                 self._broker_answered(Requester.LOOKUP)
-                former = self.data_loss.of_former_topics(event)
-                if former:
-                    event = replace(event, offsets={**event.offsets, **dict.fromkeys(former)})
-                self.lookups.committed_read(event, self.stream, former)
+                event = self._without_former_topics(event)
+                self.lookups.committed_read(event, self.stream)
                 self._known_epochs.learn(event.offsets, self.partitions.position, self.stream)
                 without_offset = {tp for tp, at in event.offsets.items() if at is None}  # some may be revoked by now
                 without_offset |= self.lookups.started
@@ -762,6 +760,18 @@ class Run:
         self._move(Cause.PAUSE_ENDED)
         self._ends_request = self._first_ends_request()
         return None
+
+    def _without_former_topics(self, event: ev.CommittedOffsetsRead) -> ev.CommittedOffsetsRead:
+        """Return what counts of an answer: the group has no offset where the committed one is of a deleted topic."""
+        former = self.data_loss.of_former_topics(event)
+        if not former:
+            return event
+        self._out.log(
+            f"{len(former)} committed offsets, such as that of {min(former)}, are of a topic that was deleted and "
+            "recreated; they do not count in the new topic",
+            warn=True,
+        )
+        return replace(event, offsets={**event.offsets, **dict.fromkeys(former)})
 
     def _first_ends_request(self) -> ev.ReadLogEnds:
         return self.data_loss.begin(self.plannable(), self._now_ms)
