@@ -51,6 +51,7 @@ class PositionLookups:
         self._retry_at_ms: int | None = None
         self._paused: frozenset[TopicPartition] = frozenset()  # those whose lookup is repeated then
         self._silent_since_ms: dict[TopicPartition, int] = {}  # partitions that answers left out
+        self._left_out_at_ms: dict[TopicPartition, int] = {}  # the last time of each
         self._has_warned_of_silence = False
 
     def order(self) -> None:
@@ -66,8 +67,8 @@ class PositionLookups:
     def deadlines_ms(self) -> list[int]:
         """When :meth:`tick` has something to do."""
         due = [] if self._retry_at_ms is None else [self._retry_at_ms]
-        silent = [] if self._has_warned_of_silence else self._silent_since_ms.values()
-        return due + [since_ms + POSITION_MS_MAX for since_ms in silent]
+        ours, silent = self._partitions.ours, {} if self._has_warned_of_silence else self._silent_since_ms
+        return due + [since_ms + POSITION_MS_MAX for tp, since_ms in silent.items() if tp in ours]
 
     def tick(self) -> None:
         """End the pause after a failed lookup when it is over, and log partitions without an answer."""
@@ -76,14 +77,16 @@ class PositionLookups:
         self._warn_of_silence()
 
     def late(self, wait_ms: int) -> set[TopicPartition]:
-        """The partitions that answers have left out for so long; most of them have no leader."""
-        until_ms = self._out.now_ms - wait_ms
-        return {tp for tp, since_ms in self._silent_since_ms.items() if since_ms <= until_ms}
+        """The assigned partitions that answers have left out for so long; most of them have no leader."""
+        until_ms, ours = self._out.now_ms - wait_ms, self._partitions.ours
+        return {tp for tp, since_ms in self._silent_since_ms.items() if since_ms <= until_ms and tp in ours}
 
     def _warn_of_silence(self) -> None:
-        """Log when partitions without a position start to wait, and when that is over."""
+        """Log when partitions without a position start to wait, and when that is over. A rebalance says nothing about
+        leaders: a partition that was lost for a moment has been silent for as long as before."""
         for tp in self._silent_since_ms.keys() - self._partitions.ours:
-            del self._silent_since_ms[tp]
+            if self._out.now_ms - self._left_out_at_ms[tp] >= POSITION_MS_MAX:
+                del self._silent_since_ms[tp]
         if not self._has_warned_of_silence and (late := self.late(POSITION_MS_MAX)):
             self._has_warned_of_silence = True
             self._out.log(
@@ -220,6 +223,7 @@ class PositionLookups:
         if unanswered:
             for tp in unanswered:
                 self._silent_since_ms.setdefault(tp, self._out.now_ms)
+                self._left_out_at_ms[tp] = self._out.now_ms
             self.retry(unanswered, "they are not in the answer")
         elif not continues:
             self._failures = 0

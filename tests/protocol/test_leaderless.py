@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from kit.harness import GROUP, STREAM, ManualClock, only, tps
+from kit.harness import GROUP, STREAM, GroupHarness, ManualClock, only, tps
 from kit.run_harness import GIVEN_UP_MS, RunHarness
 
 from spark_group_source.errors import BrokerUnavailable
@@ -82,6 +82,44 @@ def test_resumed_run_reads_the_partitions_with_a_leader(kind: str) -> None:
     run = silent(kind, RunHarness.resumed(PAST))
     assert run.batch().ranges == {A: (150, 160)}
     assert run.clock() - BEGAN_MS <= PLANNED_MS_MAX
+
+
+@KINDS
+def test_rebalances_do_not_prolong_the_wait_for_a_partition_without_a_leader(kind: str) -> None:
+    """A rebalance says nothing about leaders. With one every 3 s, the first batch would wait until the run fails."""
+    run = silent(kind, slots=2)
+    run.assignments = {0: (A,), 1: (B,)}
+    for ms in range(3_000, 60_000, 3_000):
+        for slot, tp in enumerate((A, B)):
+            run.later(ev.Revoking(slot=slot, client=1, partitions=(tp,), eager=True), ms=ms)
+            run.later(ev.Assigned(slot=slot, client=1, partitions=(tp,)), ms=ms + 100 + 200 * slot)
+    assert run.batch().ranges == {A: (0, 160)}
+    assert run.clock() - BEGAN_MS <= PLANNED_MS_MAX
+
+
+def test_a_partition_that_comes_back_after_long_is_waited_for_anew() -> None:
+    """Its leader may have returned meanwhile."""
+    run = silent("start")
+    run.batch()
+    run.lost(B)
+    run.pass_time(2 * POSITION_MS_MAX)
+    run.assigned(B)
+    assert run.run.lookups.late(POSITION_MS_MAX) == set()
+
+
+def test_a_partition_without_a_leader_that_was_lost_is_neither_waited_for_nor_reported() -> None:
+    group = GroupHarness()
+    group.start_stream()
+    group.assigned(A, B)
+    read = ev.CommittedOffsetsRead(offsets={A: None}, requested=(A, B), reset_number=0)
+    group.feed(read)
+    group.tick(ms=POSITION_MS_MAX - 1)
+    group.feed(read)
+    group.lost(B)
+    group.tick(ms=1)
+    due_ms = group.run.next_deadline_ms()
+    assert due_ms is None or due_ms > group.clock()
+    assert not [text for text in group.warned() if "no broker reports" in text]
 
 
 def test_a_partition_whose_leader_never_answers_does_not_hold_up_a_running_query() -> None:
