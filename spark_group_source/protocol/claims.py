@@ -226,7 +226,9 @@ def split_by_executor(
     pieces = []
     for executor, own in sorted(by_executor.items()):
         wanted = min_partitions and -(-min_partitions * sum(r.size for r in own) // total)
-        tasks = pack(split_at_most(own, share), min_partitions=wanted, max_records=max_records)
+        # Split once: pieces of pieces may be so small that two of one partition fit into one task.
+        parts = split_at_most(own, min(share, max_records or share))
+        tasks = pack(parts, min_partitions=wanted, max_records=max_records)
         pieces += [PlannedPiece(tuple(task), executor) for task in tasks]
     few = max(min(width, SMALL_PIECES_MAX), min_partitions or 0)
     pieces = _merge_small(pieces, few, max_records)

@@ -273,6 +273,18 @@ def test_every_offset_is_in_one_piece_within_the_configured_bounds(
     assert pieces == split_by_executor(ranges[::-1], placed, width=width, min_partitions=least, max_records=most)
 
 
+@pytest.mark.parametrize(
+    ("size", "most", "width"),
+    [(100_002, 50_000, 1), (80_002, 40_000, 4), (120_002, 40_000, 4), (60_002, 30_000, 8)],
+)
+def test_two_pieces_of_one_partition_are_not_packed_into_one_task(size: int, most: int, width: int) -> None:
+    """The task's client would refuse them, and each retry gets the same piece."""
+    ranges = [OffsetRange(tp(0), 0, size)]
+    pieces = split_by_executor(ranges, {}, width=width, max_records=most)
+    assert [len(piece.ranges) for piece in pieces] == [1] * len(pieces)
+    assert offsets_of(pieces) == ranges
+
+
 def test_two_pieces_of_one_partition_are_not_merged() -> None:
     """A task's client is assigned each partition once."""
     ranges = [OffsetRange(tp(0), 0, 104), OffsetRange(tp(1), 0, 100)]
