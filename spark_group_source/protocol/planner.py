@@ -126,18 +126,18 @@ class Planner:
         self.left = total - sum(end - backlogs[tp][0] for tp, end in until.items())
         # what the checkpoint stores besides
         known = lookups.known
-        read = {tp.topic for tp in until}
         jumps = {tp: at for tp, at in partitions.jumps().items() if tp in until}
         durable_to = partitions.durable_to()
         elsewhere = partitions.uncommitted() | {
             tp: at for tp in durable_to if (at := partitions.reached(tp)) is not None
         }
         uncommitted = {tp: at for tp, at in elsewhere.items() if tp not in until}
+        named = known.keys() | {tp.topic for tp in (*until, *uncommitted)}
         return StreamOffset(
             group=self._rules.group,
             stream=stream,
             seq=partitions.seq + 1,
-            topic_ids={topic: id_ for topic, id_ in topic_ids.items() if topic in known or topic in read},
+            topic_ids={topic: id_ for topic, id_ in topic_ids.items() if topic in named},
             known=known,
             ranges={tp: (backlogs[tp][0], end) for tp, end in until.items()},
             reset_number=partitions.reset_number,

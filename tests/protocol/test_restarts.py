@@ -298,6 +298,35 @@ def test_G4_commit_for_an_old_topic_of_that_name_is_no_position_of_the_new_one(r
     assert (run.start.ranges, run.start.topic_ids) == ({A: (0, 25), B: (0, 30)}, {"orders": "id-orders"})
 
 
+@pytest.mark.parametrize("durable", [True, False])
+def test_G4_checkpoint_has_the_id_of_a_topic_that_was_added_later_and_whose_position_is_not_committed(
+    durable: bool,
+) -> None:
+    """Its only partition was lost during the batch that read it. Else the next run takes the id of a topic that was
+    recreated meanwhile for the known one, and continues at the old topic's position."""
+    run = RunHarness(slots=2, topics={"orders": 1}, fail_on_data_loss=False)
+    (late,) = tps("late", 0)
+    run.assignments = {0: (A,), 1: ()}
+    run.ids["late"], run.ends, run.firsts[late] = "id-late", {A: 5, late: 0}, 0
+    run.batch()
+    run.topics["late"] = 1
+    run.assigned(late, slot=1)
+    run.pass_time(1_000)
+    run.ends |= {A: 10, late: 100}
+    run.batch()
+    run.lost(late, slot=1)
+    run.ends[A] = 12
+    planned = run.batch()
+    assert planned.uncommitted == {late: 100}
+
+    again = after_a_crash(run, planned, durable=durable, given=(A, late), topics=run.topics, fail_on_data_loss=False)
+    again.committed.pop(late, None)  # Kafka deletes the offsets of a deleted topic
+    again.ids, again.ends = {"orders": "id-orders", "late": "id-new"}, {A: 12, late: 300}
+    while again.batch() is planned or late not in again.start.ranges:
+        again.pass_time(GRACE_MS)
+    assert again.start.ranges[late] == (0, 300)
+
+
 @pytest.mark.parametrize("further", [False, True])
 def test_G4_late_commit_for_the_old_topic_is_no_position_of_the_recreated_one(further: bool) -> None:
     """Kafka had the offset of a batch of the old topic after it had been recreated, and the partition came to a run
