@@ -391,6 +391,8 @@ class RangeReader:
         """Ranges to check next, in order."""
         self._read_topics: set[str] = set()
         """Topics of which rows were handed over."""
+        self._gone_topics: set[str] = set()
+        """Topics of which it is confirmed that they are missing."""
         self._started_s = 0.0
         """When the reader started; monotonic seconds."""
         self._last_rows_s = 0.0
@@ -589,6 +591,7 @@ class RangeReader:
         match self._topics.compare(name, topic):
             case TopicCheck.GONE:
                 if self._suspicions.report(("gone", name), now):
+                    self._gone_topics.add(name)
                     self._partitions_missing([tp for tp in self._ranges if tp.topic == name])
             case TopicCheck.RECREATED:
                 self._suspicions.clear(("gone", name), (Request.TOPICS, name))
@@ -619,11 +622,10 @@ class RangeReader:
 
     def _unconfirmed_topics(self) -> set[str]:
         """Topics of which rows were handed over, without a check after the last rows. A topic that is missing by then
-        was not recreated."""
-        names = self._topics.with_planned_id(self._read_topics)
+        was not recreated, if that is confirmed: a broker may know of the deletion, and not yet of the new topic."""
+        names = self._topics.with_planned_id(self._read_topics) - self._gone_topics
         since_s = self._last_rows_s - TOPIC_CHECK_VALID_S
-        confirmed = (TopicCheck.PLANNED, TopicCheck.GONE)
-        return {name for name in names if self._topics.check(name, since_s) not in confirmed}
+        return {name for name in names if self._topics.check(name, since_s) is not TopicCheck.PLANNED}
 
     def _await_topic_checks(self, unchecked: Callable[[], set[str]]) -> None:
         """Request those topics that ``unchecked`` returns, unless a request is pending, and wait for the response,

@@ -435,6 +435,28 @@ def test_a_topic_recreated_while_it_is_read_is_detected_after_the_last_rows(
         list(found)
 
 
+@pytest.mark.parametrize("recreated", [True, False])
+def test_a_topic_that_is_missing_after_the_last_rows_may_have_been_recreated(
+    cluster: MockCluster, monkeypatch: pytest.MonkeyPatch, recreated: bool
+) -> None:
+    """A broker may know of the deletion only, while the leader has records of the new topic."""
+    monkeypatch.setattr(records, "BATCH_ROWS_MAX", 5)
+    monkeypatch.setattr(range_reader, "TOPIC_CHECK_VALID_S", 0)
+    wanted, planned = [OffsetRange(TP, 0, COUNT)], {"orders": topic_id(cluster)}
+    found = read_batches(servers(cluster), wanted, topic_ids=planned, progress_timeout_s=DEADLINE_S)
+    assert next(found).num_rows == 5
+    if not recreated:
+        cluster.delete_topic("orders")
+        assert sum(batch.num_rows for batch in found) == COUNT - 5
+        return
+    recreate(cluster)
+    cluster.forget_requests()
+    cluster.set_topic_error("orders", KafkaError.UNKNOWN_TOPIC_OR_PART)
+    knows = as_soon_as(lambda: cluster.request_count(Api.METADATA) >= 2, cluster.set_topic_error, "orders", 0)
+    with knows, pytest.raises(DataLoss, match="recreated while it was read"):
+        list(found)
+
+
 @pytest.mark.parametrize(("valid_s", "first", "next_task"), [(1000, 1, 0), (0, 2, 2)])
 def test_tasks_of_a_worker_share_topic_checks_while_they_are_valid(
     cluster: MockCluster, read: Read, monkeypatch: pytest.MonkeyPatch, valid_s: float, first: int, next_task: int
