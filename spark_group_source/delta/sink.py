@@ -718,7 +718,7 @@ class BatchCommit:
             return ledger  # the group is new
         batch_id, table = self.planned.batch_id, self.table.table
         offsets = [offset for offset in self.planned.offsets if offset.group == group]
-        unknown = sorted({tp for offset in offsets for tp in offset.followed | offset.started})
+        unknown = sorted({tp for offset in offsets for tp in offset.followed | offset.started & offset.ranges.keys()})
         starts = self.planned.starts(group)
         ends = self.table.row_ends(starts)
         why = ""

@@ -51,6 +51,7 @@ class DataLossDetector:
         self._rules, self._known_epochs = rules, known_epochs
         self.topic_ids: dict[str, str] = {}
         """The id of each topic, as last confirmed; without topics whose brokers have no ids (before 2.8)."""
+        self._ids_before_reset: dict[str, str] = {}  # before the group's last reset
         self.reset_number = 0
         """The last reset of the group; 0: none."""
         self.ends: Offsets = {}
@@ -73,7 +74,7 @@ class DataLossDetector:
         self._moved: dict[TopicPartition, int] = {}  # new positions of partitions whose records are lost
         self._truncated: dict[TopicPartition, int] = {}  # of truncated ones: the epoch that was known before
         self._capped: dict[TopicPartition, int] = {}  # partitions that are read up to where their log was truncated
-        self._recreated: set[str] = set()  # recreated topics whose first records are known
+        self._recreated: Mapping[str, str] = {}  # recreated topics whose first records are known: their ids
         self._reason = ""
         # --- across checks
         self._topics_at_ms = 0  # when topics were requested last
@@ -113,9 +114,12 @@ class DataLossDetector:
         """
         if reset_number != self.reset_number:
             older = {tp.topic for tp in without_offset}
-            self._known_epochs.forget(self.topic_ids.keys() - older)
-            self.topic_ids = {topic: id_ for topic, id_ in self.topic_ids.items() if topic in older}
+            self._known_epochs.keep(older)
+            self._ids_before_reset, self.topic_ids = self.topic_ids, {}
             self.reset_number, self._checked = reset_number, set()
+        for tp in without_offset:
+            if (id_ := self._ids_before_reset.get(tp.topic)) is not None:
+                self.topic_ids.setdefault(tp.topic, id_)
         for tp, at in committed.items():
             if at is not None and at.topic_id and at.reset_number == reset_number:
                 self.topic_ids.setdefault(tp.topic, at.topic_id)
@@ -130,8 +134,10 @@ class DataLossDetector:
         """Start a check of these positions. Returns the first request."""
         self._left = (self._left | {tp.topic for tp in self._positions}) - {tp.topic for tp in positions}
         self._positions, self._now_ms, self.took_ms = positions, now_ms, 0
-        self.error, self.warnings, self.missing_topics = None, [], []
-        self._moved, self._truncated, self._recreated, self._reason = {}, {}, set(), ""
+        if self._requests is None:  # else the check before has failed, and what it found was not logged
+            self.warnings, self.missing_topics = [], []
+        self.error = None
+        self._moved, self._truncated, self._recreated, self._reason = {}, {}, {}, ""
         self._capped = {}
         self._checked.intersection_update(positions)  # a partition that is assigned again is checked like a new one
         self._short.keep(positions)
@@ -147,6 +153,7 @@ class DataLossDetector:
         try:
             return self._requests.send(answer)
         except StopIteration:
+            self._requests = None
             return None
 
     @property
@@ -179,11 +186,15 @@ class DataLossDetector:
     def settle(self, ready: Offsets) -> None:
         """Keep what the complete check found of partitions that are still where they were checked. The others were lost
         meanwhile, or have followed another commit: the next check begins with what was known of them before. In a
-        recreated topic any position may belong to the deleted one, and is moved.
+        recreated topic any position may belong to the deleted one, and is moved; its id is the known one from here on,
+        because an offset that is committed before is a position in the deleted topic.
 
         Args:
             ready: the position of every partition that the next batch may read.
         """
+        self._former_ids |= {self.topic_ids[name] for name in self._recreated}
+        self.topic_ids.update(self._recreated)
+        self._known_epochs.forget(self._recreated.keys())
         elsewhere = {tp for tp, at in self._positions.items() if ready.get(tp) != at}
         self._checked -= elsewhere
         if elsewhere:
@@ -214,6 +225,8 @@ class DataLossDetector:
         unproven = self._known_epochs.unproven(self._positions, self._leader_epochs)
         if self._earlier:
             self._earlier.clear(*filter(self._has_current_leader, self._positions))
+        if self._maybe_truncated:  # it came back at a position that this leader has
+            self._maybe_truncated.clear(*(self._leader_epochs.keys() - unproven.keys()))
         kept = {tp: self._proven_ends[tp] for tp in unproven if tp in self._proven_ends}
         self._proven_ends = {**self.ends, **kept} if kept else self.ends
         self._warn_of_silence()
@@ -299,10 +312,7 @@ class DataLossDetector:
         in every new log, and the next check compares it."""
         self._moved.update({tp: firsts.get(tp, 0) for tp in lost})
         self._checked -= lost.keys() - firsts.keys()
-        self._recreated = set(recreated)
-        self._former_ids |= {self.topic_ids[name] for name in recreated}
-        self.topic_ids.update(recreated)
-        self._known_epochs.forget(self._recreated)
+        self._recreated = recreated
 
     def _check_firsts(self, firsts: Offsets) -> None:
         """Whether the position of a new partition is still in the log. Later losses are found while reading."""
@@ -496,9 +506,13 @@ class LeaderEpochs:
         """A leader of this epoch has everything below ``at`` that was read."""
         self._known[tp] = _Known(at, epoch)
 
-    def forget(self, topics: frozenset[str] | set[str]) -> None:
+    def forget(self, topics: Collection[str]) -> None:
         """Forget topics that were recreated: their epochs start again."""
         self._known = {tp: known for tp, known in self._known.items() if tp.topic not in topics}
+
+    def keep(self, topics: Collection[str]) -> None:
+        """Forget all topics but these."""
+        self._known = {tp: known for tp, known in self._known.items() if tp.topic in topics}
 
     def until(self, tp: TopicPartition) -> int | None:
         """How far the partition is known to be read or planned under the known epoch; None without one."""

@@ -288,7 +288,8 @@ class Partitions:
         for tp, at in offset.uncommitted.items():  # the batch itself did not read these
             seq, start = offset.last_batches.get(tp, (offset.seq - 1, None))
             first = at - offset.behind.get(tp, 0)
-            position = Position(at, first, durable_to=offset.durable_to.get(tp))
+            truncated_after, durable_to = offset.truncated_after.get(tp), offset.durable_to.get(tp)
+            position = Position(at, first, truncated_after=truncated_after, durable_to=durable_to)
             self._unassigned[tp] = Unassigned(Memory(position, LastBatch(seq, start)))
         self.seq = offset.seq - 1 if replay else offset.seq
         if replay:
@@ -676,6 +677,17 @@ class Partitions:
                 found[tp] = (memory.last_batch.seq + 1, memory.pending[0])
             elif memory.last_batch.start is not None:
                 found[tp] = (memory.last_batch.seq, memory.last_batch.start)
+        return found
+
+    def truncated(self, tps: Iterable[TopicPartition]) -> dict[TopicPartition, int]:
+        """Of these, assigned or not: those that go back because their log was truncated. Each has the last leader epoch
+        that was known before."""
+        found = {}
+        for tp in tps:
+            each = self.ours.get(tp) or self._unassigned[tp]
+            at = each if isinstance(each, Known) else each.memory
+            if isinstance(at, Known | Memory) and (before := at.position.truncated_after) is not None:
+                found[tp] = before
         return found
 
     def jumps(self) -> dict[TopicPartition, Position]:

@@ -7,7 +7,7 @@ import pytest
 from kit.harness import tps
 from kit.run_harness import RunHarness
 
-from spark_group_source.errors import DataLoss, GroupError, TopicMissing
+from spark_group_source.errors import BrokerUnavailable, DataLoss, GroupError, TopicMissing
 from spark_group_source.model import TopicPartition
 from spark_group_source.protocol import events as ev
 from spark_group_source.protocol.data_loss import (
@@ -449,6 +449,19 @@ def test_suspicion_ends_when_the_log_has_grown_or_the_partition_is_revoked() -> 
         assert brokers.error() is None and brokers.detector.has_suspicions
 
 
+def test_suspicion_ends_when_the_partition_comes_back_at_a_position_that_the_leader_has() -> None:
+    """It was lost and came back between two checks, at the commit of another stream. The first low answer of a later
+    leader is a suspicion again."""
+    brokers = read_up_to_100()
+    brokers.elect(A, 4, has=60, end=300)
+    brokers.check({A: 100})
+    brokers.known_epochs.learn(committed(300, 4), {A: 300}.get, "s1")
+    brokers.check({A: 300})
+    brokers.elect(A, 5, has=250, end=310)
+    brokers.check({A: 300}, after_ms=GRACE_MS)
+    assert brokers.error() is None and brokers.detector.has_suspicions
+
+
 # --- missing answers -------------------------------------------------------------------------------------------------
 
 
@@ -680,9 +693,12 @@ def test_epochs_of_a_recreated_topic_start_again() -> None:
     assert brokers.requests[1].epoch_ends == {}
 
 
-def test_epochs_start_again_after_a_reset() -> None:
+@pytest.mark.parametrize("has_ids", [True, False], ids=["", "brokers before 2.8"])
+def test_epochs_start_again_after_a_reset(has_ids: bool) -> None:
     """Before the reset the topic may have been another one of that name."""
     brokers = read_up_to_100()
+    if not has_ids:
+        brokers.detector.topic_ids = {}
     brokers.leaders[A] = 0
     assert brokers.check({A: 100}, reset_number=1) == []
 
@@ -825,6 +841,51 @@ def test_a_former_leader_is_doubted_again_after_the_present_one_has_answered() -
         assert brokers.check({A: 100}) == [] and brokers.detector.ends == {A: 100}
 
 
+class Failing(RunHarness):
+    """The next request for these topics, or for first records alone, fails."""
+
+    fails = ""
+
+    def answer(self, step: ev.Step) -> ev.Event:
+        is_due = isinstance(step, ev.ReadLogEnds) and {"topics": step.topics, "firsts": not step.topics and step.firsts}
+        if is_due and is_due.get(self.fails):
+            self.fails = ""
+            return ev.RequestFailed(error=BrokerUnavailable("no broker", servers="b:9092", waited_ms=1))
+        return super().answer(step)
+
+
+@pytest.mark.parametrize("fails", ["", "topics"])
+def test_partition_without_a_leader_is_logged_although_a_later_request_of_the_check_fails(fails: str) -> None:
+    run = Failing()
+    run.ends = {A: 10, B: 10}
+    run.batch()
+    run.leaderless, run.ends[A] = {B}, 11
+    run.batch()
+    run.pass_time(SILENT_MS_MAX)
+    run.fails, run.ends[A] = fails, 12
+    run.batch()
+    assert len([text for text in run.warned() if "no broker reports the end of 1 partitions" in text]) == 1
+
+
+@pytest.mark.parametrize("fails", ["", "firsts"])
+def test_missing_topic_is_forgotten_although_a_later_request_of_the_check_fails(fails: str) -> None:
+    """It asks where a recreated topic starts."""
+    run = Failing(topics={"orders": 1, "payments": 1}, fail_on_data_loss=False)
+    run.ends = {A: 10, OTHER: 10}
+    run.batch()
+    run.latest()
+    run.pass_time(100)
+    run.ids, run.ends = {"orders": "id-new"}, {A: 5}
+    run.lost(OTHER)
+    run.latest()
+    run.pass_time(GRACE_MS)
+    run.fails = fails
+    run.latest()
+    assert not run.fails
+    assert any("topic payments does not exist any more" in text for text in run.warned())
+    assert OTHER not in set(run.run.partitions.remembered())
+
+
 class Epochs(RunHarness):
     """The leader of A has an epoch; ``hook`` runs when it reports where an epoch ends."""
 
@@ -875,3 +936,31 @@ def test_a_truncation_is_found_again_if_the_partition_is_lost_during_the_check(i
             lost.append(A)
             run.pass_time(100)
     assert (60, 120) in read
+
+
+def test_G4_a_position_where_the_log_was_truncated_survives_a_crash_before_its_commit() -> None:
+    """The partition is lost then, and the next batch reads others. Kafka has the position from before, without an
+    epoch: from there on, records of the present log would be skipped."""
+    run = Epochs(fail_on_data_loss=False)
+    run.committed = {A: ev.Committed(offset=100), B: ev.Committed(offset=5)}
+    run.ends = {A: 100, B: 6}
+    run.batch()
+    run.pass_time(100)
+    run.ends[B] = 7
+    run.batch()
+    run.leader, run.has, run.ends = 9, {8: 80}, {A: 80, B: 8}
+    run.batch()
+    run.pass_time(GRACE_MS)
+    run.silent, run.ends[B] = {ev.CommitOffsets}, 9
+    assert run.batch().truncated_after == {A: 8}
+    run.lost(A)
+    run.feed(ev.OffsetCommitFailed(reason="NOT_COORDINATOR"))
+    run.ends[B] = 10
+    planned = run.batch()
+    assert (planned.uncommitted, planned.truncated_after) == ({A: 80}, {A: 8})
+
+    again = Epochs(fail_on_data_loss=False)
+    again.start, again.committed = parse(planned.to_json()), run.committed
+    assert again.committed[A].offset == 100
+    again.leader, again.has, again.ends = 9, {8: 80, 9: 130}, {A: 130, B: 10}
+    assert again.batch().ranges[A] == (80, 130)

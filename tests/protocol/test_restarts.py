@@ -7,6 +7,7 @@ import pytest
 from kit.harness import GROUP, STREAM, GroupHarness, only, tps
 from kit.run_harness import ANSWER_MS, RunHarness
 
+from spark_group_source.errors import DataLoss
 from spark_group_source.model import LATEST, TopicPartition
 from spark_group_source.protocol import events as ev
 from spark_group_source.protocol.data_loss import GRACE_MS
@@ -344,6 +345,70 @@ def test_G4_late_commit_for_the_old_topic_is_no_position_of_the_recreated_one(fu
     assert run.batch().ranges == {A: (0, 25), B: (150 if further else 0, 300)}
     warnings = [text for text in run.warned() if "1 committed offsets, such as that of orders-1, are of a" in text]
     assert len(warnings) == (not further)
+
+
+@pytest.mark.parametrize("end", [ev.DrainRequested(), ev.StopRequested()])
+def test_G2_G4_a_position_of_the_old_topic_is_not_committed_under_the_id_of_the_new_one(end: ev.Event) -> None:
+    """The query is drained or stopped while it asks where the recreated topic starts, and a former commit is repeated.
+    The next stream would continue there in the new topic."""
+    run = RunHarness.resumed(PAST, fail_on_data_loss=False)
+    run.ends = {A: 160, B: 40}
+    run.start = run.batch()
+    run.silent = {ev.CommitOffsets}
+    run.ids, run.ends = {"orders": "id-new"}, {A: 300, B: 300}
+    assert run.latest() is run.start
+    run.pass_time(GRACE_MS)
+    run.begin(ev.NextBatchRequested(start=run.start, new_stream=STREAM), RunState.FETCHING_ENDS)
+    while not (isinstance(step := run.step(), ev.ReadLogEnds) and step.firsts):
+        run.feed(run.answer(step))
+    run.feed(end, run.answer(step))
+    run.step()
+    run.feed(ev.OffsetCommitFailed(reason="timed out"))
+    run.pass_time(10_000)
+    commits = only(ev.CommitOffsets, run.history)[-2:]
+    assert [(order.offsets[A], order.topic_ids) for order in commits] == [(160, {"orders": "id-orders"})] * 2
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_G5_topic_that_was_recreated_after_a_reset_is_found_in_any_answer(slots: int) -> None:
+    """Kafka has no offset of it, which the reset could have set. With two members its partition is in a later answer
+    than the reset."""
+    (other,) = tps("payments", 0)
+    ids = {"orders": "id-orders", "payments": "id-payments"}
+    past = replace(PAST, topic_ids=ids, known={"orders": 1, "payments": 1}, ranges={A: (10, 20), other: (100, 150)})
+    run = after_a_crash(RunHarness(), past, durable=True, slots=slots, topics=past.known)
+    run.assignments = {0: (A,), 1: (other,)} if slots == 2 else {0: (A, other)}
+    run.committed = {A: ev.Committed(offset=12, reset_number=1)}
+    run.ids, run.ends = {"orders": "id-orders", "payments": "id-new"}, {A: 25, other: 400}
+    run.batch()
+    run.pass_time(GRACE_MS)
+    with pytest.raises(DataLoss, match="topic payments was deleted and recreated"):
+        run.latest()
+
+
+def test_G5_start_that_was_not_committed_is_reported_to_the_sink_after_a_crash() -> None:
+    """The partition was lost before the commit, and the next batch reads others. A sink refuses a start by
+    ``startingOffsets`` above its ledger; it would skip the records up to any other position."""
+    starting = StartingPosition(everywhere=LATEST)
+    run = RunHarness(starting=starting)
+    run.assignments = {0: (B,)}
+    run.ends, run.committed = {A: 500, B: 10}, {B: ev.Committed(offset=10, stream="another")}
+    run.batch()
+    run.pass_time(100)
+    run.silent = {ev.CommitOffsets}
+    run.assigned(A)
+    run.pass_time(500)
+    run.lost(A)
+    run.feed(ev.OffsetCommitFailed(reason="NOT_COORDINATOR"))
+    run.ends[B] = 15
+    planned = run.batch()
+    assert (planned.uncommitted, planned.started) == ({A: 500}, frozenset({A}))
+
+    again = after_a_crash(run, planned, durable=True, starting=starting)
+    again.ends = {A: 520, B: 16}
+    read = again.batch()
+    assert (read.ranges[A], read.started) == ((500, 520), frozenset({A}))
+    assert only(ev.CommitOffsets, again.history)[0].started == {A}
 
 
 def test_commit_names_the_topic_that_was_read() -> None:
