@@ -358,7 +358,7 @@ class Partitions:
 
     def complete_batch(self, seq: int) -> Set[TopicPartition]:
         """The batch in flight is durable, whichever member has its partitions now: this stream does not read its
-        records again. Returns its partitions; none if a reset has voided the batch."""
+        records again. Returns the partitions of which it read records; none if a reset has voided the batch."""
         self.seq = seq
         ranges, self._in_flight = self._in_flight, {}
         ours, due = self.ours, self._due
@@ -380,7 +380,7 @@ class Partitions:
                 memory = self._memory(tp)
                 if isinstance(memory, Memory):
                     memory.pending = (start, end)
-        return ranges.keys()
+        return {tp for tp, (start, end) in ranges.items() if start < end}
 
     def skip_missing(self, missing: ev.RecordsMissing) -> None:
         """Move partitions whose next records are missing to positions that are not committed."""
