@@ -93,10 +93,11 @@ class GroupAssignment:
         if not self._slots.has_topics:
             return True
         slots, held = set(range(len(self._slots.all))), self._partitions.ours.keys()
-        members = {id_: slot for id_ in described.assigned if (slot := identifiers.slot_of(stream, id_)) in slots}
+        found = {id_: identifiers.slot_of(stream, id_) for id_ in described.assigned}
+        members = {id_: slot for id_, slot in found.items() if slot is not None}
         given = {tp for client_id in members for tp in described.assigned[client_id]}
         self._held_elsewhere = sorted(given - held)
-        return described.state == "stable" and slots == set(members.values()) and given == held
+        return described.state == "stable" and slots <= set(members.values()) and given == held
 
     @property
     def _waits_for_commit(self) -> bool:

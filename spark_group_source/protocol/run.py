@@ -133,6 +133,8 @@ class Run:
         """Whether the last read found nothing to read."""
         self._ends_read_at_ms = 0
         """When the last read was complete."""
+        self._rebalances_at_comparison = 0
+        """The number of rebalances when the assignment was compared with the broker's."""
         self._rebalances_at_read = 0
         """The number of rebalances at that time: after a further one there is no pause."""
 
@@ -189,8 +191,13 @@ class Run:
     @property
     def _may_drain(self) -> bool:
         """Whether Kafka has all durable offsets, also those of partitions that members are about to get."""
-        is_joined = self.slots.all_assigned or not self._is_resumed
-        return self.all_committed and is_joined and self._has_positions()
+        return self.all_committed and self._has_positions() and not self._may_get_back
+
+    @property
+    def _may_get_back(self) -> bool:
+        """Whether members may be about to get partitions back whose durable offsets Kafka may lack."""
+        is_back = self.slots.all_assigned and self._has_positions()
+        return not is_back and bool(self.partitions.uncommitted())
 
     @property
     def last_batch(self) -> int:
@@ -629,7 +636,7 @@ class Run:
         self._commits.tick(self._now_ms)
         self.lookups.tick()
         if self.partitions.all_known():  # no lookup is repeated: the partitions of the failed one were revoked
-            self._broker_answered(Requester.LOOKUP)
+            self.outage.drop(Requester.LOOKUP)
         self._renew_offsets()
         self.slots.tick()
         self.placement.tick()
@@ -653,6 +660,7 @@ class Run:
     def _broker_answered(self, requester: Requester) -> None:
         if (took_ms := self.outage.request_answered(requester, now_ms=self._now_ms)) is not None:
             self._out.log(f"brokers answer again after {took_ms / 1000:.0f} s; continuing", warn=True)
+            self.slots.outage_ended()
 
     # --- steps of Spark's call, by state ----------------------------------------------------------------------------
 
@@ -747,6 +755,7 @@ class Run:
             return None
         if (step := self._assignment.compare(self.stream, is_gathered=self.is_gathered)) is not None:
             return step
+        self._rebalances_at_comparison = self.counts.rebalances
         if self._assignment.is_settled or not self._is_first or self._now_ms - self._since_ms >= SETTLE_MS_MAX:
             self._move(Cause.GROUP_STABLE)
         return None
@@ -835,29 +844,36 @@ class Run:
         """Whether the last read has the log end of every partition that the group assigns to this run, but for those
         that have had no leader for long: they are left to the next run, and the log names them."""
         wait_ms = min(LEADER_MS_MAX, self.rules.joining_budget_ms // 2)
-        if self._unsettled_since_ms is not None and self._now_ms - self._unsettled_since_ms >= wait_ms:
+        since_ms = self._unsettled_since_ms
+        if since_ms is not None and self._now_ms - self._waits_from_ms(since_ms) >= wait_ms:
             wait_ms = POSITION_MS_MAX  # the leaders of several partitions may be lost one after the other
         is_complete = self._has_positions(wait_ms) and self.data_loss.is_complete(wait_ms)
-        return self._assignment.is_settled and is_complete and not self.data_loss.has_suspicions
+        is_settled = self._assignment.is_settled and self.counts.rebalances == self._rebalances_at_comparison
+        return is_settled and is_complete and not self.data_loss.has_suspicions
 
     def _read_again(self) -> None:
         """Wait for a stable assignment and read the log ends again; the run fails after the joining budget, or after
         UNSETTLED_MS_MIN if that is longer."""
         if self._unsettled_since_ms is None:
             self._unsettled_since_ms = self._now_ms
-        waited_ms = self._now_ms - self._unsettled_since_ms
+        waited_ms = self._now_ms - self._waits_from_ms(self._unsettled_since_ms)
         if waited_ms >= max(self.rules.joining_budget_ms, UNSETTLED_MS_MIN):
             self._fail(self._assignment.timeout("reached a stable assignment", waited_ms))
             return
-        if self.placement.has_agents:
-            self._start_moves()  # a slot whose offsets cannot be committed on its agent has to return
+        self._recall_slots()
         self._move(Cause.GROUP_UNSTABLE)
+
+    def _recall_slots(self) -> None:
+        """Start the moves of slots whose offsets cannot be committed on their agents: they have to return."""
+        if self.placement.has_agents and not self.placement.transactional:
+            self._start_moves()
 
     def _draining(self) -> ev.Step | None:
         """Plan no more batches; wait until all durable offsets are committed."""
         if self._may_drain:
             self._move(Cause.ALL_COMMITTED)
             return None
+        self._recall_slots()
         if (wait := self._wait(COMMIT_MS_MAX)) is not None:
             return wait
         self._warn_uncommitted()
@@ -865,7 +881,8 @@ class Run:
 
     def _ending(self) -> ev.Step | None:
         """A bounded run is done: wait until its offsets are committed, then let the members leave the group."""
-        if not self.all_committed:
+        if not self.all_committed or self._may_get_back:
+            self._recall_slots()
             if (wait := self._wait(COMMIT_MS_MAX)) is not None:
                 return wait
             self._warn_uncommitted()

@@ -110,6 +110,8 @@ class CheckingState:
     member: ClassVar[None] = None
     is_fenced: bool
     """Whether the broker reported that another client has the instance id; else that is only possible."""
+    since_ms: int
+    """Since when; the check has a bound of its own, so its time is not part of the joining budget."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,7 +273,7 @@ class Slots:
                 return self._join_later(slot, event.reason)
             case ev.MemberFenced():
                 self._lose(slot, tuple(member.partitions), event.reason)
-                self._change(slot, ev.MemberFenced, CheckingState(event.confirmed))
+                self._change(slot, ev.MemberFenced, CheckingState(event.confirmed, self._out.now_ms))
                 self._begin_failing(slot)
                 self._out.log(
                     f"another client {'has' if event.confirmed else 'may have'} the instance id of slot {slot.number} "
@@ -290,6 +292,8 @@ class Slots:
         if slot is None or not isinstance(checking := slot.state, CheckingState):
             return None
         self._change(slot, ev.NotReplaced, ClosedState())
+        slot.failing_since_ms = self._begin_failing(slot) + self._out.now_ms - checking.since_ms
+        self._unassigned_since_ms = self._out.now_ms
         older = "an older process of this stream had its instance id"
         return self._join_later(slot, older if checking.is_fenced else "it may have been out of the group for a while")
 
@@ -693,6 +697,12 @@ class Slots:
         slot.failures += 1
         self._out.log(f"the member of slot {slot.number} failed ({reason}); it joins again", warn=slot.failures > 1)
         return None
+
+    def outage_ended(self) -> None:
+        """An outage of the brokers, which has a bound of its own, is not part of the time for which slots fail."""
+        for slot in self.all:
+            if slot.failing_since_ms is not None:
+                slot.failing_since_ms = self._out.now_ms
 
     def _begin_failing(self, slot: Slot) -> int:
         """A member failed. Returns since when the slot has been failing. An assignment does not end that: a member may

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from kit.harness import JOINING_BUDGET_MS, tps
+from kit.harness import JOINING_BUDGET_MS, STREAM, only, tps
 from kit.run_harness import GIVEN_UP_MS, RunHarness
 
 from spark_group_source.errors import BrokerUnavailable, RebalanceTimeout
@@ -113,6 +113,38 @@ def test_outage_restarts_the_joining_budget_once() -> None:
     with pytest.raises(RebalanceTimeout):
         run.continue_call()
     assert over_ms + JOINING_BUDGET_MS <= run.clock() <= over_ms + JOINING_BUDGET_MS + 10_000
+
+
+def test_an_outage_is_not_part_of_the_time_for_which_a_slot_fails_to_join() -> None:
+    """Its member had failed once before, and the next one was joining."""
+    run = reading()
+    run.silent = {ev.Join}
+    run.feed(ev.MemberFailed(slot=0, client=1, reason="expelled"))
+    run.pass_time(500)
+    down(run, JOINING_BUDGET_MS + MINUTE_MS)
+    run.begin(ev.NextBatchRequested(start=run.start, new_stream=STREAM), RunState.FETCHING_ENDS)
+    while not isinstance(step := run.step(), ev.ReturnOffset):
+        if isinstance(step, ev.Wait):
+            run._wait(step.until_ms)
+        else:
+            run.feed(run.answer(step))
+    assert run.clock() > run.down_until_ms
+    refused = ev.MemberFailed(slot=0, client=run.clients[0], reason="another member still has the instance id")
+    assert not only(ev.Fail, run.feed(refused))
+
+
+def test_an_outage_is_not_over_because_the_partitions_of_a_failed_lookup_were_lost() -> None:
+    run = reading()
+    run.pass_time(500)
+    run.silent = {ev.FetchCommittedOffsets, ev.CommitOffsets, ev.CheckReplaced}
+    run.lost(B)
+    run.assigned(B)
+    run.feed(ev.LookupFailed(partitions=(B,), error=BrokerUnavailable("no answer", servers="b:9092", waited_ms=10_000)))
+    run.pass_time(10_000)
+    run.lost(A, B)
+    run.feed(ev.Tick())
+    assert run.run.outage.ended_ms == 0
+    assert not [text for text in run.warned() if "answer again" in text]
 
 
 def test_unanswered_lookups_are_an_outage_with_the_same_bound() -> None:

@@ -1,7 +1,7 @@
 """Where slots are placed: on ready agents, moved only between batches, recalled from lost agents."""
 
 import pytest
-from kit.harness import JOINING_BUDGET_MS, STREAM, GroupHarness, only, tps
+from kit.harness import JOINING_BUDGET_MS, PING_MS, STREAM, GroupHarness, only, tps
 from kit.run_harness import RunHarness
 
 from spark_group_source.errors import InvariantBroken, RebalanceTimeout
@@ -18,6 +18,7 @@ from spark_group_source.protocol.placement import (
     READY_AFTER_MS,
     RETURN_MS_MAX,
 )
+from spark_group_source.protocol.run import COMMIT_MS_MAX
 from spark_group_source.protocol.slots import CLOSE_MS_MAX
 from spark_group_source.protocol.states import SlotState
 
@@ -550,6 +551,22 @@ def test_a_bounded_run_that_waits_recalls_slots_whose_offsets_cannot_be_committe
     with pytest.raises(RebalanceTimeout, match="stable assignment"):
         run.latest()
     assert len([text for text in run.logged() if "slot 0 moves to the stream reader" in text]) == 1
+
+
+@pytest.mark.parametrize("drain", [True, False])
+def test_slots_are_recalled_while_a_run_ends_if_transactions_are_refused_then(drain: bool) -> None:
+    """An ACL was revoked during the last batch."""
+    run = running(target=None if drain else 7)
+    run.ends = dict.fromkeys(run.ends, 7)
+    run.batch()
+    assert hosts_of(run) == ["h1"]
+    run.silent = {ev.CommitOffsets}
+    run.later(ev.TransactionsChecked(allowed=False), ms=500)
+    run.later(ev.OffsetCommitFailed(reason="transactions are denied"), ms=500)
+    for ms in range(0, COMMIT_MS_MAX, PING_MS):
+        run.later(ev.AgentHeartbeat(agent="h1"), ms=ms)
+    run.latest(drain=drain)
+    assert hosts_of(run) == [""]
 
 
 def test_group_settles_by_slots_whatever_client_ids_the_broker_reports() -> None:

@@ -29,6 +29,7 @@ from spark_group_source.protocol.run import (
     LEADER_MS_MAX,
     SETTLE_MS_MAX,
     STOP_COMMIT_MS_MAX,
+    UNSETTLED_MS_MIN,
 )
 from spark_group_source.protocol.states import BEFORE_PLAN, RunState
 
@@ -305,6 +306,87 @@ def test_resumed_available_now_run_reads_nothing_before_all_its_members_have_an_
     run.begin(ev.NextBatchRequested(start=PAST, new_stream=STREAM), RunState.GATHERING)
     run.later(ev.Assigned(slot=1, client=run.clients[1], partitions=(B,)), ms=2 * SETTLE_MS_MAX)
     assert run.continue_call().ranges == {A: (150, 160), B: (40, 50)}
+
+
+def test_bounded_run_whose_partitions_leave_after_the_comparison_with_the_group_compares_again() -> None:
+    """A consumer joins while the log ends are read: the run has no partition for a moment, and its target is unread."""
+    run = RunHarness(max_offsets=4)
+    run.ends = {A: 10, B: 10}
+    run.set_target(run.ends)
+    run.batch()
+    run.pass_time(200)
+    run.begin(ev.NextBatchRequested(start=run.start, new_stream=STREAM), RunState.FETCHING_ENDS)
+    step = run.step()
+    run.feed(ev.Revoking(slot=0, client=1, partitions=(A, B), eager=True))
+    run.later(ev.Assigned(slot=0, client=1, partitions=(A, B), generation=2), ms=3_000)
+    run.feed(run.answer(step))
+    assert run.continue_call().ranges == {A: (2, 4), B: (2, 4)}
+
+
+def test_bounded_run_waits_for_the_partitions_of_members_that_an_earlier_run_had_more() -> None:
+    """The broker keeps them in the group until their sessions end."""
+    run = RunHarness.resumed(PAST)
+    run.ends = {A: 160, B: 50}
+    run.set_target(run.ends)
+    run.assignments, run.former_slots = {0: (A,), 1: (B,)}, {1}
+    run.batch()
+    answer, ends_ms = run.answer, run.clock() + 45_000
+
+    def until_the_session_ends(step: ev.Step) -> ev.Event:
+        if run.clock() >= ends_ms:
+            run.former_slots, run.assignments = set(), {0: (A, B)}
+        return answer(step)
+
+    run.answer = until_the_session_ends  # type: ignore[method-assign]
+    run.later(ev.Assigned(slot=0, client=1, partitions=(B,)), ms=45_000)
+    while run.start != run.batch():
+        pass
+    assert run.state() is RunState.CLOSED
+    assert {tp: at.offset for tp, at in run.committed.items()} == {A: 160, B: 50}
+
+
+def go_on(run: RunHarness, until: RunState | int) -> None:
+    """Execute the steps of a call until the run is in this state, or until this time."""
+    while run.state() is not until and (isinstance(until, RunState) or run.clock() < until):
+        step = run.step()
+        assert not isinstance(step, ev.RaiseError), step
+        if isinstance(step, ev.Wait):
+            run._wait(min(step.until_ms, run.clock() + 100))
+        elif run.state() is not until:
+            run.feed(run.answer(step))
+
+
+def test_an_outage_is_not_part_of_the_time_for_a_stable_group() -> None:
+    run = RunHarness()
+    run.set_target({A: 5, B: 5})
+    run.ends = {A: 5, B: 5}
+    run.batch()
+    run.pass_time(100)
+    run.group_state = "preparing_rebalancing"
+    run.begin(ev.NextBatchRequested(start=run.start, new_stream=STREAM), RunState.FETCHING_ENDS)
+    go_on(run, run.clock() + 2_000)
+    run.down_until_ms = run.clock() + max(JOINING_BUDGET_MS, UNSETTLED_MS_MIN) + 10_000
+    go_on(run, run.down_until_ms + 10_000)
+    run.group_state = "stable"
+    run.continue_call()
+    assert run.state() is RunState.CLOSED
+
+
+def test_bounded_run_whose_member_is_expelled_in_its_last_commit_commits_when_it_is_back() -> None:
+    run = RunHarness()
+    run.ends = {A: 5, B: 5}
+    run.set_target(run.ends)
+    run.batch()
+    run.pass_time(100)
+    run.silent = {ev.CommitOffsets}
+    run.feed(ev.NextBatchRequested(start=run.start, new_stream=STREAM))
+    go_on(run, RunState.ENDING)
+    run.silent = set()
+    run.feed(ev.MemberFailed(slot=0, client=1, reason="UNKNOWN_MEMBER_ID"))
+    run.feed(ev.OffsetsCommitted(offsets={}, left_out={0: "UNKNOWN_MEMBER_ID"}))
+    run.continue_call()
+    assert run.state() is RunState.CLOSED
+    assert {tp: at.offset for tp, at in run.committed.items()} == {A: 5, B: 5}
 
 
 def test_partitions_outside_the_target_are_not_read_but_their_positions_are_planned() -> None:
@@ -664,6 +746,28 @@ def test_drain_without_a_commit_returns_after_its_bound_and_is_not_drained() -> 
     assert run.clock() - began_ms == COMMIT_MS_MAX
     assert not run.drained()
     assert any("were not committed within 60 s" in text for text in run.warned())
+
+
+def test_drain_waits_for_a_member_that_lost_the_partitions_of_the_last_batch() -> None:
+    """It is about to get them back and to commit their offsets."""
+    run = RunHarness()
+    run.ends = {A: 5, B: 5}
+    plan = run.batch()
+    run.pass_time(100)
+    run.feed(ev.MemberFailed(slot=0, client=1, reason="expelled"), ev.DrainRequested())
+    run.feed(ev.BatchMarked(batch=BatchKey.of(plan)))
+    assert run.state() is RunState.OPEN and not run.drained()
+    run.pass_time(1_000)
+    assert run.drained() and {tp: at.offset for tp, at in run.committed.items()} == {A: 5, B: 5}
+
+
+def test_drain_of_a_resumed_run_waits_for_a_member_that_joins_late() -> None:
+    run = RunHarness.resumed(PAST)
+    run.committed = {tp: ev.Committed(offset=0, stream=STREAM, seq=2) for tp in (A, B)}
+    run.assignments = {}
+    run.latest()
+    run.feed(ev.DrainRequested())
+    assert not run.drained()
 
 
 def test_uncommitted_offsets_are_counted_until_their_commit_succeeds() -> None:

@@ -250,6 +250,17 @@ def test_slot_that_is_fenced_again_and_again_fails_the_run_after_the_joining_bud
     assert isinstance(fails[0].error, RebalanceTimeout)
 
 
+def test_the_time_of_a_check_is_not_part_of_the_joining_budget(group: GroupHarness) -> None:
+    """No broker answered it, and it has a bound of its own: the slot has not tried to join yet."""
+    group.settled(A)
+    group.fenced()
+    while group.clock() < 2 * JOINING_BUDGET_MS:
+        assert only(ev.Fail, group.feed(ev.ReplacedUnclear(slot=0, reason="no broker"))) == []
+        group.tick(ms=5_000)
+    assert group.feed(ev.NotReplaced(slot=0)) == []
+    assert group.run.slots.unassigned_since_ms == group.clock()
+
+
 def test_unclear_replacement_is_checked_again_after_a_growing_pause_within_a_bound(group: GroupHarness) -> None:
     group.fenced()
     fails: list[ev.Fail] = []
