@@ -87,12 +87,14 @@ METRICS: tuple[_Row, ...] = (
            "or all if `maxBytesPerTrigger` is set."),
     _count("moves_total", "moves", "Moves of a slot between agents or between an agent and the stream reader."),
     _by_slot("recalls_total", lambda of: of.slot_recalls,
-             "How often the slot was recalled from an agent that had ended or could not join."),
+             "How often the slot was recalled from an agent: it had ended or could not join, or transactions are "
+             "refused."),
     _metric("missing_topics", lambda of, _: len(of.missing_topics),
             "Topics that `subscribe` names and that do not exist."),
     _metric("unreachable_seconds", lambda of, now_ms: since_s(of.unreachable_since_ms, now_ms),
             "How long brokers have not answered; 0 if they answer."),
-    _count("rebalances_total", "rebalances", "Assignments and revocations that changed the run's partitions."),
+    _count("rebalances_total", "rebalances", "Assignments, revocations and losses that changed the run's "
+           "partitions."),
     _metric("last_rebalance_timestamp_seconds",
             lambda of, now_ms: time.time() - since_s(of.rebalanced_at_ms, now_ms) if of.rebalanced_at_ms else 0.0,
             "When the last rebalance was, since the epoch; 0 before the first."),
@@ -101,9 +103,11 @@ METRICS: tuple[_Row, ...] = (
     _seconds("hold_max_seconds", "hold_max_ms", "The longest hold of a revocation in this run."),
     _count("hold_overruns_total", "hold_overruns",
            "Holds that exceeded their budget: their partitions were released without a commit."),
-    _count("partitions_lost_total", "partitions_lost", "Partitions that were lost without a revocation."),
+    _count("partitions_lost_total", "partitions_lost", "Partitions that were lost without a revocation, or released "
+           "without a commit."),
     _count("possible_duplicates_total", "possible_duplicates",
-           "Offsets of lost partitions that were read but not committed: the next owner may read them again."),
+           "Offsets of lost partitions that were read but not committed, so that the next owner may read them again, "
+           "and those of a durable batch inside which another consumer committed."),
     _count("records_lost_total", "records_lost", "Offsets that were deleted before they were read."),
     _count("commits_total", "commits", "Offset commits."),
     _count("commits_failed_total", "commits_failed",

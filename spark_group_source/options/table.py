@@ -369,7 +369,7 @@ class Options:
         "Prometheus, without authentication. Each query needs its own port; 0 picks a free one and reports it in the "
         "log and in the statistics. The query does not start if the port stays in use.")
     metrics_host: str | None = _option(
-        "metricsHost", host, "name or address", default=None, shown="all addresses of the driver's host",
+        "metricsHost", host, "name or address", default=None, shown="all IPv4 addresses of the driver's host",
         doc="The address on which metricsPort listens; `127.0.0.1` allows only local connections.")
     leave_on_stop: Literal["auto", "always", "never"] = _option(
         "leaveOnStop", one_of("auto", "always", "never"), "auto, always or never", default="auto",
@@ -383,7 +383,7 @@ class Options:
         "`availableNow`. availableNow: this batch reads everything; maxOffsetsPerTrigger and "
         "maxBytesPerTrigger are ignored. processingTime: the first batch of a run does not wait for late partitions. "
         "auto: it waits for them, and if the run ends after it, a warning reports what these limits left. Newer Sparks "
-        "pass the trigger, and another one than this is refused.")
+        "pass the trigger, and another one than this is refused; `Once` counts as availableNow.")
     group_protocol: Literal["classic", "consumer"] = _option(
         "kafka.group.protocol", one_of("classic", "consumer"), "classic or consumer", default="classic",
         doc="The group protocol. With `consumer` (KIP-848) the broker controls session timeout, heartbeats and "
@@ -391,15 +391,15 @@ class Options:
     isolation_level: Literal["read_committed", "read_uncommitted"] = _option(
         "kafka.isolation.level", one_of("read_committed", "read_uncommitted"), "read_committed or read_uncommitted",
         default="read_committed",
-        doc="Whether records of aborted and open transactions are skipped. Spark's Kafka connector reads them by "
-        "default.")
+        doc="With read_committed, records of aborted transactions are skipped, and a partition is read up to its "
+        "oldest open transaction. Spark's Kafka connector has read_uncommitted as default.")
     poll_timeout_ms: int = _option(
         "kafkaConsumer.pollTimeoutMs", integer(1, DAY_MS), "ms", default=120_000,
         doc="How long a task waits for records, while brokers respond, before it fails.")
     broker_timeout_ms: int = _option(
         "brokerTimeoutMs", integer(0), "ms", default=600_000,
         doc="How long a running query or a task waits for brokers that do not respond before it fails; 0 waits "
-        "forever. A query that starts waits 20 s.")
+        "forever. A task waits at least kafkaConsumer.pollTimeoutMs, a query that starts 20 s.")
     fetch_offset_retries: int = _option(
         "fetchOffset.numRetries", integer(0, 1_000), "retries", default=3,
         doc="How often a failed offset request is repeated after a pause of fetchOffset.retryIntervalMs, within 10 s; "

@@ -46,7 +46,7 @@ class Secret:
         return cls(secrets.token_bytes(FIELD_BYTES))
 
     def to_hex(self) -> str:
-        """The secret as text, only for a pipe to another process of the run."""
+        """The secret as text, only for the standard input of another process of the run."""
         return self._value.hex()
 
     @classmethod
