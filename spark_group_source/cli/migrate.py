@@ -19,7 +19,7 @@ from spark_group_source import command_line
 from spark_group_source.cli import common, reset
 from spark_group_source.cli.common import ConfigOption, GroupOption, JsonOption, ServersOption, TableOption, console
 from spark_group_source.cli.report import DEAD, counted, group_with_members, missing_group
-from spark_group_source.cli.reset import Scope, TopicsOption, in_scope, partitions_of, scope_of
+from spark_group_source.cli.reset import Scope, TopicsOption, in_scope, partitions_of, refuse_unanswered, scope_of
 from spark_group_source.errors import CheckpointMismatch, OptionError
 from spark_group_source.kafka.group_admin import GroupAdmin
 from spark_group_source.model import TopicPartition
@@ -200,12 +200,15 @@ def group_offsets(admin: GroupAdmin, found: Progress, scope: Scope) -> dict[Topi
 
     Raises:
         OptionError: a partition does not exist, or ends before the query's offset.
+        BrokerUnavailable: a partition exists, but its leader does not know it yet.
     """
     _require_read(scope, {tp.topic for tp in found.offsets}, "the checkpoint")
     offsets = {tp: at for tp, at in found.offsets.items() if in_scope(tp, scope)}
     topics = admin.require_topics({tp.topic for tp in offsets})
     every = {TopicPartition(name, p) for name, topic in topics.items() for p in range(topic.partitions)}
+    every -= {tp for tp in every if not in_scope(tp, scope)}
     first, end = admin.earliest(every), admin.latest(every, committed=False)  # the connector reads uncommitted records
+    refuse_unanswered(admin, every - (first.keys() & end.keys()))
     for tp, at in sorted(offsets.items()):
         if tp not in end or at > end[tp]:
             is_now = f"ends at {end[tp]}" if tp in end else "does not exist"
@@ -213,8 +216,7 @@ def group_offsets(admin: GroupAdmin, found: Progress, scope: Scope) -> dict[Topi
                 f"the checkpoint has offset {at} of {tp}, which {is_now}: the topic was recreated, or this is another "
                 "cluster. To leave it out, select the other topics with --topic"
             )
-    unseen = {tp: at for tp, at in first.items() if tp not in offsets and in_scope(tp, scope)}
-    return offsets | unseen
+    return first | offsets
 
 
 def _require_read(scope: Scope, known: Collection[str], where: str) -> None:

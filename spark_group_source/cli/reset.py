@@ -43,7 +43,7 @@ from spark_group_source.cli.common import (
 from spark_group_source.cli.report import DEAD, counted, group_with_members, missing_group
 from spark_group_source.delta import table_names
 from spark_group_source.delta.ledger_format import Ledger, LedgerDamaged
-from spark_group_source.errors import GroupError, OptionError
+from spark_group_source.errors import BrokerUnavailable, GroupError, OptionError
 from spark_group_source.kafka.group_admin import GroupAdmin
 from spark_group_source.kafka.translation import CommittedOffset, Topic
 from spark_group_source.model import EARLIEST, LATEST, StartAt, TopicPartition
@@ -344,6 +344,9 @@ def resolve(admin: GroupAdmin, group: str, starts: Mapping[TopicPartition, Start
     Latest is the last stable offset, or what the group has read beyond it; so is a time without a record. A named
     offset may be behind the last stable one: a group that reads uncommitted records has such positions while a
     transaction is open.
+
+    Raises:
+        BrokerUnavailable: as :func:`refuse_unanswered`.
     """
     named = {tp: at.value for tp, at in starts.items() if at.kind == "offset"}
     earliest = {tp for tp, at in starts.items() if at.kind == "earliest"}
@@ -357,6 +360,7 @@ def resolve(admin: GroupAdmin, group: str, starts: Mapping[TopicPartition, Start
     found |= {tp: at for tp, at in first.items() if tp in earliest}
     found |= _latest(admin, group, latest)
     found |= inside
+    refuse_unanswered(admin, starts.keys() - found.keys())
     return Targets(found, {tp: named[tp] for tp, at in inside.items() if at != named[tp]})
 
 
@@ -366,7 +370,25 @@ def _latest(admin: GroupAdmin, group: str, tps: Iterable[TopicPartition]) -> dic
     committed = admin.committed(group) if ends else {}
     beyond = [tp for tp, end in ends.items() if tp in committed and committed[tp].offset > end]
     log_ends = admin.latest(beyond, committed=False) if beyond else {}
-    return ends | {tp: min(end, committed[tp].offset) for tp, end in log_ends.items()}
+    stable = {tp: end for tp, end in ends.items() if tp not in beyond}
+    return stable | {tp: min(end, committed[tp].offset) for tp, end in log_ends.items()}
+
+
+def refuse_unanswered(admin: GroupAdmin, missing: Set[TopicPartition]) -> None:
+    """Refuse a command for which a broker reported a partition as unknown that exists. A leader does that for a moment
+    when the partition was just added, or moved to it; without this check the partition would count as deleted.
+
+    Args:
+        missing: the partitions that the answers lack.
+
+    Raises:
+        BrokerUnavailable: one of them exists.
+    """
+    if missing and (existing := admin.existing_partitions(missing)):
+        raise BrokerUnavailable(
+            f"{min(existing)} exists, but its leader does not know it yet, so its offsets cannot be read and nothing "
+            "was changed. Run the command again in a moment"
+        )
 
 
 class PlannedReset(NamedTuple):

@@ -1,6 +1,6 @@
-"""What a reset commits: reset number, offsets and metadata of every partition. No broker, no Spark."""
+"""What a reset commits: reset number, offsets and metadata of every partition. No broker but a mock, no Spark."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from datetime import datetime
@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from confluent_kafka import KafkaError
+from kit.mock_cluster import Api, MockCluster
 from manual_environment import A0, A1, ManualEnvironment, refusal
 
 from spark_group_source import reset
@@ -16,7 +17,7 @@ from spark_group_source.cli import common
 from spark_group_source.cli.migrate import Progress, group_offsets
 from spark_group_source.cli.reset import Targets, plan_reset, resolve
 from spark_group_source.delta.ledger_format import Ledger
-from spark_group_source.errors import OptionError
+from spark_group_source.errors import BrokerUnavailable, OptionError
 from spark_group_source.kafka.group_admin import GroupAdmin
 from spark_group_source.kafka.translation import CommittedOffset, Topic
 from spark_group_source.model import EARLIEST, LATEST, StartAt, TopicPartition
@@ -120,6 +121,54 @@ def test_partition_deleted_during_the_request_is_left_out() -> None:
     environment.will("list_offsets", {A0: no_record, A1: there}, {A0: unknown})
     environment.will("describe_topics", {"a": gone})
     assert resolve(admin, "g", dict.fromkeys([A0, A1], StartAt("time", 7))) == Targets({A1: 5})
+
+
+@pytest.fixture
+def two_leaders() -> Iterator[MockCluster]:
+    """Two partitions, each with a leader of its own."""
+    with MockCluster(2) as cluster:
+        cluster.create_topic("a", 2)
+        for tp, broker in ((A0, 1), (A1, 2)):
+            cluster.set_leader(tp, broker)
+        yield cluster
+
+
+@pytest.mark.parametrize(
+    ("plan", "answered"),
+    [
+        (lambda admin: resolve(admin, "g", dict.fromkeys([A0, A1], EARLIEST)), 0),
+        (lambda admin: resolve(admin, "g", dict.fromkeys([A0, A1], StartAt("offset", 0))), 0),
+        (lambda admin: resolve(admin, "g", dict.fromkeys([A0, A1], StartAt("offset", 0))), 2),
+        (lambda admin: group_offsets(admin, Progress(3, {A0: 0}, {}), {}), 0),
+        (lambda admin: group_offsets(admin, Progress(3, {A0: 0}, {}), {}), 2),
+    ],
+)
+def test_a_partition_that_its_leader_does_not_know_yet_is_not_left_out(
+    two_leaders: MockCluster, plan: Callable[[GroupAdmin], object], answered: int
+) -> None:
+    """A leader reports one that was just added, or moved to it, as unknown."""
+    admin = GroupAdmin({"bootstrap.servers": two_leaders.bootstrap_servers}, retries=0)
+    try:
+        whole = plan(admin)
+        codes = [0] * answered + [KafkaError.UNKNOWN_TOPIC_OR_PART]
+        two_leaders.push_request_errors(Api.LIST_OFFSETS, codes)
+        with pytest.raises(BrokerUnavailable, match=r"a-\d exists, but its leader does not know it yet"):
+            plan(admin)
+        assert plan(admin) == whole
+    finally:
+        admin.close()
+
+
+def test_a_group_that_has_read_into_an_open_transaction_is_not_moved_back_for_an_unknown_partition() -> None:
+    admin: Any = SimpleNamespace(
+        earliest=lambda _: {},
+        latest=lambda tps, *, committed=True: dict.fromkeys(tps, 5) if committed else {},
+        offsets_at_time=lambda _: {},
+        committed=lambda _: {A0: CommittedOffset(8, "")},
+        existing_partitions=set,
+    )
+    with pytest.raises(BrokerUnavailable, match="a-0 exists"):
+        resolve(admin, "g", {A0: LATEST})
 
 
 def test_a_named_offset_may_be_in_an_open_transaction() -> None:
