@@ -155,8 +155,14 @@ class Targets(NamedTuple):
     """Those whose new offset is that of their commit, or counted from it, and whose topics were not named."""
 
 
-def resolve_targets(admin: GroupAdmin, group: str, to: Destination, scope: Scope) -> Targets:
+def resolve_targets(
+    admin: GroupAdmin, group: str, to: Destination, scope: Scope, ledger: Ledger | None = None
+) -> Targets:
     """The new offset of each partition. Partitions that do not exist any more are left out.
+
+    Args:
+        ledger: of the table that is reset too, or None. Its offset is the current one of a partition whose committed
+            offset is of a former topic.
 
     Raises:
         OptionError: a named partition does not exist, or has no committed offset to shift.
@@ -168,7 +174,9 @@ def resolve_targets(admin: GroupAdmin, group: str, to: Destination, scope: Scope
         tps = partitions_of(admin, group, scope)
         if not tps and admin.describe_group(group).state == DEAD:
             raise missing_group(admin, group, "to create it, name the topics with --topic")
-        starts = dict.fromkeys(tps, to) if isinstance(to, StartAt) else _starts_by_commits(admin, group, to, tps)
+        starts = (
+            dict.fromkeys(tps, to) if isinstance(to, StartAt) else _starts_by_commits(admin, group, to, tps, ledger)
+        )
     found = resolve(admin, group, starts)
     if isinstance(to, Offsets) and to.explicit and (gone := sorted(starts.keys() - found.offsets.keys())):
         raise OptionError(f"partition {gone[0]} does not exist; create the topic, or leave the partition out")
@@ -177,14 +185,24 @@ def resolve_targets(admin: GroupAdmin, group: str, to: Destination, scope: Scope
 
 
 def _starts_by_commits(
-    admin: GroupAdmin, group: str, to: Shift | Literal["current"], tps: Sequence[TopicPartition]
+    admin: GroupAdmin,
+    group: str,
+    to: Shift | Literal["current"],
+    tps: Sequence[TopicPartition],
+    ledger: Ledger | None,
 ) -> dict[TopicPartition, StartAt]:
     committed = admin.committed(group)
+    current = {tp: at.offset for tp, at in committed.items()}
+    if ledger is not None:
+        topics = admin.existing_topics({tp.topic for tp in tps})
+        for tp in of_former_topics(committed, None, topics):
+            in_table = ledger.offsets_of(tp.topic, topics[tp.topic].id)
+            current[tp] = in_table.get(tp.partition, current[tp])
     if to == "current":  # without a committed offset the end, like Kafka's own tool
-        return {tp: StartAt("offset", committed[tp].offset) if tp in committed else LATEST for tp in tps}
-    if without := [tp for tp in tps if tp not in committed]:
+        return {tp: StartAt("offset", current[tp]) if tp in current else LATEST for tp in tps}
+    if without := [tp for tp in tps if tp not in current]:
         raise OptionError(f"--shift-by {to.by}: group {group!r} has no committed offset of {without[0]} to shift")
-    return {tp: StartAt("offset", max(0, committed[tp].offset + to.by)) for tp in tps}
+    return {tp: StartAt("offset", max(0, current[tp] + to.by)) for tp in tps}
 
 
 def of_former_topics(
@@ -463,6 +481,18 @@ def table_version(spark: "SparkSession | None", table: str | None) -> int | None
     return open_existing(spark, table).history().version
 
 
+def ledger_to_reset(spark: "SparkSession | None", table: str | None, group: str) -> Ledger | None:
+    """The ledger of the table that is reset too; None without a table or a ledger, or if the ledger is unreadable: the
+    reset replaces it."""
+    if spark is None or table is None:
+        return None
+    from spark_group_source.delta import ledger_store
+
+    with contextlib.suppress(LedgerDamaged):
+        return ledger_store.read_ledger(spark, table, group, to_reset=True)
+    return None
+
+
 def reset(
     admin: GroupAdmin,
     group: str,
@@ -495,12 +525,7 @@ def reset(
     if execute:
         _require_movable(admin, group, targets.offsets)
     committed = admin.committed(group)
-    ledger = None
-    if spark is not None and table is not None:
-        from spark_group_source.delta import ledger_store
-
-        with contextlib.suppress(LedgerDamaged):  # unreadable: it is replaced
-            ledger = ledger_store.read_ledger(spark, table, group, to_reset=True)
+    ledger = ledger_to_reset(spark, table, group)
     known = [*targets.offsets, *committed, *({} if ledger is None else ledger.offsets)]
     topics = admin.existing_topics(tp.topic for tp in known)
     moved = targets.offsets.keys() - targets.by_commit
@@ -532,6 +557,8 @@ def reset(
             exc.add_note(f"Offsets of group {group} may be moved in Kafka already. {completion}")
         raise
     if spark is not None and table is not None:
+        from spark_group_source.delta import ledger_store
+
         ids = {tp.topic: topics[tp.topic].id for tp in found.offsets}
         gone = {tp.topic for tp in known} - topics.keys()
         reason = f"spark-group reset {found.reset_number}"
@@ -677,7 +704,8 @@ def reset_command(
         elif to == "further":
             assert spark is not None and table is not None
             to = _of_further(admin, group, table, spark, scope)
-        targets = resolve_targets(admin, group, to, scope)
+        ledger = ledger_to_reset(spark, table, group) if to == "current" or isinstance(to, Shift) else None
+        targets = resolve_targets(admin, group, to, scope, ledger)
         new = not admin.committed(group) and admin.describe_group(group).state == DEAD
         done = reset(admin, group, targets, spark=spark, table=table, since=since, again=again, execute=execute)
     if export:
@@ -722,7 +750,8 @@ def _of_further(admin: GroupAdmin, group: str, table: str, spark: "SparkSession"
     ledger = counted_ledger(spark, table, group, {tp.topic for tp in committed})
     topics = admin.existing_topics({tp.topic for tp in [*committed, *ledger.offsets]})
     refuse_former_topics(admin, group, committed, ledger, topics, table)
-    offsets = {tp: at.offset for tp, at in committed.items() if tp.topic in topics}
+    former = of_former_topics(committed, None, topics)  # the ledger has those partitions, or they were refused
+    offsets = {tp: at.offset for tp, at in committed.items() if tp.topic in topics and tp not in former}
     for tp, at in ledger.offsets.items():
         if tp.topic not in topics:
             continue
@@ -743,15 +772,11 @@ def _of_checkpoint(
     spark: "SparkSession | None",
     table: str | None,
 ) -> Offsets:
-    from spark_group_source.delta import ledger_store
     from spark_group_source.delta.checkpoint import positions
 
     with common.checkpoint_files(checkpoint, spark) as (files, root):
         record = positions(files, root, group, batch)
-    ledger = None
-    if spark is not None and table is not None:
-        with contextlib.suppress(LedgerDamaged):  # unreadable: it is replaced
-            ledger = ledger_store.read_ledger(spark, table, group, to_reset=True)
+    ledger = ledger_to_reset(spark, table, group)
     position = ("--to-checkpoint", checkpoint, *(() if batch is None else ("--batch", str(batch))))
     return recorded_offsets(admin, record, position, scope, table=table, ledger=ledger)
 

@@ -1,6 +1,6 @@
 """What a reset commits: reset number, offsets and metadata of every partition. No broker but a mock, no Spark."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from datetime import datetime
@@ -11,15 +11,19 @@ import pytest
 from confluent_kafka import KafkaError
 from kit.mock_cluster import Api, MockCluster
 from manual_environment import A0, A1, ManualEnvironment, refusal
+from typer.testing import CliRunner, Result
 
 from spark_group_source import reset
 from spark_group_source.cli import common
+from spark_group_source.cli import reset as resetting
+from spark_group_source.cli.app import app
 from spark_group_source.cli.migrate import Progress, group_offsets
 from spark_group_source.cli.reset import Targets, plan_reset, resolve
+from spark_group_source.delta import ledger_store
 from spark_group_source.delta.ledger_format import Ledger
 from spark_group_source.errors import BrokerUnavailable, OptionError
 from spark_group_source.kafka.group_admin import GroupAdmin
-from spark_group_source.kafka.translation import CommittedOffset, Topic
+from spark_group_source.kafka.translation import CommittedOffset, GroupDescription, Topic
 from spark_group_source.model import EARLIEST, LATEST, StartAt, TopicPartition
 from spark_group_source.protocol.identifiers import Note, note_text, parse_note, reset_text
 
@@ -223,3 +227,68 @@ def test_the_topics_of_a_reset_may_be_one_name(topics: Any, monkeypatch: pytest.
 def test_a_reset_to_the_ledger_needs_a_table() -> None:
     with pytest.raises(OptionError, match="needs table="):
         reset("etl", "nowhere:1", to="ledger")
+
+
+class Cluster:
+    """A cluster with a topic of 3 partitions of 8000 records, an inactive group, and a table with a ledger of it."""
+
+    connection = ("--bootstrap-servers", "nowhere:1")
+
+    def __init__(self, offsets: Mapping[TopicPartition, tuple[int, str]], of_table: Ledger) -> None:
+        self.offsets, self.ledger = offsets, of_table
+        self.described = GroupDescription("empty", "classic", "", ())
+        self.moved: dict[TopicPartition, int] = {}
+
+    def committed(self, group: str) -> dict[TopicPartition, CommittedOffset]:
+        return committed(self.offsets)
+
+    def describe_group(self, group: str) -> GroupDescription:
+        return self.described
+
+    def existing_topics(self, names: Iterable[str]) -> dict[str, Topic]:
+        return {name: TOPICS[name] for name in names}
+
+    require_topics = existing_topics
+
+    def earliest(self, tps: Iterable[TopicPartition]) -> dict[TopicPartition, int]:
+        return dict.fromkeys(tps, 0)
+
+    def latest(self, tps: Iterable[TopicPartition], *, committed: bool = True) -> dict[TopicPartition, int]:
+        return dict.fromkeys(tps, 8000)
+
+    def offsets_at_time(self, times: Mapping[TopicPartition, int]) -> dict[TopicPartition, None]:
+        return dict.fromkeys(times)
+
+    def move_committed(self, group: str, offsets: dict[TopicPartition, int], *, notes: object) -> None:
+        self.moved = offsets
+
+    def read_ledger(self, *_: object, **__: object) -> Ledger:
+        return self.ledger
+
+    def typed(self, monkeypatch: pytest.MonkeyPatch, *words: str) -> Result:
+        """The result of the command with the table."""
+        monkeypatch.setattr(common, "admin_of", lambda *_: nullcontext(self))
+        monkeypatch.setattr(common, "session", lambda: nullcontext(object()))
+        monkeypatch.setattr(resetting, "table_version", lambda *_: 1)
+        monkeypatch.setattr(ledger_store, "set_ledger", lambda *_, **__: None)
+        for name in ("read_ledger", "require_ledger", "counted_ledger"):
+            monkeypatch.setattr(ledger_store, name, self.read_ledger)
+        more = ["--bootstrap-servers", "nowhere:1", "--group", "etl", "--table", "/lake/orders", "--execute"]
+        return CliRunner().invoke(app, ["reset", *words, *more])
+
+
+FORMER = note_text(Note("s1", 3, topic_id="id-0"))
+"""A commit of a topic that was deleted and recreated since."""
+
+
+@pytest.mark.parametrize(
+    ("to", "then"), [(["--to-current"], 10), (["--shift-by", "-3"], 7), (["--to-further"], 10), (["--to-ledger"], 10)]
+)
+def test_the_ledger_of_a_recreated_topic_replaces_the_committed_offset_of_the_former_one(
+    to: list[str], then: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run has written its records to the table, and no commit has reached Kafka since."""
+    cluster = Cluster({P0: (5000, FORMER), P1: (9, "")}, ledger({P0: 10}))
+    shown = cluster.typed(monkeypatch, *to)
+    assert shown.exit_code == 0, shown.output
+    assert cluster.moved[P0] == then
