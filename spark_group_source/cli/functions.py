@@ -86,6 +86,8 @@ def reset(
     scope: resetting.Scope = dict.fromkeys([topics] if isinstance(topics, str) else topics, frozenset())
     session = _session(spark) if table is not None else None
     with common.admin_of(bootstrap_servers, group, options=options) as admin:
+        if execute:
+            resetting.require_inactive(admin, group)
         since = resetting.table_version(session, table) if execute else None
         again: tuple[str, ...] = ()
         if destination is None:

@@ -596,6 +596,16 @@ def scope_words(scope: Scope) -> tuple[str, ...]:
 def _require_movable(admin: GroupAdmin, group: str, targets: Mapping[TopicPartition, int]) -> None:
     if not targets:
         raise OptionError(f"group {group!r} has no offsets to move; name the topics with --topic")
+    require_inactive(admin, group)
+
+
+def require_inactive(admin: GroupAdmin, group: str) -> None:
+    """Refuse to move an active group, as Kafka does. A reset checks it also before it reads any position: the batch
+    that a run commits last would make that position an older one, and its records would be written again.
+
+    Raises:
+        GroupError: the group has members, or its state is one of ACTIVE. Stop its queries and consumers, and retry.
+    """
     described = admin.describe_group(group)
     if described.members or described.state in ACTIVE:
         members = counted(len(described.members), "member")
@@ -694,6 +704,8 @@ def reset_command(
         common.admin_of(bootstrap_servers, group, command_config) as admin,
         contextlib.nullcontext() if table is None else common.session() as spark,
     ):
+        if execute:
+            require_inactive(admin, group)
         since = table_version(spark, table) if execute else None
         again = (f"--to-{to}", *scope_words(scope)) if to in ("ledger", "further") else ()
         if to == "checkpoint":

@@ -5,7 +5,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from datetime import datetime
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from confluent_kafka import KafkaError
@@ -21,9 +21,9 @@ from spark_group_source.cli.migrate import Progress, group_offsets
 from spark_group_source.cli.reset import Targets, plan_reset, resolve
 from spark_group_source.delta import ledger_store
 from spark_group_source.delta.ledger_format import Ledger
-from spark_group_source.errors import BrokerUnavailable, OptionError
+from spark_group_source.errors import BrokerUnavailable, GroupError, OptionError
 from spark_group_source.kafka.group_admin import GroupAdmin
-from spark_group_source.kafka.translation import CommittedOffset, GroupDescription, Topic
+from spark_group_source.kafka.translation import CommittedOffset, GroupDescription, GroupMember, Topic
 from spark_group_source.model import EARLIEST, LATEST, StartAt, TopicPartition
 from spark_group_source.protocol.identifiers import Note, note_text, parse_note, reset_text
 
@@ -275,6 +275,32 @@ class Cluster:
             monkeypatch.setattr(ledger_store, name, self.read_ledger)
         more = ["--bootstrap-servers", "nowhere:1", "--group", "etl", "--table", "/lake/orders", "--execute"]
         return CliRunner().invoke(app, ["reset", *words, *more])
+
+
+def test_positions_are_read_when_the_group_is_inactive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that commits its last batch meanwhile, and leaves, would be moved back before that batch."""
+
+    class LeavingGroup(Cluster):
+        def committed(self, group: str) -> dict[TopicPartition, CommittedOffset]:
+            found, self.offsets, self.ledger = super().committed(group), {P0: (1000, "")}, ledger({P0: 1000})
+            self.described = GroupDescription("empty", "classic", "", ())
+            return found
+
+    def leaving() -> LeavingGroup:
+        cluster = LeavingGroup({P0: (100, "")}, ledger({P0: 100}))
+        member = GroupMember("m", "c", "", "h", (P0,))
+        cluster.described = GroupDescription("stable", "classic", "range", (member,))
+        return cluster
+
+    for to in (["--to-current"], ["--shift-by", "0"], ["--to-ledger"], ["--to-further"]):
+        cluster = leaving()
+        assert cluster.typed(monkeypatch, *to).exit_code == common.RETRIABLE
+        assert cluster.moved == {}
+    cluster, spark = leaving(), cast("Any", object())
+    monkeypatch.setattr(common, "admin_of", lambda *_, **__: nullcontext(cluster))
+    with pytest.raises(GroupError, match="is stable with 1 member"):
+        reset("etl", "nowhere:1", to="ledger", table="/lake/orders", spark=spark, execute=True)
+    assert cluster.moved == {}
 
 
 FORMER = note_text(Note("s1", 3, topic_id="id-0"))
