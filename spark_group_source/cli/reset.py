@@ -239,13 +239,19 @@ def refuse_former_topics(
         moved: the partitions that get another position.
 
     Raises:
-        GroupError: it would. Its commands name all of these topics, so that one of them is enough.
+        GroupError: it would. Its commands name all of these offsets, so that one of them is enough, and no partition
+            that was read in the present topic.
     """
     former = of_former_topics(committed, ledger, topics)
     if not former.keys() - moved:
         return
     tp = min(former)
-    of_all = scope_words({tp.topic: frozenset() for tp in former})
+    read = {tp.topic for tp in committed.keys() - former.keys()}
+    if ledger is not None:
+        read |= {name for name, topic in topics.items() if ledger.offsets_of(name, topic.id)}
+    of_all = scope_words(
+        {name: frozenset(tp.partition for tp in former if tp.topic == name and name in read) for name, _ in former}
+    )
     of_table = () if table is None else ("--table", table)
 
     def command(position: str) -> str:

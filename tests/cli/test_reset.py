@@ -1,5 +1,6 @@
 """What a reset commits: reset number, offsets and metadata of every partition. No broker but a mock, no Spark."""
 
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
@@ -11,6 +12,7 @@ import pytest
 from confluent_kafka import KafkaError
 from kit.mock_cluster import Api, MockCluster
 from manual_environment import A0, A1, ManualEnvironment, refusal
+from printed_commands import commands
 from typer.testing import CliRunner, Result
 
 from spark_group_source import reset
@@ -246,7 +248,7 @@ class Cluster:
         return self.described
 
     def existing_topics(self, names: Iterable[str]) -> dict[str, Topic]:
-        return {name: TOPICS[name] for name in names}
+        return {name: TOPICS.get(name, Topic("id-9", 1)) for name in names}
 
     require_topics = existing_topics
 
@@ -318,3 +320,29 @@ def test_the_ledger_of_a_recreated_topic_replaces_the_committed_offset_of_the_fo
     shown = cluster.typed(monkeypatch, *to)
     assert shown.exit_code == 0, shown.output
     assert cluster.moved[P0] == then
+
+
+@pytest.mark.parametrize(
+    ("offsets", "of_table", "named", "rewound"),
+    [
+        ({P0: (700, note_text(Note("s1", 4, topic_id="id-1"))), P1: (5000, FORMER)}, {}, "orders:1", {P1}),
+        ({P0: (5000, FORMER), P1: (5000, FORMER), P2: (5000, FORMER)}, {P0: 10}, "orders:1,2", {P1, P2}),
+        ({P1: (5000, FORMER)}, {P0: 10}, "orders:1", {P1}),
+        ({P1: (5000, FORMER)}, {}, "orders", {P0, P1, P2}),
+    ],
+)
+def test_the_command_for_a_recreated_topic_rewinds_no_partition_that_was_read_since(
+    offsets: dict[TopicPartition, tuple[int, str]],
+    of_table: dict[TopicPartition, int],
+    named: str,
+    rewound: set[TopicPartition],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cluster = Cluster(offsets, ledger(of_table))
+    refused = cluster.typed(monkeypatch, "--to-latest", "--topic", "other")
+    assert refused.exit_code == common.FINAL and cluster.moved == {}
+    first, keep = commands(refused.output)
+    assert f" --to-earliest --topic {named} --table " in first and f" --to-current --topic {named} --table " in keep
+    shown = CliRunner().invoke(app, shlex.split(first)[1:])
+    assert shown.exit_code == 0, shown.output
+    assert {tp for tp, at in cluster.moved.items() if at == 0} == rewound
