@@ -5,7 +5,7 @@ read by the code of a task, in this process.
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -25,6 +25,7 @@ from spark_group_source.kafka.translation import GroupDescription, Topic
 from spark_group_source.model import OffsetRange, Piece, TopicPartition
 from spark_group_source.options.table import Options
 from spark_group_source.protocol import events as ev
+from spark_group_source.protocol.data_loss import DataLossDetector, LeaderEpochs
 from spark_group_source.protocol.identifiers import parse_note
 from spark_group_source.protocol.lookups import PositionLookups
 from spark_group_source.protocol.offsets import StreamOffset, parse
@@ -45,6 +46,8 @@ ROWS_MAX = 1_000
 """How many rows ``--dry-run`` shows at most."""
 UNANSWERED = "unknown"
 """In place of an origin."""
+RECREATED = "recreated topic"
+"""The origin of the first record of a topic that was deleted and recreated."""
 NEW_STREAM = "new"
 """In place of the id of a stream that has no batch yet."""
 VALUE_CHARS_MAX = 60
@@ -60,7 +63,8 @@ class Start(NamedTuple):
     end: int | None
     """The end of the log; None: no leader answered."""
     origin: str
-    """Why there: ``checkpoint``, ``committed offset`` or ``starting options``; UNANSWERED if no broker told it."""
+    """Why there: ``checkpoint``, ``committed offset``, ``starting options`` or RECREATED; UNANSWERED if no broker told
+    it."""
     log_start: int | None
     refusal: str = ""
     """Why a run would not start there."""
@@ -106,7 +110,7 @@ class Plan:
     last: "CheckpointBatch | None"
     """The last batch in it; None: it is new."""
     deleted: tuple[str, ...] = ()
-    """Topics that the query has read, that it subscribes to, and that do not exist."""
+    """Topics that the checkpoint has positions of, that the query subscribes to, and that do not exist."""
 
     @property
     def problems(self) -> list[str]:
@@ -186,8 +190,12 @@ def plan(options: Options, files: CheckpointFiles, root: str) -> Plan:
         else:
             topics = admin.existing_topics(options.topics)
         last = read_last_batch(files, root, options.group_id)
-        known = () if last is None else last.offset.known
-        starts, batch = find_starts(admin, options, {name: topic.partitions for name, topic in topics.items()}, last)
+        deleted: list[str] = []
+        if last is not None:
+            if by_pattern:  # matched with one list, which may lack a topic for a moment
+                topics |= admin.existing_topics(last.offset.unlisted_topics(topics, options.is_subscribed))
+            deleted = last.offset.unlisted_topics(topics, options.is_subscribed)
+        starts, batch = find_starts(admin, options, topics, last)
         return Plan(
             options,
             admin.describe_group(options.group_id),
@@ -196,7 +204,7 @@ def plan(options: Options, files: CheckpointFiles, root: str) -> Plan:
             replace(batch, topic_ids={**{name: topic.id for name, topic in topics.items()}, **batch.topic_ids}),
             root,
             last,
-            tuple(sorted(name for name in set(options.topics) - topics.keys() if name in known)),
+            tuple(deleted),
         )
     finally:
         admin.close()
@@ -236,29 +244,31 @@ def read_last_batch(files: CheckpointFiles, root: str, group: str) -> Checkpoint
 
 
 def find_starts(
-    admin: GroupAdmin, options: Options, counts: dict[str, int], last: CheckpointBatch | None
+    admin: GroupAdmin, options: Options, topics: Mapping[str, Topic], last: CheckpointBatch | None
 ) -> tuple[list[Start], StreamOffset]:
     """Return where a run would start to read each partition, and its next batch. The code of a run decides.
 
     Args:
-        counts: the number of partitions of each topic.
+        topics: the subscribed topics that exist.
 
     Raises:
         OptionError: ``startingOffsets`` do not name exactly the partitions.
     """
-    tps = [TopicPartition(name, n) for name, count in sorted(counts.items()) for n in range(count)]
+    tps = [TopicPartition(name, n) for name, topic in sorted(topics.items()) for n in range(topic.partitions)]
     if not tps:
         return [], StreamOffset.initial(options.group_id)
     stable = options.isolation_level == "read_committed"
     statistics, out = Statistics(group=options.group_id), Outbox()
     partitions = Partitions(statistics)
     lookups = PositionLookups(options.rules(), partitions, statistics, out)
+    data_loss = DataLossDetector(options.rules(), LeaderEpochs())
     if last is None:
-        stream, lookups.known = NEW_STREAM, counts
+        stream, lookups.known = NEW_STREAM, {name: topic.partitions for name, topic in topics.items()}
         options.starting.resolve(tps)
     else:
         stream, lookups.known = last.offset.stream, last.offset.known
         partitions.restore(last.offset, replay=last.runs_again, uncommitted=True)
+        data_loss.restore(last.offset)
     remembered = set(partitions.remembered())
     for tp in tps:
         partitions.assign(tp, 0)
@@ -279,6 +289,8 @@ def find_starts(
                 lookups.committed_read(
                     ev.CommittedOffsetsRead(offsets=offsets, reset_number=max(numbers, default=0)), stream
                 )
+                without_offset = {tp for tp, at in offsets.items() if at is None} | lookups.started
+                data_loss.learn_ids(offsets, partitions.reset_number, without_offset)
                 lookups.order()  # all again, after a reset that the checkpoint does not know
             case ev.ResolveStarts():
                 resolved, epochs = admin.starting_offsets(command.starts, committed=stable)
@@ -289,20 +301,36 @@ def find_starts(
     is_void = last is not None and partitions.reset_number > last.offset.reset_number
     again = {} if last is None or not last.runs_again or is_void else last.offset.ranges
 
+    partitions.apply_commits({tp: at.offset for tp, at in partitions.due.items()}, now_ms=0)
+    recreated = {
+        name for name, topic in topics.items() if topic.id and data_loss.topic_ids.get(name, topic.id) != topic.id
+    }
+    firsts: dict[TopicPartition, int] = {}
+    if recreated and not options.fail_on_data_loss:
+        firsts = {tp: log_starts.get(tp, 0) for tp in partitions.plannable() if tp.topic in recreated}
+        partitions.skip_missing(ev.RecordsMissing(offsets=firsts, reason="", topics=tuple(sorted(recreated))))
+        lookups.topics_recreated(recreated)
+
     def start(tp: TopicPartition) -> Start:
+        refused = ""
+        if tp.topic in recreated and options.fail_on_data_loss:
+            text = f"topic {tp.topic} was deleted and recreated"
+            refused = f"{text}: the run ends with DataLoss, unless failOnDataLoss is false"
         if tp in again:
-            return Start(tp, again[tp][0], ends.get(tp), "checkpoint", log_starts.get(tp))
+            return Start(tp, again[tp][0], ends.get(tp), "checkpoint", log_starts.get(tp), refused)
         at, by = partitions.position(tp), committed.get(tp)
-        if by is not None and (last is None or by.stream != stream) and at == by.offset:
+        if tp in firsts:
+            origin = RECREATED
+        elif by is not None and (last is None or by.stream != stream) and at == by.offset:
             origin = "committed offset"
         elif tp in remembered:
             origin = "checkpoint"
         else:
             origin = UNANSWERED if tp in unknown else "starting options"
-        refused = str(refusal) if at is None and refusal is not None and origin != UNANSWERED else ""
+        if at is None and refusal is not None and origin != UNANSWERED:
+            refused = str(refusal)
         return Start(tp, at, ends.get(tp), origin, log_starts.get(tp), refused)
 
-    partitions.apply_commits({tp: at.offset for tp, at in partitions.due.items()}, now_ms=0)
     ours = Planner(options.rules()).plan(
         partitions.plannable(),
         ends,

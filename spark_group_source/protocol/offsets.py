@@ -7,7 +7,7 @@ sorted, numbers are integers, and optional members are absent when empty.
 
 import hashlib
 import json
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
@@ -117,6 +117,11 @@ class StreamOffset:
     def positions(self) -> dict[TopicPartition, int]:
         """The next offset of every partition that was assigned at the plan."""
         return {tp: until for tp, (_, until) in self.ranges.items()}
+
+    def unlisted_topics(self, listed: Collection[str], is_subscribed: Callable[[str], bool]) -> list[str]:
+        """The topics that the stream has positions of, and that are subscribed, without the listed ones."""
+        read = {tp.topic for tp in (*self.positions(), *self.uncommitted)}
+        return sorted(topic for topic in read if topic not in listed and is_subscribed(topic))
 
     def to_json_dict(self) -> dict[str, Any]:
         """The canonical form, with sorted keys: plain ``json.dumps`` keeps their order."""

@@ -478,10 +478,7 @@ class Run:
             self._start_members(self._topics)
 
     def _unlisted_topics(self, listed: Collection[str]) -> list[str]:
-        """The topics that the checkpoint has positions of, and that are subscribed, without the listed ones."""
-        past, is_subscribed = self._resumed_from, self.rules.matches or self.rules.named_topics.__contains__
-        read = {tp.topic for tp in (*past.positions(), *past.uncommitted)}
-        return sorted(topic for topic in read if topic not in listed and is_subscribed(topic))
+        return self._resumed_from.unlisted_topics(listed, self.rules.matches or self.rules.named_topics.__contains__)
 
     def _may_continue_without(self, gone: list[str]) -> bool:
         """Whether the run continues without topics that an earlier run read, and that no list of topics has any more;

@@ -3,7 +3,8 @@ does, and they change nothing."""
 
 import json
 import shlex
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -21,7 +22,7 @@ from spark_group_source.cli.app import app
 from spark_group_source.cli.common import RETRIABLE
 from spark_group_source.cli.preview import CheckpointBatch
 from spark_group_source.errors import BrokerUnavailable
-from spark_group_source.kafka.translation import CommittedOffset
+from spark_group_source.kafka.translation import CommittedOffset, GroupDescription, Topic
 from spark_group_source.model import StartAt, TopicPartition
 from spark_group_source.options.table import Options
 from spark_group_source.protocol import identifiers
@@ -247,7 +248,7 @@ def starts_of(
 ) -> tuple[Options, list[Any]]:
     given = {"kafka.bootstrap.servers": "b:1", "kafka.group.id": "g", "subscribe": "t", **more}
     options = Options.parse(given)
-    return options, preview.find_starts(cast("Any", admin), options, {"t": count}, last)[0]
+    return options, preview.find_starts(cast("Any", admin), options, {"t": Topic("id", count)}, last)[0]
 
 
 def test_a_start_that_no_broker_told_is_not_taken_for_one_by_the_options() -> None:
@@ -292,6 +293,85 @@ def test_a_start_is_where_a_run_with_this_checkpoint_and_these_offsets_continues
     )
     assert (start.at, start.origin, start.problem(options)) == (at, by, None)
     assert (added.at, added.origin) == (0, "starting options"), "a partition that was added later"
+
+
+class TopicsAdmin(PartialAdmin):
+    """A cluster with these topics, and the first partition's committed offset of topic t."""
+
+    def __init__(self, topics: dict[str, Topic], committed: CommittedOffset | None) -> None:
+        super().__init__({0: committed})
+        self.topics = topics
+
+    def existing_topics(self, names: Collection[str]) -> dict[str, Topic]:
+        return {name: topic for name, topic in self.topics.items() if name in names}
+
+    def matching_topics(self, is_wanted: Callable[[str], bool]) -> dict[str, Topic]:
+        return {name: topic for name, topic in self.topics.items() if is_wanted(name)}
+
+    def describe_group(self, group: str) -> GroupDescription:
+        return GroupDescription("empty", "classic", "", ())
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+
+def plan_of(
+    admin: TopicsAdmin, last: CheckpointBatch | None, monkeypatch: pytest.MonkeyPatch, **more: str
+) -> preview.Plan:
+    monkeypatch.setattr(preview, "GroupAdmin", lambda *_, **__: admin)
+    monkeypatch.setattr(preview, "read_last_batch", lambda *_: last)
+    options = Options.parse({"kafka.bootstrap.servers": "b:1", "kafka.group.id": "g", **more})
+    return preview.plan(options, cast("Any", None), "/checkpoint")
+
+
+@pytest.mark.parametrize("subscription", [{"subscribe": "t,u"}, {"subscribePattern": ".*"}])
+def test_a_check_names_deleted_topics_of_which_the_checkpoint_has_positions(
+    subscription: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run ends with the same error, also of topics that a pattern matched. A topic that it knows without a position
+    is read when it is created again."""
+    admin = TopicsAdmin({"t": Topic("id", 1)}, CommittedOffset(4, OWN))
+    read, known = {**LAST.offset.ranges, TopicPartition("u", 0): (0, 7)}, {"t": 1, "u": 1}
+    has_read = LAST._replace(offset=replace(LAST.offset, ranges=read, known=known))
+    found = plan_of(admin, has_read, monkeypatch, **subscription)
+    assert found.problems == ["topic u was read and does not exist: the run ends with TopicMissing"]
+    assert plan_of(admin, has_read, monkeypatch, failOnDataLoss="false", **subscription).problems == []
+    has_seen = LAST._replace(offset=replace(LAST.offset, known=known))
+    assert plan_of(admin, has_seen, monkeypatch, **subscription).problems == []
+
+
+def test_a_check_believes_no_single_list_of_topics_that_a_read_topic_is_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As a run: a broker that has just started knows none."""
+    admin = TopicsAdmin({"t": Topic("id", 1)}, CommittedOffset(4, OWN))
+    monkeypatch.setattr(admin, "matching_topics", lambda _: {})
+    found = plan_of(admin, LAST, monkeypatch, subscribePattern=".*")
+    assert found.problems == [] and [start.at for start in found.starts] == [4]
+
+
+@pytest.mark.parametrize("last", [LAST, LAST._replace(runs_again=True), None])
+def test_a_check_reports_that_a_topic_was_recreated(
+    last: CheckpointBatch | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also by the note of a committed offset, without a checkpoint."""
+    note = identifiers.note_text(identifiers.Note("abc", 3, topic_id="id"))
+    admin = TopicsAdmin({"t": Topic("id-2", 1)}, CommittedOffset(4, note))
+    found = plan_of(admin, last, monkeypatch, subscribe="t")
+    assert found.problems == [
+        "topic t was deleted and recreated: the run ends with DataLoss, unless failOnDataLoss is false"
+    ]
+
+
+def test_a_check_starts_at_the_first_record_of_a_recreated_topic_without_fail_on_data_loss(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    note = identifiers.note_text(identifiers.Note("abc", 3, topic_id="id"))
+    admin = TopicsAdmin({"t": Topic("id-2", 1)}, CommittedOffset(4, note))
+    found = plan_of(admin, LAST, monkeypatch, subscribe="t", failOnDataLoss="false")
+    assert found.problems == []
+    assert [(start.at, start.end, start.origin) for start in found.starts] == [(0, 9, preview.RECREATED)]
+    assert found.batch.ranges == {TopicPartition("t", 0): (0, 9)} and found.batch.topic_ids == {"t": "id-2"}
 
 
 def test_a_check_names_the_table_as_the_user_does() -> None:
