@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
+from unittest.mock import MagicMock
 
 import pytest
 import typer
@@ -25,10 +26,11 @@ from quick_spark import submit
 from scenes import Scene
 from typer.testing import CliRunner
 
-from spark_group_source import KafkaGroupDataSource, command_line
+from spark_group_source import KafkaGroupDataSource, command_line, compatibility
 from spark_group_source.cli import run as job
 from spark_group_source.cli.app import app
 from spark_group_source.cli.preview import ROWS_MAX
+from spark_group_source.errors import BrokerUnavailable
 from spark_group_source.local import conf
 from spark_group_source.local.jars import avro_jars
 
@@ -290,6 +292,49 @@ def test_invalid_arguments_are_refused_before_spark_starts(
 ) -> None:
     code, shown = arguments(*NEEDED, *more)
     assert code == status and message in shown and "hunter2" not in shown
+
+
+CONTRADICTIONS = [
+    ("kafka.bootstrap.servers=old:9092", "--bootstrap-servers is 'localhost:1'"),
+    ("Kafka.Group.ID=test", "--group is 'g'"),
+    ("subscribe=debug", "--topics is 't'"),
+    ("subscribePattern=t.*", "--pattern is not given"),
+]
+
+
+@pytest.mark.parametrize(("pair", "argument"), CONTRADICTIONS)
+@pytest.mark.parametrize("from_file", [False, True])
+def test_an_option_does_not_replace_an_argument(
+    arguments: Any, pair: str, argument: str, from_file: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shared file of settings may name another group or cluster."""
+    monkeypatch.setattr(job, "_session", lambda _: pytest.fail("Spark is started"))
+    options = tmp_path / "options"
+    options.write_text(pair)
+    given = ["--option-file", str(options)] if from_file else ["--option", pair]
+    name, _, value = pair.partition("=")
+    status, shown = arguments(*NEEDED, *TOPICS, *given)
+    where = " ".join(given) if from_file else "--option"
+    assert status == 2 and f"{where}: {name} is {value!r}, but {argument}; remove the option" in shown
+
+
+def test_an_option_may_repeat_an_argument(arguments: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[dict[str, str]] = []
+
+    def load(_: object, options: dict[str, str]) -> Any:
+        loaded.append(options)
+        raise BrokerUnavailable("enough")
+
+    monkeypatch.setattr(job, "_session", MagicMock())
+    monkeypatch.setattr(job, "_load", load)
+    for name in ("_check_delta", "_print_errors_once", "_refuse_lost_name", "_log_to_stderr"):
+        monkeypatch.setattr(job, name, lambda *_: None)
+    monkeypatch.setattr(compatibility, "check_session", lambda _: None)
+    (tmp_path / "options").write_text("kafka.bootstrap.servers=localhost:1\nKafka.Group.ID=g\nincludeHeaders=true\n")
+    arguments(*NEEDED, *TOPICS, "--option-file", str(tmp_path / "options"), "--option", "subscribe=t")
+    (options,) = loaded
+    own = {"kafka.bootstrap.servers": "localhost:1", "kafka.group.id": "g", "subscribe": "t"}
+    assert options == own | {"includeHeaders": "true", "trigger": "availableNow"}
 
 
 def test_the_session_of_databricks_is_used_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

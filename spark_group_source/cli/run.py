@@ -57,6 +57,14 @@ INTERVAL: Final = re.compile(r"\d+ (millisecond|second|minute|hour)s?")
 SECRET: Final = re.compile(r"password|passphrase|secret|jaas|token|\.pem$|\.key$", re.IGNORECASE)
 """Names of secret options. They are refused on the command line, which every user of the machine can read."""
 
+ARGUMENTS: Final = {
+    "kafka.bootstrap.servers": "--bootstrap-servers",
+    "kafka.group.id": "--group",
+    "subscribe": "--topics",
+    "subscribePattern": "--pattern",
+}
+"""The options of the source that have an argument of their own."""
+
 MALFORMED: Final = "malformed"
 KAFKA_COLUMNS: Final = ("key", "topic", "partition", "offset", "timestamp", "headers")
 """Columns of the source that are kept beside the parsed fields; headers only with ``includeHeaders``."""
@@ -151,8 +159,10 @@ def run(
     if kafka_prefix and schema is None:
         raise typer.BadParameter("--kafka-prefix renames the columns beside parsed fields: give --schema too")
     table_names.require_separate_folders(table_names.canonical(table), checkpoint)
-    files = {name: value for path in option_file or [] for name, value in settings_in(path).items()}
-    source = given | files | _from_command_line(option or [])
+    source = dict(given)
+    for path in option_file or []:
+        source |= _without_arguments(settings_in(path), given, f"--option-file {path}")
+    source |= _without_arguments(_from_command_line(option or []), given, "--option")
     storage = None if storage_options is None else settings_in(storage_options)
     timing = _timing(trigger)
     _log_to_stderr(log_level)
@@ -228,6 +238,26 @@ def _from_command_line(pairs: Iterable[str]) -> dict[str, str]:
             )
         found[name] = value
     return found
+
+
+def _without_arguments(more: Mapping[str, str], given: Mapping[str, str | None], where: str) -> dict[str, str]:
+    """Return options without those that repeat an argument.
+
+    Args:
+        given: the options that have an argument, by name; None: the argument is not given.
+        where: what has the options, for the error.
+
+    Raises:
+        typer.BadParameter: an option has another value than its argument: the job would read other topics, or commit
+            for another group, than its command line says.
+    """
+    own = {name.lower(): (argument, given[name]) for name, argument in ARGUMENTS.items()}
+    for name, value in more.items():
+        argument, wanted = own.get(name.lower(), ("", value))
+        if wanted != value:
+            is_ = "not given" if wanted is None else repr(wanted)
+            raise typer.BadParameter(f"{where}: {name} is {value!r}, but {argument} is {is_}; remove the option")
+    return {name: value for name, value in more.items() if name.lower() not in own}
 
 
 def _log_to_stderr(level: str) -> None:
