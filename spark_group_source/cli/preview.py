@@ -5,15 +5,15 @@ read by the code of a task, in this process.
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from spark_group_source.cli.common import console, table_of
+from spark_group_source.cli.common import FINAL, RETRIABLE, console, table_of
 from spark_group_source.cli.report import counted
 from spark_group_source.delta import checkpoint as checkpoints
 from spark_group_source.delta.checkpoint import CheckpointFiles, PlannedBatch
@@ -76,6 +76,11 @@ class Start(NamedTuple):
             return None
         return OffsetRange(self.tp, self.at, max(self.at, self.end))
 
+    @property
+    def is_unanswered(self) -> bool:
+        """Whether only brokers that did not answer keep a run from starting here: the next check may succeed."""
+        return not self.refusal and (self.origin == UNANSWERED or self.end is None)
+
     def problem(self, options: Options) -> str | None:
         """Return why a run would fail here."""
         if self.refusal:
@@ -111,6 +116,17 @@ class Plan:
     """The last batch in it; None: it is new."""
     deleted: tuple[str, ...] = ()
     """Topics that the checkpoint has positions of, that the query subscribes to, and that do not exist."""
+
+    def exit_code(self, problems: Sequence[str]) -> int:
+        """Return the exit code of a check.
+
+        Args:
+            problems: why the run would fail, with those of :attr:`problems`.
+        """
+        unanswered = {start.problem(self.options) for start in self.starts if start.is_unanswered}
+        if not problems:
+            return 0
+        return RETRIABLE if unanswered.issuperset(problems) else FINAL
 
     @property
     def problems(self) -> list[str]:
@@ -201,7 +217,7 @@ def plan(options: Options, files: CheckpointFiles, root: str) -> Plan:
             admin.describe_group(options.group_id),
             topics,
             starts,
-            replace(batch, topic_ids={**{name: topic.id for name, topic in topics.items()}, **batch.topic_ids}),
+            batch,
             root,
             last,
             tuple(deleted),
@@ -299,7 +315,7 @@ def find_starts(
     ends = admin.latest(tps, committed=stable, require_all=False)
     log_starts = admin.earliest(tps, require_all=False)
     is_void = last is not None and partitions.reset_number > last.offset.reset_number
-    again = {} if last is None or not last.runs_again or is_void else last.offset.ranges
+    again = None if last is None or not last.runs_again or is_void else last.offset
 
     partitions.apply_commits({tp: at.offset for tp, at in partitions.due.items()}, now_ms=0)
     recreated = {
@@ -316,8 +332,8 @@ def find_starts(
         if tp.topic in recreated and options.fail_on_data_loss:
             text = f"topic {tp.topic} was deleted and recreated"
             refused = f"{text}: the run ends with DataLoss, unless failOnDataLoss is false"
-        if tp in again:
-            return Start(tp, again[tp][0], ends.get(tp), "checkpoint", log_starts.get(tp), refused)
+        if again is not None and tp in again.ranges:
+            return Start(tp, again.ranges[tp][0], ends.get(tp), "checkpoint", log_starts.get(tp), refused)
         at, by = partitions.position(tp), committed.get(tp)
         if tp in firsts:
             origin = RECREATED
@@ -334,7 +350,7 @@ def find_starts(
     ours = Planner(options.rules()).plan(
         partitions.plannable(),
         ends,
-        {},
+        {name: topic.id for name, topic in topics.items()},
         lambda _: {},
         stream=stream,
         partitions=partitions,
@@ -344,7 +360,7 @@ def find_starts(
         now_ms=0,
     )
     assert ours is not None, "the first batch of a run is planned without records, too"
-    return [start(tp) for tp in tps], last.offset if last is not None and again else ours
+    return [start(tp) for tp in tps], again or ours
 
 
 def table_plan(table: TableWriter, rows: "DataFrame", group: str, name: str) -> tuple[dict[str, str], list[str]]:

@@ -169,7 +169,7 @@ def run(
     compatibility.check()
     from spark_group_source.delta.sink import DeltaSink
 
-    problems: list[str] = []
+    code = 0
     spark = _session(f"{group} -> {table}")
     try:
         _check_delta(spark)
@@ -192,7 +192,7 @@ def run(
             (options["trigger"],) = timing
         rows = _load(spark, options)
         if check or dry_run:
-            problems = _preview(rows, sink, options, checkpoint, check=check, rows_max=dry_run or 0)
+            code = _preview(rows, sink, options, checkpoint, check=check, rows_max=dry_run or 0)
         else:
             query = rows.writeStream.foreachBatch(sink).option("checkpointLocation", checkpoint)
             _stop_on_signals()
@@ -208,8 +208,8 @@ def run(
         raise typer.Exit(exit_code_of(exc)) from None
     finally:
         _end(spark)
-    if problems:
-        raise typer.Exit(1)
+    if code:
+        raise typer.Exit(code)
 
 
 # --- the arguments ---------------------------------------------------------------------------------------------------
@@ -326,8 +326,8 @@ def _ddl(spark: "SparkSession", schema: str) -> "StructType":
 
 def _preview(
     source: "DataFrame", sink: "DeltaSink", given: Mapping[str, str], checkpoint: str, *, check: bool, rows_max: int
-) -> list[str]:
-    """Print what a run would do, and return why it would fail."""
+) -> int:
+    """Print what a run would do and why it would fail, and return the exit code."""
     from spark_group_source.delta.checkpoint import spark_files
 
     spark = source.sparkSession
@@ -342,7 +342,7 @@ def _preview(
         preview.show_rows(spark, plan, transform, rows_max)
     for problem in problems[: preview.SHOWN_MAX]:
         log.error("%s", problem)
-    return problems
+    return plan.exit_code(problems)
 
 
 # --- running ---------------------------------------------------------------------------------------------------------

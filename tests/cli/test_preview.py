@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
+from unittest.mock import MagicMock
 
 import pytest
 from delta_files import living_rows
@@ -15,11 +16,11 @@ from printed_commands import commands
 from scenes import Scene, Shown
 from typer.testing import CliRunner
 
-from spark_group_source import DeltaSink
+from spark_group_source import DeltaSink, compatibility
 from spark_group_source.cli import preview
 from spark_group_source.cli import run as job
 from spark_group_source.cli.app import app
-from spark_group_source.cli.common import RETRIABLE
+from spark_group_source.cli.common import FINAL, RETRIABLE
 from spark_group_source.cli.preview import CheckpointBatch
 from spark_group_source.errors import BrokerUnavailable
 from spark_group_source.kafka.translation import CommittedOffset, GroupDescription, Topic
@@ -372,6 +373,52 @@ def test_a_check_starts_at_the_first_record_of_a_recreated_topic_without_fail_on
     assert found.problems == []
     assert [(start.at, start.end, start.origin) for start in found.starts] == [(0, 9, preview.RECREATED)]
     assert found.batch.ranges == {TopicPartition("t", 0): (0, 9)} and found.batch.topic_ids == {"t": "id-2"}
+
+
+@pytest.mark.parametrize("more", [{}, {"orders": Topic("id-9", 1)}])
+@pytest.mark.parametrize("ranges", [LAST.offset.ranges, {}])
+def test_a_batch_that_runs_again_is_checked_as_it_was_planned(
+    more: dict[str, Topic], ranges: dict[TopicPartition, tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever topics were created since."""
+    last = LAST._replace(runs_again=True, offset=replace(LAST.offset, ranges=ranges))
+    found = plan_of(TopicsAdmin({"t": Topic("id", 1), **more}, None), last, monkeypatch, subscribePattern=".*")
+    batch = found.next_batch()
+    assert found.runs_again and (batch.batch_id, batch.root, batch.offsets) == (3, "/checkpoint", (last.offset,))
+
+
+@pytest.mark.parametrize(
+    ("committed", "ends", "more", "code", "problem"),
+    [
+        ({0: None}, [0, 1], [], RETRIABLE, "no broker has answered where t-1 starts; run the command again"),
+        ({0: None, 1: None}, [0], [], RETRIABLE, "t-1 has no leader that answers"),
+        ({0: None}, [0, 1], ["table t lacks a column"], FINAL, "no broker has answered where t-1 starts"),
+        ({0: CommittedOffset(20, ""), 1: None}, [0], [], FINAL, "t-1 has no leader that answers"),
+        ({0: None, 1: None}, [0, 1], [], 0, ""),
+    ],
+)
+def test_a_check_can_be_run_again_if_only_answers_are_missing(
+    committed: dict[int, CommittedOffset | None],
+    ends: list[int],
+    more: list[str],
+    code: int,
+    problem: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    admin = TopicsAdmin({"t": Topic("id", 2)}, None)
+    admin.committed = committed
+    monkeypatch.setattr(admin, "latest", lambda tps, **_: {tp: 9 for tp in tps if tp.partition in ends})
+    found = plan_of(admin, None, monkeypatch, subscribe="t")
+    monkeypatch.setattr(preview, "plan", lambda *_: found)
+    monkeypatch.setattr(preview, "check", lambda *_: ("", found.problems + more))
+    for name in ("_check_delta", "_print_errors_once", "_refuse_lost_name", "_log_to_stderr"):
+        monkeypatch.setattr(job, name, lambda *_: None)
+    monkeypatch.setattr(job, "_session", MagicMock())
+    monkeypatch.setattr(compatibility, "check_session", lambda _: None)
+    words = "run --bootstrap-servers b:1 --group g --topics t --table /no/t --checkpoint /no/c --check"
+    shown = CliRunner().invoke(app, words.split())
+    assert shown.exit_code == code and problem in caplog.text, shown.output
 
 
 def test_a_check_names_the_table_as_the_user_does() -> None:
