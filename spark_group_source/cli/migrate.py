@@ -19,7 +19,15 @@ from spark_group_source import command_line
 from spark_group_source.cli import common, reset
 from spark_group_source.cli.common import ConfigOption, GroupOption, JsonOption, ServersOption, TableOption, console
 from spark_group_source.cli.report import DEAD, counted, group_with_members, missing_group
-from spark_group_source.cli.reset import Scope, TopicsOption, in_scope, partitions_of, refuse_unanswered, scope_of
+from spark_group_source.cli.reset import (
+    Scope,
+    TopicsOption,
+    in_scope,
+    partitions_of,
+    refuse_unanswered,
+    scope_of,
+    topics_of,
+)
 from spark_group_source.errors import CheckpointMismatch, OptionError
 from spark_group_source.kafka.group_admin import GroupAdmin
 from spark_group_source.model import TopicPartition
@@ -199,12 +207,12 @@ def group_offsets(admin: GroupAdmin, found: Progress, scope: Scope) -> dict[Topi
     An offset before the first existing record is kept: `failOnDataLoss` decides what the new query does.
 
     Raises:
-        OptionError: a partition does not exist, or ends before the query's offset.
+        OptionError: a partition of the query or of ``scope`` does not exist, or ends before the query's offset.
         BrokerUnavailable: a partition exists, but its leader does not know it yet.
     """
     _require_read(scope, {tp.topic for tp in found.offsets}, "the checkpoint")
     offsets = {tp: at for tp, at in found.offsets.items() if in_scope(tp, scope)}
-    topics = admin.require_topics({tp.topic for tp in offsets})
+    topics = topics_of(admin, scope or dict.fromkeys({tp.topic for tp in offsets}, frozenset()))
     every = {TopicPartition(name, p) for name, topic in topics.items() for p in range(topic.partitions)}
     every -= {tp for tp in every if not in_scope(tp, scope)}
     first, end = admin.earliest(every), admin.latest(every, committed=False)  # the connector reads uncommitted records

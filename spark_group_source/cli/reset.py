@@ -347,13 +347,24 @@ def partitions_of(admin: GroupAdmin, group: str, scope: Scope) -> list[TopicPart
     """
     if not scope:
         return sorted(admin.committed(group))
+    there = topics_of(admin, scope)
+    return [
+        TopicPartition(name, p) for name, topic in there.items() for p in sorted(scope[name]) or range(topic.partitions)
+    ]
+
+
+def topics_of(admin: GroupAdmin, scope: Scope) -> dict[str, Topic]:
+    """The topics of a scope.
+
+    Raises:
+        TopicMissing: a topic does not exist.
+        OptionError: a named partition does not exist.
+    """
     there = admin.require_topics(scope)
     for name, wanted in scope.items():
         if beyond := sorted(p for p in wanted if p >= there[name].partitions):
             raise OptionError(f"topic {name} has no partition {beyond[0]}; it has 0 to {there[name].partitions - 1}")
-    return [
-        TopicPartition(name, p) for name, topic in there.items() for p in sorted(scope[name]) or range(topic.partitions)
-    ]
+    return there
 
 
 def in_scope(tp: TopicPartition, scope: Scope) -> bool:

@@ -129,6 +129,16 @@ def test_partition_deleted_during_the_request_is_left_out() -> None:
     assert resolve(admin, "g", dict.fromkeys([A0, A1], StartAt("time", 7))) == Targets({A1: 5})
 
 
+def test_a_migration_refuses_named_partitions_that_do_not_exist() -> None:
+    admin: Any = Cluster({}, ledger({}))
+    found = Progress(3, {P0: 5}, {P0: "0"})
+    for wanted in ({7}, {0, 7}):
+        with pytest.raises(OptionError, match="topic orders has no partition 7; it has 0 to 2"):
+            group_offsets(admin, found, {"orders": frozenset(wanted)})
+    assert group_offsets(admin, found, {"orders": frozenset({1})}) == {P1: 0}
+    assert group_offsets(admin, found, {}) == {P0: 5, P1: 0, P2: 0}
+
+
 @pytest.fixture
 def two_leaders() -> Iterator[MockCluster]:
     """Two partitions, each with a leader of its own."""
