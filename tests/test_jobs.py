@@ -279,7 +279,15 @@ TIMING = "must be available-now, once, or an interval such as '5 seconds'"
         *[([*TOPICS, "--trigger", t], 2, TIMING) for t in ("sometimes", "5", "5 parsecs", "", "availableNow")],
         *[
             ([*TOPICS, "--option", f"{name}=hunter2"], 2, "--option-file")
-            for name in ("kafka.sasl.password", "kafka.ssl.key.pem", "kafka.sasl.jaas.config")
+            for name in (
+                "kafka.sasl.password",
+                "kafka.ssl.key.pem",
+                "kafka.sasl.jaas.config",
+                "Kafka.SASL.OAuthBearer.Config",
+                "kafka.sasl.kerberos.kinit.cmd",
+                "kafka.ssl.keystore.key",
+                "kafka.sasl.oauthbearer.client.credentials.client.secret",
+            )
         ],
         ([*TOPICS, "--option", "failOnDataLoss"], 2, "must be KEY=VALUE"),
         ([*TOPICS, "--dry-run", f"{ROWS_MAX + 1}"], 2, "Invalid value for '--dry-run'"),
@@ -292,6 +300,21 @@ def test_invalid_arguments_are_refused_before_spark_starts(
 ) -> None:
     code, shown = arguments(*NEEDED, *more)
     assert code == status and message in shown and "hunter2" not in shown
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "kafka.ssl.key.location",
+        "kafka.ssl.keystore.location",
+        "kafka.ssl.keystore.type",
+        "kafka.sasl.kerberos.keytab",
+        "kafka.sasl.oauthbearer.assertion.private.key.file",
+        "kafka.sasl.oauthbearer.client.credentials.client.id",
+    ],
+)
+def test_paths_to_secrets_are_accepted_on_the_command_line(name: str) -> None:
+    assert job._from_command_line([f"{name}=/etc/kafka/client"]) == {name: "/etc/kafka/client"}
 
 
 CONTRADICTIONS = [

@@ -41,6 +41,7 @@ from spark_group_source.errors import GroupError
 from spark_group_source.host import run_files
 from spark_group_source.local.conf import DELTA_SETTINGS, conf_path, delta_settings, linked_spark_home
 from spark_group_source.local.jars import cache_dir
+from spark_group_source.options.client import is_secret
 from spark_group_source.options.table import Options
 
 if TYPE_CHECKING:
@@ -54,8 +55,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 INTERVAL: Final = re.compile(r"\d+ (millisecond|second|minute|hour)s?")
-SECRET: Final = re.compile(r"password|passphrase|secret|jaas|token|\.pem$|\.key$", re.IGNORECASE)
-"""Names of secret options. They are refused on the command line, which every user of the machine can read."""
+SHOWN: Final = re.compile(r"\.(location|file|keytab|type|id|algorithm|deserializer)$", re.IGNORECASE)
+"""Ends of names that are masked to be on the safe side, and have paths and kinds as values. Other masked options are
+refused on the command line, which every user of the machine can read."""
 
 ARGUMENTS: Final = {
     "kafka.bootstrap.servers": "--bootstrap-servers",
@@ -231,7 +233,7 @@ def _from_command_line(pairs: Iterable[str]) -> dict[str, str]:
         name, has_value, value = pair.partition("=")
         if not has_value or not name:
             raise typer.BadParameter(f"--option {name!r} must be KEY=VALUE")
-        if SECRET.search(name):
+        if is_secret(name) and not SHOWN.search(name):
             raise typer.BadParameter(
                 f"--option {name}: other users of this machine can read secrets on a command line; put it into a file "
                 "and pass that with --option-file"
