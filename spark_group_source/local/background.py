@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TextIO
 
 from spark_group_source.errors import BrokerUnavailable, OptionError
-from spark_group_source.local.broker import KILL_S, LOG_TAIL_LINES, START_S, STOP_S, Broker, check_free
+from spark_group_source.local.broker import KILL_S, LOG_TAIL_LINES, START_S, STOP_S, Broker, check_folder, check_free
 from spark_group_source.local.jars import java_path, kafka_jars, locked
 
 POLL_S = 0.05
@@ -69,11 +69,13 @@ def start(*, port: int = 9092, data_dir: Path | None = None) -> BrokerState:
 
     Raises:
         SetupError: no usable Java, or Kafka's jars cannot be downloaded.
-        OptionError: the port is in use, or a background broker is running.
+        OptionError: the port is in use, the path of the data directory has a comma, or a background broker is running.
         BrokerUnavailable: it did not start; the message ends with the log.
     """
     java_path()  # errors are raised here instead of in the background process's log
     kafka_jars()
+    if data_dir is not None:
+        check_folder(data_dir)
     home = state_dir()
     home.mkdir(parents=True, exist_ok=True)
     with locked(home / "broker.lock", LOCK_S):
@@ -157,13 +159,15 @@ def record(broker: Broker) -> TextIO:
 
 TOPIC_NAME = re.compile(r"[a-zA-Z0-9._-]{1,249}")
 """What Kafka allows, except for ``.`` and ``..`` (``Topic`` of Kafka)."""
+PARTITIONS_MAX = 10_000
+"""What a controller creates in one request (``MAX_PARTITIONS_PER_BATCH`` of Kafka)."""
 
 
 def parse_topics(texts: Sequence[str]) -> dict[str, int]:
     """Parse ``["orders:6", "audit"]`` as ``{"orders": 6, "audit": 1}``.
 
     Raises:
-        OptionError: Kafka does not allow the name, or the part after the colon is no number of partitions.
+        OptionError: Kafka does not allow the name, or the part after the colon is not 1 to PARTITIONS_MAX partitions.
     """
     topics: dict[str, int] = {}
     for text in texts:
@@ -176,6 +180,8 @@ def parse_topics(texts: Sequence[str]) -> dict[str, int]:
                 "digits, dots, underscores and hyphens",
                 topic=text,
             )
+        if int(count or 1) > PARTITIONS_MAX:
+            raise OptionError(f"--topic {text!r}: Kafka creates at most {PARTITIONS_MAX:,} partitions", topic=text)
         topics[name] = int(count or 1)
     return topics
 

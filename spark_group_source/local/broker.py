@@ -115,7 +115,7 @@ class Broker:
 
         Raises:
             SetupError: no usable Java, or Kafka's jars cannot be downloaded.
-            OptionError: the given port is in use, or the data directory by another broker.
+            OptionError: the given port is in use, or the data directory by another broker, or its path has a comma.
             BrokerUnavailable: the node ended or did not answer in time; the message ends with its log.
         """
         if self._base is not None:
@@ -124,6 +124,7 @@ class Broker:
         if self._data_dir is None:
             self._base = Path(tempfile.mkdtemp(prefix="spark-group-broker-"))
         else:
+            check_folder(self._data_dir)
             self._base = self._data_dir.resolve()
             self._base.mkdir(parents=True, exist_ok=True)
         try:
@@ -181,7 +182,7 @@ class Broker:
         return self._base
 
     def _boot(self) -> None:
-        port, controller = [*self._ports, *free_ports(2)][:2]
+        port, controller = list(dict.fromkeys([*self._ports, *free_ports(2)]))[:2]  # which may have the given one
         if self._ports:
             check_free(port)
         self._servers = f"127.0.0.1:{port}"
@@ -443,6 +444,19 @@ def check_free(port: int) -> None:
             probe.bind(("127.0.0.1", port))
         except OSError as exc:
             raise OptionError(f"port {port} of 127.0.0.1 is in use; choose another one with --port", port=port) from exc
+
+
+def check_folder(folder: Path) -> None:
+    """Check that Kafka can use a data directory.
+
+    Raises:
+        OptionError: its path has a comma, with which Kafka's ``log.dirs`` would name two directories.
+    """
+    if "," in str(folder.resolve()):
+        raise OptionError(
+            f"the data directory {folder.resolve()} has a comma in its path, and Kafka would take it for two; choose "
+            "another one with --data-dir"
+        )
 
 
 def free_ports(count: int) -> list[int]:

@@ -23,6 +23,7 @@ from streams import alive
 
 from spark_group_source.errors import BrokerUnavailable, OptionError, SetupError
 from spark_group_source.local import background as local_broker
+from spark_group_source.local import broker as broker_module
 from spark_group_source.local import jars
 from spark_group_source.local.broker import Broker, Node, free_ports
 from spark_group_source.local.conf import read_conf
@@ -257,6 +258,46 @@ def test_invalid_topic_option_of_broker_is_refused(text: str) -> None:
     for name in ("or ders", "..", "x" * 250, "bestellungen-ü"):  # before a broker is started
         with pytest.raises(OptionError, match="Kafka does not allow the name"):
             local_broker.parse_topics([f"{name}:3"])
+
+
+def test_a_topic_with_more_partitions_than_kafka_creates_is_refused_before_the_start() -> None:
+    assert local_broker.parse_topics(["a:10000"]) == {"a": 10_000}
+    for count in ("10001", "100000000000"):
+        with pytest.raises(OptionError, match=f"--topic 'a:{count}': Kafka creates at most 10,000 partitions"):
+            local_broker.parse_topics([f"a:{count}"])
+
+
+def test_the_controller_of_a_broker_has_another_port_than_the_given_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port, other = free_ports(2)
+    broker = Broker(port=port)
+    broker._base = tmp_path
+    monkeypatch.setattr(broker_module, "free_ports", lambda _: [port, other])
+    for name in ("_format", "_launch", "_await"):
+        monkeypatch.setattr(broker, name, lambda *_: None)
+    broker._boot()
+    settings = (tmp_path / "node-1" / "server.properties").read_text().splitlines()
+    assert f"listeners=PLAINTEXT://127.0.0.1:{port},CONTROLLER://127.0.0.1:{other}" in settings
+
+
+def test_a_data_directory_with_a_comma_is_refused_before_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kafka would write to two directories."""
+    (tmp_path / "a,b").mkdir()
+    monkeypatch.chdir(tmp_path / "a,b")
+    monkeypatch.setattr(local_broker, "state_dir", lambda: tmp_path)
+    monkeypatch.setattr(local_broker, "java_path", lambda: None)
+    monkeypatch.setattr(local_broker, "kafka_jars", lambda: None)
+    monkeypatch.setattr(broker_module, "_java_command", lambda _: [])
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a process is started"))
+    for folder in (tmp_path / "x,y", Path("data")):
+        with pytest.raises(OptionError, match="has a comma in its path"):
+            local_broker.start(data_dir=folder)
+        with pytest.raises(OptionError, match="has a comma in its path"):
+            Broker(data_dir=folder).start()
+        assert not folder.exists()
 
 
 # --- Java and the jars ------------------------------------------------------------------------------------------------
