@@ -15,6 +15,7 @@ The codes are those of https://kafka.apache.org/protocol#protocol_error_codes an
 that is in no table is retried until the request times out.
 """
 
+import math
 from collections.abc import Container, Hashable, Iterator, Mapping
 from enum import Enum
 from typing import Final
@@ -168,14 +169,17 @@ class Suspicions:
     Args:
         grace: the minimum time between the first report and the one that is believed, in the unit of the caller's
             clock.
+        expires: the time after which a report that was not repeated is forgotten.
     """
 
-    def __init__(self, grace: float = 0) -> None:
-        self._grace = grace
+    def __init__(self, grace: float = 0, *, expires: float = math.inf) -> None:
+        self._grace, self._expires = grace, expires
         self._since: dict[Hashable, float] = {}
 
     def report(self, what: Hashable, now: float = 0) -> bool:
         """Record a report. Returns whether it is believed now."""
+        if now - self._since.get(what, now) > self._expires:
+            self.clear(what)
         again = what in self._since
         return now - self._since.setdefault(what, now) >= self._grace and again
 

@@ -214,6 +214,9 @@ class ManualConsumer:
         found: list[Any] = self.environment.answer("committed", [(p.topic, p.partition) for p in partitions], [])
         return found
 
+    def list_topics(self, topic: str, timeout: float) -> Any:
+        return self.environment.answer("list_topics", topic)
+
     def close(self) -> None:
         self.environment.answer("close")
 

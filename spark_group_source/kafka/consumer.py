@@ -18,6 +18,7 @@ from spark_group_source import command_line
 from spark_group_source.error_codes import Meaning, Request, Suspicions, meaning
 from spark_group_source.errors import CommitFailed, Fenced, GroupError, OptionError
 from spark_group_source.kafka.environment import Environment
+from spark_group_source.kafka.retry import CONFIRM_S
 from spark_group_source.kafka.translation import (
     ClientInfo,
     CommitSizes,
@@ -39,6 +40,11 @@ TAKE_OVER_MS_MAX = 10_000
 """The longest :func:`take_over_membership`; after it the membership is free when its session expires."""
 TAKE_OVER_POLL_S = 0.1
 """The longest poll of a consumer that takes over a membership."""
+REFUSAL_MS_MAX = 60_000
+"""A refusal of the group or the login counts when it is repeated within this time: the library reports the same error
+of a connection once in 30 s."""
+TOPIC_S_MAX = 2.0
+"""The timeout of the request that confirms the refusal of a topic. The member polls again after it."""
 _CONSUMER_PROTOCOL_ONLY = ("group.remote.assignor", "max.poll.interval.ms")
 """Settings of a KIP-848 member that a consumer of the classic protocol may refuse: its poll interval must not be below
 the session timeout, which the other one leaves to the broker."""
@@ -109,7 +115,8 @@ class MemberConsumer:
         self._on_identity = on_identity
         self._failure: GroupError | None = None
         # A starting broker refuses requests for a moment, and closing a member for that would move its partitions.
-        self._suspicions = Suspicions()
+        self._suspicions = Suspicions(CONFIRM_S * 1000, expires=REFUSAL_MS_MAX)  # by error code: the group is refused
+        self._refused_topics: dict[str, int] = {}  # when each is confirmed
         self.identity: Identity | None = None
         self._own_member_ids = own_member_ids
         self._sizes = CommitSizes(settings.get("group.id", ""))
@@ -121,6 +128,7 @@ class MemberConsumer:
 
     def subscribe(self, topics: Sequence[str]) -> None:
         """Subscribe to these topics only; without topics leave the group, since librdkafka refuses an empty list."""
+        self._refused_topics = {topic: at_ms for topic, at_ms in self._refused_topics.items() if topic in topics}
         if not topics:
             self._consumer.unsubscribe()
             return
@@ -142,16 +150,13 @@ class MemberConsumer:
         self.identify()
         if self._failure is not None:
             raise self._failure
+        self._confirm_refused_topics()
         if message is None or (error := message.error()) is None:
             return
         if error.code() == KafkaError._FATAL or error.fatal():
             raise self._fatal(error)
-        refused = meaning(Request.JOIN, error.code(), error.str()) is Meaning.REFUSED
-        if refused and not self._client_info.token_may_have_expired(error) and self._suspicions.report(Meaning.REFUSED):
-            name = message.topic() or ""
-            raise translate(
-                error, request=Request.JOIN, op="joining the group", client_info=self._client_info, name=name
-            )
+        if meaning(Request.JOIN, error.code(), error.str()) is Meaning.REFUSED:
+            self._refused(error, message.topic() or "")
         if error.code() == KafkaError.INVALID_SESSION_TIMEOUT:
             raise OptionError(
                 f"kafka.session.timeout.ms is {self._session_timeout_ms}, which the brokers refuse: it must lie "
@@ -161,6 +166,34 @@ class MemberConsumer:
         if error.code() in REFUSED_CODES:  # the library would retry forever without reporting it
             raise GroupError(f"the broker refuses the join: {error.str()}")
         log.info("group %s: member error, the library retries: %s", self._client_info.group, error.str())
+
+    def _refused(self, error: KafkaError, topic: str) -> None:
+        """Record a refusal. Raises AccessDenied if that of the group is repeated."""
+        now_ms = self._environment.now_ms()
+        if topic:  # the library reports a lasting one once, and those of all topics from one response
+            self._refused_topics.setdefault(topic, now_ms + int(CONFIRM_S * 1000))
+        elif not self._client_info.token_may_have_expired(error) and self._suspicions.report(error.code(), now_ms):
+            raise self._denied(error)
+
+    def _confirm_refused_topics(self) -> None:
+        """Request the metadata of a topic that was refused a moment ago. Raises AccessDenied if it is refused again."""
+        now_ms = self._environment.now_ms()
+        topic = next((topic for topic, at_ms in self._refused_topics.items() if now_ms >= at_ms), None)
+        if topic is None:
+            return
+        try:
+            error = self._consumer.list_topics(topic, timeout=TOPIC_S_MAX).topics[topic].error
+        except KafkaException as exc:
+            log.info("group %s: topic %r was refused; confirming it: %s", self._client_info.group, topic, exc)
+            self._refused_topics[topic] = now_ms + int((TOPIC_S_MAX + CONFIRM_S) * 1000)
+            return
+        del self._refused_topics[topic]
+        if error is not None and meaning(Request.JOIN, error.code(), error.str()) is Meaning.REFUSED:
+            raise self._denied(error, topic)
+
+    def _denied(self, error: KafkaError, topic: str = "") -> GroupError:
+        op = "joining the group"
+        return translate(error, request=Request.JOIN, op=op, client_info=self._client_info, name=topic)
 
     def _brokers_settings(self) -> str:
         """The command of Kafka that shows the settings of the brokers."""
@@ -265,10 +298,7 @@ class MemberConsumer:
             )
         refused = next((code for words, code in _REFUSALS.items() if words in text), None)
         if refused is not None:
-            error = KafkaError(refused, text)
-            return RefusedOnce(
-                translate(error, request=Request.JOIN, op="joining the group", client_info=self._client_info)
-            )
+            return RefusedOnce(self._denied(KafkaError(refused, text)))
         return GroupError(f"the consumer failed: {text}")
 
     def _assigned(self, consumer: Any, partitions: list[Any]) -> None:
@@ -280,7 +310,7 @@ class MemberConsumer:
             self._failure = GroupError("the member was expelled in a rebalance while it had partitions")
         if self._failure is not None:
             return
-        self._suspicions.clear(Meaning.REFUSED)
+        self._suspicions.keep(())
         if self.identity is not None:  # None: expelled in a hold; identify() detects that by the former id
             self._owner_id = self.identity.member
         added = from_kafka(partitions)

@@ -57,6 +57,13 @@ def test_a_suspicion_is_confirmed_by_a_second_report_after_the_grace_period() ->
     assert not suspicions.report("a", 100.0)
 
 
+def test_a_suspicion_that_is_not_repeated_in_time_is_forgotten() -> None:
+    suspicions = Suspicions(grace=3.0, expires=60.0)
+    assert not suspicions.report("a", 0.0)
+    assert not suspicions.report("a", 60.1)
+    assert suspicions.report("a", 63.1)
+
+
 @pytest.mark.parametrize("request_", Request, ids=lambda request: request.name)
 def test_retry_follows_every_row_of_the_table(request_: Request) -> None:
     """Retried, confirmed by the second report, or final: for each code in the response to each kind of request."""

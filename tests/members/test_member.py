@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,10 +11,11 @@ from confluent_kafka import KafkaError
 from manual_environment import A0, A1, ManualConsumer, ManualEnvironment, metadata, refusal
 
 from spark_group_source.errors import AccessDenied, GroupError
-from spark_group_source.kafka.consumer import TAKE_OVER_MS_MAX
+from spark_group_source.kafka.consumer import REFUSAL_MS_MAX, TAKE_OVER_MS_MAX
 from spark_group_source.kafka.environment import Environment
+from spark_group_source.kafka.retry import CONFIRM_S
 from spark_group_source.kafka.translation import MemberStale, OffsetNote
-from spark_group_source.members import EMPTY_AFTER_MS, Member, MemberCommit
+from spark_group_source.members import EMPTY_AFTER_MS, POLL_S, Member, MemberCommit
 from spark_group_source.model import Identity, TopicPartition
 from spark_group_source.protocol import events as ev
 
@@ -290,11 +292,14 @@ def test_a_failed_unassign_does_not_hide_the_reason(scene: Scene) -> None:
 
 
 class Message:
-    def __init__(self, code: int, text: str) -> None:
-        self._error = KafkaError(code, text)
+    def __init__(self, code: int, text: str, topic: str | None = None) -> None:
+        self._error, self._topic = KafkaError(code, text), topic
 
     def error(self) -> KafkaError:
         return self._error
+
+    def topic(self) -> str | None:
+        return self._topic
 
 
 STILL_TAKEN = "Broker: The instance ID is still used by another member in the consumer group"
@@ -353,6 +358,61 @@ def test_a_member_that_was_refused_once_is_replaced_at_a_later_refusal(scene: Sc
     scene.environment.will("poll", refused, None, refused)
     scene.run(lambda: None, scene.assign, lambda: None)
     assert scene.kinds() == ["Assigned", "MemberFailed"]
+
+
+def metadata_of(topic: str, code: int | None = None) -> Any:
+    error = None if code is None else KafkaError(code)
+    return SimpleNamespace(topics={topic: SimpleNamespace(error=error)})
+
+
+def refused_topics(*topics: str) -> list[Message]:
+    """librdkafka reports each topic that one Metadata response refuses, and reports a lasting refusal once."""
+    return [Message(KafkaError.TOPIC_AUTHORIZATION_FAILED, "Subscribed topic not available", topic) for topic in topics]
+
+
+def test_G10_topics_that_were_refused_for_a_moment_do_not_end_the_member(scene: Scene) -> None:
+    scene.make(join=replace(JOIN, topics=("a", "b")))
+    scene.environment.will("poll", None, *refused_topics("a", "b"))
+    scene.environment.will("list_topics", refusal(KafkaError._TRANSPORT), metadata_of("b"), metadata_of("a"))
+    scene.run(scene.assign, *[lambda: None] * 60, scene.leave)
+    assert scene.environment.called("list_topics") == ["a", "b", "a"], "one that is not answered is requested again"
+    assert scene.kinds() == ["Assigned"]
+
+
+def test_a_topic_that_is_refused_again_when_its_metadata_is_requested_ends_the_member(scene: Scene) -> None:
+    scene.environment.will("poll", None, *refused_topics("a"))
+    scene.environment.will("list_topics", metadata_of("a", KafkaError.TOPIC_AUTHORIZATION_FAILED))
+    began_ms = scene.environment.clock_ms
+    scene.run(scene.assign, *[lambda: None] * int(CONFIRM_S / POLL_S + 1))
+    assert scene.environment.clock_ms - began_ms >= CONFIRM_S * 1000
+    failure = scene.reported[-1]
+    assert isinstance(failure, ev.InternalFailure) and isinstance(failure.error, AccessDenied)
+    assert "Describe on the topic 'a'" in str(failure.error)
+
+
+def test_a_refused_topic_that_is_not_subscribed_any_more_is_not_confirmed(scene: Scene) -> None:
+    scene.make(join=replace(JOIN, topics=("a", "b")))
+    scene.environment.will("poll", None, *refused_topics("b"))
+    subscribe = ev.Subscribe(slot=3, topics=("a",))
+    scene.run(scene.assign, lambda: scene.member.submit(subscribe), *[lambda: None] * 20, scene.leave)
+    assert scene.environment.called("list_topics") == []
+
+
+@pytest.mark.parametrize(
+    ("after_ms", "fails"),
+    [(0, False), (int(CONFIRM_S * 1000), True), (REFUSAL_MS_MAX, False)],
+    ids=["at once", "after the grace period", "much later"],
+)
+def test_a_refused_group_counts_when_it_is_refused_again_soon(scene: Scene, after_ms: int, fails: bool) -> None:
+    refused = Message(KafkaError.GROUP_AUTHORIZATION_FAILED, "no")
+    scene.environment.will("poll", None, refused, refused)
+
+    def later() -> None:
+        scene.environment.suspended_ms -= after_ms  # the thread itself was not stalled
+        scene.environment.clock_ms += after_ms
+
+    scene.run(scene.assign, lambda: None, later, *([] if fails else [scene.leave]))
+    assert scene.kinds() == ["Assigned", *["InternalFailure"] * fails]
 
 
 def test_a_refused_member_that_must_leave_does_not_join_again(scene: Scene) -> None:
