@@ -184,7 +184,8 @@ class Admin:
         Args:
             committed: return the last stable offset instead of the high watermark.
             require_all: fail if a partition is unanswered (its leader moves, or is unavailable). With False such
-                partitions are left out, provided that another one was answered.
+                partitions are left out, provided that another one was answered or a broker reports that they have no
+                leader: nothing is left then if none has.
         """
         return self._offsets(tps, _OffsetSpec.latest(), committed=committed, require_all=require_all)
 

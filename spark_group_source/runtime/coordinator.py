@@ -21,7 +21,7 @@ from spark_group_source.model import TopicPartition
 from spark_group_source.options.table import Options
 from spark_group_source.protocol import events as ev
 from spark_group_source.protocol.offsets import StreamOffset
-from spark_group_source.protocol.run import Run
+from spark_group_source.protocol.run import LEADER_MS_MAX, Run
 from spark_group_source.runtime.offset_commits import commit_order
 from spark_group_source.runtime.request_thread import RequestThread
 
@@ -355,11 +355,16 @@ class BrokerQueries:
     def read_target(self) -> ev.TargetRead:
         """Read the end offset of every subscribed partition.
 
-        Waits for a new partition that some brokers do not know yet. A partition whose end is still unknown is left to
-        the next run, with a warning.
+        Waits for a new partition that some brokers do not know yet, and at most :data:`LEADER_MS_MAX` for one without a
+        leader. A partition whose end is still unknown is left to the next run, with a warning.
         """
+        began_ms = self._now_ms()
         tps = [TopicPartition(topic, p) for topic, count in self.topics().items() for p in range(count)]
         ends = self._admin.latest_of_existing(tps, committed=self._committed)
+        while self._now_ms() - began_ms < LEADER_MS_MAX and (missing := set(tps) - ends.keys()):
+            if not (existing := self._admin.existing_partitions(missing)):
+                break
+            ends |= self._admin.latest_of_existing(existing, committed=self._committed)
         if unanswered := [tp for tp in tps if tp not in ends]:
             log.warning(
                 "group %s: no broker returned the end offsets of %d partitions, such as %s; the next run reads them",

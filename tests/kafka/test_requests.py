@@ -19,6 +19,7 @@ from spark_group_source.kafka.translation import CommittedOffset, ListedGroup
 from spark_group_source.model import EARLIEST, LATEST, StartAt, TopicPartition
 from spark_group_source.options.table import Options
 from spark_group_source.protocol import events as ev
+from spark_group_source.protocol.run import LEADER_MS_MAX
 from spark_group_source.runtime.coordinator import BrokerQueries
 
 SETTINGS = {"bootstrap.servers": "b"}
@@ -93,6 +94,8 @@ NO_LEADERS = refusal(KafkaError._NOENT)
 """The library's error when none of the requested partitions has a known leader."""
 
 
+NO_LEADER = refusal(KafkaError.LEADER_NOT_AVAILABLE)
+"""A broker's answer for a partition whose brokers are all down."""
 UNKNOWN = refusal(KafkaError._UNKNOWN_PARTITION)
 """The library's error for one such partition beside others."""
 
@@ -172,16 +175,36 @@ def test_G10_a_partition_with_unknown_end_is_left_to_the_next_run_with_a_warning
     assert f"no broker returned the end offsets of 1 partitions, such as {A1}" in caplog.text
 
 
+@pytest.mark.parametrize("back_after_ms", [10_000, 2 * LEADER_MS_MAX])
+@pytest.mark.parametrize("leaderless", [{A1}, {A0, A1}], ids=["another one has a leader", "none has a leader"])
+def test_G10_the_end_of_a_partition_is_awaited_during_the_election_of_its_leader(
+    environment: ManualEnvironment, scripted_admin: Admin, leaderless: set[TopicPartition], back_after_ms: int
+) -> None:
+    """Else an AvailableNow run leaves its records to the next one."""
+    options = Options.parse({"kafka.bootstrap.servers": "b", "kafka.group.id": "g", "subscribe": "a"})
+    began_ms = environment.now_ms()
+
+    def ends() -> dict[TopicPartition, Any]:
+        _, requested = environment.calls[-1]
+        is_back = environment.now_ms() - began_ms >= back_after_ms
+        return {tp: info(3) if is_back or tp not in leaderless else NO_LEADER for tp in requested}
+
+    environment.will("describe_topics", *[{"a": with_leaders(None, None)}] * 100)
+    environment.will("list_offsets", *[ends] * 100)
+    target = BrokerQueries(
+        options, scripted_admin, EpochEnds(SETTINGS, environment=environment), environment.now_ms
+    ).read_target()
+    took_ms, waited_ms = environment.now_ms() - began_ms, min(back_after_ms, LEADER_MS_MAX)
+    assert waited_ms <= took_ms <= waited_ms + 5_000
+    assert target.ends.keys() == {A0, A1} - (leaderless if back_after_ms > LEADER_MS_MAX else set())
+
+
 def test_partitions_without_a_leader_are_retried(environment: ManualEnvironment) -> None:
     admin = Admin(SETTINGS, environment=environment, retries=2)
     environment.will("list_offsets", {A0: NO_LEADERS}, {A0: NO_LEADERS}, {A0: info(3)})
     there = {"a": with_leaders(1)}
     environment.will("describe_topics", there, refusal(KafkaError._TRANSPORT))
     assert admin.latest([A0]) == {A0: 3}
-
-
-NO_LEADER = refusal(KafkaError.LEADER_NOT_AVAILABLE)
-"""A broker's answer for a partition whose brokers are all down."""
 
 
 def test_bounds_of_logs_are_high_watermarks_without_partitions_that_have_no_leader(

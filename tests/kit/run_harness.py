@@ -203,12 +203,12 @@ class RunHarness:
         """The event with which the shell answers a request or the end of the run."""
         match step:
             case ev.ListTopics() | ev.ReadTarget() | ev.ReadLogEnds() | ev.DescribeGroup() if (
-                self.clock() < self.down_until_ms or self._has_no_leader(step)
+                self.clock() < self.down_until_ms
             ):
                 self.clock.advance(ms=GIVEN_UP_MS)
                 return ev.RequestFailed(error=BrokerUnavailable("no leaders", servers="b:9092", waited_ms=GIVEN_UP_MS))
             case ev.ReadTarget():
-                return ev.TargetRead(ends=dict(self.ends))
+                return ev.TargetRead(ends=_some(self.ends, self.ends, self.leaderless))
             case ev.ListTopics():
                 return ev.TopicsListed(topics=self.topics)
             case ev.ReadLogEnds():
@@ -231,11 +231,6 @@ class RunHarness:
                 return ev.MembersClosing(leave=step.leave)
             case _:
                 raise AssertionError(f"{step} is no request")
-
-    def _has_no_leader(self, step: ev.Step) -> bool:
-        """Whether one of the requests is about partitions without a leader only: an answer about none is no answer."""
-        requested = (step.ends, step.firsts, step.log_ends) if isinstance(step, ev.ReadLogEnds) else ()
-        return any(tps and self.leaderless.issuperset(tps) for tps in requested)
 
     def _carry_out(self, commands: Commands) -> None:
         """Record the commands; Kafka answers them later."""
