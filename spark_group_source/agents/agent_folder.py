@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from spark_group_source.host.run_files import directory, process_stat, unusable_reason
+from spark_group_source.host.run_files import ENDED_STATES, directory, pid_namespace, process_stat, unusable_reason
 
 log = logging.getLogger(__name__)
 
@@ -53,8 +53,6 @@ _MAIN = (
 _ENVIRONMENT = {"MALLOC_ARENA_MAX": "2", "OPENBLAS_NUM_THREADS": "1"}
 """Bounds glibc's heaps, one for each thread otherwise, which return little memory to the system; and the threads of
 numpy, one for each core otherwise, which an agent never uses."""
-ENDED_STATES = ("Z", "X")
-"""States in proc(5) of a process that has ended and that its parent has not waited for yet."""
 _UNKNOWN_START = 0
 """In the name of a folder: the start time of a process that cannot be determined."""
 _EXECUTOR_THREAD = b"executor-heartb"
@@ -121,14 +119,6 @@ def is_local_mode() -> bool:
     """
     driver = find_executor()
     return driver is not None and driver.runs_tasks
-
-
-def pid_namespace() -> int:
-    """The namespace of this process's ids, which are not unique in a host with containers; 0 without /proc."""
-    try:
-        return os.stat("/proc/self/ns/pid").st_ino
-    except OSError:
-        return 0
 
 
 def _command_line(pid: int) -> bytes:

@@ -27,7 +27,6 @@ from spark_group_source.agents.agent_folder import (
     ProcessId,
     find_executor,
     open_folder,
-    pid_namespace,
     start_agent,
     warn_once,
 )
@@ -37,6 +36,7 @@ from spark_group_source.agents.channel.wire import WireError
 from spark_group_source.agents.messages import CODEC, Claim, ClaimGranted, ClaimRefused, TaskEnded
 from spark_group_source.agents.prefetch.client import read_with_agent
 from spark_group_source.errors import ChannelBroken
+from spark_group_source.host.run_files import pid_namespace
 from spark_group_source.model import Piece, TaskCounts
 from spark_group_source.options.table import Options
 from spark_group_source.reader.range_reader import ReadCounts, ReadOptions, read_ranges

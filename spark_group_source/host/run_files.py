@@ -4,9 +4,10 @@ Runs in: the stream reader and the user's driver (both write), the command line 
 (:mod:`spark_group_source.protocol.statistics`), Kafka. The files are in one directory of the user, which only a run
 creates:
 
-- ``<pid>.json``: the run in that process: its :class:`~spark_group_source.protocol.statistics.Statistics`, its
-  bootstrap servers, and whether it is drained;
-- ``<pid>.drain``: a request that this run drains;
+- ``<namespace>-<pid>.json``: the run in that process: its
+  :class:`~spark_group_source.protocol.statistics.Statistics`, its bootstrap servers, and whether it is drained.
+  Containers may share the directory, and their process ids are not unique;
+- ``<namespace>-<pid>.drain``: a request that this run drains;
 - ``<load>.load``: locked by the stream of that ``load()``;
 - ``<stream>.durable``: the durable mark: the number of the newest batch that the sink has, and a digest of its offset.
   Spark reports a batch as durable only when it requests the next one, a trigger later or never;
@@ -16,9 +17,9 @@ creates:
 - ``<stream>.void``: the void mark: the numbers of the newest batch of which the sink wrote nothing, and of the reset
   that made it void. Kafka may show nothing of that reset.
 
-A run removes its files when it stops normally, except for the last two, which the stream's next run may need. The
-temporary folder is writable for every user, so another user may have created a directory or a link of that name: then
-no file in it is written, removed or trusted, and a warning is logged.
+A run removes its files when it stops normally, except for the last two, which the stream's next run may need; the next
+run of the user removes those of a killed one. The temporary folder is writable for every user, so another user may have
+created a directory or a link of that name: then no file in it is written, removed or trusted, and a warning is logged.
 """
 
 import contextlib
@@ -52,8 +53,6 @@ TABLES = ".tables"
 TABLES_MAX = 1_000
 """Of how many tables of a stream rows are counted."""
 NO_MARK = BatchKey(-1, "")
-READ_FILES_MAX = 1_000
-"""How many runs of one host :func:`read` reads."""
 DRAIN_S = 60.0
 """How long :func:`drain` waits by default: enough for a batch and its commit."""
 COMMIT_S = 30.0
@@ -65,6 +64,8 @@ _CONSEQUENCE = (
     "is committed at its next start only; a second stream of one load() is not detected. Set TMPDIR for the driver and "
     "for spark-group to a folder that this user can write to and other users cannot, or remove what is in the way"
 )
+ENDED_STATES = ("Z", "X")
+"""States in proc(5) of a process that has ended and that its parent has not waited for yet."""
 PID_DIGITS_MAX = 20
 """How much is read of the process id in a lock file."""
 
@@ -202,6 +203,7 @@ class LoadLock:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.fstat(file.fileno()).st_ino == self._path.stat().st_ino:
+                file.truncate(0)  # a killed process leaves its id
                 file.write(str(os.getpid()))
                 file.flush()
                 self._file = file
@@ -231,13 +233,14 @@ class Publisher:
         """The newest statistics, written or not."""
         self.metrics_port = 0
         """The port on which the run serves Prometheus metrics; 0: none."""
-        self._path = directory() / f"{os.getpid()}.json"
+        self._path = _run_file(os.getpid())
         self._process = {"pid": os.getpid(), "started": _started(os.getpid())}
         self._drain_request = self._path.with_suffix(DRAIN)
         self._written: tuple[Statistics, bool, int, bool] | None = None
         """What was written last."""
         self._is_closed = self._is_failing = self._is_drained = False
         self._remove()  # the files of an earlier process with the same pid
+        _remove_killed()
 
     @property
     def is_drain_requested(self) -> bool:
@@ -337,13 +340,31 @@ def read(group: str) -> list[dict[str, Any]]:
 def _published(group: str) -> list[dict[str, Any]]:
     """The same, with runs that were killed: a run that stops normally removes its file."""
     found = []
-    paths = sorted(directory().glob("*.json"))[:READ_FILES_MAX] if _is_usable() else []
-    for path in paths:
+    for path in _run_file_paths():
         with contextlib.suppress(OSError, ValueError):
             doc = json.loads(path.read_text())
             if doc.get("group") == group and int(doc["pid"]) and "started" in doc:
                 found.append(doc)
     return found
+
+
+def _run_file(pid: int) -> Path:
+    return directory() / f"{pid_namespace()}-{pid}.json"
+
+
+def _run_file_paths() -> list[Path]:
+    """The files of the runs in this container; the processes of other ones are not seen from here."""
+    return sorted(directory().glob(f"{pid_namespace()}-*.json")) if _is_usable() else []
+
+
+def _remove_killed() -> None:
+    """Remove the files of the runs of this container that were killed."""
+    for path in _run_file_paths():
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            doc = json.loads(path.read_text())
+            if not _is_alive(int(doc["pid"]), int(doc["started"])):
+                path.unlink()
+                path.with_suffix(DRAIN).unlink(missing_ok=True)
 
 
 def connection(group: str) -> command_line.Connection:
@@ -361,7 +382,7 @@ def snapshot(group: str, stream: str) -> Statistics | None:
 
 def request_drain(pid: int) -> None:
     """Request that the run in a process of this host finishes its batch and starts no other."""
-    (directory() / f"{pid}{DRAIN}").touch()
+    _run_file(pid).with_suffix(DRAIN).touch()
 
 
 def mark_durable_and_wait(offset: StreamOffset) -> None:
@@ -529,7 +550,8 @@ def _is_alive(pid: int, started: int) -> bool:
         return False
     except PermissionError:
         pass
-    return _started(pid) in (0, started)
+    stat = process_stat(pid)
+    return stat is None or (stat[0] not in ENDED_STATES and int(stat[19]) == started)
 
 
 def _started(pid: int) -> int:
@@ -544,6 +566,14 @@ def process_stat(pid: int) -> list[str] | None:
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
         return None
+
+
+def pid_namespace() -> int:
+    """The namespace of this process's ids, which are not unique in a host with containers; 0 without /proc."""
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0
 
 
 # --- the directory ---------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -52,7 +53,7 @@ def other_run(directory: Path, *, driver: int) -> Iterator[int]:
     with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
         doc = {"pid": process.pid, "started": run_files._started(process.pid), "driver": driver, "drained": False}
         doc |= {"last_batch": -1, "committed": True, **statistics().as_dict()}
-        (directory / f"{process.pid}.json").write_text(json.dumps(doc))
+        (directory / run_files._run_file(process.pid).name).write_text(json.dumps(doc))
         yield process.pid
         assert process.stdin is not None
         process.stdin.close()
@@ -176,10 +177,11 @@ def test_a_directory_of_another_user_is_neither_read_nor_written(
 ) -> None:
     run_files._warn_once.cache_clear()
     real = foreign_directory(directory, tmp_path, monkeypatch, kind)
-    (real / f"{os.getpid()}.json").write_text("not ours to remove")
+    file = real / run_files._run_file(os.getpid()).name
+    file.write_text("not ours to remove")
     (real / f"{STREAM}.durable").write_text("7 ab")
     run = run_files.Publisher("etl")
-    (real / f"{os.getpid()}.drain").touch()
+    file.with_suffix(".drain").touch()
     with other_run(real, driver=os.getppid()):
         assert not run.is_drain_requested
         assert run_files.read("etl") == []
@@ -190,8 +192,8 @@ def test_a_directory_of_another_user_is_neither_read_nor_written(
     run.close()
     run_files.mark_durable(batch(9))
     assert run_files.durable_mark(STREAM).seq == -1 and (real / f"{STREAM}.durable").read_text() == "7 ab"
-    assert (real / f"{os.getpid()}.json").read_text() == "not ours to remove"
-    assert (real / f"{os.getpid()}.drain").exists()
+    assert file.read_text() == "not ours to remove"
+    assert file.with_suffix(".drain").exists()
     logged = [record.getMessage() for record in caplog.records if str(directory) in record.getMessage()]
     assert len(logged) == 1 and "TMPDIR" in logged[0], "logged once, with the remedy"
 
@@ -263,7 +265,7 @@ def test_a_run_that_was_killed_before_it_drained_is_not_counted(
 ) -> None:
     directory.mkdir(mode=0o700)
     with other_run(directory, driver=1) as killed:
-        file = directory / f"{killed}.json"
+        file = run_files._run_file(killed)
 
         def kill(pid: int) -> None:
             file.write_text(json.dumps(json.loads(file.read_text()) | {"drained": drained}))
@@ -296,7 +298,7 @@ def test_a_run_that_stopped_during_the_drain_is_drained_if_it_had_no_batch_left(
     """A run that stops removes its file."""
     directory.mkdir(mode=0o700)
     with other_run(directory, driver=1) as stopped:
-        file = directory / f"{stopped}.json"
+        file = run_files._run_file(stopped)
         file.write_text(json.dumps(json.loads(file.read_text()) | {"state": state, "committed": committed}))
         monkeypatch.setattr(run_files, "request_drain", lambda pid: file.unlink())
         drain_ended(stopped, is_drained=is_drained)
@@ -311,7 +313,7 @@ def test_a_run_whose_last_batch_was_committed_when_it_stopped_is_drained(
     """By the mark that it leaves: batch 4. A batch in flight has the number after that of the run."""
     directory.mkdir(mode=0o700)
     with other_run(directory, driver=1) as stopped:
-        file = directory / f"{stopped}.json"
+        file = run_files._run_file(stopped)
         doc = json.loads(file.read_text()) | {"state": state, "seq": seq, "committed": False}
         file.write_text(json.dumps(doc))
 
@@ -325,6 +327,41 @@ def test_a_run_whose_last_batch_was_committed_when_it_stopped_is_drained(
         drain_ended(stopped, is_drained=is_drained)
 
 
+def test_a_run_removes_the_files_of_runs_that_were_killed(directory: Path) -> None:
+    directory.mkdir(mode=0o700)
+    with other_run(directory, driver=1) as killed:
+        left = run_files._run_file(killed)
+        run_files.request_drain(killed)
+    with other_run(directory, driver=1) as live:
+        run_files.Publisher("another group")
+        assert [doc["pid"] for doc in run_files.read("etl")] == [live]
+    assert not left.exists() and not left.with_suffix(run_files.DRAIN).exists()
+
+
+def test_a_run_that_ended_is_not_live_although_its_parent_has_not_waited_for_it(directory: Path) -> None:
+    directory.mkdir(mode=0o700)
+    with other_run(directory, driver=1) as ended:
+        os.kill(ended, signal.SIGKILL)
+        await_until(lambda: run_files.process_stat(ended)[0] == "Z", what="the end of the process")  # type: ignore[index]
+        assert run_files.read("etl") == []
+
+
+def test_runs_of_containers_that_share_the_folder_have_their_own_files(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their process ids are the same."""
+    here = run_files.Publisher("etl")
+    here.publish(statistics())
+    with monkeypatch.context() as container:
+        container.setattr(run_files, "pid_namespace", lambda: 4026530000)
+        there = run_files.Publisher("etl")
+        there.publish(statistics(seq=9))
+        run_files.request_drain(os.getpid())
+        assert there.is_drain_requested
+    assert not here.is_drain_requested
+    assert [doc["seq"] for doc in run_files.read("etl")] == [3]
+
+
 def test_a_run_that_was_killed_is_not_live_because_a_thread_has_its_number(directory: Path) -> None:
     """In a container that was restarted the numbers are small, and many threads have them."""
     run = run_files.Publisher("etl")
@@ -336,7 +373,7 @@ def test_a_run_that_was_killed_is_not_live_because_a_thread_has_its_number(direc
     try:
         assert thread.native_id is not None
         doc = json.loads(file.read_text()) | {"pid": thread.native_id, "started": 1}
-        (directory / f"{thread.native_id}.json").write_text(json.dumps(doc))
+        run_files._run_file(thread.native_id).write_text(json.dumps(doc))
         assert [doc["pid"] for doc in run_files.read("etl")] == [os.getpid()]
     finally:
         ended.set()
@@ -458,6 +495,13 @@ def test_the_lock_is_acquired_when_the_earlier_run_stops_or_is_killed(directory:
         run_files.LoadLock("a1").acquire(wait_s=0)
     load.release()
     assert list(directory.glob("*.load")) == []
+
+
+def test_the_holder_of_a_lock_is_named_although_a_killed_run_had_a_longer_id(directory: Path) -> None:
+    directory.mkdir(mode=0o700)
+    (directory / "a1.load").write_text("41940000")
+    with holder(directory) as process, pytest.raises(OptionError, match=f"process {process.pid}, "):
+        run_files.LoadLock("a1").acquire(wait_s=0)
 
 
 def test_without_locks_of_the_file_system_every_stream_runs(
