@@ -70,6 +70,10 @@ PID_DIGITS_MAX = 20
 """How much is read of the process id in a lock file."""
 
 
+_write_lock = threading.Lock()
+"""Held while a file is changed that several sinks of this process write to, on threads of their own."""
+
+
 def mark_durable(offset: StreamOffset) -> None:
     """Write the durable mark of a stream: the sink has the batch that ends at ``offset``, in all of its tables.
 
@@ -89,11 +93,14 @@ def is_later(mark: BatchKey, seq: int) -> bool:
 def mark_void(stream: str, seq: int, reset_number: int) -> None:
     """Write the void mark of a stream: the sink wrote nothing of its batch ``seq``, because of this reset.
 
-    Does nothing where no run of this user publishes, and never raises: the sink refuses the stream's next void batch.
+    Tables of one query may have been reset one after the other: the mark has the last reset of those that made the
+    batch void. Does nothing where no run of this user publishes, and never raises: the sink refuses the stream's next
+    void batch.
     """
-    with contextlib.suppress(OSError):
+    with _write_lock, contextlib.suppress(OSError):
         if stream.isalnum() and _is_usable():
-            write_atomically(directory() / f"{stream}{VOID}", f"{seq} {reset_number}")
+            last = max(reset_number, void_by(stream, seq))
+            write_atomically(directory() / f"{stream}{VOID}", f"{seq} {last}")
 
 
 def void_by(stream: str, seq: int) -> int:
@@ -107,7 +114,6 @@ def void_by(stream: str, seq: int) -> int:
 
 _table_rows: dict[str, dict[str, dict[str, int]]] = {}
 """What the sinks of this process wrote, by stream and table."""
-_table_rows_lock = threading.Lock()
 
 
 def count_rows(stream: str, table: str, rows: Mapping[str, int]) -> None:
@@ -115,7 +121,7 @@ def count_rows(stream: str, table: str, rows: Mapping[str, int]) -> None:
 
     Does nothing where no run of this user publishes, and never raises.
     """
-    with _table_rows_lock, contextlib.suppress(OSError):
+    with _write_lock, contextlib.suppress(OSError):
         tables = _table_rows.setdefault(stream, {})
         if (table not in tables and len(tables) == TABLES_MAX) or not (stream.isalnum() and _is_usable()):
             return

@@ -114,6 +114,18 @@ def test_the_void_mark_names_one_batch_and_stays_for_the_next_run(directory: Pat
     ]
 
 
+@pytest.mark.parametrize("resets", [(1, 2), (2, 1)])
+def test_the_void_mark_has_the_last_reset_of_the_tables_whose_batch_is_void(
+    directory: Path, resets: tuple[int, int]
+) -> None:
+    """They were reset one after the other: a batch with the number of an earlier one is void in the other table."""
+    directory.mkdir(mode=0o700)
+    run_files.mark_void(STREAM, 6, 3)
+    for reset_number in resets:
+        run_files.mark_void(STREAM, 7, reset_number)
+    assert run_files.void_by(STREAM, 7) == 2
+
+
 def test_rows_of_sinks_are_added_up_and_published_until_the_run_stops(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
