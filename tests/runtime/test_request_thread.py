@@ -194,6 +194,19 @@ def test_the_id_is_taken_after_no_answer_when_the_members_have_committed(scene: 
     assert len(scene.environment.called("commit_transaction")) == 1
 
 
+@pytest.mark.parametrize("code", [KafkaError._UNSUPPORTED_FEATURE, KafkaError._TIMED_OUT])
+def test_members_commit_where_brokers_issue_no_transactional_id(scene: Scene, code: int) -> None:
+    scene.environment.will("init_transactions", *[refusal(code)] * 3)
+    scene.thread.own_member_ids.append("m")
+    scene.environment.will("describe_consumer_groups", *[group_of(member_at("g.s.0", "m"))] * 2)
+    for _ in range(2):
+        scene.shows({A0: 5, A1: 6})
+    scene.run(*[scene.order(commit_command())] * 2)
+    assert scene.handled == [ev.OffsetsCommitted(offsets={A0: 5, A1: 6})] * 2
+    assert [len(member.committed) for member in scene.members.values()] == [2, 2, 0]
+    assert scene.transactions == [], "agents host no members"
+
+
 def test_the_id_is_requested_seldom_while_it_is_uncertain_and_denied(scene: Scene) -> None:
     scene.environment.will("init_transactions", TIMED_OUT, *[DENIED] * 9)
     scene.thread.own_member_ids.append("m")
