@@ -47,6 +47,7 @@ COLUMNS = {
     "error": "string",
     "table": "string",
     "table_id": "string",
+    "group_id": "string",
     "query_id": "string",
     "batch_id": "bigint",
     "written_at": "timestamp_ltz",
@@ -54,8 +55,8 @@ COLUMNS = {
 }
 """The columns of a dead-letter table, with their types. Columns of the record that the query does not read are null.
 ``topic_id`` ends with ``#`` and the earliest leader epoch of the partition's rows, if it is not 0: after a truncation
-other records have the same offsets. ``replay`` is the number of the replay that took the record into its table; null if
-none did."""
+other records have the same offsets. ``group_id`` is the group that read the record: another one writes rows of its own.
+``replay`` is the number of the replay that took the record into its table; null if none did."""
 
 _OF_RECORD = ("topic", "partition", "offset", "timestamp", "timestampType", "key", "value", "headers")
 """Those of the record, which a transform gets in a replay."""
@@ -69,6 +70,9 @@ ERROR_CHARS_MAX = 300
 
 Record = tuple[str, int, int]
 """Topic, partition and offset."""
+
+Place = tuple[str, str, str, int]
+"""Group, topic, its id and partition."""
 
 _RULE = "_violated_rule"
 _RECORD = list(table_names.RECORD_COLUMNS)
@@ -100,9 +104,8 @@ class TableLetters:
     """The rows since the share of bad ones was compared last."""
     bad: int = 0
     """The bad ones of them."""
-    ends: dict[tuple[str, str, int], int] | None = None
-    """By topic, its id and partition: no bad record in the dead-letter table has this offset or a higher one; None: not
-    read."""
+    ends: dict[Place, int] | None = None
+    """No bad record of a place in the dead-letter table has this offset or a higher one; None: not read."""
     version: int = -1
     """The version of the dead-letter table to which ``ends`` belongs."""
 
@@ -255,8 +258,8 @@ class LetterBox:
         self._known = known
         self._key = f"letters.{table.identity()}"
         """In place of a group's name, in the numbers and notes of the commits."""
-        self._ranges: dict[tuple[str, str, int], LetterRange] = {}
-        """What the batch reads, by topic, its id and partition."""
+        self._ranges: dict[Place, LetterRange] = {}
+        """What the batch reads."""
         self._kept: DataFrame | None = None
         """The rows that Spark keeps."""
         self.written = 0
@@ -287,7 +290,9 @@ class LetterBox:
         """
         _require_record_columns(rows, self.letters)
         self._ranges = {
-            (r.tp.topic, id_, r.tp.partition): LetterRange.of(r, id_, before.get(offset.group), after[offset.group])
+            (offset.group, r.tp.topic, id_, r.tp.partition): LetterRange.of(
+                r, id_, before.get(offset.group), after[offset.group]
+            )
             for offset in self.planned.offsets
             for r in offset.batch()
             for id_ in [offset.topic_ids.get(r.tp.topic, "")]
@@ -346,7 +351,7 @@ class LetterBox:
 
     def _require_planned(self, found: "Iterable[Record]") -> None:
         """Raise OptionError for a bad row of a record that the batch does not have."""
-        ranges = {(topic, partition): r for (topic, _, partition), r in self._ranges.items()}
+        ranges = {(topic, partition): r for (_, topic, _, partition), r in self._ranges.items()}
         for topic, partition, at in found:
             r = ranges.get((topic, partition))
             if r is None or not r.start <= at < r.end:
@@ -367,40 +372,42 @@ class LetterBox:
         known.version = history.version
         begun = [r.start for place, r in self._ranges.items() if r.start < known.ends.get(place, 0)]
         found = set()
-        for topic, partition, at, topic_id in self._read_records(min(begun)) if begun else ():
+        for group, topic, partition, at, topic_id in self._read_records(min(begun)) if begun else ():
             id_, epoch = _id_and_epoch(topic_id)
-            r = self._ranges.get((topic, id_, partition))
+            r = self._ranges.get((group, topic, id_, partition))
             if r is not None and r.start <= at < r.end and r.oldest_epoch <= epoch:
                 found.add((topic, partition, at))
         return sorted(found)
 
-    def _read_ends(self) -> dict[tuple[str, str, int], int]:
-        """Return where the bad records of the sink's table end, by topic, its id and partition."""
-        ends: dict[tuple[str, str, int], int] = {}
-        of_table = f"WHERE table_id = '{self.table.identity()}' GROUP BY topic, topic_id, `partition`"
-        for topic, topic_id, partition, last in self.own.select(
-            "topic, topic_id, `partition`, max(`offset`)", of_table
+    def _read_ends(self) -> dict[Place, int]:
+        """Return where the bad records of the sink's table end."""
+        ends: dict[Place, int] = {}
+        of_table = f"WHERE table_id = '{self.table.identity()}' GROUP BY group_id, topic, topic_id, `partition`"
+        for group, topic, topic_id, partition, last in self.own.select(
+            "group_id, topic, topic_id, `partition`, max(`offset`)", of_table
         ):
-            place = topic, _id_and_epoch(topic_id)[0], partition
+            place = group, topic, _id_and_epoch(topic_id)[0], partition
             ends[place] = max(ends.get(place, 0), last + 1)
         return ends
 
-    def _read_records(self, lowest: int) -> list[tuple[str, int, int, str]]:
-        """Return the bad records of the sink's table from this offset on, with the ids of their topics."""
+    def _read_records(self, lowest: int) -> list[tuple[str, str, int, int, str]]:
+        """Return the bad records of the sink's table from this offset on, with their groups and the ids of their
+        topics."""
         of_table = f"WHERE table_id = '{self.table.identity()}' AND `offset` >= {lowest}"
-        return self.own.select("topic, `partition`, `offset`, topic_id", of_table)
+        return self.own.select("group_id, topic, `partition`, `offset`, topic_id", of_table)
 
     def _letters(self, source: "DataFrame", found: "Mapping[Record, Rule]") -> "DataFrame":
         """Return the rows of the dead-letter table for the bad records."""
         from pyspark.sql import functions as F
 
-        ids = {
-            (topic, partition): f"{id_}#{r.epoch}" if r.epoch else id_
-            for (topic, id_, partition), r in self._ranges.items()
+        readers = {
+            (topic, partition): (group, f"{id_}#{r.epoch}" if r.epoch else id_)
+            for (group, topic, id_, partition), r in self._ranges.items()
         }
-        rows = [(*record, ids[record[:2]], rule.error_class, rule.text) for record, rule in found.items()]
-        names = [*_RECORD, "topic_id", "error_class", "error"]
+        rows = [(*record, *readers[record[:2]], rule.error_class, rule.text) for record, rule in found.items()]
+        names = [*_RECORD, "group_id", "topic_id", "error_class", "error"]
         ours = {
+            "group_id": F.col("group_id"),
             "topic_id": F.col("topic_id"),
             "error_class": F.col("error_class"),
             "error": F.col("error"),

@@ -88,7 +88,8 @@ def test_G4_bad_record_is_in_the_dead_letter_table_and_the_others_in_the_table(
     (first,) = [row for row in rows(bad) if row[2] == 1]
     found = dict(zip(dead_letters.COLUMNS, first, strict=True))
     assert (found["topic"], found["partition"], found["topic_id"]) == ("orders", 0, "id-1")
-    assert (found["query_id"], found["batch_id"], found["table"]) == (query.id, 0, str(table))
+    assert (found["group_id"], found["query_id"], found["batch_id"]) == ("etl", query.id, 0)
+    assert found["table"] == str(table)
     assert found["value"] == records(1, 2)[0][3].encode()
 
 
@@ -179,6 +180,20 @@ def test_G4_of_two_writers_of_one_batch_one_commits_its_bad_records(
     before_next_commit(lambda: other.run(new_sink(of=other), 0, offset(0, one(2, 5), stream="s2")))
     query.run(new_sink(), 1, offset(1, one(2, 9)))
     assert (offsets(table), offsets(bad)) == ([0, 2, 4, 6, 8], [1, 3, 5, 7])
+
+
+def test_G4_records_that_are_bad_for_one_group_are_written_for_another_one(
+    query: Query, new_query: NewQuery, new_sink: NewSink, table: Path, bad: Path
+) -> None:
+    """Both write rows of their own to one table. Each keeps to its own bad records, and a replay writes both."""
+    other = new_query("other")
+    query.run(new_sink(transform=as_text), 0, offset(0, one(0, 4)))
+    set_ledger(query.spark, str(table), "b", {TopicPartition("orders", 0): 0}, reason="--to-offsets", reset_number=1)
+    of_b = new_sink("offset <> 3", of=other, transform=as_text)
+    other.run(of_b, 0, offset(0, one(0, 4), group="b", stream="s2", reset_number=1))
+    assert (offsets(table), offsets(bad)) == ([0, 0, 1, 2, 2], [1, 3, 3])
+    assert new_sink("true", transform=as_text).replay(query.spark) == 3
+    assert offsets(table) == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
 def test_several_tables_share_a_dead_letter_table(query: Query, new_sink: NewSink, tmp_path: Path, bad: Path) -> None:
