@@ -595,9 +595,10 @@ def _require_record_columns(rows: "DataFrame", letters: DeadLetters) -> None:
         )
 
 
-def _removed_numbers(history: TableHistory, key: str) -> set[int]:
-    """Return the numbers of the replays whose rows a ``RESTORE`` removed. Of replays before another commit that set the
-    content of the table, and of those that left the log, none is returned: whether their rows are there is unknown."""
+def _numbers_without_rows(history: TableHistory, key: str) -> set[int]:
+    """Return the numbers of the replays that were ended without rows, or whose rows a ``RESTORE`` removed. Of replays
+    before another commit that set the content of the table, and of those that left the log, none is returned: whether
+    their rows are there is unknown."""
     removed: set[int] = set()
     below: int | None = None
     """Commits above this version are undone."""
@@ -605,7 +606,7 @@ def _removed_numbers(history: TableHistory, key: str) -> set[int]:
         is_undone = below is not None and commit.version > below
         is_restore = commit.operation == "RESTORE"
         entry = commit.ledger_entry(key)
-        if entry is not None and is_undone:
+        if entry is not None and (is_undone or "reason" in entry):
             removed.add(int(entry["ledger"]["number"]))
         if not is_undone and is_restore:
             below = history.source.restored_to(commit)
@@ -621,9 +622,10 @@ class LetterReplay:
     """Writes the records of a dead-letter table that are good now into their table, each once.
 
     A replay has a number. It first gives this number to the records in the dead-letter table, and then commits their
-    rows under the same number. The next replay finishes one that was interrupted in between, so of a number's records
-    either all are in the table or none. Records of one topic id have a replay of their own: offsets of a recreated
-    topic start again.
+    rows under the same number, so of a number's records either all are in the table or none. If it is interrupted in
+    between, or its write fails, the next replay ends that number by a commit without rows, which excludes a late one
+    with the rows, and its records are replayed anew. Records of one topic id have a replay of their own: offsets of a
+    recreated topic start again.
 
     Args:
         letters: the dead-letter table and the rules.
@@ -651,8 +653,8 @@ class LetterReplay:
         """Write the records that are good, and return how many they were.
 
         Raises:
-            OptionError: the rows lack a column, the session has no Delta Lake, or a replay was interrupted and its
-                records are not good any more.
+            OptionError: the rows lack a column, or the session has no Delta Lake.
+            Exception: Delta's own, of a write that the table refuses. Nothing of this number was written.
         """
         from pyspark.sql import functions as F
 
@@ -660,13 +662,17 @@ class LetterReplay:
         if not table_writer.has_delta(spark):
             raise OptionError("a replay of dead letters needs Delta Lake in the Spark session: it updates their table")
         all_letters = table_names.read(spark, self.own.table).where(F.col("table_id") == self.table.identity())
-        last = all_letters.agg(F.max("replay")).collect()[0][0] or 0
+        numbers = {row[0] for row in all_letters.select("replay").distinct().collect()} - {None}
         history = self.table.history()
         done = _last_commit(self.table, history, self._key)
-        self._release(_removed_numbers(history, self._key))
-        written = self._write(all_letters, last, done) if last > done.number else 0
+        if (last := max(numbers, default=0)) > done.number:
+            # A cluster may still finish the write of a driver that was killed: of the two commits one is made.
+            self._commit_number(last, done, None, reason="a replay that ended without rows")
+            history, done = self.table.history(), replace(done, number=last)
+        self._release(numbers & _numbers_without_rows(history, self._key))
+        written = 0
         left = all_letters.where(F.col("replay").isNull())
-        number = max(last, done.number) + 1
+        number = done.number + 1
         for (topic_id,) in left.select("topic_id").distinct().orderBy("topic_id").collect():
             while self._claim(left.where(F.col("topic_id") == topic_id), topic_id, number):
                 written += self._write(all_letters, number, done)
@@ -694,7 +700,7 @@ class LetterReplay:
             attempt,
             what=f"a replay's update of table {self.letters.table}",
             remedy="Stop the queries that write bad records to it, or wait until they are idle, and run the replay "
-            "again: it first finishes what it began",
+            "again",
         )
 
     def _claim(self, letters: "DataFrame", topic_id: str, number: int) -> bool:
@@ -741,23 +747,32 @@ class LetterReplay:
                 examples = "{}-{} offset {}, the transform returns no row for it".format(*gone[0])
             if examples:
                 raise OptionError(
-                    f"replay {number} of table {self.letters.table} was interrupted before its records were written, "
-                    f"and they are not good any more: {examples}. Run it with the transform and the rules that it "
-                    "began with"
+                    f"records of table {self.letters.table} were good, and are not when they are read again: "
+                    f"{examples}. They were not written. The transform and the rules must give the same result for a "
+                    "record each time: leave out functions such as rand() and current_timestamp(), and run the replay "
+                    "again"
                 )
-            rows = self.letters.table_rows(flagged.drop(_RULE))
-
-            def attempt() -> None:
-                history = self.table.history()
-                try:
-                    before = history.ledger(self._key) or done
-                except LedgerExpired:  # there is no commit of this run yet
-                    before = done
-                if before.number < number:
-                    self.table.commit_ledger(history, replace(before, number=number - 1), rows)
-
-            table_writer.retry_races(attempt, what=f"replay {number} to table {self.table.table}")
+            self._commit_number(number, done, self.letters.table_rows(flagged.drop(_RULE)))
         return letters.count()
+
+    def _commit_number(self, number: int, done: Ledger, rows: "DataFrame | None", reason: str | None = None) -> None:
+        """Commit a number, unless it is there.
+
+        Args:
+            done: the last number that was there before this run.
+            rows, reason: as in :meth:`TableWriter.commit_ledger`.
+        """
+
+        def attempt() -> None:
+            history = self.table.history()
+            try:
+                before = history.ledger(self._key) or done
+            except LedgerExpired:  # there is no commit of this run yet
+                before = done
+            if before.number < number:
+                self.table.commit_ledger(history, replace(before, number=number - 1), rows, reason=reason)
+
+        table_writer.retry_races(attempt, what=f"replay {number} to table {self.table.table}")
 
     @contextmanager
     def _flagged(self, letters: "DataFrame") -> "Iterator[tuple[DataFrame, list[Rule]]]":

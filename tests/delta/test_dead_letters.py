@@ -26,6 +26,7 @@ from spark_group_source.delta.ledger_format import Ledger
 from spark_group_source.delta.ledger_store import set_ledger
 from spark_group_source.delta.sink import BatchCommit, DeltaSink
 from spark_group_source.delta.table_history import CommitRace, LedgerExpired, TableHistory
+from spark_group_source.delta.table_writer import TableWriter
 from spark_group_source.delta.verification import verify
 from spark_group_source.errors import OptionError
 from spark_group_source.model import TopicPartition
@@ -430,22 +431,79 @@ def test_G4_replay_writes_each_record_that_is_good_now_once(
     assert verify(query.spark, str(table)).findings == []
 
 
-def test_G4_interrupted_replay_is_finished_by_the_next_one(
+def test_G4_records_of_an_interrupted_replay_are_replayed_anew(
+    query: Query, new_sink: NewSink, table: Path, bad: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By whatever rules they have then; also if the one that ends the interrupted one is interrupted."""
+    query.run(new_sink(), 0, offset(0, one(0, 6)))
+    replay = new_sink("offset < 4", transform=as_text).open_replay(query.spark)
+    for step in ("_write", "_release"):
+        with monkeypatch.context() as patch:
+            patch.setattr(dead_letters.LetterReplay, step, interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                new_sink("offset < 4", transform=as_text).replay(query.spark)
+        assert (offsets(table), replays(bad)) == ([0, 2, 4], {1: 1, 3: 1, 5: None})
+    late = as_text(query.rows(offset(0, {("orders", 0): (1, 2)})))
+    replay._commit_number(1, Ledger(group=replay._key), late)
+    assert offsets(table) == [0, 2, 4], "a cluster finished the write of the driver that was killed"
+    assert new_sink("offset < 2", transform=as_text).replay(query.spark) == 1
+    assert (offsets(table), replays(bad)) == ([0, 1, 2, 4], {1: 2, 3: None, 5: None})
+    assert new_sink("true", transform=as_text).replay(query.spark) == 2
+    assert (offsets(table), replays(bad)) == ([0, 1, 2, 3, 4, 5], {1: 2, 3: 3, 5: 3})
+
+
+def test_G4_replay_that_was_killed_after_its_commit_is_not_repeated(
     query: Query, new_sink: NewSink, table: Path, bad: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     query.run(new_sink(), 0, offset(0, one(0, 6)))
+    commit = TableWriter.commit_ledger
+
+    def killed(self: TableWriter, *args: Any, **more: Any) -> None:
+        commit(self, *args, **more)
+        raise KeyboardInterrupt
+
     with monkeypatch.context() as patch:
-        patch.setattr(dead_letters.LetterReplay, "_write", interrupted)
+        patch.setattr(TableWriter, "commit_ledger", killed)
         with pytest.raises(KeyboardInterrupt):
             new_sink("offset < 4", transform=as_text).replay(query.spark)
-    assert (offsets(table), replays(bad)) == ([0, 2, 4], {1: 1, 3: 1, 5: None})
-    with pytest.raises(OptionError, match=r"replay 1 of .* not good any more: orders-0 offset 3, valid: offset < 2"):
-        new_sink("offset < 2", transform=as_text).replay(query.spark)
-    with pytest.raises(OptionError, match=r"any more: orders-0 offset 3, the transform returns no row for it\. Run"):
-        new_sink("true", transform=lambda df: as_text(df).where("offset < 3")).replay(query.spark)
-    assert (offsets(table), replays(bad)) == ([0, 2, 4], {1: 1, 3: 1, 5: None}), "else it would never be written"
-    assert new_sink("true", transform=as_text).replay(query.spark) == 3
+    assert new_sink("true", transform=as_text).replay(query.spark) == 1
     assert (offsets(table), replays(bad)) == ([0, 1, 2, 3, 4, 5], {1: 1, 3: 1, 5: 2})
+
+
+def test_G4_replay_whose_rows_the_table_refuses_can_be_repeated_with_another_rule(
+    query: Query, new_sink: NewSink, tmp_path: Path, bad: Path
+) -> None:
+    strict = tmp_path / "strict"
+    query.spark.sql(
+        f"CREATE TABLE delta.`{strict}` (topic string, partition int, offset long, value varchar(5)) USING delta"
+    )
+
+    def change(df: "DataFrame") -> "DataFrame":
+        value = F.when(F.col("offset") == 3, "too long").otherwise("ok")
+        return df.select("topic", "partition", "offset", value.alias("value"))
+
+    query.run(new_sink(transform=change, to=strict), 0, offset(0, one(0, 6)))
+    with pytest.raises(Exception, match="EXCEED_CHAR_VARCHAR_LIMIT"):
+        new_sink("true", transform=change, to=strict).replay(query.spark)
+    assert new_sink("length(value) <= 5", transform=change, to=strict).replay(query.spark) == 2
+    assert (offsets(strict), replays(bad)) == ([0, 1, 2, 4, 5], {1: 2, 3: None, 5: 2})
+
+
+def test_replay_whose_transform_changes_its_result_is_refused(
+    query: Query, new_sink: NewSink, table: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    query.run(new_sink(), 0, offset(0, one(0, 4)))
+    claim = dead_letters.LetterReplay._claim
+
+    def changed(self: dead_letters.LetterReplay, *args: Any) -> bool:
+        is_claimed = claim(self, *args)
+        self.transform = lambda df: as_text(df).where("offset < 2")
+        return is_claimed
+
+    monkeypatch.setattr(dead_letters.LetterReplay, "_claim", changed)
+    with pytest.raises(OptionError, match=r"again: orders-0 offset 3, the transform returns no row for it\. They were"):
+        new_sink("true", transform=as_text).replay(query.spark)
+    assert offsets(table) == [0, 2]
 
 
 def test_G4_replay_writes_again_what_a_restore_removed(query: Query, new_sink: NewSink, table: Path, bad: Path) -> None:

@@ -1,12 +1,12 @@
-"""Which replays of dead letters a ``RESTORE`` undid, by the commits of a table. Deliberately absent: the replay itself
-(``tests/delta/test_dead_letters.py``)."""
+"""Which replays of dead letters have no rows, as they were interrupted or a ``RESTORE`` undid them, by the commits of a
+table. Deliberately absent: the replay itself (``tests/delta/test_dead_letters.py``)."""
 
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
-from spark_group_source.delta.dead_letters import _removed_numbers
+from spark_group_source.delta.dead_letters import _numbers_without_rows
 from spark_group_source.delta.ledger_format import Ledger
 from spark_group_source.delta.table_history import Commit, TableHistory, note_of
 
@@ -14,7 +14,8 @@ KEY = "replay.bad"
 
 
 class Scripted:
-    """The commits of a table, by version: the number of a replay, the version of a RESTORE, or an operation."""
+    """The commits of a table, by version: the number of a replay (negative: it ended without rows), the version of a
+    RESTORE, or an operation."""
 
     table = "/lake/t"
 
@@ -26,8 +27,8 @@ class Scripted:
             what = self._commits.get(version, "WRITE")
             info: dict[str, Any] = {"operation": what, "readVersion": version - 1}
             if isinstance(what, int):
-                doc = Ledger(group=KEY, number=what).to_json_dict()
-                info |= {"operation": "WRITE", "userMetadata": note_of({KEY: doc}, read=version - 1)}
+                doc, reason = Ledger(group=KEY, number=abs(what)).to_json_dict(), "ended" if what < 0 else None
+                info |= {"operation": "WRITE", "userMetadata": note_of({KEY: doc}, read=version - 1, reason=reason)}
             elif isinstance(what, tuple):
                 info |= {"operation": "RESTORE", "operationParameters": {"version": what[1]}}
             yield Commit.of(version, info, removes_rows=not isinstance(what, int) and what != "WRITE")
@@ -54,10 +55,12 @@ def restore(version: int) -> tuple[str, int]:
         ({5: 1, 7: "CREATE OR REPLACE TABLE", 9: 2, 10: restore(8)}, 0, {2}),
         ({5: 1, 8: restore(-1)}, 0, set()),  # by time, to a version that is not known
         ({5: 1, 6: 2}, 0, set()),
+        ({5: 1, 6: -2, 7: 3}, 0, {2}),
+        ({5: -1, 6: 2, 8: restore(5)}, 0, {1, 2}),
     ],
 )
-def test_the_replays_that_a_restore_undid_are_known_by_the_commits(
+def test_the_replays_without_rows_are_known_by_the_commits(
     commits: Mapping[int, Any], first: int, removed: set[int]
 ) -> None:
     history = TableHistory(Scripted(commits, first), max(commits) + 1)  # type: ignore[arg-type]  # only what is used
-    assert _removed_numbers(history, KEY) == removed
+    assert _numbers_without_rows(history, KEY) == removed
