@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from spark_group_source.delta import constant_rows, kept, persisted, table_names, table_writer
 from spark_group_source.delta.checkpoint import PlannedBatch
 from spark_group_source.delta.ledger_format import Ledger
+from spark_group_source.delta.merge import LateMerge
 from spark_group_source.delta.table_history import LedgerExpired, OpenedLogs, TableHistory
 from spark_group_source.delta.table_writer import TableWriter
 from spark_group_source.errors import BadRecords, OptionError
@@ -642,6 +643,8 @@ class LetterReplay:
         transform: "Callable[[DataFrame], DataFrame]",
     ) -> None:
         self.letters, self.table, self.own, self.transform = letters, table, own, transform
+        if table.merge is not None:
+            table.merge = LateMerge(**vars(table.merge))
         self._key = f"replay.{own.identity()}"
         """In place of a group's name, in the numbers and notes of the commits."""
         self.left = 0

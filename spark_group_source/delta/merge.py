@@ -16,7 +16,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from spark_group_source.delta import persisted, session_setting, table_names
 from spark_group_source.errors import OptionError
@@ -71,6 +71,8 @@ class Merge:
     deleted: str | None = None
     retention_days: float = RETENTION_DAYS
     without: Sequence[str] = ()
+    is_late: ClassVar[bool] = False
+    """Whether a change loses against a row or a deletion with the same sequence."""
 
     def __post_init__(self) -> None:
         if isinstance(self.keys, str) or not self.keys:
@@ -118,6 +120,13 @@ class Merge:
             F.max_by(_CHANGE, _ORDER).alias(_CHANGE), unordered.alias(_UNORDERED)
         )
         return newest.select(f"{_CHANGE}.*", _UNORDERED)
+
+
+class LateMerge(Merge):
+    """A merge of changes that may be older than the table's rows although their sequence is the same, as bad records
+    are that are replayed: such a change loses, also against a deletion."""
+
+    is_late = True
 
 
 class MergeWriter:
@@ -228,7 +237,8 @@ class MergeWriter:
         if_newer = ""
         if self._merge.sequence_by:
             sequence = table_names.quoted(self._merge.sequence_by)
-            if_newer = f" AND (t.{sequence} IS NULL OR s.{sequence} >= t.{sequence})"
+            wins = ">" if self._merge.is_late else ">="
+            if_newer = f" AND (t.{sequence} IS NULL OR s.{sequence} {wins} t.{sequence})"
         return [
             f"WHEN MATCHED AND s.{_IS_DELETED}{if_newer} THEN DELETE",
             f"WHEN MATCHED AND NOT s.{_IS_DELETED}{if_newer} THEN UPDATE SET {update}",
@@ -248,7 +258,7 @@ class MergeWriter:
     # --- deleted keys ----------------------------------------------------------------------------------------------
 
     def _without_late(self, changes: "DataFrame", deletions: int, table_id: str) -> "DataFrame":
-        """Keep the sequences of deletions, and return the changes that are not older than the deletion of their key.
+        """Keep the sequences of deletions, and return the changes that do not lose against the deletion of their key.
 
         The sequences are kept before the rows are deleted. If the batch runs again, they are the same ones.
         """
@@ -279,7 +289,9 @@ class MergeWriter:
             self._run(now, table, clauses, f"t.{_TABLE_ID} = '{table_id}'")
             self._clean(table, table_id)
         same = [f"c.{key} = d.{key}" for key in map(table_names.quoted, merge.keys)]
-        is_late = F.expr(" AND ".join([*same, f"c.{sequence} < d.{sequence}"]))
+        # A deletion does not lose against itself.
+        ties = f" OR (c.{sequence} = d.{sequence} AND NOT c.{_IS_DELETED})" if merge.is_late else ""
+        is_late = F.expr(" AND ".join([*same, f"(c.{sequence} < d.{sequence}{ties})"]))
         deletions_kept = table_names.read(self._spark, name).where(F.col(_TABLE_ID) == table_id)
         return changes.alias("c").join(deletions_kept.alias("d"), is_late, "left_anti")
 

@@ -390,6 +390,24 @@ def test_a_null_sequence_is_refused_or_a_bad_record(query: Query, table: Path, t
     assert [row[2] for row in rows(tmp_path / "bad")] == [1]
 
 
+def test_a_replayed_change_loses_against_a_row_and_a_deletion_of_the_same_sequence(
+    query: Query, spark: "SparkSession", table: Path, tmp_path: Path
+) -> None:
+    """They came after it. A replayed deletion removes an older row."""
+    changes = [Change(A, "u", "bad", 10), Change(A, "u", "a2", 10), Change(B, "u", "bad", 10), Change(B, "d", "", 10)]
+    changes += [Change(C, "i", "c1", 9), Change(C, "d", "bad", 10)]
+    merge = replace(PLAIN, sequence_by="lsn", deleted=str(tmp_path / "deleted"))
+
+    def sink(rule: str) -> DeltaSink:
+        letters = DeadLetters(tmp_path / "bad", valid=rule, max_fraction=1)
+        return query.sink(table, transform=changes_of(changes), merge=merge, dead_letters=letters)
+
+    query.run(sink("offset NOT IN (0, 2, 5)"), 0, batch(0, 0, 6))
+    assert rows(table) == [(A, "a2", 10), (C, "c1", 9)]
+    assert sink("true").replay(spark) == 3
+    assert rows(table) == [(A, "a2", 10)]
+
+
 def test_a_deletion_is_asked_only_what_its_key_answers(query: Query, table: Path, tmp_path: Path) -> None:
     """It may have no other values; the table does not get them."""
     changes = [Change(A, "i", "a1", 1), Change(B, "i", "b1", 2), Change(A, "d", "", 3), Change(None, "d", "", 4)]
