@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from spark_group_source.delta import constant_rows, kept, persisted, table_names, table_writer
+from spark_group_source.delta.casts import casts_of
 from spark_group_source.delta.checkpoint import PlannedBatch
 from spark_group_source.delta.ledger_format import Ledger
 from spark_group_source.delta.merge import LateMerge
@@ -79,7 +80,6 @@ _RULE = "_violated_rule"
 _RECORD = list(table_names.RECORD_COLUMNS)
 _CHECK = "delta.constraints."
 _TRANSFORM = "TRANSFORM"
-_EXACT = frozenset({"tinyint", "smallint", "int", "bigint", "decimal"})
 
 
 class Rule(NamedTuple):
@@ -450,7 +450,8 @@ def flag(letters: DeadLetters, table: TableWriter, rows: "DataFrame") -> "tuple[
     null in a good row; and the rules."""
     from pyspark.sql import functions as F
 
-    casts = {} if table.merge_schema else _casts(table, letters.table_rows(rows))
+    keys = () if table.merge is None else table.merge.keys
+    casts = {} if table.merge_schema else casts_of(table.schema(), letters.table_rows(rows), keys=keys)
     error = letters.error
     rules = [] if error is None else [Rule(_TRANSFORM, error, f"{table_names.quoted(error)} IS NULL")]
     for name, cast in casts.items():
@@ -516,37 +517,6 @@ def bad_records(flagged: "DataFrame", rules: Sequence[Rule], bad: int, table: st
 def examples_of(found: "Mapping[Record, Rule]") -> str:
     """Return the first bad records in words."""
     return "; ".join(f"{t}-{p} offset {at}, {found[t, p, at].text}" for t, p, at in sorted(found)[:EXAMPLES_MAX])
-
-
-class _Cast(NamedTuple):
-    column: str
-    """The table's name of the column."""
-    text: str
-    """The value with the table's type, in SQL; null if it has none."""
-    is_same: str
-    """Whether the value has that type and is not another number then."""
-
-
-def _casts(table: TableWriter, rows: "DataFrame") -> dict[str, _Cast]:
-    """Return the columns of the rows whose types differ from the table's. Nested types are Delta's to refuse.
-
-    Numbers are compared with whole and decimal ones: 1.9 is no INT. A DOUBLE is rounded to a FLOAT, as it is by Delta.
-    """
-    # Delta compares names without their case.
-    types = {field.name.lower(): (field.name, field.dataType.simpleString()) for field in rows.schema.fields}
-    casts = {}
-    for field in table.schema().fields:
-        kind = field.dataType.simpleString()
-        name, former = types.get(field.name.lower(), (field.name, kind))
-        if kind != former and "<" not in kind + former:
-            value = table_names.quoted(name)
-            text = f"try_cast({value} AS {table_names.sql_type(field.dataType)})"
-            of_kind, of_value = (each.partition("(")[0] for each in (kind, former))
-            is_exact = of_kind in _EXACT and of_value in _EXACT | {"float", "double"}
-            # Cast back, as Spark compares a FLOAT and a DECIMAL as doubles, and 1.1 is another one in each.
-            is_same = f"try_cast({text} AS {former}) = {value}" if is_exact else f"{text} IS NOT NULL"
-            casts[name] = _Cast(field.name, text, is_same)
-    return casts
 
 
 def _constraints(table: TableWriter, rows: "DataFrame") -> list[Rule]:

@@ -14,16 +14,17 @@ import contextlib
 import threading
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from spark_group_source.delta import persisted, session_setting, table_names
+from spark_group_source.delta.casts import casts_of
 from spark_group_source.errors import OptionError
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
-    from pyspark.sql.types import DataType
+    from pyspark.sql.types import DataType, StructType
 
 RETENTION_DAYS = 7
 """How long the sequence of a deleted key is kept by default."""
@@ -32,7 +33,8 @@ CLEAN_EVERY_S = 3600.0
 BOUND_CHARS_MAX = 200
 """Keys with longer text do not bound the files that a merge reads."""
 
-_IS_DELETED, _ORDER, _CHANGE, _UNORDERED = "__is_deleted", "__order", "__change", "__unordered"
+_IS_DELETED, _ORDER, _CHANGE = "__is_deleted", "__order", "__change"
+_COUNT, _UNORDERED = "__count", "__unordered"
 _TABLE_ID = "_table_id"
 """The column of a table of deleted keys that has the id of the table of the rows."""
 _PREFIX = "spark.databricks.delta."
@@ -50,7 +52,8 @@ class Merge:
     transform must return ``offset``.
 
     Args:
-        keys: the columns that identify a row. They must not be null.
+        keys: the columns that identify a row. They must not be null, and their values must be the same in the table's
+            type, whatever their type in the batch.
         delete_when: the SQL expression that is true for a change that deletes the key's row.
         sequence_by: the column of the table by which changes are ordered, such as the position in a database's log. It
             must not be null. Changes that come late lose, also against a deletion. They are ordered as values of the
@@ -101,8 +104,8 @@ class Merge:
         return rows.drop(*self.without)
 
     def latest(self, rows: "DataFrame") -> "DataFrame":
-        """Return the latest change of each key, with the columns of the transform, ``_IS_DELETED``, and
-        in ``_UNORDERED`` the number of the key's changes without a sequence."""
+        """Return the latest change of each key, with the columns of the transform, ``_IS_DELETED``, and in ``_COUNT``
+        and ``_UNORDERED`` the number of the key's changes and of those without a sequence."""
         from pyspark.sql import functions as F
 
         last = F.col("offset") if "offset" in rows.columns else F.lit(0)
@@ -117,9 +120,9 @@ class Merge:
         )
         unordered = F.count_if(F.col(f"{_ORDER}.sequence").isNull())
         newest = changes.groupBy(*map(table_names.quoted, self.keys)).agg(
-            F.max_by(_CHANGE, _ORDER).alias(_CHANGE), unordered.alias(_UNORDERED)
+            F.max_by(_CHANGE, _ORDER).alias(_CHANGE), F.count("*").alias(_COUNT), unordered.alias(_UNORDERED)
         )
-        return newest.select(f"{_CHANGE}.*", _UNORDERED)
+        return newest.select(f"{_CHANGE}.*", _COUNT, _UNORDERED)
 
 
 class LateMerge(Merge):
@@ -146,9 +149,10 @@ class MergeWriter:
             OptionError: a column is missing, or a key or a sequence is null.
             Exception: Delta's own, also for a concurrent commit.
         """
-        with persisted(self._merge.latest(self._with_sequence(rows))) as latest:
-            bounds, deletions = self._inspect(latest)
-            changes = latest.drop(_UNORDERED)
+        schema = table_names.read(self._spark, self._table).schema
+        with persisted(self._merge.latest(self._typed(rows, schema))) as latest:
+            bounds, deletions = self._inspect(latest, schema)
+            changes = latest.drop(_COUNT, _UNORDERED)
             with session_lock, contextlib.ExitStack() as stack:
                 if self._adds_columns:
                     self._add_columns(changes)
@@ -158,25 +162,19 @@ class MergeWriter:
                     stack.enter_context(session_setting(self._spark, _PREFIX + name, str(value), must=True))
                 self._run(known, table_names.sql_name(self._table), self._clauses(changes), bounds)
 
-    def _with_sequence(self, rows: "DataFrame") -> "DataFrame":
-        """Return the rows with the sequence as the table has it, because numbers that are text have another order."""
+    def _typed(self, rows: "DataFrame", schema: "StructType") -> "DataFrame":
+        """Return the rows with keys and sequence as the table has them: text has another order than numbers, and of two
+        values that become one key, one would be lost. What does not fit becomes null and is refused."""
         from pyspark.sql import functions as F
 
-        if (name := self._merge.sequence_by) is None or name not in rows.columns:
-            return rows
-        of_table = self._types().get(name.lower())
-        if of_table in (None, rows.schema[name].dataType):
-            return rows
-        # What does not fit becomes null and is refused, whether the session has ANSI casts or not.
-        cast = f"try_cast({table_names.quoted(name)} AS {table_names.sql_type(of_table)})"
-        return rows.withColumn(name, F.expr(cast))
+        merge = self._merge
+        names = {*merge.keys, merge.sequence_by}
+        casts = casts_of(
+            schema, rows.select(*(table_names.quoted(n) for n in rows.columns if n in names)), keys=merge.keys
+        )
+        return rows.withColumns({n: F.expr(f"CASE WHEN {c.is_same} THEN {c.text} END") for n, c in casts.items()})
 
-    def _types(self) -> "dict[str, DataType]":
-        """Return the types of the table's columns, by their names in lower case."""
-        schema = table_names.read(self._spark, self._table).schema
-        return {field.name.lower(): field.dataType for field in schema.fields}
-
-    def _inspect(self, changes: "DataFrame") -> tuple[str, int]:
+    def _inspect(self, changes: "DataFrame", schema: "StructType") -> tuple[str, int]:
         """Return the condition that bounds the keys of a batch, so that Delta skips files, and how many changes delete.
 
         Raises:
@@ -185,7 +183,7 @@ class MergeWriter:
         from pyspark.sql import functions as F
         from pyspark.sql.types import ByteType, DateType, IntegerType, LongType, ShortType, StringType
 
-        of_table = self._types()
+        of_table = {field.name.lower(): field.dataType for field in schema.fields}
         of_batch = {f.name.lower(): f.dataType for f in changes.schema.fields}
         asked = []
         for name in self._merge.keys:
@@ -194,29 +192,28 @@ class MergeWriter:
             cast = "string" if isinstance(kind, DateType) else kind
             has_bounds = isinstance(kind, ByteType | ShortType | IntegerType | LongType | DateType | StringType)
             bounds = [F.min(column).cast(cast), F.max(column).cast(cast)] if has_bounds else [F.lit(None), F.lit(None)]
-            asked += [F.count_if(column.isNull()), *bounds]
+            asked += [F.sum(F.when(column.isNull(), F.col(_COUNT))), *bounds]
         found = changes.agg(F.count_if(F.col(_IS_DELETED)), F.sum(_UNORDERED), *asked).collect()[0]
         if found[1]:
-            sequence = str(self._merge.sequence_by)
-            of = of_table.get(sequence.lower())
-            in_table = "" if of is None else f" and has type {of.simpleString()} in the table"
-            raise self._lacks(found[1], sequence, f"which orders changes{in_table}")
+            raise self._lacks(found[1], str(self._merge.sequence_by), "which orders changes", of_table)
         conditions = []
         for n, key in enumerate(self._merge.keys):
             nulls, least, most = found[2 + 3 * n : 5 + 3 * n]
             if nulls:
-                raise self._lacks(nulls, key, "which is a key")
+                raise self._lacks(nulls, key, "which is a key", of_table)
             if of_batch[key.lower()] != of_table.get(key.lower()):
-                continue  # text '9' is above '10', and the table's number is not
+                continue  # a new column, or a nested one
             is_date = isinstance(of_batch[key.lower()], DateType)
             if (low := _literal(least, is_date=is_date)) and (high := _literal(most, is_date=is_date)):
                 conditions.append(f"t.{table_names.quoted(key)} BETWEEN {low} AND {high}")
         return " AND ".join(conditions), int(found[0])
 
-    def _lacks(self, count: int, column: str, what: str) -> OptionError:
+    def _lacks(self, count: int, column: str, what: str, of_table: "Mapping[str, DataType]") -> OptionError:
+        of = of_table.get(column.lower())
+        in_table = "" if of is None else f" and has type {of.simpleString()} in the table"
         return OptionError(
-            f"{count} changes for table {self._table} have no {column}, {what}. Nothing was written. Leave them out in "
-            "the transform, or make them bad records: "
+            f"{count} changes for table {self._table} have no {column}, {what}{in_table}. Nothing was written. Leave "
+            "them out in the transform, or make them bad records: "
             f"dead_letters=DeadLetters('/lake/bad', valid='{column} IS NOT NULL')"
         )
 

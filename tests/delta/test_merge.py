@@ -322,6 +322,38 @@ def test_changes_whose_sequence_is_text_are_ordered_as_the_tables_numbers(
         assert rows(table) == by_lsn(changes[:end])
 
 
+def test_keys_that_are_one_value_in_the_table_are_one_key(query: Query, spark: "SparkSession", table: Path) -> None:
+    changes = [Change(A, "i", f"a{n}", n) for n in range(4)]
+    spark.sql(f"CREATE TABLE delta.`{table}` (id int, name string, lsn long) USING delta")
+
+    def as_text(df: "DataFrame") -> "DataFrame":
+        return changes_of(changes)(df).withColumn("id", F.expr("IF(offset % 2 = 0, '1', '01')"))
+
+    sink = query.sink(table, transform=as_text, merge=PLAIN)
+    for number in range(2):
+        query.run(sink, number, batch(number, 2 * number, 2 * number + 2))
+        assert rows(table) == [(A, f"a{2 * number + 1}", 2 * number + 1)]
+
+
+@pytest.mark.parametrize(("kind", "value"), [("date", "TIMESTAMP'2026-11-30 10:00:00'"), ("int", "1.5D")])
+def test_a_key_that_the_tables_type_would_change_is_refused_or_a_bad_record(
+    query: Query, spark: "SparkSession", table: Path, tmp_path: Path, kind: str, value: str
+) -> None:
+    """Two such keys may be one in the table."""
+    spark.sql(f"CREATE TABLE delta.`{table}` (topic string, partition int, offset long, id {kind}) USING delta")
+
+    def parse(df: "DataFrame") -> "DataFrame":
+        same = "TIMESTAMP'2026-11-30 00:00:00'" if kind == "date" else "2.0D"
+        return df.selectExpr("topic", "partition", "offset", f"IF(offset < 2, {value}, {same}) AS id")
+
+    with pytest.raises(OptionError, match=f"2 changes .* have no id, which is a key and has type {kind} in the table"):
+        query.run(query.sink(table, transform=parse, merge=Merge(["id"])), 0, batch(0, 0, 3))
+    letters = DeadLetters(tmp_path / "bad", max_fraction=1)
+    query.run(query.sink(table, transform=parse, merge=Merge(["id"]), dead_letters=letters), 0, batch(0, 0, 3))
+    assert [row[2] for row in rows(table)] == [2]
+    assert [row[2] for row in rows(tmp_path / "bad")] == [0, 1]
+
+
 @pytest.mark.parametrize(
     "key",
     [
@@ -363,15 +395,15 @@ def test_tables_share_a_table_of_deleted_keys(query: Query, tmp_path: Path) -> N
 
 
 def test_a_null_key_is_refused_or_a_bad_record(query: Query, table: Path, tmp_path: Path) -> None:
-    changes = [Change(None, "i", "x", 1), *HISTORY]
+    changes = [Change(None, "i", "x", 1), Change(None, "i", "y", 1), *HISTORY]
     sink = query.sink(table, transform=changes_of(changes), merge=PLAIN)
-    with pytest.raises(OptionError, match=r"1 changes for table .* have no id, which is a key"):
-        query.run(sink, 0, batch(0, 0, 9))
+    with pytest.raises(OptionError, match=r"2 changes for table .* have no id, which is a key"):
+        query.run(sink, 0, batch(0, 0, 10))
     letters = DeadLetters(tmp_path / "bad", valid="id IS NOT NULL", max_fraction=1)
     sink = query.sink(table, transform=changes_of(changes), merge=PLAIN, dead_letters=letters)
-    query.run(sink, 0, batch(0, 0, 9))
+    query.run(sink, 0, batch(0, 0, 10))
     assert rows(table) == by_offset(HISTORY)
-    assert [row[2] for row in rows(tmp_path / "bad")] == [0]
+    assert [row[2] for row in rows(tmp_path / "bad")] == [0, 1]
     with pytest.raises(OptionError, match="a replay would write old changes over newer ones"):
         sink.replay(query.spark)
 
