@@ -398,7 +398,11 @@ class LetterBox:
         return self.own.select("group_id, topic, `partition`, `offset`, topic_id", of_table)
 
     def _letters(self, source: "DataFrame", found: "Mapping[Record, Rule]") -> "DataFrame":
-        """Return the rows of the dead-letter table for the bad records."""
+        """Return the rows of the dead-letter table for the bad records.
+
+        The source reads the records again. One that it does not have any more, as its topic was compacted meanwhile,
+        has a letter without key and value.
+        """
         from pyspark.sql import functions as F
 
         readers = {
@@ -420,7 +424,10 @@ class LetterBox:
         }
         columns = ours | {name: F.col(name) for name in _OF_RECORD if name in source.columns}
         of_record = source.select(*(name for name in _OF_RECORD if name in source.columns))
-        joined = of_record.join(F.broadcast(_frame(source.sparkSession, rows, names)), _RECORD)
+        bad = _frame(source.sparkSession, rows, names)
+        # Only bad records are shuffled for the outer join, and one task writes them.
+        of_bad = of_record.join(F.broadcast(bad.select(*_RECORD)), _RECORD, "left_semi")
+        joined = bad.join(of_bad, _RECORD, "left").coalesce(1)
         return joined.select(*(columns.get(name, F.lit(None)).cast(kind).alias(name) for name, kind in COLUMNS.items()))
 
     def _commit(self, history: TableHistory, source: "DataFrame", found: "Mapping[Record, Rule]") -> None:

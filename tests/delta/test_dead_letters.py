@@ -94,6 +94,20 @@ def test_G4_bad_record_is_in_the_dead_letter_table_and_the_others_in_the_table(
     assert found["value"] == records(1, 2)[0][3].encode()
 
 
+def test_G4_bad_record_that_the_second_read_lacks_has_a_letter_without_a_value(
+    query: Query, new_sink: NewSink, table: Path, bad: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its topic was compacted meanwhile."""
+    letters = LetterBox._letters
+    monkeypatch.setattr(
+        LetterBox, "_letters", lambda self, source, found: letters(self, source.where("offset <> 1"), found)
+    )
+    query.run(new_sink(), 0, offset(0, one(0, 4)))
+    assert offsets(table) == [0, 2]
+    at = list(dead_letters.COLUMNS).index("value")
+    assert [(row[2], row[at]) for row in rows(bad)] == [(1, None), (3, records(3, 4)[0][3].encode())]
+
+
 def test_batch_without_bad_records_does_not_commit_to_the_dead_letter_table(
     query: Query, new_sink: NewSink, table: Path, bad: Path
 ) -> None:
