@@ -6,7 +6,7 @@ Runs in: the user's driver. Deliberately absent: security settings of the broker
         --conf spark.sql.extensions=io.delta.sql.DeltaSparkSessionExtension \\
         --conf spark.sql.catalog.spark_catalog=org.apache.spark.sql.delta.catalog.DeltaCatalog \\
         jobs/cdc_to_delta.py --bootstrap-servers kafka:9092 --group etl --topic shop.public.customers --key id \\
-        --schema "id BIGINT, name STRING" --sequence "CAST(source.lsn AS BIGINT)" \\
+        --schema "id BIGINT, name STRING" --sequence "try_cast(source.lsn AS BIGINT)" \\
         --table /lake/customers --checkpoint /lake/_chk/customers
 
 Keys of deleted rows are kept in the table TABLE_deleted, so that a change that comes late does not bring them back, and

@@ -312,7 +312,7 @@ def debezium(
     For a ``transform`` of a sink::
 
         def parse(df):
-            changes = decode.debezium(df, "value", "id BIGINT, name STRING", sequence="CAST(source.lsn AS BIGINT)")
+            changes = decode.debezium(df, "value", "id BIGINT, name STRING", sequence="try_cast(source.lsn AS BIGINT)")
             return changes.select("value.*", "op", "sequence", "topic", "partition", "offset", "error")
 
         merge = Merge(
@@ -326,7 +326,8 @@ def debezium(
             after the change, or before it if it is a deletion; null in a row that cannot be decoded.
         schema: the columns of a row and their types, as in ``CREATE TABLE``. For JSON only.
         sequence: the SQL expression that orders the changes of a key, with the column ``source`` of the change: a map
-            of text in JSON, a record in Avro. Its value is added as column ``sequence``.
+            of text in JSON, a record in Avro. Its value is added as column ``sequence``. Use ``try_cast``: a ``CAST``
+            ends the query at a value of another type.
         error: the name of the column that says why a change cannot be decoded, otherwise null. It is added, unless
             :func:`avro` has added it. A change cannot be decoded if it is not in this format, its operation is not one
             of a row (``c``, ``u``, ``r``, ``d``), a value does not have its type, the database did not log a value

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.spark, pytest.mark.usefixtures("few_tasks")]
 
 SCHEMA = "id BIGINT, name STRING, price DECIMAL(10, 2), photo BINARY"
-LSN = "CAST(source.lsn AS BIGINT)"
+LSN = "try_cast(source.lsn AS BIGINT)"
 SOURCE = {"version": "3.1.0.Final", "connector": "postgresql", "db": "shop", "snapshot": "false", "xmin": None}
 
 
@@ -30,7 +30,7 @@ def row(number: int, name: str | None = "a", price: str | None = "1.50", photo: 
 
 
 def change(
-    op: str, before: dict[str, Any] | None, after: Any, lsn: int | None = 7, *, schema: bool = False
+    op: str, before: dict[str, Any] | None, after: Any, lsn: int | str | None = 7, *, schema: bool = False
 ) -> dict[str, Any]:
     envelope = {
         "before": before,
@@ -109,6 +109,12 @@ BROKEN = {
 def test_a_change_that_cannot_be_decoded_has_no_row_and_the_reason(spark: "SparkSession") -> None:
     found = decoded(frame(spark, list(BROKEN)), SCHEMA)
     assert [(value, error) for _, value, _, _, error in found] == [(None, reason) for reason in BROKEN.values()]
+
+
+def test_a_change_whose_sequence_is_no_number_cannot_be_decoded(spark: "SparkSession") -> None:
+    changes = [change("u", None, row(n), lsn) for n, lsn in enumerate(("24023128", "x"))]
+    found = decoded(frame(spark, changes), SCHEMA)
+    assert [(sequence, error) for *_, sequence, error in found] == [(24023128, None), (None, "the sequence is null")]
 
 
 @pytest.mark.parametrize(
