@@ -60,7 +60,8 @@ _UNAVAILABLE_ALL = (UNAVAILABLE, _UNAVAILABLE_64, _UNAVAILABLE_NUMBERS, _UNAVAIL
 _ENVELOPE, _ROW = "__envelope", "__row"
 _CHANGES = ("c", "u", "r")
 """Debezium's operations after which there is a row: created, updated, read by a snapshot."""
-_REFUSED = {401: "the credentials were refused", 403: "the user lacks the permission", 404: "it does not exist"}
+_MISSING = 404
+_REFUSED = {401: "the credentials were refused", 403: "the user lacks the permission", _MISSING: "it does not exist"}
 _AGAIN = frozenset({408, 425, 429})
 
 
@@ -101,7 +102,7 @@ class Registry:
     def _connect(self) -> None:
         self._client, self._lock = _new_client(self._conf), threading.Lock()
         self._deadline = 0.0
-        """When the present call gives up, on the monotonic clock."""
+        """When the requests of the present call give up, on the monotonic clock."""
 
     def __getstate__(self) -> dict[str, object]:
         return {name: value for name, value in self.__dict__.items() if name not in ("_client", "_lock")}
@@ -127,22 +128,41 @@ class Registry:
             OptionError: it refused the request, the subject does not exist, or a schema cannot be used.
         """
         with self._requests():
-            versions = self._ask(f"subject {subject}", lambda: self._client.get_versions(subject, deleted=True))
-            if len(versions) > VERSIONS_MAX:
-                raise OptionError(
-                    f"subject {subject} of {self!r} has {len(versions)} versions; at most {VERSIONS_MAX} can be used. "
-                    "Delete those permanently whose records do not exist any more"
-                )
-            known = self._versions.setdefault(subject, {})
-            for version in versions:
-                if version not in known:
-                    known[version] = self._version(subject, version)
-            return sorted((known[version] for version in versions), key=lambda schema: schema.id)
+            return self._writer_schemas(subject)
 
-    def reader_schema(self, subject: str, version: int | Literal["latest"]) -> str:
-        """Return a version's schema; raises what :meth:`writer_schemas` does."""
+    def schemas(self, subject: str, reader: int | Literal["latest"]) -> tuple[list[WriterSchema], str]:
+        """Return the versions of a subject, and the schema of one of them or of the latest that is not deleted; waits
+        and raises as :meth:`writer_schemas` does."""
         with self._requests():
-            return self._version(subject, version).text
+            writers = self._writer_schemas(subject)
+            found = self._version(subject, "latest") if reader == "latest" else self._known_version(subject, reader)
+            return writers, found.text
+
+    def _writer_schemas(self, subject: str) -> list[WriterSchema]:
+        try:
+            found = [self._known_version(subject, version) for version in self._listed(subject)]
+        except OptionError as error:
+            if getattr(error.__cause__, "http_status_code", None) != _MISSING:
+                raise
+            # A version was deleted permanently after it was listed.
+            found = [self._known_version(subject, version) for version in self._listed(subject)]
+        return sorted(found, key=lambda schema: schema.id)
+
+    def _listed(self, subject: str) -> list[int]:
+        versions = self._ask(f"subject {subject}", lambda: self._client.get_versions(subject, deleted=True))
+        if len(versions) > VERSIONS_MAX:
+            raise OptionError(
+                f"subject {subject} of {self!r} has {len(versions)} versions; at most {VERSIONS_MAX} can be used. "
+                "Delete those permanently whose records do not exist any more"
+            )
+        return versions
+
+    def _known_version(self, subject: str, version: int) -> WriterSchema:
+        """Return a version, which is requested once."""
+        known = self._versions.setdefault(subject, {})
+        if version not in known:
+            known[version] = self._version(subject, version)
+        return known[version]
 
     @contextmanager
     def _requests(self) -> Iterator[None]:
@@ -248,8 +268,10 @@ def avro(
     from pyspark.sql import functions as F
 
     has_reasons = _has_reasons(df, error)
-    writers = registry.writer_schemas(subject)
-    text = reader.read_text("utf-8") if isinstance(reader, Path) else registry.reader_schema(subject, reader)
+    if isinstance(reader, Path):
+        writers, text = registry.writer_schemas(subject), reader.read_text("utf-8")
+    else:
+        writers, text = registry.schemas(subject, reader)
     target = json.loads(text)
     is_record = isinstance(target, dict) and target.get("type") == "record"
     record = target if is_record else _wrapped(target)

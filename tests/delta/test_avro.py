@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from decimal import Decimal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -303,6 +304,53 @@ def test_an_outage_is_waited_for_and_reported_once(
     assert line.startswith(
         f"Registry('{server.url}') does not answer; the batch waits up to 120 s: down (HTTP status code 503"
     )
+
+
+def test_a_version_that_is_deleted_permanently_while_the_others_are_read_is_left_out(
+    server: SchemaRegistry, registry: decode.Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, versions = SchemaRegistryClient({"url": server.url}), server._versions
+    for schema in (FIRST, SECOND):
+        client.register_schema(SUBJECT, Schema(json.dumps(schema), "AVRO"))
+
+    def listed(subject: str, with_deleted: bool) -> list[int]:
+        found = versions(subject, with_deleted)
+        if len(found) > 1:
+            del server._subjects[subject][1]
+        return found
+
+    monkeypatch.setattr(server, "_versions", listed)
+    assert [schema.version for schema in registry.writer_schemas(SUBJECT)] == [2]
+    with pytest.raises(OptionError, match=r"version 1 of subject orders-value of .*: it does not exist"):
+        registry.schemas(SUBJECT, 1)
+
+
+def test_a_pinned_reader_is_read_once(server: SchemaRegistry, registry: decode.Registry) -> None:
+    SchemaRegistryClient({"url": server.url}).register_schema(SUBJECT, Schema(json.dumps(FIRST), "AVRO"))
+    for _ in range(3):
+        (writer,), text = registry.schemas(SUBJECT, 1)
+        assert writer.text == text
+    assert sum("versions/1" in request for request in server.requests) == 1
+
+
+def test_a_batch_waits_once_for_all_its_requests(server: SchemaRegistry, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second outage ends it, although it is a short one."""
+    SchemaRegistryClient({"url": server.url}).register_schema(SUBJECT, Schema(json.dumps(FIRST), "AVRO"))
+    now = [1000.0]
+    monkeypatch.setattr(decode, "RETRY_S", 0.01)
+    monkeypatch.setattr(decode, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    registry = decode.Registry(server.url, wait_s=3)
+    answer = server._answer
+
+    def slow(method: str, path: str, headers: dict[str, str], body: bytes) -> tuple[int, Any]:
+        now[0] += 2
+        server.is_down.set() if "latest" in path else server.is_down.clear()
+        return answer(method, path, headers, body)
+
+    monkeypatch.setattr(server, "_answer", slow)
+    with pytest.raises(RegistryUnavailable, match="within 3 s"):
+        registry.schemas(SUBJECT, "latest")
+    assert sum("latest" in request for request in server.requests) == 1
 
 
 def test_a_registry_that_stays_away_ends_the_batch(server: SchemaRegistry, monkeypatch: pytest.MonkeyPatch) -> None:
