@@ -6,7 +6,6 @@ Runs in: a terminal, the exporter. Deliberately absent: moving a ledger (``spark
 
 import json
 import logging
-import re
 from contextlib import nullcontext
 from datetime import datetime
 from typing import TYPE_CHECKING, Annotated, Any
@@ -31,9 +30,6 @@ log = logging.getLogger(__name__)
 
 NOT_COMPARED = 3
 """The exit code of ``verify`` if it could not compare the table."""
-
-_INTERNAL = re.compile(r"(replay|letters)\.([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})")
-"""Keys of ledgers that belong to no group: of replays from a dead-letter table, and of the dead letters of a table."""
 
 TableArgument = Annotated[str, typer.Argument(help="A Delta table, by path or name.")]
 
@@ -206,7 +202,9 @@ def compare_with_kafka(admin: GroupAdmin, ledgers: "Mapping[str, Ledger]") -> "I
 
 def _name(key: str) -> str:
     """What has a ledger: a group, or the dead letters of a table by its id."""
-    if (internal := _INTERNAL.fullmatch(key)) is None:
+    from spark_group_source.delta.table_history import INTERNAL_KEY
+
+    if (internal := INTERNAL_KEY.fullmatch(key)) is None:
         return f"group {key}"
     of = "replay of bad records from" if internal[1] == "replay" else "dead letters of"
     return f"{of} the table with id {internal[2]}"
@@ -214,6 +212,7 @@ def _name(key: str) -> str:
 
 def _shown(history: "TableHistory") -> list[dict[str, Any]]:
     from spark_group_source.delta import ledger_store
+    from spark_group_source.delta.table_history import INTERNAL_KEY
 
     found = ledger_store.read_ledgers(history)
     last: dict[str, Commit] = {}
@@ -223,7 +222,7 @@ def _shown(history: "TableHistory") -> list[dict[str, Any]]:
             break
     shown = []
     for group, ledger in found.items():
-        internal = _INTERNAL.fullmatch(group)
+        internal = INTERNAL_KEY.fullmatch(group)
         replaced = None if internal or ledger is None else _replaced(history, group)
         kind = "group" if internal is None else internal[1]
         shown.append(_group(group, ledger, last.get(group)) | {"kind": kind, "replaced": replaced})

@@ -13,7 +13,7 @@ from spark_group_source import command_line
 from spark_group_source.delta import table_names, table_writer
 from spark_group_source.delta.ledger_format import Ledger, LedgerDamaged
 from spark_group_source.delta.replaced_rows import RowsReplaced, ledger_of_rows
-from spark_group_source.delta.table_history import LedgerExpired, TableHistory
+from spark_group_source.delta.table_history import INTERNAL_KEY, LedgerExpired, TableHistory
 from spark_group_source.errors import OptionError
 from spark_group_source.model import TopicPartition
 
@@ -125,17 +125,18 @@ def read_ledgers(history: TableHistory, groups: Collection[str] | None = None) -
     Where none is known to fit the rows it is the newest one.
 
     Args:
-        groups: only these; None: all.
+        groups: only these; None: all, and those of replays and dead letters (INTERNAL_KEY), which count no rows.
 
     Raises:
         LedgerConflict: one is damaged, a newer release wrote it, or a batch was committed behind a ``RESTORE``.
     """
     found: dict[str, Ledger | None] = {}
-    for group in history.groups():
+    for group in history.ledger_keys():
         if groups is not None and group not in groups:
             continue
         try:
-            found[group] = ledger_to_reset(history, group)
+            read = TableHistory.ledger if INTERNAL_KEY.fullmatch(group) else ledger_to_reset
+            found[group] = read(history, group)
         except LedgerExpired:
             found[group] = None
     return found

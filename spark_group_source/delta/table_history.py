@@ -17,6 +17,7 @@ ledger still counts the removed rows; :mod:`replaced_rows` compares the two.
 """
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from datetime import datetime
 from types import MappingProxyType
@@ -40,6 +41,9 @@ Databricks'."""
 
 PARTIAL_OVERWRITE = ("predicate", "isDynamicPartitionOverwrite")
 """Parameters of an overwrite that sets a part of the table only."""
+
+INTERNAL_KEY = re.compile(r"(replay|letters)\.([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})")
+"""Keys of ledgers that belong to no group: of replays from a dead-letter table, and of the dead letters of a table."""
 
 NOT_A_TABLE = {
     "TABLE_OR_VIEW_NOT_FOUND",
@@ -220,6 +224,10 @@ class TableHistory:
 
     def groups(self) -> list[str]:
         """Return the groups that have a ledger in the log, sorted."""
+        return [key for key in self.ledger_keys() if not INTERNAL_KEY.fullmatch(key)]
+
+    def ledger_keys(self) -> list[str]:
+        """Return what has a ledger in the log, sorted: the groups and INTERNAL_KEYs."""
         return sorted(self.topics())
 
     def topics(self) -> dict[str, set[str]]:

@@ -104,11 +104,11 @@ def verify(spark: "SparkSession", table: str, *, rows_per_record: int = 1) -> Ve
     ledgers: dict[str, Ledger] = {}
     again: set[TopicPartition] = set()
     groups = history.groups()
-    for group in groups:
+    for group in history.ledger_keys():
         findings += _check_history(history.table, group, commits, again)
         group_findings, ledger = _check_ledger(history, group)
         findings += group_findings
-        if ledger is not None:
+        if ledger is not None and group in groups:
             ledgers[group] = ledger
     found = _read_log(history, commits)
     row_findings, notes, row_count, own_count = _check_rows(spark, history, ledgers, again, found, rows_per_record)

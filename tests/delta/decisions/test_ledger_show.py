@@ -20,6 +20,7 @@ from spark_group_source.delta import ledger_store
 from spark_group_source.delta.ledger_format import Ledger
 from spark_group_source.delta.ledger_store import set_ledger
 from spark_group_source.delta.table_history import LedgerExpired, TableHistory
+from spark_group_source.delta.table_writer import open_existing
 from spark_group_source.errors import LedgerConflict
 from spark_group_source.model import TopicPartition
 
@@ -123,6 +124,19 @@ def test_a_restore_that_leaves_the_rows_of_the_group_settles_itself(query: Query
     assert [one.is_unsettled for one in read()] == [False]
     DeltaTable(table).restore(0)
     assert [one.is_unsettled for one in read()] == [True]
+
+
+def test_a_replay_that_was_committed_behind_a_restore_is_shown(query: Query, table: Path) -> None:
+    """It counts no rows, so nothing has to settle it."""
+    query.run(query.sink(table), 0, offset(0, {("orders", 0): (0, 5)}))
+    written = DeltaTable(table).version()
+    DeltaTable(table).alter.set_table_properties({"their.own": "1"}, raise_if_not_exists=False)
+    DeltaTable(table).restore(written)
+    there = open_existing(query.spark, str(table))
+    replay = Ledger(group="replay.0a1b2c3d-0a1b-2c3d-4e5f-0a1b2c3d4e5f")
+    there.commit_ledger(there.history(), replay, decided_at=written)
+    shown = json.loads(CliRunner().invoke(app, ["ledger", "show", str(table), "--json"]).output)
+    assert [(one["kind"], one["number"], one["replaced"]) for one in shown] == [("group", 1, None), ("replay", 1, None)]
 
 
 def test_ledgers_of_dead_letters_are_not_shown_as_groups(query: Query, table: Path) -> None:
