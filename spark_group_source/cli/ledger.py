@@ -312,6 +312,9 @@ class _Table:
         self._written_ms: dict[str, int] = {}
         """When each group committed last."""
         self._ledgers: dict[str, Ledger] = {}
+        """As they were in that version."""
+        self._unsettled: set[str] = set()
+        """The groups whose next batch is refused since then."""
 
     def read_if_possible(self) -> "list[LedgerSnapshot]":
         """Read the ledgers; none if the log cannot be read now, of which the begin and the end are logged."""
@@ -331,8 +334,8 @@ class _Table:
         return found
 
     def read(self) -> "list[LedgerSnapshot]":
-        from spark_group_source.delta import replaced_rows, table_names
-        from spark_group_source.delta.table_history import LedgerExpired, TableHistory
+        from spark_group_source.delta import table_names
+        from spark_group_source.delta.table_history import INTERNAL_KEY, LedgerExpired, TableHistory
         from spark_group_source.metrics.groups import LedgerSnapshot
 
         if self._is_failing:  # the table may have been deleted and created again
@@ -341,22 +344,24 @@ class _Table:
         if history.version < max(0, self._version):
             raise FileNotFoundError("the table was deleted or replaced")
         for commit in history.commits(after=self._version):
-            for entry in commit.entries:
-                at = max(self._written_ms.get(entry["group"], 0), commit.written_ms or 0)
-                self._written_ms[entry["group"]] = at
+            for group in (entry["group"] for entry in commit.entries):
+                if not INTERNAL_KEY.fullmatch(group):
+                    self._written_ms[group] = max(self._written_ms.get(group, 0), commit.written_ms or 0)
         self._version = history.version
         properties = self._log.opened.metadata().configuration
         retention = properties.get(table_names.LOG_RETENTION, table_names.LOG_RETENTION_DEFAULT)
         retention_ms = table_names.interval_ms(retention)
         found = []
         for group, written_ms in sorted(self._written_ms.items()):
+            known = self._ledgers.get(group)
             try:
-                ledger = history.ledger(group, self._ledgers.get(group))
-                is_unsettled = ledger is not None and replaced_rows.find_unsettled(history, ledger) is not None
+                ledger = history.ledger(group, known)
+                is_unsettled = ledger is not None and self._is_unsettled(history, ledger, known)
             except (LedgerExpired, LedgerConflict) as exc:
                 log.warning("group %s: its ledger in table %s cannot be read: %s", group, self._table, exc)
                 continue
-            if ledger is not None and ledger.offsets:  # replays of dead letters have none
+            if ledger is not None and ledger.offsets:
+                (self._unsettled.add if is_unsettled else self._unsettled.discard)(group)
                 self._ledgers[group] = ledger.at_version(history.version)
                 found.append(
                     LedgerSnapshot(
@@ -369,3 +374,17 @@ class _Table:
                     )
                 )
         return found
+
+    def _is_unsettled(self, history: "TableHistory", ledger: "Ledger", known: "Ledger | None") -> bool:
+        """Return whether the next batch of a group is refused. Only commits that are newer than its known ledger are
+        read, if it was not refused then. Raises LedgerExpired."""
+        from spark_group_source.delta import replaced_rows
+
+        if known is not None and known.table_version == history.version:
+            return ledger.group in self._unsettled
+        try:
+            settled = None if ledger.group in self._unsettled else known
+            replaced_rows.refuse_replaced_rows(history, ledger, known=settled)
+        except LedgerConflict:
+            return True
+        return False

@@ -10,11 +10,14 @@ import pytest
 from deltalake import DeltaTable
 from metrics.scrapes import ALERTS, Scrape, firing, parsed, value, values
 from prometheus_client import CollectorRegistry, generate_latest
-from sink_helpers import NewQuery, Query, one
+from sink_helpers import NewQuery, Query, cut_log, one
 from sink_source import offset
 
 from spark_group_source.cli.ledger import ledger_reader
+from spark_group_source.delta.ledger_format import Ledger
 from spark_group_source.delta.ledger_store import set_ledger
+from spark_group_source.delta.table_history import LogFiles
+from spark_group_source.delta.table_writer import open_existing
 from spark_group_source.errors import OptionError
 from spark_group_source.metrics import groups
 from spark_group_source.metrics.endpoint import MetricsCollector
@@ -136,6 +139,60 @@ def test_a_table_that_was_deleted_and_created_again_has_metrics_again(
     for _ in range(2):  # if it was deleted and created again between two reads, the first one notices
         found = read()
     assert [ledger.offsets for ledger in found] == [{P0: 100 + batches}]
+
+
+def test_a_sweep_reads_new_commits_only(query: Query, table: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of a group whose next batch is refused. Replays of dead letters are no groups."""
+    for n in range(3):
+        query.run(query.sink(table), n, offset(n, one(n * 10, n * 10 + 10)))
+    replayed(query, table)
+    read, versions = ledger_reader([str(table)]), list[int]()
+    assert [ledger.group for ledger in read()] == ["etl"]
+    actions = LogFiles.actions
+
+    def noted(self: LogFiles, version: int) -> bytes | None:
+        versions.append(version)
+        return actions(self, version)
+
+    monkeypatch.setattr(LogFiles, "actions", noted)
+    newest = DeltaTable(table).version()
+    assert [ledger.is_unsettled for ledger in read()] == [False]
+    query.run(query.sink(table), 3, offset(3, one(30, 40)))
+    versions.clear()
+    assert [ledger.is_unsettled for ledger in read()] == [False]
+    assert {*versions} <= {newest, newest + 1}
+    DeltaTable(table).restore(1)
+    assert [ledger.is_unsettled for ledger in read()] == [True]
+    versions.clear()
+    assert [ledger.is_unsettled for ledger in read()] == [True]
+    assert {*versions} == {newest + 2}
+
+
+def test_ledgers_are_read_where_the_log_no_longer_has_a_replay_or_the_commits_before_them(
+    query: Query, new_query: NewQuery, table: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    stopped = new_query("stopped")
+    query.run(query.sink(table), 0, offset(0, one(0, 10)))
+    replayed(query, table)
+    stopped.run(stopped.sink(table), 0, offset(0, {("clicks", 0): (0, 5)}, group="old", stream="s2"))
+    read = ledger_reader([str(table)])
+    assert len(read()) == 2
+    for n in range(1, 4):
+        query.run(query.sink(table), n, offset(n, one(n * 10, n * 10 + 10)))
+    assert len(read()) == 2
+    cut_log(table, DeltaTable(table).version())
+    query.run(query.sink(table), 4, offset(4, one(40, 50)))
+    caplog.set_level("WARNING")
+    caplog.clear()
+    for _ in range(2):
+        assert [ledger.group for ledger in read()] == ["etl", "old"]
+    assert caplog.messages == []
+
+
+def replayed(query: Query, table: Path) -> None:
+    """Commit to the table as a replay of dead letters does."""
+    there = open_existing(query.spark, str(table))
+    there.commit_ledger(there.history(), Ledger(group="replay.0a1b2c3d-0a1b-2c3d-4e5f-0a1b2c3d4e5f"))
 
 
 def test_a_table_that_cannot_be_read_without_spark_is_refused(tmp_path: Path) -> None:
