@@ -99,8 +99,10 @@ class Rule(NamedTuple):
 
 @dataclass
 class TableLetters:
-    """What a process knows of the bad records of one table."""
+    """What one run of a query knows of the bad records of one table."""
 
+    run_id: str | None = None
+    """As in :class:`PlannedBatch`."""
     counted: int = 0
     """The rows since the share of bad ones was compared last."""
     bad: int = 0
@@ -129,7 +131,8 @@ class DeadLetters:
         error: a column of text that the transform returns, as ``decode.avro`` does: a row is bad if it is not null. The
             table does not get this column.
         max_fraction: the largest share of bad records, from 0 to 1. With more, nothing is written and the query ends.
-        min_rows: how many rows at least are counted before the share is compared; small batches are added up.
+        min_rows: how many rows at least are counted before the share is compared; small batches of a run of the query
+            are added up.
 
     Errors are raised when a batch is written.
 
@@ -155,7 +158,8 @@ class DeadLetters:
         self.rules = {"valid": valid} if isinstance(valid, str) else dict(valid)
         self.error = error
         self.max_fraction, self.min_rows = max_fraction, min_rows
-        self._of_tables: dict[str, TableLetters] = {}
+        self._of_tables: dict[tuple[str, str], TableLetters] = {}
+        """By the table's id and the query's."""
         self._idle_logs = OpenedLogs()
 
     def __repr__(self) -> str:
@@ -177,12 +181,20 @@ class DeadLetters:
         own = self.open_table(table, storage_options)
         if own.identity() == table.identity():
             raise OptionError(f"table {table.table} has its own bad records: dead_letters needs another table")
-        box = LetterBox(self, table, own, planned, self._of_tables.setdefault(table.identity(), TableLetters()))
+        box = LetterBox(self, table, own, planned, self._known(table, planned))
         try:
             yield box
         finally:
             box.release()
             self._idle_logs.put(own.log)
+
+    def _known(self, table: TableWriter, planned: PlannedBatch) -> TableLetters:
+        """Return what the query's run knows of a table's bad records."""
+        key = table.identity(), planned.query_id
+        known = self._of_tables.get(key)
+        if known is None or planned.run_id not in (None, known.run_id):
+            known = self._of_tables[key] = TableLetters(planned.run_id)
+        return known
 
     def open_table(self, table: TableWriter, storage_options: Mapping[str, str] | None) -> TableWriter:
         """Open the dead-letter table of a sink's table, and create it if it does not exist. It is written natively
@@ -249,7 +261,7 @@ class LetterBox:
         letters: the dead-letter table and the rules.
         table: the table of the good rows.
         own: the dead-letter table.
-        known: what the process knows of the table's bad records.
+        known: what the query's run knows of the table's bad records.
     """
 
     def __init__(
