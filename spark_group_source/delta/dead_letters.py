@@ -12,6 +12,7 @@ table's constraints have changed: each record is in one of the two tables. The c
 import logging
 import os
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -302,6 +303,7 @@ class LetterBox:
             BadRecords, OptionError: as in :class:`DeadLetters`. Nothing was written.
         """
         _require_record_columns(rows, self.letters)
+        self._require_one_reader()
         self._ranges = {
             (offset.group, r.tp.topic, id_, r.tp.partition): LetterRange.of(
                 r, id_, before.get(offset.group), after[offset.group]
@@ -360,6 +362,17 @@ class LetterBox:
                 table=table,
                 rows=counted,
                 bad=bad,
+            )
+
+    def _require_one_reader(self) -> None:
+        """Raise OptionError if several sources of the query read one partition."""
+        readers = Counter(r.tp for offset in self.planned.offsets for r in offset.batch() if r.start < r.end)
+        if several := sorted(tp for tp, n in readers.items() if n > 1):
+            raise OptionError(
+                f"several kafka-group sources of this query read {several[0]}, so the source of a bad record for table "
+                f"{self.table.table} is unknown. Nothing was written. Read each topic with one source, and use "
+                "its DataFrame as often as needed; or write the rows of each source with a query of its own",
+                table=self.table.table,
             )
 
     def _require_planned(self, found: "Iterable[Record]") -> None:
