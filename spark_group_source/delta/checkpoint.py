@@ -154,6 +154,13 @@ def read_planned(spark: "SparkSession", batch_id: int, checkpoint: str | None) -
     return replace(batch, run_id=_local_run_id(spark, local), root=root)
 
 
+def running_query(spark: "SparkSession") -> tuple[str, str] | None:
+    """Return the ids of the query and of its run that runs on this thread; None if none does. It reads no file."""
+    query_id = _local_query_id(spark)
+    run_id = _local_run_id(spark, query_id)
+    return None if run_id is None else (query_id or "", run_id)
+
+
 def is_finished(spark: "SparkSession", root: str, batch_id: int) -> bool:
     """Return whether Spark's commit log has a batch: its ``foreachBatch`` has returned. Not on Spark Connect."""
     fs, path = table_names.hadoop_path(spark, f"{root}/commits/{batch_id}")

@@ -43,6 +43,7 @@ from spark_group_source.delta.checkpoint import (
     is_finished,
     keep_state,
     read_planned,
+    running_query,
     spark_files,
 )
 from spark_group_source.delta.dead_letters import DeadLetters, LetterBox, LetterReplay
@@ -61,9 +62,12 @@ if TYPE_CHECKING:
 
     from pyspark.sql import DataFrame, SparkSession
 
+    from spark_group_source.delta.topic_sinks import DeltaSinks
+
 log = logging.getLogger(__name__)
 
 _Run = TypeVar("_Run")
+_Key = TypeVar("_Key")
 _Kept = TypeVar("_Kept")
 
 QUERIES_MAX = 1_000
@@ -187,9 +191,10 @@ class DeltaSink:
 
     def __call__(self, df: "DataFrame", batch_id: int) -> None:
         """Write one batch; ``foreachBatch`` calls this."""
-        planned = read_planned(df.sparkSession, batch_id, self.checkpoint)
-        with persisted(df) if self.persist else nullcontext(df) as rows:
-            durable = self.write(rows, planned)
+        with refused_after_failure(df.sparkSession, batch_id, self):
+            planned = read_planned(df.sparkSession, batch_id, self.checkpoint)
+            with persisted(df) if self.persist else nullcontext(df) as rows:
+                durable = self.write(rows, planned)
         report(df.sparkSession, planned, durable, is_whole_sink=is_called_by_spark(sys._getframe(1)))
         self.optimize_if_due(df.sparkSession)
 
@@ -235,52 +240,6 @@ class DeltaSink:
         Returns:
             The offsets whose rows the table has now: all but void ones.
         """
-        with self._refusing_after_failure(df.sparkSession, planned):
-            return self._write(df, planned, common)
-
-    @contextmanager
-    def _refusing_after_failure(self, spark: "SparkSession", planned: PlannedBatch) -> Iterator[None]:
-        """Refuse all batches of a run after one that could not be written: if the user's function caught the error,
-        Spark takes the batch for written, and the next commit would move the ledger beyond its records. The same batch
-        may be written again."""
-        with _lock:
-            failures = _of_run(_failures, planned)
-            failure = failures.get(self.table)
-        if failure is not None and failure.planned.batch_id != planned.batch_id:
-            raise self._batch_missing(spark, failure, planned.batch_id)
-        try:
-            yield
-        except BaseException as exc:
-            with _lock:
-                written = _of_run(_runs, planned).get(self._table_id)
-            if written is not None and written.batch_id == planned.batch_id:  # this was a second write of it
-                raise
-            failures[self.table] = FailedWrite(planned, str(exc).partition("\n")[0] or type(exc).__name__)
-            raise
-        failures.pop(self.table, None)
-
-    def _batch_missing(self, spark: "SparkSession", failure: "FailedWrite", batch_id: int) -> LedgerConflict:
-        missing = failure.planned
-        groups = {offset.group for offset in missing.offsets}
-        exists, known = True, groups
-        with suppress(Exception):  # of the storage: the error is another one
-            exists, known = self.new_writer(spark).exists(), set(self.read_ledgers(spark, groups))
-        commands = []
-        for group in sorted(groups):
-            position = ("--to-ledger",) if group in known else _to_start(missing, group)
-            commands.append(table_names.reset_command(group, self.table if exists else None, *position))
-        return LedgerConflict(
-            f"batch {missing.batch_id} could not be written to table {self.table}: {failure.error}. The function of "
-            f"foreachBatch caught that error, so Spark goes on. Batch {batch_id} was not written either, because the "
-            f"table would lack the records of batch {missing.batch_id} without a sign. Let errors of the sink end the "
-            "query. To write these records: stop the query, run this, and start the corrected query with "
-            f"{'the same checkpoint' if exists else 'a new checkpointLocation'}:{command_line.sequence(commands)}",
-            table=self.table,
-            query_id=missing.query_id,
-            batch_id=missing.batch_id,
-        )
-
-    def _write(self, df: "DataFrame", planned: PlannedBatch, common: Mapping[str, Ledger]) -> tuple[StreamOffset, ...]:
         table = self._open_table(df, planned)
         box: AbstractContextManager[LetterBox | None] = (
             nullcontext() if self.dead_letters is None else self.dead_letters.open(table, planned, self.storage_options)
@@ -908,19 +867,9 @@ class TableWrite:
     """As in :class:`BatchCommit`."""
 
 
-@dataclass(frozen=True)
-class FailedWrite:
-    """A batch that could not be written to one table."""
-
-    planned: PlannedBatch
-    error: str
-
-
 _lock = threading.Lock()
 _runs: dict[str, tuple[str, dict[str, TableWrite]]] = {}
 """By query id: the id of the newest run, and its newest write to each table, by table id."""
-_failures: dict[str, tuple[str, dict[str, FailedWrite]]] = {}
-"""By query id: the id of the newest run, and the batch that failed last, by the table's path or name."""
 
 
 @contextmanager
@@ -932,7 +881,7 @@ def guarded_write(table_id: str, table: str, planned: PlannedBatch) -> Iterator[
     """
     write = TableWrite(planned.batch_id)
     with _lock:
-        writes = _of_run(_runs, planned)
+        writes = {} if planned.run_id is None else _of_run(_runs, planned.query_id, planned.run_id)
         former = writes.get(table_id)
         is_second = former is not None and former.batch_id == write.batch_id
         if not is_second:
@@ -955,14 +904,12 @@ def release_write(table_id: str, planned: PlannedBatch) -> None:
             writes.pop(table_id, None)
 
 
-def _of_run(runs: dict[str, tuple[str, dict[str, _Kept]]], planned: PlannedBatch) -> dict[str, _Kept]:
-    """Return what is kept of the batch's run, by table; a new dict where no query runs on this thread."""
-    if planned.run_id is None:
-        return {}
-    run_id, kept = runs.get(planned.query_id, ("", {}))
-    if run_id != planned.run_id:
+def _of_run(runs: dict[str, tuple[str, dict[_Key, _Kept]]], query_id: str, run_id: str) -> dict[_Key, _Kept]:
+    """Return what is kept of a run."""
+    known_id, kept = runs.get(query_id, ("", {}))
+    if known_id != run_id:
         kept = {}
-        _keep_run(runs, planned.query_id, (planned.run_id, kept))
+        _keep_run(runs, query_id, (run_id, kept))
     return kept
 
 
@@ -1000,6 +947,76 @@ def _second_write(table: str, planned: PlannedBatch, former: TableWrite) -> Opti
         query_id=planned.query_id,
         batch_id=planned.batch_id,
         version=version,
+    )
+
+
+# --- errors that a function catches -----------------------------------------------------------------------------------
+
+
+class SinkCall(NamedTuple):
+    """The newest call of a sink in a run."""
+
+    sink: "DeltaSink | DeltaSinks"
+    batch_id: int
+    error: str | None
+    """The first line of the error that it raised; None: the batch was written."""
+
+
+_calls: dict[str, tuple[str, dict[object, SinkCall]]] = {}
+"""By query id: the id of the newest run, and the calls in its newest batch, or its failed one, by sink. A function may
+create a :class:`DeltaSink` for each call, so it is known by its table."""
+
+
+@contextmanager
+def refused_after_failure(spark: "SparkSession", batch_id: int, sink: "DeltaSink | DeltaSinks") -> Iterator[None]:
+    """Refuse a batch of a run in which a sink failed to write an earlier one. If the user's function caught the error,
+    Spark takes that batch for written, and the next commit would move a ledger, or Kafka's offsets, beyond its records.
+    A sink may write the same batch again.
+
+    Raises:
+        LedgerConflict: an earlier batch is missing; the message has the command that settles it.
+    """
+    running = running_query(spark)
+    key = sink.table if isinstance(sink, DeltaSink) else sink
+    with _lock:
+        calls = {} if running is None else _of_run(_calls, *running)
+        failed = next((call for call in calls.values() if call.error is not None and call.batch_id != batch_id), None)
+        if failed is None:
+            for other in [other for other, call in calls.items() if call.batch_id != batch_id]:
+                del calls[other]
+    if failed is not None:
+        raise _batch_missing(spark, failed, batch_id)
+    try:
+        yield
+    except BaseException as exc:
+        # After a call that wrote the batch, this was a second write of it.
+        calls.setdefault(key, SinkCall(sink, batch_id, str(exc).partition("\n")[0] or type(exc).__name__))
+        raise
+    calls[key] = SinkCall(sink, batch_id, None)
+
+
+def _batch_missing(spark: "SparkSession", failed: SinkCall, batch_id: int) -> LedgerConflict:
+    missing = read_planned(spark, failed.batch_id, failed.sink.checkpoint)
+    groups = sorted({offset.group for offset in missing.offsets})
+    where, table, known = "all of its tables", None, set[str]()
+    if isinstance(failed.sink, DeltaSink):
+        where, table, known = f"table {failed.sink.table}", failed.sink.table, set(groups)
+        with suppress(Exception):  # of the storage: the error is another one
+            known = set(failed.sink.read_ledgers(spark, groups))
+            table = table if failed.sink.new_writer(spark).exists() else None
+    commands = [
+        table_names.reset_command(group, table, *(("--to-ledger",) if group in known else _to_start(missing, group)))
+        for group in groups
+    ]
+    return LedgerConflict(
+        f"batch {missing.batch_id} could not be written to {where}: {failed.error}. The function of foreachBatch "
+        f"caught that error, so Spark goes on. Batch {batch_id} was not written either, because the records of batch "
+        f"{missing.batch_id} would be missing without a sign. Let errors of the sink end the query. To write these "
+        "records: stop the query, run this, and start the corrected query with "
+        f"{'a new checkpointLocation' if table is None else 'the same checkpoint'}:{command_line.sequence(commands)}",
+        table=table,
+        query_id=missing.query_id,
+        batch_id=missing.batch_id,
     )
 
 

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from spark_group_source.delta import persisted
 from spark_group_source.delta.checkpoint import PlannedBatch, has_state, read_planned
 from spark_group_source.delta.ledger_format import Ledger
-from spark_group_source.delta.sink import DeltaSink, is_called_by_spark, report
+from spark_group_source.delta.sink import DeltaSink, is_called_by_spark, refused_after_failure, report
 from spark_group_source.errors import OptionError
 from spark_group_source.protocol.offsets import StreamOffset
 
@@ -155,20 +155,9 @@ class DeltaSinks:
     def __call__(self, df: "DataFrame", batch_id: int) -> None:
         """Write one batch; ``foreachBatch`` calls this."""
         spark = df.sparkSession
-        planned = read_planned(spark, batch_id, self.checkpoint)
-        if planned.other_sources:
-            raise OptionError(
-                f"query {planned.query_id} has sources of other kinds, and DeltaSinks chooses the table of each row. "
-                "Use a query for each kind of source",
-                query_id=planned.query_id,
-            )
-        with self._divided(df, planned) as (parts, rows):
-            if self._is_by_function:  # their parts end with that of others
-                named = write_side_by_side(spark, parts[:-1], rows[:-1])
-                with _released_on_failure(parts[:-1]):
-                    durable_in = named + write_side_by_side(spark, parts[-1:], rows[-1:])
-            else:
-                durable_in = write_side_by_side(spark, parts, rows)
+        with refused_after_failure(spark, batch_id, self):
+            planned = read_planned(spark, batch_id, self.checkpoint)
+            parts, durable_in = self._write(df, planned)
         void = {
             offset.stream
             for part, durable in zip(parts, durable_in, strict=True)
@@ -179,6 +168,24 @@ class DeltaSinks:
         report(spark, planned, durable, is_whole_sink=is_called_by_spark(sys._getframe(1)))
         for part in parts:
             part.sink.optimize_if_due(spark)
+
+    def _write(
+        self, df: "DataFrame", planned: PlannedBatch
+    ) -> tuple[Sequence[TablePart], list[tuple[StreamOffset, ...]]]:
+        """Write one batch. Returns the tables of the batch and the durable offsets of each."""
+        spark = df.sparkSession
+        if planned.other_sources:
+            raise OptionError(
+                f"query {planned.query_id} has sources of other kinds, and DeltaSinks chooses the table of each row. "
+                "Use a query for each kind of source",
+                query_id=planned.query_id,
+            )
+        with self._divided(df, planned) as (parts, rows):
+            if not self._is_by_function:
+                return parts, write_side_by_side(spark, parts, rows)
+            named = write_side_by_side(spark, parts[:-1], rows[:-1])
+            with _released_on_failure(parts[:-1]):  # the last part is that of others
+                return parts, named + write_side_by_side(spark, parts[-1:], rows[-1:])
 
     @property
     def _is_by_function(self) -> bool:

@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from deltalake import DeltaTable, write_deltalake
@@ -26,6 +27,7 @@ from spark_group_source.delta import checkpoint, ledger_store
 from spark_group_source.delta.checkpoint import QUERY_ID, RUN_ID, PlannedBatch
 from spark_group_source.delta.ledger_store import read_ledger, set_ledger
 from spark_group_source.delta.table_writer import open_existing
+from spark_group_source.delta.topic_sinks import DeltaSinks
 from spark_group_source.errors import CommitFailed, LedgerConflict
 from spark_group_source.kafka.translation import CommittedOffset
 from spark_group_source.model import TopicPartition
@@ -437,6 +439,34 @@ def test_command_for_a_batch_whose_error_the_users_function_caught(
     if where == "table":
         query.run(query.sink(table), failed + 1, follows)
     continue_query(query, table, admin, failed + 2, 30)
+    assert offsets_in(table) == list(range(30))
+
+
+def test_command_for_a_batch_of_several_tables_whose_error_the_users_function_caught(
+    query: Query, table: Path, admin: OffsetModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(query.spark.properties, QUERY_ID, query.id)  # type: ignore[attr-defined]
+    monkeypatch.setitem(query.spark.properties, RUN_ID, str(table))  # type: ignore[attr-defined]
+    fails: list[Exception] = []
+
+    def transform(df: Any) -> Any:
+        if fails:
+            raise fails.pop()
+        return df
+
+    sinks = DeltaSinks({"orders": query.sink(table, transform=transform)}, checkpoint=str(query.root))
+    query.run(sinks, 0, offset(0, one(0, 10)))
+    fails.append(RuntimeError("once"))
+    with pytest.raises(RuntimeError):
+        query.run(sinks, 1, offset(1, one(10, 20)))
+    message = refused(lambda: query.run(sinks, 2, offset(2, one(20, 30))))
+    assert "with a new checkpointLocation" in str(message)
+    (command,) = commands(message)
+    admin.commit(20)
+    run_command(command)
+    assert admin.position == 10
+    monkeypatch.setitem(query.spark.properties, RUN_ID, f"{table}-again")  # type: ignore[attr-defined]
+    continue_query(query, table, admin, 3, 30)
     assert offsets_in(table) == list(range(30))
 
 

@@ -135,11 +135,79 @@ def test_batches_after_a_failed_one_are_refused_when_the_users_function_caught_i
         ) as error:
             query.run(sink, number, offset(number, one(10 * number, 10 * number + 10)))
         assert "more" not in str(error.value)
-    query.run(query.sink(table.parent / "other"), 2, offset(2, one(20, 30)))
+    with pytest.raises(LedgerConflict, match="batch 1 could not be written"):
+        query.run(query.sink(table.parent / "other"), 2, offset(2, one(20, 30)))
     assert rows(table) == records(0, 10)
     enter(query, "second")
     query.run(sink, 1, offset(1, one(10, 20)))
     assert rows(table) == records(0, 20)
+
+
+@pytest.mark.proves("G4", level="core")
+def test_a_batch_that_fails_before_its_plan_is_read_refuses_the_later_ones(
+    query: Query, table: Path, enter: Enter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sink, real = query.sink(table), checkpoint.read
+    enter(query, "only")
+    query.run(sink, 0, offset(0, one(0, 5)))
+
+    def read(spark: Session, path: str) -> str | None:
+        raise OSError("the storage answers 503")
+
+    monkeypatch.setattr(checkpoint, "read", read)
+    with pytest.raises(OSError, match="503"):
+        query.run(sink, 1, offset(1, one(5, 10)))
+    monkeypatch.setattr(checkpoint, "read", real)
+    with pytest.raises(LedgerConflict, match=r"batch 1 could not be written .*: the storage answers 503"):
+        query.run(sink, 2, offset(2, one(10, 15)))
+    query.run(sink, 1, offset(1, one(5, 10)))
+    query.run(sink, 2, offset(2, one(10, 15)))
+    assert rows(table) == records(0, 15)
+
+
+@pytest.mark.proves("G4", level="core")
+def test_a_batch_that_sinks_refuse_before_any_table_refuses_the_later_ones(
+    query: Query, tmp_path: Path, enter: Enter
+) -> None:
+    orders = created_table(query.spark, tmp_path)
+    sinks = DeltaSinks({"orders": query.sink(orders)}, checkpoint=str(query.root))
+    enter(query, "only")
+    query.run(sinks, 0, offset(0, one(0, 5)))
+    with pytest.raises(OptionError, match="topic new has no table"):
+        query.run(sinks, 1, offset(1, one(5, 10) | one(0, 1, topic="new")))
+    for n in (2, 3):
+        with pytest.raises(LedgerConflict, match=r"batch 1 could not be written .*: topic new has no table"):
+            query.run(sinks, n, offset(n, one(5 * n, 5 * n + 5)))
+    assert rows(orders) == records(0, 5)
+
+
+@pytest.mark.proves("G4", level="core")
+def test_a_batch_whose_named_table_failed_is_not_passed_over_by_others(
+    query: Query, tmp_path: Path, enter: Enter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next batch has no rows for that table, so only ``others`` would be written."""
+    fails = [RuntimeError("once")]
+
+    def transform(df: Frame) -> Frame:
+        if fails:
+            raise fails.pop()
+        return df
+
+    a, others = query.sink(tmp_path / "a", transform=transform), query.sink(created_table(query.spark, tmp_path))
+    sinks = DeltaSinks({"a": a}.get, by="kind", others=others, checkpoint=str(query.root))
+
+    @contextmanager
+    def divided(self: DeltaSinks, df: Frame, planned: PlannedBatch) -> Iterator[Any]:
+        named = [TablePart(a, ("a",), planned)] if fails else []
+        yield [*named, TablePart(others, (None,), planned)], [df] * (len(named) + 1)
+
+    monkeypatch.setattr(DeltaSinks, "_divided", divided)
+    enter(query, "only")
+    with pytest.raises(RuntimeError, match="once"):
+        query.run(sinks, 0, offset(0, one(0, 5)))
+    with pytest.raises(LedgerConflict, match=r"batch 0 could not be written .*: once"):
+        query.run(sinks, 1, offset(1, one(5, 10)))
+    assert rows(tmp_path / "table") == []
 
 
 def test_a_second_write_whose_error_is_caught_is_no_missing_batch(query: Query, table: Path, enter: Enter) -> None:
