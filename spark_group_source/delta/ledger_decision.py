@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from spark_group_source import command_line
 from spark_group_source.delta import table_names
-from spark_group_source.delta.ledger_format import Ledger, LedgerTopic
+from spark_group_source.delta.ledger_format import LATER_MAX, LaterRows, Ledger, LedgerPartition, LedgerTopic
 from spark_group_source.errors import LedgerConflict
 from spark_group_source.model import OffsetRange, TopicPartition
 from spark_group_source.protocol.offsets import RECREATED, BatchKey, StreamOffset
@@ -73,7 +73,7 @@ def compare(batch: StreamOffset, ledger: Ledger | None) -> Comparison:
       offsets, and other records have these offsets now. The ledger keeps the leader epoch after the truncation, by
       which a replay, or another query, after the same truncation is compared like any other batch. So it is if all
       that the table has was read under later epochs. If that holds from an offset on, the table has the records from
-      there on.
+      there on: L moves to their end, or, if the batch does not reach them, a later batch leaves them out.
     - The batch was planned under a leader epoch before a truncation that the ledger knows: its records are below L, or
       no longer in the log. They are left out, and L stays, because other records have these offsets.
     - from < L, and the position came from a foreign commit: refused. An operator must move Kafka and the ledger
@@ -105,53 +105,58 @@ def compare(batch: StreamOffset, ledger: Ledger | None) -> Comparison:
         if void and id_ in known.former:
             continue
         topic = known.topic(name, id_)
-        offsets, epochs, gone = dict(topic.offsets), dict(topic.epochs), dict(topic.gone)
-        later, later_from = dict(topic.later), dict(topic.later_from)
-        topics.append(LedgerTopic(topic.name, topic.id, offsets, epochs, gone, later, later_from))
+        changed: dict[int, LedgerPartition] = {}
         for tp, (start, end) in ranges:
-            number = tp.partition
-            recorded = offsets.get(number)
+            rows = changed[tp.partition] = topic.partition(tp.partition)
+            recorded, rows_end = rows.offset, rows.end
             if void:
-                offsets.setdefault(number, start)
+                rows.offset = start if recorded is None else recorded
                 continue
             before, epoch = batch.truncated_after.get(tp, RECREATED), batch.leader_epochs.get(tp, 0)
-            is_truncated = before != RECREATED and before >= epochs.get(number, 0)
-            # From there on, rows of the table replace those that the truncation removed.
-            new_from = later_from.get(number) if before < later.get(number, 0) else None
-            if is_truncated and new_from is not None and start >= new_from:
-                is_truncated = False
-            elif is_truncated:
-                epochs[number], gone[number] = max(before + 1, epoch), before
-                later.pop(number, None), later_from.pop(number, None)
-                if recorded is not None and new_from is not None and new_from <= end:
+            has_epoch = bool(id_) and tp in batch.leader_epochs
+            later = _rows_after(rows, before, epoch)
+            new_from = later[0].start if later else None
+            is_truncated = before != RECREATED and before >= rows.epoch and (new_from is None or start < new_from)
+            if is_truncated:
+                _move_back(rows, end, before, epoch, later)
+                if new_from is not None:
                     if new_from < end:
-                        drop.append(OffsetRange(tp, new_from, min(recorded, end)))
-                    offsets[number] = max(recorded, end)
+                        drop.append(OffsetRange(tp, new_from, min(rows_end, end)))
+                    if rows_end < end:
+                        _add_rows(rows, rows_end, epoch if has_epoch else None)
                     continue
-            elif id_ and tp in batch.leader_epochs:
+            elif has_epoch:
                 is_proven = tp not in batch.followed and tp not in batch.started
                 if recorded is None:
-                    if is_proven and epoch and start < end:
-                        epochs[number] = epoch
-                elif is_proven and epoch <= gone.get(number, RECREATED):
+                    if is_proven and start < end:
+                        rows.epoch = epoch
+                elif is_proven and rows.gone is not None and epoch <= rows.gone:
                     if start < end:
                         removed.append(OffsetRange(tp, start, end))
                     continue
-                elif end > max(start, recorded) and epoch > max(epochs.get(number, 0), later.get(number, 0)):
-                    later[number], later_from[number] = epoch, max(start, recorded)
             if recorded is None or start >= recorded or is_truncated:
                 if recorded is not None and start > recorded:
                     if tp in batch.started:
                         refused.append(RefusedPartition(tp, start, recorded))
                         continue
                     skipped.append(OffsetRange(tp, recorded, start))
-                offsets[number] = end
+                rows.offset = end
             elif tp in batch.followed:
                 refused.append(RefusedPartition(tp, start, recorded))
+                continue
             else:
                 if start < end:
                     drop.append(OffsetRange(tp, start, min(recorded, end)))
-                offsets[number] = max(recorded, end)
+                rows.offset = max(recorded, end)
+            if recorded is None or is_truncated:
+                continue
+            if rows.ahead is not None and end >= (first := rows.later[0].start):
+                if max(start, first) < min(rows.ahead, end):
+                    drop.append(OffsetRange(tp, max(start, first), min(rows.ahead, end)))
+                rows.offset, rows.ahead = max(rows.ahead, end), None
+            if max(start, rows_end) < end:
+                _add_rows(rows, max(start, rows_end), epoch if has_epoch else None)
+        topics.append(topic.with_partitions(changed))
     return Comparison(
         ledger=after.with_batch(batch, void=void).with_topics(topics),
         drop=tuple(batch.batch() if void else drop),
@@ -163,6 +168,56 @@ def compare(batch: StreamOffset, ledger: Ledger | None) -> Comparison:
     )
 
 
+def _rows_after(rows: LedgerPartition, before: int, now: int) -> tuple[LaterRows, ...]:
+    """Return the rows that were read under leader epochs after a truncation.
+
+    Args:
+        before: the last leader epoch that was known before the truncation.
+        now: the leader epoch under which it was found. None of the rows count if it is later than those of the rows,
+            or unknown (0): another truncation may have removed them since.
+    """
+    if not rows.later or not before < now <= rows.later[-1].epoch:
+        return ()
+    return tuple(each for each in rows.later if each.epoch > before)
+
+
+def _move_back(rows: LedgerPartition, to: int | None, before: int, epoch: int, later: tuple[LaterRows, ...]) -> None:
+    """Move the offset to where a batch ends that follows a truncation.
+
+    Args:
+        to: None if the offset is unknown.
+        before: the last leader epoch that was known before the truncation.
+        epoch: the earliest leader epoch under which rows were read since; 0 if it is unknown.
+        later: the rows that replace those which the truncation removed; they stay known.
+    """
+    end = rows.end
+    rows.offset, rows.epoch, rows.gone, rows.ahead, rows.later = to, max(before + 1, epoch), before, None, later
+    if not later or to is None:
+        return
+    rows.epoch = min(rows.epoch, later[0].epoch)  # the next truncation may remove rows of that epoch
+    if later[0].start > to:
+        rows.ahead = end
+        return
+    rows.offset, rows.later = max(to, end), tuple(each for each in later if each.epoch > rows.epoch)
+
+
+def _add_rows(rows: LedgerPartition, start: int, epoch: int | None) -> None:
+    """Add rows behind the end to the known leader epochs.
+
+    Args:
+        epoch: that under which they were read, which may be earlier than that of rows below them: the batch was planned
+            before those were. None: it is unknown.
+    """
+    if epoch is None:
+        rows.later = ()
+        return
+    rows.epoch = min(rows.epoch, epoch)
+    later = [each for each in rows.later if rows.epoch < each.epoch <= epoch]
+    if epoch > max([rows.epoch, *(each.epoch for each in later)]):
+        later.append(LaterRows(epoch, start))
+    rows.later = tuple(later[-LATER_MAX:])
+
+
 def catch_up(ledger: Ledger, common: Ledger, batch: StreamOffset) -> Ledger:
     """Return the ledger of a table that gets only batches with rows for it, as if it had got the others too.
 
@@ -171,7 +226,8 @@ def catch_up(ledger: Ledger, common: Ledger, batch: StreamOffset) -> Ledger:
 
     - L is unknown: the table has no rows. What ``common`` knows of truncations was before them.
     - ``common`` knows a truncation that is newer than these rows: no batch of the truncated log had rows for the table,
-      and of its rows above C none is left in the log. L is at most C.
+      and of its rows above C none is left in the log, except for those that were read under later leader epochs. L is
+      at most C, and a batch that reaches the other rows leaves them out.
     - L < from: no row between L and the lower one of C and from is missing. L never moves beyond from, because C may be
       ahead of a table that an operator moved back.
 
@@ -182,17 +238,19 @@ def catch_up(ledger: Ledger, common: Ledger, batch: StreamOffset) -> Ledger:
     for name, ranges in groupby(sorted(batch.ranges.items()), key=lambda item: item[0].topic):
         id_ = batch.topic_ids.get(name, "")
         topic, other = ledger.topic(name, id_), common.topic(name, id_)
-        offsets, epochs, gone = dict(topic.offsets), dict(topic.epochs), dict(topic.gone)
+        changed: dict[int, LedgerPartition] = {}
         for tp, (start, _) in ranges:
-            number, newest = tp.partition, other.gone.get(tp.partition, RECREATED)
-            at, all_have = offsets.get(number), other.offsets.get(number, 0)
-            if newest > max(gone.get(number, RECREATED), epochs.get(number, 0) - 1):
-                epochs[number], gone[number] = other.epochs.get(number, 0), newest
-                at = None if at is None else min(at, all_have)
-            if at is not None:
-                offsets[number] = max(at, min(start, all_have))
+            rows = changed[tp.partition] = topic.partition(tp.partition)
+            all_rows = other.partition(tp.partition)
+            truncated, all_have = RECREATED if all_rows.gone is None else all_rows.gone, all_rows.offset or 0
+            if truncated > max(RECREATED if rows.gone is None else rows.gone, rows.epoch - 1):
+                to, epoch = None if rows.offset is None else min(rows.offset, all_have), all_rows.epoch
+                now = max([epoch, *(each.epoch for each in all_rows.later)])
+                _move_back(rows, to, truncated, epoch, _rows_after(rows, truncated, now))
+            if rows.offset is not None:
+                rows.offset = max(rows.offset, min(start, all_have))
         if ledger.knows_topic(name, id_):
-            topics.append(topic._replace(offsets=offsets, epochs=epochs, gone=gone))
+            topics.append(topic.with_partitions(changed))
     return ledger.with_topics(topics)
 
 

@@ -23,7 +23,7 @@ import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from spark_group_source import command_line
 from spark_group_source.errors import LedgerConflict
@@ -52,14 +52,42 @@ PLAIN_CHARS_MAX = 4_000
 COMPRESSED = "zlib:"
 """Precedes compressed JSON in base64."""
 
-_OPTIONAL = ("epochs", "gone", "later", "later_from")
-"""Members of a topic that are left out if empty, in the order of LedgerTopic."""
+LATER_MAX = 2
+"""How many later leader epochs a ledger keeps of a partition: each of them takes as many bytes as the offset."""
+
+_OPTIONAL = ("epochs", "gone", "ahead")
+"""Numbers of a topic that are left out if empty, in the order of LedgerTopic."""
 
 _RUNS = re.compile(r"(?:\d+(?:,-?\d+)+(?:;(?=\d)|$))*")
 
 
 class LedgerDamaged(LedgerConflict):
     """The ledger cannot be read: which records the table holds is unknown."""
+
+
+class LaterRows(NamedTuple):
+    """Rows of a partition that were read under later leader epochs than the others."""
+
+    epoch: int
+    """All of them were read under this leader epoch, or under later ones."""
+    start: int
+    """Where they begin; they end where the rows of the partition end."""
+
+
+@dataclass(slots=True, kw_only=True)
+class LedgerPartition:
+    """The records of one partition that a table holds; the members as in :class:`LedgerTopic`."""
+
+    offset: int | None
+    epoch: int
+    gone: int | None
+    ahead: int | None
+    later: tuple[LaterRows, ...]
+
+    @property
+    def end(self) -> int:
+        """The offset after the last row."""
+        return max(self.offset or 0, self.ahead or 0)
 
 
 class LedgerTopic(NamedTuple):
@@ -76,14 +104,48 @@ class LedgerTopic(NamedTuple):
     gone: Mapping[int, int] = MappingProxyType({})
     """Of partitions whose log was truncated, by partition: the last leader epoch that was known before the newest
     truncation. What the log has of such epochs ends there."""
-    later: Mapping[int, int] = MappingProxyType({})
-    """By partition, where it is later than that in ``epochs``: the latest leader epoch under which rows were read."""
-    later_from: Mapping[int, int] = MappingProxyType({})
-    """By partition: the offset from which on all rows were read under the epoch in ``later``."""
+    ahead: Mapping[int, int] = MappingProxyType({})
+    """By partition, where the offset followed a truncation back to below rows of the present log, which another stream
+    had read before: the end of these rows. They begin where those in ``later`` do."""
+    later: Mapping[int, tuple[LaterRows, ...]] = MappingProxyType({})
+    """By partition: the rows that were read under later leader epochs than that in ``epochs``, at most LATER_MAX, the
+    newest last. Each of them has an offset and an epoch above those of the one before."""
+
+    def partition(self, number: int) -> LedgerPartition:
+        """Return what the ledger knows of one partition."""
+        return LedgerPartition(
+            offset=self.offsets.get(number),
+            epoch=self.epochs.get(number, 0),
+            gone=self.gone.get(number),
+            ahead=self.ahead.get(number),
+            later=self.later.get(number, ()),
+        )
+
+    def with_partitions(self, changed: Mapping[int, LedgerPartition]) -> "LedgerTopic":
+        """Return the topic with other members of some partitions."""
+        offsets, epochs, gone = dict(self.offsets), dict(self.epochs), dict(self.gone)
+        ahead, later = dict(self.ahead), dict(self.later)
+        for number, known in changed.items():
+            _store(offsets, number, known.offset)
+            _store(epochs, number, known.epoch or None)
+            _store(gone, number, known.gone)
+            _store(ahead, number, known.ahead)
+            _store(later, number, known.later or None)
+        return LedgerTopic(self.name, self.id, offsets, epochs, gone, ahead, later)
 
     def is_same(self, id_: str) -> bool:
         """Return whether a topic of this name with that id is this topic."""
         return not self.id or not id_ or self.id == id_
+
+
+_Member = TypeVar("_Member")
+
+
+def _store(members: dict[int, _Member], number: int, value: _Member | None) -> None:
+    if value is None:
+        members.pop(number, None)
+    else:
+        members[number] = value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -286,7 +348,7 @@ class Ledger:
                 be a new topic of that name.
         """
         moved = self.with_offsets(offsets, ids)
-        topics = {name: topic._replace(gone={}, later={}, later_from={}) for name, topic in moved.topics.items()}
+        topics = {name: topic._replace(gone={}, ahead={}, later={}) for name, topic in moved.topics.items()}
         former = dict(moved.former)
         for name in deleted:
             if name in topics and (id_ := topics[name].id):
@@ -368,13 +430,23 @@ def _parse_runs(text: str) -> dict[int, int]:
     return numbers
 
 
-def _numbers_of(topic: LedgerTopic) -> dict[str, str]:
-    return {**{name: _runs(of) for name in _OPTIONAL if (of := getattr(topic, name))}, "offsets": _runs(topic.offsets)}
+def _numbers_of(topic: LedgerTopic) -> dict[str, Any]:
+    found: dict[str, Any] = {name: _runs(of) for name in _OPTIONAL if (of := getattr(topic, name))}
+    later = []
+    for n in range(1, max(map(len, topic.later.values()), default=0) + 1):  # the newest ones first
+        rows = {p: of[-n] for p, of in topic.later.items() if n <= len(of)}
+        later.append([_runs({p: each[i] for p, each in rows.items()}) for i in (0, 1)])
+    return {**found, **({"later": later} if later else {}), "offsets": _runs(topic.offsets)}
 
 
 def _topic(name: str, id_: str, entry: Mapping[str, Any]) -> LedgerTopic:
     offsets = {p: _number(n) for p, n in _parse_runs(entry["offsets"]).items()}
-    return LedgerTopic(name, id_, offsets, *(_parse_runs(entry.get(of, "")) for of in _OPTIONAL))
+    later: dict[int, tuple[LaterRows, ...]] = {}
+    for epochs, starts in entry.get("later", ()):  # the newest ones first
+        start_of = _parse_runs(starts)
+        later |= {p: (LaterRows(n, start_of[p]), *later.get(p, ())) for p, n in _parse_runs(epochs).items()}
+    numbers = {of: _parse_runs(entry.get(of, "")) for of in _OPTIONAL}
+    return LedgerTopic(name, id_, offsets, **numbers, later=later)
 
 
 def _number(value: object) -> int:

@@ -23,7 +23,7 @@ from spark_group_source.delta.ledger_decision import (
     decide,
     missing_from_ledger,
 )
-from spark_group_source.delta.ledger_format import Ledger, LedgerTopic
+from spark_group_source.delta.ledger_format import LATER_MAX, LaterRows, Ledger, LedgerTopic
 from spark_group_source.delta.ledger_store import read_ledger, read_ledgers, set_ledger
 from spark_group_source.errors import LedgerConflict, OptionError
 from spark_group_source.model import OffsetRange, TopicPartition
@@ -186,6 +186,92 @@ def test_records_that_another_stream_read_after_a_truncation_are_not_written_aga
         assert not comparison.ledger.topics["orders"].later, "the truncation is known now"
         assert compare(claim, comparison.ledger).drop == tuple(claim.batch())
     assert not known.after_reset(1, {}).topics["orders"].later, "a restored cluster may have earlier epochs"
+
+
+def under(batch: StreamOffset, epoch: int) -> StreamOffset:
+    return replace(batch, leader_epochs={P0: epoch})
+
+
+def played(*batches: StreamOffset) -> Ledger:
+    """The ledger after these batches, as the table has it."""
+    now: Ledger | None = None
+    for batch in batches:
+        now = Ledger.from_json("etl", compare(batch, now).ledger.to_json_dict())
+    assert now is not None
+    return now
+
+
+@pytest.mark.proves("G4", level="core")
+@pytest.mark.parametrize("end", [55, 57, 60, 61, 80, 85])
+@pytest.mark.parametrize("again", [False, True])
+def test_rows_behind_a_batch_that_follows_a_truncation_are_not_written_again(end: int, again: bool) -> None:
+    """The log has other records from 55 on, and another stream read those from 60 on. The batch that goes back to the
+    truncation ends before them, and the next one may follow the truncation, too."""
+    known = played(under(offset(0, ranges((0, 60))), 3), under(offset(0, ranges((60, 80)), stream="s2"), 5))
+    first, second = truncated(55, end, 3, 5), truncated(end, 90, 3, 5)
+    second = second if again else replace(second, truncated_after={})
+    comparison = compare(first, known)
+    assert comparison.drop == ((OffsetRange(P0, 60, min(end, 80)),) if end > 60 else ())
+    assert comparison.ledger.offsets == {P0: end if end < 60 else max(end, 80)}
+    known = Ledger.from_json("etl", comparison.ledger.to_json_dict())
+    assert compare(first, known).ledger.offsets == known.offsets, "a replay"
+    comparison = compare(second, known)
+    assert comparison.drop == ((OffsetRange(P0, max(60, end), 80),) if end < 80 else ())
+    assert comparison.ledger.offsets == {P0: 90}
+    assert not comparison.ledger.topics["orders"].ahead
+
+
+@pytest.mark.proves("G4", level="core")
+def test_rows_behind_the_ledger_are_written_again_after_a_next_truncation() -> None:
+    known = played(
+        under(offset(0, ranges((0, 60))), 3),
+        under(offset(0, ranges((60, 80)), stream="s2"), 5),
+        truncated(55, 57, 3, 5),
+    )
+    comparison = compare(truncated(56, 90, 5, 6), known)
+    assert (comparison.drop, comparison.ledger.offsets) == ((), {P0: 90})
+
+
+@pytest.mark.proves("G4", level="core")
+def test_rows_under_several_later_epochs_are_not_written_again() -> None:
+    """The leader changed without a truncation while the other stream read on."""
+    known = played(
+        under(offset(0, ranges((0, 60))), 3),
+        under(offset(0, ranges((60, 80)), stream="s2"), 5),
+        under(offset(1, ranges((80, 100)), stream="s2"), 7),
+    )
+    assert compare(truncated(60, 110, 3, 7), known).drop == (OffsetRange(P0, 60, 100),)
+    comparison = compare(truncated(55, 110, 3, 7), known)
+    assert comparison.drop == (OffsetRange(P0, 60, 100),)
+    assert compare(truncated(70, 110, 5, 8), comparison.ledger).drop == (), "it removed the rows of epoch 5, too"
+
+
+@pytest.mark.proves("G4", level="core")
+@pytest.mark.parametrize(
+    "late",
+    [
+        under(offset(1, ranges((80, 100)), stream="s3"), 3),
+        offset(1, ranges((80, 100)), stream="s3"),
+    ],
+    ids=["earlier", "unknown"],
+)
+def test_rows_that_were_planned_under_an_earlier_epoch_are_not_taken_for_later_ones(late: StreamOffset) -> None:
+    known = played(under(offset(0, ranges((0, 60))), 3), under(offset(0, ranges((60, 80)), stream="s2"), 5), late)
+    comparison = compare(truncated(55, 100, 3, 5), known)
+    assert (comparison.drop, comparison.ledger.offsets) == ((), {P0: 100})
+
+
+@pytest.mark.proves("G4", level="core")
+def test_rows_under_an_epoch_before_that_of_the_batch_may_be_gone() -> None:
+    """A second truncation, which only the stream that read them would find."""
+    known = played(under(offset(0, ranges((0, 60))), 3), under(offset(0, ranges((60, 80)), stream="s2"), 5))
+    assert compare(truncated(55, 90, 3, 7), known).drop == ()
+
+
+def test_only_the_newest_epochs_of_a_partition_are_kept() -> None:
+    known = played(*(under(offset(n, ranges((n * 10, n * 10 + 10)), stream="s2"), n) for n in range(1, 9)))
+    newest = tuple(LaterRows(n, n * 10) for n in range(9 - LATER_MAX, 9))
+    assert known.topics["orders"].later == {0: newest}
 
 
 @pytest.mark.parametrize(
@@ -520,7 +606,8 @@ def test_a_refusal_names_table_group_both_offsets_and_both_commands_and_stays_sh
 names = st.sampled_from(["a", "b", "c'\"\\ü"])
 ids, numbers = st.text(max_size=3), st.integers(0, 2**63 - 1)
 by_partition = st.dictionaries(st.integers(0, 3), numbers)
-topics = st.builds(LedgerTopic, names, ids, *[by_partition] * 5)
+later = st.lists(st.builds(LaterRows, numbers, numbers), min_size=1, max_size=LATER_MAX).map(tuple)
+topics = st.builds(LedgerTopic, names, ids, *[by_partition] * 4, st.dictionaries(st.integers(0, 3), later))
 
 
 @given(

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 from sink_source import offset
 
-from spark_group_source.delta.ledger_decision import AlreadyWritten, catch_up, decide
+from spark_group_source.delta.ledger_decision import AlreadyWritten, WriteBatch, catch_up, decide
 from spark_group_source.delta.ledger_format import Ledger, LedgerTopic
 from spark_group_source.model import TopicPartition
 from spark_group_source.protocol.offsets import StreamOffset
@@ -204,3 +204,26 @@ def test_a_truncation_that_a_reset_made_a_table_forget_is_older_than_its_rows() 
     assert catch_up(ahead, common, offset(0, {("orders", 0): (90, 99)})).offsets == {tp: 95}
     older = Ledger(group="etl").with_topics([LedgerTopic("orders", "id-1", {0: 95})])
     assert catch_up(older, common, offset(0, {("orders", 0): (90, 99)})).offsets == {tp: 90}
+
+
+@pytest.mark.proves("G4", level="core")
+@pytest.mark.parametrize(("read", "drop"), [(55, [(60, 80)]), (70, [(70, 80)]), (90, [])])
+def test_rows_that_a_table_has_of_the_log_after_a_truncation_stay_known(read: int, drop: list[tuple[int, int]]) -> None:
+    """It got a batch that ``others`` lacks, because the query was killed between the two. Then another query, whose
+    batch up to ``read`` has no rows for this table, found the truncation at 55."""
+    tp = TopicPartition("orders", 0)
+
+    def write(ledger: Ledger | None, batch: StreamOffset, epoch: int, common: Ledger | None = None) -> WriteBatch:
+        batch = replace(batch, leader_epochs={tp: epoch})
+        shared = {} if common is None else {"etl": common}
+        decision = decide([batch], {"etl": ledger}, table="t", batch_id=batch.seq, common=shared)
+        assert isinstance(decision, WriteBatch)
+        return decision
+
+    first = write(None, offset(0, {("orders", 0): (0, 60)}), 3).ledgers["etl"]
+    table = write(first, offset(0, {("orders", 0): (60, 80)}, stream="s2"), 5, first).ledgers["etl"]
+    found = offset(1, {("orders", 0): (55, read)}, truncated_after={("orders", 0): 3})
+    others = write(first, found, 5).ledgers["etl"]
+    decision = write(table, offset(2, {("orders", 0): (read, 100)}), 5, others)
+    assert [(r.start, r.end) for r in decision.drop] == drop
+    assert decision.ledgers["etl"].offsets == {tp: 100}
