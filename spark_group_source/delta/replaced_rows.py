@@ -6,11 +6,13 @@ setting a ledger (:mod:`ledger_store`).
 ``RESTORE``, ``REPLACE``, an overwrite and a clone into the table remove rows and leave the group's newest ledger as it
 is, so a query that continued would leave a gap. A batch is refused until an operator moves Kafka's offsets and the
 ledger to one position with ``spark-group reset``. After a ``RESTORE`` the ledger of the restored version fits the rows.
-After the others, and where the log lacks that version, no ledger is known to fit them, and none is guessed.
+After the others, where the log lacks that version, and where the ledger moved back since then because records were
+read again, no ledger is known to fit them, and none is guessed.
 
 ``DELETE``, ``UPDATE``, ``MERGE`` and ``TRUNCATE`` change rows on purpose; the ledger counts these rows as written.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -116,7 +118,8 @@ def ledger_of_rows(history: TableHistory, group: str, replacement: Replacement |
     Raises:
         LedgerExpired: the log does not reach back to the group's last commit.
         RowsReplaced: the rows do not have to be those of an earlier version, or the log lacks the ledger of that
-            version.
+            version, or the ledger does not fit its rows: it moved back since then, other than after rows were
+            replaced, or the group's first ledger was set by an operator.
         LedgerConflict: a batch was committed behind a ``RESTORE``, or the ledger cannot be read.
     """
     found = _find_ledger_of_rows(history, group, replacement)
@@ -138,14 +141,24 @@ def _find_ledger_of_rows(
     if replacement.concurrent_batch is not None:
         raise _batch_behind_restore(history.table, group, replacement)
     starts: dict[TopicPartition, int] = {}
-    oldest_read, first_number = replacement.version, 0
+    lowest: dict[TopicPartition, int] = {}
+    oldest_read, first_number, next_ledger = replacement.version, 0, None
+    set_at = -1  # the version whose rows the oldest of these ledgers fits, if an operator set it
     for commit in history.at(replacement.version - 1).commits(after=replacement.restored_to):  # newest first
         oldest_read = commit.version
+        if commit.unsettles_ledger:
+            next_ledger = None  # it was set to what fitted the rows
         if (entry := commit.ledger_entry(group)) is not None:
-            starts = first_offsets(entry["ledger"]) | starts  # an older one is of a former topic of that name
-            first_number = entry["ledger"]["number"]
+            new = first_offsets(entry["ledger"])
+            starts = new | starts  # an older one is of a former topic of that name
+            first_number, set_at = entry["ledger"]["number"], commit.read if new and "reason" in entry else -1
+            ledger = Ledger.from_json(group, entry["ledger"], table=history.table, table_version=commit.version)
+            lowest |= _moved_back(ledger, next_ledger, lowest)
+            next_ledger = ledger
     if oldest_read > replacement.restored_to + 1:
         return replacement
+    if first_number == 1 and replacement.restored_to < set_at:
+        return replacement  # an operator's first ledger counts rows that no commit of the group wrote
     try:
         is_before_first = first_number == 1  # then the log need not reach back further
         restored = None if is_before_first else _find_ledger_of_rows(history.at(replacement.restored_to), group)
@@ -154,6 +167,9 @@ def _find_ledger_of_rows(
     if isinstance(restored, Replacement):
         return restored
     restored = restored or Ledger(group=group)
+    lowest |= _moved_back(restored, next_ledger, lowest)
+    if any(n > lowest.get(tp, n) for tp, n in restored.offsets.items()):
+        return replacement
     same_topics = {
         name: topic.id
         for name, topic in restored.topics.items()
@@ -165,6 +181,24 @@ def _find_ledger_of_rows(
     recreated = {topic.id: topic for name, topic in restored.topics.items() if name not in same_topics}
     ledger = replace(newest, former={**restored.former, **recreated}, table_version=history.version)
     return ledger.with_offsets(offsets, same_topics)
+
+
+def _moved_back(
+    ledger: Ledger, next_ledger: Ledger | None, lowest: Mapping[TopicPartition, int]
+) -> dict[TopicPartition, int]:
+    """Return the partitions of which the next ledger of the group moved back, with the lowest offset of that and known
+    moves. Rows of a restored version above that offset had been removed by ``DELETE``, or are of records that a
+    truncation removed; where its batch began is not known, so it moves to -1."""
+    if next_ledger is None:
+        return {}
+    found = {}
+    for name, topic in ledger.topics.items():
+        later = next_ledger.topic(name, topic.id)
+        for p, n in topic.offsets.items():
+            to = -1 if later.epochs.get(p, 0) > topic.epochs.get(p, 0) else later.offsets.get(p, n)
+            if to < n:
+                found[TopicPartition(name, p)] = min(to, lowest.get(TopicPartition(name, p), to))
+    return found
 
 
 def _other_rows_restored(table: str, ledger: Ledger, remaining: Ledger, restore: Replacement) -> LedgerConflict:

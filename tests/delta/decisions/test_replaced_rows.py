@@ -16,6 +16,7 @@ from sink_helpers import (
     FAR,
     BeforeNextCommit,
     ListedCommits,
+    NewQuery,
     Query,
     expire_log,
     foreign_commits,
@@ -33,6 +34,7 @@ from typer.testing import CliRunner
 from spark_group_source.cli.app import app
 from spark_group_source.delta.ledger_format import Ledger
 from spark_group_source.delta.ledger_store import read_ledger, set_ledger
+from spark_group_source.delta.ledger_transfer import transfer_ledger
 from spark_group_source.delta.replaced_rows import Replacement, find_replacement, ledger_of_rows
 from spark_group_source.delta.table_history import (
     Commit,
@@ -276,6 +278,69 @@ def test_a_restore_to_before_a_reset_that_found_a_topic_deleted_is_refused_with_
         query.run(query.sink(table), 3, replace(offset(3, one(12, 14)), **later))
     there = read_ledger(query.spark, str(table), "etl")
     assert there is not None and there.offsets == {P0: 5}
+
+
+UNKNOWN = r"\(RESTORE\) removed rows after .* is unknown"
+
+
+@pytest.mark.proves("G4", level="core")
+@pytest.mark.parametrize("end", [60, 100, 120])
+def test_a_restore_to_before_a_reset_that_read_deleted_rows_again_is_refused(
+    query: Query, table: Path, end: int
+) -> None:
+    """The ledger of the restored version counts the deleted rows."""
+    query.run(query.sink(table), 0, offset(0, one(0, 100)))
+    DeltaTable(table).delete("offset >= 60")
+    deleted = DeltaTable(table).version()
+    set_ledger(query.spark, str(table), "etl", {P0: 60}, reason="reset", reset_number=1)
+    query.run(query.sink(table), 1, offset(1, one(60, end), followed=[("orders", 0)], reset_number=1))
+    DeltaTable(table).restore(deleted)
+    with pytest.raises(LedgerConflict, match=UNKNOWN):
+        query.run(query.sink(table), 2, offset(2, one(end, 130), reset_number=1))
+    DeltaTable(table).restore(deleted - 1)
+    with pytest.raises(LedgerConflict, match=UNKNOWN):
+        query.run(query.sink(table), 2, offset(2, one(end, 130), reset_number=1))
+
+
+def test_a_restore_to_below_where_a_reset_moved_the_ledger_has_a_known_ledger(query: Query, table: Path) -> None:
+    query.run(query.sink(table), 0, offset(0, one(0, 50)))
+    query.run(query.sink(table), 1, offset(1, one(50, 100)))
+    set_ledger(query.spark, str(table), "etl", {P0: 80}, reason="reset", reset_number=1)
+    DeltaTable(table).restore(1)
+    there = read_ledger(query.spark, str(table), "etl")
+    assert there is not None and there.offsets == {P0: 50}
+
+
+@pytest.mark.proves("G4", level="core")
+@pytest.mark.parametrize("end", [80, 100, 120])
+def test_a_restore_to_before_a_truncation_is_refused(query: Query, table: Path, end: int) -> None:
+    """Other records have the offsets of the restored rows."""
+    query.run(query.sink(table), 0, replace(offset(0, one(0, 100)), leader_epochs={P0: 3}))
+    after = offset(1, one(60, end), truncated_after={("orders", 0): 3})
+    query.run(query.sink(table), 1, replace(after, leader_epochs={P0: 5}))
+    DeltaTable(table).restore(1)
+    with pytest.raises(LedgerConflict, match=UNKNOWN):
+        query.run(query.sink(table), 2, replace(offset(2, one(end, 130)), leader_epochs={P0: 5}))
+
+
+@pytest.mark.proves("G4", level="core")
+@pytest.mark.parametrize("batches", [0, 1])
+def test_a_restore_to_before_a_rename_of_the_group_is_refused(
+    query: Query, new_query: NewQuery, table: Path, batches: int
+) -> None:
+    """The rows that the new group's first ledger counts are of the former group."""
+    query.run(query.sink(table), 0, offset(0, one(0, 6), group="old"))
+    query.run(query.sink(table), 1, offset(1, one(6, 10), group="old"))
+    transfer_ledger(query.spark, str(table), "old", str(table), "new", execute=True)
+    other = new_query("other")
+    more: dict[str, Any] = {"group": "new", "stream": "s2", "reset_number": 1}
+    for n in range(batches):
+        other.run(other.sink(table), n, offset(n, one(10, 20), **more))
+    DeltaTable(table).restore(1)
+    start = 10 + 10 * batches
+    with pytest.raises(LedgerConflict, match=UNKNOWN):
+        other.run(other.sink(table), batches, offset(batches, one(start, start + 10), **more))
+    assert rows(table) == records(0, 6)
 
 
 # DELETE, UPDATE and MERGE are the user's; REPLACE and overwrites are refused
