@@ -468,12 +468,17 @@ class TableWriter:
         Where the group's last number cannot be read, its first ledger is committed, with number 1. Delta skips a commit
         whose number is used, so this shows whether the group ever wrote to the table. If it did not, the ledger that
         was committed is returned, with its version.
+
+        Raises:
+            CommitRace: another query of the group has started its ledger since ``history``.
         """
         number = history.number(group)
         if number is None:
             try:
                 return self.commit_ledger(history, Ledger(group=group), reason="the group's first commit")
             except CommitRace:
+                if any(commit.ledger_entry(group) for commit in self.history().commits(after=history.version)):
+                    raise  # another query of the group was faster: its ledger is in the log
                 number = int(time.time() * 1000)  # no group commits a thousand times a second
         return Ledger(group=group, number=number)
 

@@ -339,6 +339,30 @@ def test_a_new_group_behind_the_rows_is_written_where_delta_reports_an_expired_l
     assert next_offsets(table) == {("orders", 0): 12}
 
 
+@pytest.mark.parametrize("has_rows", [True, False], ids=["first batch", "first commit"])
+def test_two_queries_of_a_new_group_start_at_once_where_delta_reports_an_expired_log(
+    query: Query, table: Path, described: Any, before_next_commit: BeforeNextCommit, has_rows: bool
+) -> None:
+    """The number of the slower one is used, and not by a ledger that left the log: both read the same records."""
+    query.run(query.sink(table), 0, offset(0, one(0, 5, topic="clicks"), group="another", stream="s0"))
+    expire_log(table)
+    a, b = (Query(described, query.root.parent, name) for name in "ab")
+    batch = offset(0, one(0, 5), stream="sa")
+
+    def first() -> None:
+        if has_rows:
+            a.run(a.sink(table), 0, batch)
+            return
+        writer = TableWriter(described, str(table))
+        writer.commit_ledger(writer.history(), Ledger(group="etl"), reason="the group's first commit")
+        before_next_commit(lambda: a.run(a.sink(table), 0, batch))
+
+    before_next_commit(first)
+    b.run(b.sink(table), 0, offset(0, one(0, 7) | one(700, 705, partition=1), stream="sb"))
+    assert next_offsets(table) == {("orders", 0): 7, ("orders", 1): 705}
+    assert rows(table) == sorted(records(0, 5, topic="clicks") + records(0, 7) + records(700, 705, partition=1))
+
+
 def test_the_newest_version_is_looked_up_once_for_a_history(
     query: Query, table: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
