@@ -320,6 +320,15 @@ def test_a_reset_forgets_which_epochs_are_gone() -> None:
     assert compare(late, now).ledger.offsets == {P0: 90}
 
 
+def test_rows_after_a_reset_may_have_earlier_epochs() -> None:
+    """In a restored cluster: a truncation after one of them is newer than the rows."""
+    known = played(under(offset(0, ranges((0, 100))), 5)).after_reset(1, {P0: 50}, {"orders": "id-1"})
+    first = replace(offset(1, ranges((50, 90)), followed=FOLLOWED, reset_number=1), leader_epochs={P0: 2})
+    found = replace(truncated(60, 95, 2, 3), reset_number=1)
+    comparison = compare(found, compare(first, known).ledger)
+    assert (comparison.drop, comparison.ledger.offsets) == ((), {P0: 95})
+
+
 def test_an_earlier_epoch_means_nothing_where_brokers_do_not_report_topic_ids() -> None:
     """The topic may have been recreated, so that its epochs start again."""
     now = compare(replace(truncated(60, 60, 3, 5), topic_ids={}), ledger({P0: 100}, topic_id="")).ledger
