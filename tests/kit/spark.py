@@ -458,6 +458,7 @@ class SparkRun:
             and run.plan is None
             and run.all_committed
             and run.partitions.all_known()  # one without a leader has a bound of its own
+            and (run.slots.all_assigned or not run.partitions.uncommitted())  # members may get partitions back
             and not self.publisher.drained
             and run.state in (RunState.OPEN, RunState.DRAINED),
         }
