@@ -4,10 +4,10 @@ Runs in: the stream reader and the user's driver (both write), the command line 
 (:mod:`spark_group_source.protocol.statistics`), Kafka. The files are in one directory of the user, which only a run
 creates:
 
-- ``<namespace>-<pid>.json``: the run in that process: its
+- ``<host>-<namespace>-<pid>.json``: the run in that process: its
   :class:`~spark_group_source.protocol.statistics.Statistics`, its bootstrap servers, and whether it is drained.
-  Containers may share the directory, and their process ids are not unique;
-- ``<namespace>-<pid>.drain``: a request that this run drains;
+  Hosts and containers may share the directory, and process ids are not unique then;
+- ``<host>-<namespace>-<pid>.drain``: a request that this run drains;
 - ``<load>.load``: locked by the stream of that ``load()``;
 - ``<stream>.durable``: the durable mark: the number of the newest batch that the sink has, and a digest of its offset.
   Spark reports a batch as durable only when it requests the next one, a trigger later or never;
@@ -28,6 +28,7 @@ import functools
 import json
 import logging
 import os
+import socket
 import stat
 import tempfile
 import threading
@@ -355,12 +356,17 @@ def _published(group: str) -> list[dict[str, Any]]:
 
 
 def _run_file(pid: int) -> Path:
-    return directory() / f"{pid_namespace()}-{pid}.json"
+    return directory() / f"{_here()}-{pid}.json"
+
+
+def _here() -> str:
+    """The host and the namespace in which process ids are unique."""
+    return f"{socket.gethostname()}-{pid_namespace()}"
 
 
 def _run_file_paths() -> list[Path]:
     """The files of the runs in this container; the processes of other ones are not seen from here."""
-    return sorted(directory().glob(f"{pid_namespace()}-*.json")) if _is_usable() else []
+    return sorted(directory().glob(f"{_here()}-*.json")) if _is_usable() else []
 
 
 def _remove_killed() -> None:
