@@ -132,9 +132,9 @@ class TransactionalCommitter:
     def prepare(self) -> None:
         """Take over the transactional id now, which fences all older processes. Does nothing if this process has it.
 
-        The first attempt needs no proof, because no member of this process has joined. Until another one is made, the
-        members join, and a newer process may start: so it is made by :meth:`regain_id`, unless a broker refused the
-        first one.
+        The first attempt needs no proof, because no member of this process has joined when it begins. Until another one
+        is made, the members join, and a newer process may start: so it is made by :meth:`regain_id`, unless a broker
+        refused the first one.
 
         Raises:
             Fenced: a newer process has the id.

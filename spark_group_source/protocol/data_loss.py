@@ -192,7 +192,7 @@ class DataLossDetector:
         Args:
             ready: the position of every partition that the next batch may read.
         """
-        self._former_ids |= {self.topic_ids[name] for name in self._recreated}
+        self._former_ids |= {self.topic_ids[name] for name in self._recreated if name in self.topic_ids}
         self.topic_ids.update(self._recreated)
         self._known_epochs.forget(self._recreated.keys())
         elsewhere = {tp for tp, at in self._positions.items() if ready.get(tp) != at}
@@ -414,7 +414,10 @@ class DataLossDetector:
 
     def _lost(self, tp: TopicPartition, text: str, *, available: int, remedy: str = "") -> None:
         if not self._rules.fail_on_data_loss:
-            self.warnings.append(f"data loss: {text}")
+            if (
+                warning := f"data loss: {text}"
+            ) not in self.warnings:  # its check may have failed before, and is repeated
+                self.warnings.append(warning)
             return
         error = data_loss(tp, text, expected=self._positions[tp], available=available, remedy=remedy)
         self.error = self.error or error

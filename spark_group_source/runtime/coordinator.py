@@ -364,7 +364,7 @@ class BrokerQueries:
         while self._now_ms() - began_ms < LEADER_MS_MAX and (missing := set(tps) - ends.keys()):
             if not (existing := self._admin.existing_partitions(missing)):
                 break
-            ends |= self._admin.latest_of_existing(existing, committed=self._committed)
+            ends |= self._admin.latest_of_existing(existing | ends.keys(), committed=self._committed)
         if unanswered := [tp for tp in tps if tp not in ends]:
             log.warning(
                 "group %s: no broker returned the end offsets of %d partitions, such as %s; the next run reads them",

@@ -96,6 +96,7 @@ NO_LEADERS = refusal(KafkaError._NOENT)
 
 NO_LEADER = refusal(KafkaError.LEADER_NOT_AVAILABLE)
 """A broker's answer for a partition whose brokers are all down."""
+UNANSWERED = refusal(KafkaError._TIMED_OUT)
 UNKNOWN = refusal(KafkaError._UNKNOWN_PARTITION)
 """The library's error for one such partition beside others."""
 
@@ -176,9 +177,17 @@ def test_G10_a_partition_with_unknown_end_is_left_to_the_next_run_with_a_warning
 
 
 @pytest.mark.parametrize("back_after_ms", [10_000, 2 * LEADER_MS_MAX])
-@pytest.mark.parametrize("leaderless", [{A1}, {A0, A1}], ids=["another one has a leader", "none has a leader"])
+@pytest.mark.parametrize(
+    ("leaderless", "answer"),
+    [({A1}, NO_LEADER), ({A0, A1}, NO_LEADER), ({A1}, UNANSWERED), ({A1}, UNKNOWN)],
+    ids=["another one has a leader", "none has a leader", "its leader does not answer", "its leader is unknown"],
+)
 def test_G10_the_end_of_a_partition_is_awaited_during_the_election_of_its_leader(
-    environment: ManualEnvironment, scripted_admin: Admin, leaderless: set[TopicPartition], back_after_ms: int
+    environment: ManualEnvironment,
+    scripted_admin: Admin,
+    leaderless: set[TopicPartition],
+    answer: KafkaException,
+    back_after_ms: int,
 ) -> None:
     """Else an AvailableNow run leaves its records to the next one."""
     options = Options.parse({"kafka.bootstrap.servers": "b", "kafka.group.id": "g", "subscribe": "a"})
@@ -187,7 +196,7 @@ def test_G10_the_end_of_a_partition_is_awaited_during_the_election_of_its_leader
     def ends() -> dict[TopicPartition, Any]:
         _, requested = environment.calls[-1]
         is_back = environment.now_ms() - began_ms >= back_after_ms
-        return {tp: info(3) if is_back or tp not in leaderless else NO_LEADER for tp in requested}
+        return {tp: info(3) if is_back or tp not in leaderless else answer for tp in requested}
 
     environment.will("describe_topics", *[{"a": with_leaders(None, None)}] * 100)
     environment.will("list_offsets", *[ends] * 100)

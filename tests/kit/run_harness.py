@@ -60,7 +60,8 @@ class RunHarness:
         self.group_state = "stable"
         self.ends_took_ms = 0
         self.silent: set[type] = set()
-        self.leaderless: set[TopicPartition] = set()  # no broker reports their offsets
+        self.leaderless: set[TopicPartition] = set()  # brokers report that they have no leader
+        self.unreachable: set[TopicPartition] = set()  # their leaders do not answer: a request about them alone fails
         self.unanswered_starts: set[TopicPartition] = set()  # no broker resolves where they start
         self.unanswered_commits: set[TopicPartition] = set()  # reads of committed offsets leave them out
         self.clients: dict[int, int] = {}
@@ -203,22 +204,22 @@ class RunHarness:
         """The event with which the shell answers a request or the end of the run."""
         match step:
             case ev.ListTopics() | ev.ReadTarget() | ev.ReadLogEnds() | ev.DescribeGroup() if (
-                self.clock() < self.down_until_ms
+                self.clock() < self.down_until_ms or self._is_unreachable(step)
             ):
                 self.clock.advance(ms=GIVEN_UP_MS)
                 return ev.RequestFailed(error=BrokerUnavailable("no leaders", servers="b:9092", waited_ms=GIVEN_UP_MS))
             case ev.ReadTarget():
-                return ev.TargetRead(ends=_some(self.ends, self.ends, self.leaderless))
+                return ev.TargetRead(ends=_some(self.ends, self.ends, (self.leaderless, self.unreachable)))
             case ev.ListTopics():
                 return ev.TopicsListed(topics=self.topics)
             case ev.ReadLogEnds():
                 self.clock.advance(ms=self.ends_took_ms)
                 return ev.LogEndsRead(
-                    ends=_some(self.ends, step.ends, self.leaderless),
+                    ends=_some(self.ends, step.ends, (self.leaderless, self.unreachable)),
                     leader_epochs=_some(self.leader_epochs, step.ends),
                     epoch_ends=dict.fromkeys(step.epoch_ends),  # the leaders know no earlier epoch
-                    firsts=_some(self.firsts, step.firsts, self.leaderless),
-                    log_ends=_some(self.ends, step.log_ends, self.leaderless),
+                    firsts=_some(self.firsts, step.firsts, (self.leaderless, self.unreachable)),
+                    log_ends=_some(self.ends, step.log_ends, (self.leaderless, self.unreachable)),
                     topic_ids=_some(self.ids, step.topics),
                     took_ms=self.ends_took_ms,
                 )
@@ -231,6 +232,11 @@ class RunHarness:
                 return ev.MembersClosing(leave=step.leave)
             case _:
                 raise AssertionError(f"{step} is no request")
+
+    def _is_unreachable(self, step: ev.Step) -> bool:
+        """Whether one of the requests is about partitions alone whose leaders do not answer."""
+        requested = (step.ends, step.firsts, step.log_ends) if isinstance(step, ev.ReadLogEnds) else ()
+        return any(tps and self.unreachable.issuperset(tps) for tps in requested)
 
     def _carry_out(self, commands: Commands) -> None:
         """Record the commands; Kafka answers them later."""
@@ -286,6 +292,6 @@ class RunHarness:
         return self.firsts[tp] if at.kind == "earliest" else self.ends[tp] if at.kind == "latest" else at.value
 
 
-def _some(known: Mapping[K, V], requested: Iterable[K], silent: Container[K] = ()) -> dict[K, V]:
+def _some(known: Mapping[K, V], requested: Iterable[K], silent: Iterable[Container[K]] = ()) -> dict[K, V]:
     """The known values of the requested keys."""
-    return {key: known[key] for key in requested if key in known and key not in silent}
+    return {key: known[key] for key in requested if key in known and not any(key in each for each in silent)}

@@ -867,6 +867,28 @@ def test_partition_without_a_leader_is_logged_although_a_later_request_of_the_ch
     assert len([text for text in run.warned() if "no broker reports the end of 1 partitions" in text]) == 1
 
 
+def test_loss_is_logged_once_although_a_later_request_of_the_check_fails_again_and_again() -> None:
+    run = Failing(topics={"orders": 1}, fail_on_data_loss=False)
+    run.ends = {A: 100}
+    run.batch()
+    run.latest()
+    run.ids, run.ends = {"orders": "id-new"}, {A: 5}
+    run.latest()
+    run.pass_time(GRACE_MS)
+    answer = run.answer
+    failures = [0]
+
+    def fails_ten_times(step: ev.Step) -> ev.Event:
+        if isinstance(step, ev.ReadLogEnds) and step.firsts and not step.topics and failures[0] < 10:
+            failures[0], run.fails = failures[0] + 1, "firsts"
+        return answer(step)
+
+    run.answer = fails_ten_times  # type: ignore[method-assign]
+    run.latest()
+    assert failures == [10]
+    assert len([text for text in run.warned() if text.startswith("data loss: ")]) == 1
+
+
 @pytest.mark.parametrize("fails", ["", "firsts"])
 def test_missing_topic_is_forgotten_although_a_later_request_of_the_check_fails(fails: str) -> None:
     """It asks where a recreated topic starts."""

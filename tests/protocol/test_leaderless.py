@@ -35,13 +35,13 @@ def silent(kind: str, run: RunHarness | None = None, **rules: Any) -> RunHarness
     run.ends |= {A: 160, B: 7}
     run.firsts[B] = 0
     (run.unanswered_starts if kind == "start" else run.unanswered_commits).add(B)
-    run.leaderless.add(B)
+    run.unreachable.add(B)
     return run
 
 
 def returns(run: RunHarness) -> None:
     """The leader of B returns."""
-    run.leaderless.clear()
+    run.unreachable.clear()
     run.unanswered_starts.clear()
     run.unanswered_commits.clear()
 
@@ -126,7 +126,7 @@ def test_a_partition_whose_leader_never_answers_does_not_hold_up_a_running_query
     """Its first record is requested again before each batch, because it was not compared with the position yet."""
     run = RunHarness()
     run.ends |= {A: 160, B: 7}
-    run.leaderless.add(B)
+    run.unreachable.add(B)
     run.committed = {B: ev.Committed(offset=3)}
     assert run.batch().ranges[A] == (0, 160)
     for end in (170, 180):
@@ -188,7 +188,7 @@ def test_bounded_run_ends_although_a_partition_lost_its_leader(target: dict[Any,
     run = RunHarness()
     run.set_target(target)
     run.ends |= {A: 160, B: 7}
-    run.leaderless.add(B)
+    run.unreachable.add(B)
     assert run.batch().ranges == {A: (0, 160), B: (0, 0)}
     assert run.latest() is run.start
     assert run.state() is RunState.CLOSED

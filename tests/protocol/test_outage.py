@@ -133,6 +133,23 @@ def test_an_outage_is_not_part_of_the_time_for_which_a_slot_fails_to_join() -> N
     assert not only(ev.Fail, run.feed(refused))
 
 
+def test_an_outage_that_ends_during_a_check_does_not_prolong_the_joining_budget_twice() -> None:
+    run = reading()
+    run.silent = {ev.CheckReplaced}
+    run.feed(ev.MemberFenced(slot=0, client=1, reason="lost its membership", confirmed=False))
+    down(run, JOINING_BUDGET_MS)
+    run.begin(ev.NextBatchRequested(start=run.start, new_stream=STREAM), RunState.FETCHING_ENDS)
+    while run.run.outage.ended_ms == 0:
+        step = run.step()
+        if isinstance(step, ev.Wait):
+            run._wait(step.until_ms)
+        else:
+            run.feed(run.answer(step))
+    run.feed(ev.NotReplaced(slot=0))
+    since_ms = run.run.slots.all[0].failing_since_ms
+    assert since_ms is not None and since_ms <= run.clock()
+
+
 def test_an_outage_is_not_over_because_the_partitions_of_a_failed_lookup_were_lost() -> None:
     run = reading()
     run.pass_time(500)

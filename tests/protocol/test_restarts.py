@@ -386,6 +386,37 @@ def test_G5_topic_that_was_recreated_after_a_reset_is_found_in_any_answer(slots:
         run.latest()
 
 
+def test_G5_reset_applies_to_a_recreated_topic_of_which_another_member_has_an_unanswered_start() -> None:
+    """The checkpoint has a start by ``startingOffsets`` that was not committed. The reset has an offset for it, in the
+    second answer."""
+    past = replace(PAST, ranges={B: (10, 15)}, uncommitted={A: 500}, started=frozenset({A}))
+    run = after_a_crash(RunHarness(), past, durable=True, slots=2)
+    run.assignments, run.ids, run.ends = {0: (B,)}, {"orders": "id-new"}, {A: 7, B: 7}
+    run.committed = {tp: ev.Committed(offset=0, reset_number=1) for tp in (A, B)}
+    run.later(ev.Assigned(slot=1, client=1, partitions=(A,)), ms=1_000)
+    while run.batch() == past:
+        run.pass_time(1_000)
+    assert run.start.ranges == {A: (0, 7), B: (0, 7)}
+
+
+def test_a_reset_that_becomes_known_during_the_check_of_a_recreated_topic_ends_it() -> None:
+    run = RunHarness.resumed(PAST, fail_on_data_loss=False)
+    run.latest()
+    run.ids, run.ends = {"orders": "id-new"}, {A: 5, B: 5}
+    run.latest()
+    run.pass_time(GRACE_MS)
+    run.begin(ev.NextBatchRequested(start=PAST, new_stream=STREAM), RunState.FETCHING_ENDS)
+    while not (isinstance(step := run.step(), ev.ReadLogEnds) and step.firsts):
+        run.feed(run.answer(step))
+    run.lost(A, B)
+    run.committed = {tp: ev.Committed(offset=0, reset_number=1) for tp in (A, B)}
+    run.assigned(A, B)
+    run.pass_time(5 * ANSWER_MS)
+    run.call(run.answer(step))
+    run.pass_time(1_000)
+    assert run.batch().ranges == {A: (0, 5), B: (0, 5)}
+
+
 def test_G5_start_that_was_not_committed_is_reported_to_the_sink_after_a_crash() -> None:
     """The partition was lost before the commit, and the next batch reads others. A sink refuses a start by
     ``startingOffsets`` above its ledger; it would skip the records up to any other position."""
