@@ -219,7 +219,9 @@ def of_former_topics(
     return {
         tp: at.offset
         for tp, at in committed.items()
-        if tp.topic in topics and is_former(tp, identifiers.parse_note(at.metadata).topic_id)
+        if tp.topic in topics
+        and tp.partition < topics[tp.topic].partitions
+        and is_former(tp, identifiers.parse_note(at.metadata).topic_id)
     }
 
 

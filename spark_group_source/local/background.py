@@ -167,7 +167,8 @@ def parse_topics(texts: Sequence[str]) -> dict[str, int]:
     """Parse ``["orders:6", "audit"]`` as ``{"orders": 6, "audit": 1}``.
 
     Raises:
-        OptionError: Kafka does not allow the name, or the part after the colon is not 1 to PARTITIONS_MAX partitions.
+        OptionError: Kafka does not allow the name, the part after the colon is no number above 0, or the topics have
+            more than PARTITIONS_MAX partitions in all.
     """
     topics: dict[str, int] = {}
     for text in texts:
@@ -180,9 +181,13 @@ def parse_topics(texts: Sequence[str]) -> dict[str, int]:
                 "digits, dots, underscores and hyphens",
                 topic=text,
             )
-        if int(count or 1) > PARTITIONS_MAX:
-            raise OptionError(f"--topic {text!r}: Kafka creates at most {PARTITIONS_MAX:,} partitions", topic=text)
         topics[name] = int(count or 1)
+        if sum(topics.values()) > PARTITIONS_MAX:
+            raise OptionError(
+                f"--topic {text!r}: Kafka creates at most {PARTITIONS_MAX:,} partitions at once, and these topics have "
+                f"{sum(topics.values()):,}",
+                topic=text,
+            )
     return topics
 
 

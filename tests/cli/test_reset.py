@@ -339,6 +339,7 @@ def test_the_ledger_of_a_recreated_topic_replaces_the_committed_offset_of_the_fo
         ({P0: (5000, FORMER), P1: (5000, FORMER), P2: (5000, FORMER)}, {P0: 10}, "orders:1,2", {P1, P2}),
         ({P1: (5000, FORMER)}, {P0: 10}, "orders:1", {P1}),
         ({P1: (5000, FORMER)}, {}, "orders", {P0, P1, P2}),
+        ({P1: (5000, FORMER), TopicPartition("orders", 7): (5000, FORMER)}, {}, "orders:1", {P1}),
     ],
 )
 def test_the_command_for_a_recreated_topic_rewinds_no_partition_that_was_read_since(

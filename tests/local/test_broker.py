@@ -262,6 +262,8 @@ def test_invalid_topic_option_of_broker_is_refused(text: str) -> None:
 
 def test_a_topic_with_more_partitions_than_kafka_creates_is_refused_before_the_start() -> None:
     assert local_broker.parse_topics(["a:10000"]) == {"a": 10_000}
+    with pytest.raises(OptionError, match="--topic 'b:6000': Kafka creates at most 10,000 partitions at once"):
+        local_broker.parse_topics(["a:6000", "b:6000"])
     for count in ("10001", "100000000000"):
         with pytest.raises(OptionError, match=f"--topic 'a:{count}': Kafka creates at most 10,000 partitions"):
             local_broker.parse_topics([f"a:{count}"])
