@@ -186,8 +186,12 @@ class DeltaSink:
         """Return what the sink was given besides its table and the query's checkpoint, by name."""
         names = ("partition_by", "merge_schema", "writer", "storage_options", "persist", "merge", "optimize_every")
         letters = None if self.dead_letters is None else self.dead_letters.settings()
-        found = {"transform": _content(self.transform), **{name: getattr(self, name) for name in names}}
+        found = {"transform": content_of(self.transform), **{name: getattr(self, name) for name in names}}
         return found | {"dead_letters": letters}
+
+    def identity(self) -> object:
+        """Return what the sinks that a function creates for each call have in common."""
+        return self.table
 
     def __call__(self, df: "DataFrame", batch_id: int) -> None:
         """Write one batch; ``foreachBatch`` calls this."""
@@ -364,11 +368,11 @@ class DeltaSink:
         return df if self.transform is None else self.transform(df)
 
 
-def _content(transform: object) -> object:
+def content_of(transform: object) -> object:
     """Return what makes two transforms the same, such as those that a function of the topic makes anew."""
     if isinstance(transform, partial):
         values, names = transform.args, transform.keywords
-        code = _content(transform.func)
+        code = content_of(transform.func)
     elif isinstance(transform, FunctionType):
         cells = [cell for cell in transform.__closure__ or () if cell != _EMPTY]
         values = (*(transform.__defaults__ or ()), *(cell.cell_contents for cell in cells))
@@ -953,18 +957,19 @@ def _second_write(table: str, planned: PlannedBatch, former: TableWrite) -> Opti
 # --- errors that a function catches -----------------------------------------------------------------------------------
 
 
-class SinkCall(NamedTuple):
+@dataclass
+class SinkCall:
     """The newest call of a sink in a run."""
 
     sink: "DeltaSink | DeltaSinks"
     batch_id: int
-    error: str | None
+    error: str | None = None
     """The first line of the error that it raised; None: the batch was written."""
 
 
-_calls: dict[str, tuple[str, dict[object, SinkCall]]] = {}
-"""By query id: the id of the newest run, and the calls in its newest batch, or its failed one, by sink. A function may
-create a :class:`DeltaSink` for each call, so it is known by its table."""
+_calls: "dict[str, tuple[str, dict[DeltaSink | DeltaSinks, SinkCall]]]" = {}
+"""By query id: the id of the newest run, and the calls in its newest batch, or its failed one, by sink: the first one
+of those that a function creates for each call."""
 
 
 @contextmanager
@@ -976,23 +981,32 @@ def refused_after_failure(spark: "SparkSession", batch_id: int, sink: "DeltaSink
     Raises:
         LedgerConflict: an earlier batch is missing; the message has the command that settles it.
     """
-    running = running_query(spark)
-    key = sink.table if isinstance(sink, DeltaSink) else sink
+    running, call = running_query(spark), SinkCall(sink, batch_id)
     with _lock:
         calls = {} if running is None else _of_run(_calls, *running)
-        failed = next((call for call in calls.values() if call.error is not None and call.batch_id != batch_id), None)
+        failed = next((old for old in calls.values() if old.error is not None and old.batch_id != batch_id), None)
         if failed is None:
-            for other in [other for other, call in calls.items() if call.batch_id != batch_id]:
+            for other in [other for other, old in calls.items() if old.batch_id != batch_id]:
                 del calls[other]
     if failed is not None:
         raise _batch_missing(spark, failed, batch_id)
     try:
         yield
     except BaseException as exc:
-        # After a call that wrote the batch, this was a second write of it.
-        calls.setdefault(key, SinkCall(sink, batch_id, str(exc).partition("\n")[0] or type(exc).__name__))
+        call.error = str(exc).partition("\n")[0] or type(exc).__name__
+        _keep_call(calls, call)
         raise
-    calls[key] = SinkCall(sink, batch_id, None)
+    _keep_call(calls, call)
+
+
+def _keep_call(calls: "dict[DeltaSink | DeltaSinks, SinkCall]", call: SinkCall) -> None:
+    sink, identity = call.sink, call.sink.identity()
+    with _lock:
+        same = (other for other in calls if type(other) is type(sink) and other.identity() == identity)
+        key = next(same, sink)
+        former = calls.get(key)
+        if former is None or former.error is not None or call.error is None:
+            calls[key] = call  # else the error is that of a second write
 
 
 def _batch_missing(spark: "SparkSession", failed: SinkCall, batch_id: int) -> LedgerConflict:

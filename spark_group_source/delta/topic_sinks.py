@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from spark_group_source.delta import persisted
 from spark_group_source.delta.checkpoint import PlannedBatch, has_state, read_planned
 from spark_group_source.delta.ledger_format import Ledger
-from spark_group_source.delta.sink import DeltaSink, is_called_by_spark, refused_after_failure, report
+from spark_group_source.delta.sink import DeltaSink, content_of, is_called_by_spark, refused_after_failure, report
 from spark_group_source.errors import OptionError
 from spark_group_source.protocol.offsets import StreamOffset
 
@@ -151,6 +151,12 @@ class DeltaSinks:
             self._shared(sink)
         if others is not None:
             self._shared(others)
+
+    def identity(self) -> object:
+        """Return what the sinks that a function creates for each call have in common."""
+        given = self._given
+        sinks = {key: sink.table for key, sink in given.items()} if isinstance(given, dict) else content_of(given)
+        return sinks, content_of(self.by), None if self.others is None else self.others.table
 
     def __call__(self, df: "DataFrame", batch_id: int) -> None:
         """Write one batch; ``foreachBatch`` calls this."""

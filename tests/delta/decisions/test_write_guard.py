@@ -110,6 +110,37 @@ def test_a_failed_write_may_be_repeated_in_the_same_batch(query: Query, table: P
     assert rows(table) == records(0, 10)
 
 
+@pytest.mark.parametrize("given", ["dict", "function"])
+def test_sinks_that_a_function_creates_for_each_call_may_repeat_a_batch(
+    query: Query, tmp_path: Path, enter: Enter, given: str
+) -> None:
+    """Those of other tables do not make up for the failure."""
+    fails = [RuntimeError("once"), RuntimeError("twice")]
+
+    def transform(df: Frame) -> Frame:
+        if fails:
+            raise fails.pop(0)
+        return df
+
+    def call(n: int, table: Path) -> None:
+        def of_topic(topic: str) -> DeltaSink:
+            return query.sink(table, transform=transform)
+
+        sinks = {"orders": of_topic("orders")} if given == "dict" else of_topic
+        query.run(DeltaSinks(sinks, checkpoint=str(query.root)), n, offset(n, one(5 * n, 5 * n + 5)))
+
+    enter(query, "only")
+    for error in ("once", "twice"):
+        with pytest.raises(RuntimeError, match=error):
+            call(0, tmp_path / "a")
+    call(0, tmp_path / "other")
+    with pytest.raises(LedgerConflict, match=r"batch 0 could not be written .*: twice"):
+        call(1, tmp_path / "a")
+    call(0, tmp_path / "a")
+    call(1, tmp_path / "a")
+    assert rows(tmp_path / "a") == records(0, 10)
+
+
 @pytest.mark.proves("G4", level="core")
 def test_batches_after_a_failed_one_are_refused_when_the_users_function_caught_its_error(
     query: Query, table: Path, enter: Enter
