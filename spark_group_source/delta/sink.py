@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from types import CellType, FunctionType, MappingProxyType
@@ -195,8 +195,8 @@ class DeltaSink:
 
     def __call__(self, df: "DataFrame", batch_id: int) -> None:
         """Write one batch; ``foreachBatch`` calls this."""
-        with refused_after_failure(df.sparkSession, batch_id, self):
-            planned = read_planned(df.sparkSession, batch_id, self.checkpoint)
+        with refused_after_failure(df.sparkSession, batch_id, self) as call:
+            call.planned = planned = read_planned(df.sparkSession, batch_id, self.checkpoint)
             with persisted(df) if self.persist else nullcontext(df) as rows:
                 durable = self.write(rows, planned)
         report(df.sparkSession, planned, durable, is_whole_sink=is_called_by_spark(sys._getframe(1)))
@@ -963,6 +963,8 @@ class SinkCall:
 
     sink: "DeltaSink | DeltaSinks"
     batch_id: int
+    planned: PlannedBatch | None = None
+    """None until it is read."""
     error: str | None = None
     """The first line of the error that it raised; None: the batch was written."""
 
@@ -973,10 +975,13 @@ of those that a function creates for each call."""
 
 
 @contextmanager
-def refused_after_failure(spark: "SparkSession", batch_id: int, sink: "DeltaSink | DeltaSinks") -> Iterator[None]:
+def refused_after_failure(spark: "SparkSession", batch_id: int, sink: "DeltaSink | DeltaSinks") -> Iterator[SinkCall]:
     """Refuse a batch of a run in which a sink failed to write an earlier one. If the user's function caught the error,
     Spark takes that batch for written, and the next commit would move a ledger, or Kafka's offsets, beyond its records.
     A sink may write the same batch again.
+
+    Returns:
+        The call, which gets the plan of the batch when it is read.
 
     Raises:
         LedgerConflict: an earlier batch is missing; the message has the command that settles it.
@@ -991,7 +996,7 @@ def refused_after_failure(spark: "SparkSession", batch_id: int, sink: "DeltaSink
     if failed is not None:
         raise _batch_missing(spark, failed, batch_id)
     try:
-        yield
+        yield call
     except BaseException as exc:
         call.error = str(exc).partition("\n")[0] or type(exc).__name__
         _keep_call(calls, call)
@@ -1005,12 +1010,24 @@ def _keep_call(calls: "dict[DeltaSink | DeltaSinks, SinkCall]", call: SinkCall) 
         same = (other for other in calls if type(other) is type(sink) and other.identity() == identity)
         key = next(same, sink)
         former = calls.get(key)
+        if former is not None and former.batch_id == call.batch_id and call.planned is None:
+            call.planned = former.planned
         if former is None or former.error is not None or call.error is None:
             calls[key] = call  # else the error is that of a second write
 
 
 def _batch_missing(spark: "SparkSession", failed: SinkCall, batch_id: int) -> LedgerConflict:
-    missing = read_planned(spark, failed.batch_id, failed.sink.checkpoint)
+    missing = _plan_of(spark, failed)
+    if missing is None:
+        return LedgerConflict(
+            f"batch {failed.batch_id} could not be written to all of its tables: {failed.error}. The function of "
+            f"foreachBatch caught that error, so Spark goes on. Batch {batch_id} was not written either, because the "
+            f"records of batch {failed.batch_id} would be missing without a sign. Its plan could not be read, and "
+            "cannot be read now (Spark keeps those of the newest batches), so it is not known where these records "
+            "start. Let errors of the sink end the query. To write these records: stop the query, and reset the group "
+            "to the ledger of each table (--to-ledger)",
+            batch_id=failed.batch_id,
+        )
     groups = sorted({offset.group for offset in missing.offsets})
     where, table, known = "all of its tables", None, set[str]()
     if isinstance(failed.sink, DeltaSink):
@@ -1032,6 +1049,16 @@ def _batch_missing(spark: "SparkSession", failed: SinkCall, batch_id: int) -> Le
         query_id=missing.query_id,
         batch_id=missing.batch_id,
     )
+
+
+def _plan_of(spark: "SparkSession", failed: SinkCall) -> PlannedBatch | None:
+    """Return the plan of a failed batch: without its checkpoint if that has no such batch any more, because Spark
+    keeps the newest ones (``spark.sql.streaming.minBatchesToRetain``); None if it was never read."""
+    try:
+        planned = read_planned(spark, failed.batch_id, failed.sink.checkpoint)
+    except Exception:  # noqa: BLE001 - of the storage, too: the error is another one
+        return None if failed.planned is None else replace(failed.planned, root="")
+    return failed.planned or planned
 
 
 # --- where a batch starts --------------------------------------------------------------------------------------------

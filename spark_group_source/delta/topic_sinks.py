@@ -161,8 +161,8 @@ class DeltaSinks:
     def __call__(self, df: "DataFrame", batch_id: int) -> None:
         """Write one batch; ``foreachBatch`` calls this."""
         spark = df.sparkSession
-        with refused_after_failure(spark, batch_id, self):
-            planned = read_planned(spark, batch_id, self.checkpoint)
+        with refused_after_failure(spark, batch_id, self) as call:
+            call.planned = planned = read_planned(spark, batch_id, self.checkpoint)
             parts, durable_in = self._write(df, planned)
         void = {
             offset.stream

@@ -22,7 +22,7 @@ from spark_group_source.delta.sink import DeltaSink, _finished
 from spark_group_source.delta.table_history import TableHistory
 from spark_group_source.delta.table_writer import TableWriter
 from spark_group_source.delta.topic_sinks import DeltaSinks, TablePart
-from spark_group_source.errors import LedgerConflict, OptionError
+from spark_group_source.errors import CheckpointMismatch, LedgerConflict, OptionError
 from spark_group_source.host import run_files
 from spark_group_source.protocol.offsets import BatchKey, StreamOffset
 
@@ -194,6 +194,31 @@ def test_a_batch_that_fails_before_its_plan_is_read_refuses_the_later_ones(
     query.run(sink, 1, offset(1, one(5, 10)))
     query.run(sink, 2, offset(2, one(10, 15)))
     assert rows(table) == records(0, 15)
+
+
+@pytest.mark.parametrize("is_read", [True, False])
+def test_a_failed_batch_that_spark_has_purged_refuses_the_later_ones(
+    query: Query, tmp_path: Path, enter: Enter, is_read: bool
+) -> None:
+    """A command that names its checkpoint would not find it there."""
+
+    def fails(df: Frame) -> Frame:
+        raise RuntimeError("once")
+
+    enter(query, "only")
+    batch_1 = query.root / "offsets" / "1"
+    query.plan(1, offset(1, one(5, 10)))
+    if not is_read:
+        batch_1.write_text("v9\n")
+    sink = query.sink(created_table(query.spark, tmp_path), transform=fails)
+    with pytest.raises((RuntimeError, CheckpointMismatch), match="once" if is_read else "format 'v9'"):
+        sink(query.rows(offset(1, one(5, 10))), 1)
+    batch_1.unlink()
+    error = "batch 1 could not be written .*: " + ("once" if is_read else "the checkpoint's offset log has format")
+    with pytest.raises(LedgerConflict, match=error) as refusal:
+        query.run(sink, 130, offset(130, one(10, 15)))
+    assert "--to-checkpoint" not in str(refusal.value)
+    assert ('--to-offsets \'{"orders": {"0": 5}}\'' in str(refusal.value)) == is_read
 
 
 @pytest.mark.proves("G4", level="core")
