@@ -1029,23 +1029,31 @@ def _batch_missing(spark: "SparkSession", failed: SinkCall, batch_id: int) -> Le
             batch_id=failed.batch_id,
         )
     groups = sorted({offset.group for offset in missing.offsets})
-    where, table, known = "all of its tables", None, set[str]()
-    if isinstance(failed.sink, DeltaSink):
-        where, table, known = f"table {failed.sink.table}", failed.sink.table, set(groups)
-        with suppress(Exception):  # of the storage: the error is another one
-            known = set(failed.sink.read_ledgers(spark, groups))
-            table = table if failed.sink.new_writer(spark).exists() else None
-    commands = [
-        table_names.reset_command(group, table, *(("--to-ledger",) if group in known else _to_start(missing, group)))
-        for group in groups
-    ]
+    one = failed.sink if isinstance(failed.sink, DeltaSink) else None
+    commands, is_new = [], False
+    for sink, topics in [(one, None)] if isinstance(failed.sink, DeltaSink) else failed.sink.tables_of(missing):
+        part = missing if topics is None else missing.of_topics(topics)
+        named = () if topics is None else tuple(word for topic in topics for word in ("--topic", topic))
+        table, known = None, set[str]()
+        if sink is not None:
+            table, known = sink.table, set(groups)
+            with suppress(Exception):  # of the storage: the error is another one
+                known = set(sink.read_ledgers(spark, groups))
+                table = table if sink.new_writer(spark).exists() else None
+        for group in groups:
+            position = ("--to-ledger",) if group in known else (*_to_start(part, group), *named)
+            if group in known or topics is None or part.starts(group):
+                commands.append(table_names.reset_command(group, table, *position))
+                is_new = is_new or table is None
+    where = "all of its tables" if one is None else f"table {one.table}"
+    run = "this" if len(commands) == 1 else "these commands"
     return LedgerConflict(
         f"batch {missing.batch_id} could not be written to {where}: {failed.error}. The function of foreachBatch "
         f"caught that error, so Spark goes on. Batch {batch_id} was not written either, because the records of batch "
         f"{missing.batch_id} would be missing without a sign. Let errors of the sink end the query. To write these "
-        "records: stop the query, run this, and start the corrected query with "
-        f"{'a new checkpointLocation' if table is None else 'the same checkpoint'}:{command_line.sequence(commands)}",
-        table=table,
+        f"records: stop the query, run {run}, and start the corrected query with "
+        f"{'a new checkpointLocation' if is_new else 'the same checkpoint'}:{command_line.sequence(commands)}",
+        table=None if one is None else one.table,
         query_id=missing.query_id,
         batch_id=missing.batch_id,
     )

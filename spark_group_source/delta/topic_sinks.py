@@ -19,7 +19,7 @@ import math
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -157,6 +157,22 @@ class DeltaSinks:
         given = self._given
         sinks = {key: sink.table for key, sink in given.items()} if isinstance(given, dict) else content_of(given)
         return sinks, content_of(self.by), None if self.others is None else self.others.table
+
+    def tables_of(self, planned: PlannedBatch) -> list[tuple[DeltaSink | None, tuple[str, ...] | None]]:
+        """Return the tables that are reset after a failed batch, each with its topics of the batch: all that are known,
+        because a later batch that Spark runs again must be void in each of them. None: topics without a table. With
+        ``by`` no table, and all topics (None)."""
+        if self.by is not None:
+            return [(None, None)]
+        found: dict[DeltaSink | None, list[str]] = {}
+        for topic in sorted({r.tp.topic for offset in planned.offsets for r in offset.batch()}):
+            sink = None
+            with suppress(Exception):  # of the user's function, or no sink: that may have failed the batch
+                sink = self._sink_of(topic)
+            found.setdefault(sink, []).append(topic)
+        for sink in self._by_table.values():
+            found.setdefault(sink, [])
+        return [(sink, tuple(topics)) for sink, topics in found.items()]
 
     def __call__(self, df: "DataFrame", batch_id: int) -> None:
         """Write one batch; ``foreachBatch`` calls this."""
