@@ -151,7 +151,8 @@ def _find_ledger_of_rows(
         if (entry := commit.ledger_entry(group)) is not None:
             new = first_offsets(entry["ledger"])
             starts = new | starts  # an older one is of a former topic of that name
-            first_number, set_at = entry["ledger"]["number"], commit.read if new and "reason" in entry else -1
+            first_number = entry["ledger"]["number"]
+            set_at = commit.read if any(new.values()) and "reason" in entry else -1  # one at 0 counts no rows
             ledger = Ledger.from_json(group, entry["ledger"], table=history.table, table_version=commit.version)
             lowest |= _moved_back(ledger, next_ledger, lowest)
             next_ledger = ledger

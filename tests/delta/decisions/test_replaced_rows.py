@@ -45,7 +45,9 @@ from spark_group_source.delta.table_history import (
     note_of,
 )
 from spark_group_source.errors import LedgerConflict
+from spark_group_source.kafka.translation import CommittedOffset
 from spark_group_source.model import TopicPartition
+from spark_group_source.protocol.identifiers import Note, note_text
 
 P1 = TopicPartition("orders", 1)
 
@@ -341,6 +343,25 @@ def test_a_restore_to_before_a_rename_of_the_group_is_refused(
     with pytest.raises(LedgerConflict, match=UNKNOWN):
         other.run(other.sink(table), batches, offset(batches, one(start, start + 10), **more))
     assert rows(table) == records(0, 6)
+
+
+@pytest.mark.usefixtures("published")
+def test_the_command_after_a_restore_to_before_a_first_ledger_at_the_first_record(
+    query: Query, table: Path, admin: OffsetModel
+) -> None:
+    """The ledger that the reset set counts no rows of other writers."""
+    DeltaTable(table).alter.set_table_properties({"their.own": "1"}, raise_if_not_exists=False)
+    set_ledger(query.spark, str(table), "etl", {P0: 0}, reason="reset", reset_number=1)
+    query.run(query.sink(table), 0, offset(0, one(0, 50), followed=FOLLOWED, reset_number=1))
+    admin.offsets[P0] = CommittedOffset(50, note_text(Note("s1", 0, 1)))
+    DeltaTable(table).restore(0)
+    refused_batch = offset(1, one(50, 60), reset_number=1)
+    message = refused(lambda: query.run(query.sink(table), 1, refused_batch))
+    assert "removed rows of group 'etl': orders-0[0,50)." in str(message)
+    run_command(commands(message)[0])
+    query.run(query.sink(table), 1, refused_batch)
+    continue_query(query, table, admin, 2, 60)
+    assert rows(table) == records(0, 60)
 
 
 # DELETE, UPDATE and MERGE are the user's; REPLACE and overwrites are refused
