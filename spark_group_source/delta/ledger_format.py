@@ -319,17 +319,21 @@ class Ledger:
     def with_offsets(
         self, offsets: Mapping[TopicPartition, int], ids: Mapping[str, str] = MappingProxyType({})
     ) -> "Ledger":
-        """Return the ledger with other next offsets of some partitions.
+        """Return the ledger with other next offsets of some partitions. Of those that move it forgets which rows are
+        ``later`` or ``ahead``: a restored cluster may have earlier epochs.
 
         Args:
             ids: the ids of the topics that have their names now, where known.
         """
         names = {tp.topic: None for tp in offsets} | dict.fromkeys(ids)
-        found = (self.topic(name, ids.get(name, "")) for name in names)
-        topics = {topic.name: topic._replace(offsets=dict(topic.offsets)) for topic in found}
+        topics = {name: self.topic(name, ids.get(name, "")) for name in names}
+        moved: dict[str, dict[int, LedgerPartition]] = {name: {} for name in names}
         for tp, n in offsets.items():
-            topics[tp.topic].offsets[tp.partition] = n
-        return self.with_topics(topics.values(), present=True)
+            rows = topics[tp.topic].partition(tp.partition)
+            if rows.offset != n:
+                moved[tp.topic][tp.partition] = replace(rows, offset=n, ahead=None, later=())
+        changed = [topic.with_partitions(moved[name]) for name, topic in topics.items()]
+        return self.with_topics(changed, present=True)
 
     def after_reset(
         self,
@@ -339,7 +343,7 @@ class Ledger:
         deleted: Iterable[str] = (),
     ) -> "Ledger":
         """Return the ledger as ``spark-group reset`` sets it. Batches that a truncation overtook are void, and a
-        restored cluster may have earlier epochs, so it forgets which ones are ``gone`` or ``later``.
+        restored cluster may have earlier epochs, so it forgets which ones are ``gone``.
 
         Args:
             reset_number: the number of the reset: batches that were planned before it are void.
@@ -348,7 +352,7 @@ class Ledger:
                 be a new topic of that name.
         """
         moved = self.with_offsets(offsets, ids)
-        topics = {name: topic._replace(gone={}, ahead={}, later={}) for name, topic in moved.topics.items()}
+        topics = {name: topic._replace(gone={}) for name, topic in moved.topics.items()}
         former = dict(moved.former)
         for name in deleted:
             if name in topics and (id_ := topics[name].id):

@@ -185,7 +185,7 @@ def test_records_that_another_stream_read_after_a_truncation_are_not_written_aga
     if claim.ranges[P0][0] < max(recorded, 60) or not drop:
         assert not comparison.ledger.topics["orders"].later, "the truncation is known now"
         assert compare(claim, comparison.ledger).drop == tuple(claim.batch())
-    assert not known.after_reset(1, {}).topics["orders"].later, "a restored cluster may have earlier epochs"
+    assert not known.after_reset(1, {P0: 50}).topics["orders"].later, "a restored cluster may have earlier epochs"
 
 
 def under(batch: StreamOffset, epoch: int) -> StreamOffset:
@@ -219,6 +219,30 @@ def test_rows_behind_a_batch_that_follows_a_truncation_are_not_written_again(end
     assert comparison.drop == ((OffsetRange(P0, max(60, end), 80),) if end < 80 else ())
     assert comparison.ledger.offsets == {P0: 90}
     assert not comparison.ledger.topics["orders"].ahead
+
+
+@pytest.mark.proves("G4", level="core")
+@pytest.mark.parametrize(
+    ("to", "drop"),
+    [
+        ({}, (OffsetRange(P0, 60, 80),)),
+        ({OTHER: 4}, (OffsetRange(P0, 60, 80),)),
+        ({P0: 57, P1: 3}, (OffsetRange(P0, 60, 80),)),
+        ({P0: 56}, ()),
+    ],
+    ids=["a rename", "another topic", "the ledger", "back"],
+)
+def test_a_reset_forgets_rows_behind_the_ledger_only_if_it_moves_their_partition(
+    to: dict[TopicPartition, int], drop: tuple[OffsetRange, ...]
+) -> None:
+    known = played(
+        under(offset(0, ranges((0, 60))), 3),
+        under(offset(0, ranges((60, 80)), stream="s2"), 5),
+        truncated(55, 57, 3, 5),
+    ).after_reset(1, to, {"orders": "id-1"})
+    batch = offset(2, ranges((known.offsets[P0], 90)), followed=FOLLOWED, reset_number=1)
+    comparison = compare(under(batch, 5), Ledger.from_json("etl", known.to_json_dict()))
+    assert (comparison.drop, comparison.refused, comparison.ledger.offsets[P0]) == (drop, (), 90)
 
 
 @pytest.mark.proves("G4", level="core")
