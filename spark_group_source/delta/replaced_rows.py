@@ -6,8 +6,8 @@ setting a ledger (:mod:`ledger_store`).
 ``RESTORE``, ``REPLACE``, an overwrite and a clone into the table remove rows and leave the group's newest ledger as it
 is, so a query that continued would leave a gap. A batch is refused until an operator moves Kafka's offsets and the
 ledger to one position with ``spark-group reset``. After a ``RESTORE`` the ledger of the restored version fits the rows.
-After the others, where the log lacks that version, and where the ledger moved back since then because records were
-read again, no ledger is known to fit them, and none is guessed.
+After the others, where the log lacks that version, and where the ledger moved back since then and may count rows that
+the version lacks, no ledger is known to fit them, and none is guessed.
 
 ``DELETE``, ``UPDATE``, ``MERGE`` and ``TRUNCATE`` change rows on purpose; the ledger counts these rows as written.
 """
@@ -20,9 +20,12 @@ from spark_group_source import command_line
 from spark_group_source.delta import table_names
 from spark_group_source.delta.ledger_decision import listed
 from spark_group_source.delta.ledger_format import Ledger, first_offsets
-from spark_group_source.delta.table_history import Commit, LedgerExpired, TableHistory
+from spark_group_source.delta.table_history import ROW_COMMANDS, Commit, LedgerExpired, TableHistory
 from spark_group_source.errors import LedgerConflict
 from spark_group_source.model import OffsetRange, TopicPartition
+
+REMOVING = ROW_COMMANDS - {"UPDATE"}
+"""Operations with which a user may remove rows that the ledger goes on counting."""
 
 
 class RowsReplaced(LedgerConflict):
@@ -118,8 +121,9 @@ def ledger_of_rows(history: TableHistory, group: str, replacement: Replacement |
     Raises:
         LedgerExpired: the log does not reach back to the group's last commit.
         RowsReplaced: the rows do not have to be those of an earlier version, or the log lacks the ledger of that
-            version, or the ledger does not fit its rows: it moved back since then, other than after rows were
-            replaced, or the group's first ledger was set by an operator.
+            version, or the ledger may not fit its rows: it moved back since then, other than after rows were
+            replaced, because of a truncation, or over rows that the version may lack; or the group's first ledger was
+            set by an operator.
         LedgerConflict: a batch was committed behind a ``RESTORE``, or the ledger cannot be read.
     """
     found = _find_ledger_of_rows(history, group, replacement)
@@ -169,7 +173,8 @@ def _find_ledger_of_rows(
         return restored
     restored = restored or Ledger(group=group)
     lowest |= _moved_back(restored, next_ledger, lowest)
-    if any(n > lowest.get(tp, n) for tp, n in restored.offsets.items()):
+    moved = {tp: lowest[tp] for tp, n in restored.offsets.items() if n > lowest.get(tp, n)}
+    if moved and not _has_rows_above(moved, history.at(replacement.restored_to), group):
         return replacement
     same_topics = {
         name: topic.id
@@ -188,8 +193,8 @@ def _moved_back(
     ledger: Ledger, next_ledger: Ledger | None, lowest: Mapping[TopicPartition, int]
 ) -> dict[TopicPartition, int]:
     """Return the partitions of which the next ledger of the group moved back, with the lowest offset of that and known
-    moves. Rows of a restored version above that offset had been removed by ``DELETE``, or are of records that a
-    truncation removed; where its batch began is not known, so it moves to -1."""
+    moves. Rows of a restored version above that offset may have been removed by ``DELETE`` before, or are of records
+    that a truncation removed; where its batch began is not known, so it moves to -1."""
     if next_ledger is None:
         return {}
     found = {}
@@ -200,6 +205,27 @@ def _moved_back(
             if to < n:
                 found[TopicPartition(name, p)] = min(to, lowest.get(TopicPartition(name, p), to))
     return found
+
+
+def _has_rows_above(offsets: Mapping[TopicPartition, int], history: TableHistory, group: str) -> bool:
+    """Return whether a version is known to have all rows above these offsets that its ledger counts: since the ledger
+    was there, no commit has removed rows, and no operator has moved it forward. An offset of -1 is before a truncation,
+    and the ledger never was there."""
+    set_to: dict[TopicPartition, int] = {}  # by the next commit of the group, if it is an operator's
+    for commit in history.commits():
+        if (entry := commit.ledger_entry(group)) is not None:
+            ledger = Ledger.from_json(group, entry["ledger"], table=history.table, table_version=commit.version)
+            at = {tp: ledger.offsets.get(tp, 0) for tp in offsets}
+            if any(n < set_to.get(tp, n) for tp, n in at.items()):
+                return False
+            if all(n <= offsets[tp] for tp, n in at.items()):
+                return True
+            set_to = at if "reason" in entry else {}
+            if ledger.number == 1:
+                return min(offsets.values()) >= 0 and not set_to
+        elif commit.unsettles_ledger or (commit.operation in REMOVING and not commit.entries):
+            return False
+    return False
 
 
 def _other_rows_restored(table: str, ledger: Ledger, remaining: Ledger, restore: Replacement) -> LedgerConflict:

@@ -300,8 +300,65 @@ def test_a_restore_to_before_a_reset_that_read_deleted_rows_again_is_refused(
     with pytest.raises(LedgerConflict, match=UNKNOWN):
         query.run(query.sink(table), 2, offset(2, one(end, 130), reset_number=1))
     DeltaTable(table).restore(deleted - 1)
+    there = read_ledger(query.spark, str(table), "etl")
+    assert there is not None and there.offsets == {P0: 100}, "this version has the rows"
+
+
+@pytest.mark.proves("G4", level="core")
+@pytest.mark.usefixtures("published")
+@pytest.mark.parametrize("times", [1, 2])
+def test_the_command_after_a_restore_that_undoes_reading_deleted_rows_again(
+    query: Query, table: Path, admin: OffsetModel, times: int
+) -> None:
+    """The rows were deleted behind the restored version, and before a former time that they were read again."""
+    query.run(query.sink(table), 0, offset(0, one(0, 100)))
+    end = 100
+    for n in range(1, times + 1):
+        good = DeltaTable(table).version()
+        DeltaTable(table).delete()
+        set_ledger(query.spark, str(table), "etl", {P0: 0}, reason="reset", reset_number=n)
+        end = 50 if n == times else 100
+        query.run(query.sink(table), n, offset(n, one(0, end), followed=FOLLOWED, reset_number=n))
+    admin.offsets[P0] = CommittedOffset(end, note_text(Note("s1", times, times)))
+    DeltaTable(table).restore(good)
+    refused_batch = offset(9, one(50, 60), reset_number=times)
+    message = refused(lambda: query.run(query.sink(table), 9, refused_batch))
+    assert "brought back rows of group 'etl': orders-0[50,100)." in str(message)
+    (command,) = commands(message)
+    run_command(command)
+    query.run(query.sink(table), 9, refused_batch)
+    continue_query(query, table, admin, 10, 130)
+    assert rows(table) == records(0, 130)
+
+
+def test_a_restore_to_before_a_reset_that_read_left_out_records_is_refused(query: Query, table: Path) -> None:
+    """A reset before it had left them out."""
+    query.run(query.sink(table), 0, offset(0, one(0, 50)))
+    set_ledger(query.spark, str(table), "etl", {P0: 100}, reason="reset", reset_number=1)
+    left_out = DeltaTable(table).version()
+    set_ledger(query.spark, str(table), "etl", {P0: 50}, reason="reset", reset_number=2)
+    query.run(query.sink(table), 1, offset(1, one(50, 80), followed=FOLLOWED, reset_number=2))
+    DeltaTable(table).restore(left_out)
     with pytest.raises(LedgerConflict, match=UNKNOWN):
-        query.run(query.sink(table), 2, offset(2, one(end, 130), reset_number=1))
+        query.run(query.sink(table), 2, offset(2, one(80, 90), reset_number=2))
+
+
+@pytest.mark.proves("G4", level="core")
+def test_a_restore_to_before_a_reset_over_rows_that_a_former_group_deleted_is_refused(
+    query: Query, new_query: NewQuery, table: Path
+) -> None:
+    """Nothing but the first ledger of the group shows which of these rows there were."""
+    query.run(query.sink(table), 0, offset(0, one(0, 100), group="old"))
+    DeltaTable(table).delete("offset >= 60")
+    transfer_ledger(query.spark, str(table), "old", str(table), "new", execute=True)
+    renamed = DeltaTable(table).version()
+    set_ledger(query.spark, str(table), "new", {P0: 60}, reason="reset", reset_number=2)
+    other = new_query("other")
+    more: dict[str, Any] = {"group": "new", "stream": "s2", "reset_number": 2}
+    other.run(other.sink(table), 0, offset(0, one(60, 80), followed=FOLLOWED, **more))
+    DeltaTable(table).restore(renamed)
+    with pytest.raises(LedgerConflict, match=UNKNOWN):
+        other.run(other.sink(table), 1, offset(1, one(80, 90), **more))
 
 
 def test_a_restore_to_below_where_a_reset_moved_the_ledger_has_a_known_ledger(query: Query, table: Path) -> None:
