@@ -186,7 +186,10 @@ def _find_ledger_of_rows(
     }
     recreated = {topic.id: topic for name, topic in restored.topics.items() if name not in same_topics}
     ledger = replace(newest, former={**restored.former, **recreated}, table_version=history.version)
-    return ledger.with_offsets(offsets, same_topics)
+    ledger = ledger.with_offsets(offsets, same_topics)
+    known = {name: restored.topics[name] for name in same_topics}  # the rows behind the ledger are there again
+    topics = [ledger.topics[name]._replace(ahead=of.ahead, later=of.later) for name, of in known.items()]
+    return ledger.with_topics(topics, present=True)
 
 
 def _moved_back(

@@ -383,6 +383,24 @@ def test_a_restore_to_before_a_truncation_is_refused(query: Query, table: Path, 
 
 
 @pytest.mark.proves("G4", level="core")
+@pytest.mark.usefixtures("published")
+def test_rows_behind_a_restored_ledger_are_not_written_again(query: Query, table: Path, admin: OffsetModel) -> None:
+    """Another stream had read them after a truncation, below which the ledger was in the restored version."""
+    query.run(query.sink(table), 0, replace(offset(0, one(0, 60)), leader_epochs={P0: 3}))
+    query.run(query.sink(table), 1, replace(offset(0, one(60, 80), stream="s2"), leader_epochs={P0: 5}))
+    after = offset(1, one(55, 57), truncated_after={("orders", 0): 3})
+    query.run(query.sink(table), 2, replace(after, leader_epochs={P0: 5}))
+    restored, there = DeltaTable(table).version(), rows(table)
+    query.run(query.sink(table), 3, replace(offset(2, one(57, 90)), leader_epochs={P0: 5}))
+    admin.commit(90)
+    DeltaTable(table).restore(restored)
+    refused_batch = offset(3, one(90, 95))
+    run_command(commands(refused(lambda: query.run(query.sink(table), 4, refused_batch)))[0])
+    continue_query(query, table, admin, 5, 90)
+    assert rows(table) == sorted(there + records(57, 60) + records(80, 90))
+
+
+@pytest.mark.proves("G4", level="core")
 @pytest.mark.parametrize("batches", [0, 1])
 def test_a_restore_to_before_a_rename_of_the_group_is_refused(
     query: Query, new_query: NewQuery, table: Path, batches: int
