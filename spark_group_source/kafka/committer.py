@@ -12,7 +12,7 @@ from typing import Any
 from confluent_kafka import KafkaError, KafkaException
 
 from spark_group_source.error_codes import Meaning, Request, meaning
-from spark_group_source.errors import AccessDenied, CommitFailed, OptionError, SourceError
+from spark_group_source.errors import CommitFailed, OptionError, SourceError
 from spark_group_source.kafka.environment import NEVER_JOINS, Environment, coordinator_idle
 from spark_group_source.kafka.translation import ClientInfo, CommitSizes, Notes, stale_member, to_kafka, translate
 from spark_group_source.model import Identity, TopicPartition
@@ -48,7 +48,7 @@ class Transaction(Enum):
 
 @dataclass(frozen=True, slots=True)
 class _Unclaimed:
-    """This process has not requested the transactional id yet, or was refused it."""
+    """This process has not taken over the transactional id yet."""
 
 
 @dataclass(slots=True)
@@ -63,7 +63,7 @@ class _Owned:
 
 @dataclass(frozen=True, slots=True)
 class _Uncertain:
-    """This process had the transactional id, or requested it without an answer; whether it has it now is unknown."""
+    """This process had the transactional id; whether it still has it is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +81,9 @@ class TransactionalCommitter:
     with the same transactional id fences this one for good.
 
     The id is taken over once. An unanswered transaction is finished with the same producer before the next one begins:
-    a new producer would take the id back from a process that has replaced this one meanwhile. When the request for the
-    id is not answered, the producer fails for good, or the brokers aborted its transaction after a long outage,
-    :attr:`id_uncertain` is set until :meth:`regain_id`; the caller must first prove that this process still has its
-    memberships.
+    a new producer would take the id back from a process that has replaced this one meanwhile. When the producer fails
+    for good, or the brokers aborted its transaction after a long outage, :attr:`id_uncertain` is set until
+    :meth:`regain_id`; the caller must first prove that this process still has its memberships.
 
     Args:
         settings: librdkafka settings of a producer.
@@ -110,16 +109,16 @@ class TransactionalCommitter:
 
     @property
     def id_uncertain(self) -> bool:
-        """Whether this process had or requested the transactional id, and another one may have it. Nothing is committed
-        before :meth:`regain_id`."""
+        """Whether this process had the transactional id and may have lost it. Nothing is committed before
+        :meth:`regain_id`."""
         return isinstance(self._state, _Uncertain)
 
     def regain_id(self) -> None:
         """Take over the transactional id again, after a proof that this process still has its memberships.
 
-        The proof is that a broker has just accepted a commit of its members, or that the group contains them and no
-        other client with an instance id of the stream. It must be fresh: a process that freezes after an older proof
-        would fence its successor when it continues.
+        The proof is that a broker has just accepted a commit of its members or, if some are on agents, that the group
+        contains all of them. It must be fresh: a process that freezes after an older proof would fence its successor
+        when it continues.
 
         Raises:
             As :meth:`prepare`.
@@ -130,25 +129,17 @@ class TransactionalCommitter:
             raise self._failure(exc.args[0]) from exc
 
     def prepare(self) -> None:
-        """Take over the transactional id now, which fences all older processes. Does nothing if this process has it.
-
-        The first attempt needs no proof, because no member of this process has joined when it begins. Until another one
-        is made, the members join, and a newer process may start: so it is made by :meth:`regain_id`, unless a broker
-        refused the first one.
+        """Take over the transactional id now, which fences all older processes.
 
         Raises:
             Fenced: a newer process has the id.
             AccessDenied: transactions are denied.
-            OptionError: the brokers refuse the transaction timeout.
-            CommitFailed: the id was not taken over, or is uncertain.
+            CommitFailed: the id was not taken over; the first commit tries again.
         """
         try:
             self._own()
         except KafkaException as exc:
-            failure = self._failure(exc.args[0])
-            if isinstance(self._state, _Unclaimed) and not isinstance(failure, AccessDenied | OptionError):
-                self._state = _Uncertain()
-            raise failure from exc
+            raise self._failure(exc.args[0]) from exc
 
     def probe(self, tp: TopicPartition) -> bool:
         """Check with the broker that the id is still this process's, by a transaction with one offset that is aborted.

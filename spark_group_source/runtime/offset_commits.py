@@ -4,9 +4,9 @@ Runs in: the stream reader, on the request thread (except where stated). Deliber
 committed and when (``protocol``), and the transaction itself (``kafka.committer``).
 
 Where transactions are denied, the members commit. The members also commit when the transactional id may belong to
-another process, because the producer failed during an outage or the first request for the id was not answered: if the
-broker accepts a member's commit, the membership still belongs to this run, so the run may take the id back. Where there
-is nothing to commit, and for members on agents, which do not commit, the group's description shows it.
+another process, because the producer failed during an outage: if the broker accepts a member's commit, the membership
+still belongs to this run, so the run may take the id back. Members on agents do not commit: for them the group's
+description shows it.
 """
 
 import logging
@@ -122,15 +122,10 @@ class OffsetCommits:
     def prepare(self) -> bool:
         """Take over the transactional id, so that an older driver of this stream (for example a frozen one) is fenced.
 
-        After an attempt without an answer it is taken over when the group has a member of this run, and none of another
-        client under an instance id of the stream.
-
         Returns:
             False when it was not taken over and should be tried again.
         """
         try:
-            if self._committer.id_uncertain:
-                self._regain_by_group(lambda present: not present.isdisjoint(self._own_member_ids))
             self._committer.prepare()
         except SourceError as exc:
             # The first commit reports what this means.
@@ -220,11 +215,9 @@ class OffsetCommits:
         """
         placed = [part for part in parts if part.member.agent]
         if self._committer.id_uncertain and placed:
-            members = {part.identity.member if part.identity is not None else "" for part in parts}
-            try:
-                self._regain_by_group(lambda present: complete and members <= present)
-            except AccessDenied as exc:  # a refusal in the middle of a commit makes the id uncertain
-                self._count_denial(exc)
+            denied = self._regain_by_group(parts, complete=complete)
+            if denied is not None:
+                self._count_denial(denied)
         if not self._committer.id_uncertain and self._environment.now_ms() >= self._retry_transaction_at_ms:
             denied = self._commit_in_transaction(parts, notes)
             if denied is None:
@@ -363,24 +356,25 @@ class OffsetCommits:
             None,
         )
 
-    def _regain_by_group(self, has_members: Callable[[frozenset[str]], bool]) -> None:
-        """Take the transactional id back if the group has members of this run: a newer driver of this stream would have
-        their memberships.
+    def _regain_by_group(self, parts: Sequence[MemberCommit], *, complete: bool) -> AccessDenied | None:
+        """Take the transactional id back if the group contains all of these members: a newer driver of this stream
+        would have their memberships. Needed where members are placed on agents, since those do not commit.
 
-        Args:
-            has_members: whether these member ids of the group are enough of this run's.
-
-        Raises:
-            AccessDenied: transactions are denied.
-            CommitFailed: the group does not show it, or the id was not taken over.
+        Returns:
+            The error if transactions are denied: a refusal in the middle of a commit makes the id uncertain.
         """
         began_ms = self._environment.boot_ms()
         found = self._admin.describe_group(self._group).members
-        present = frozenset(member.member_id for member in found)
-        if not has_members(present) or self._foreign_member(found) is not None:
+        present = {member.member_id for member in found}
+        are_there = complete and all(part.identity is not None and part.identity.member in present for part in parts)
+        if not are_there or self._foreign_member(found) is not None:
             raise CommitFailed("the transactional id may belong to another process")
         self._check_fresh(began_ms)
-        self._committer.regain_id()
+        try:
+            self._committer.regain_id()
+        except AccessDenied as exc:
+            return exc
+        return None
 
     def _regain_id(self) -> None:
         """Take the transactional id back if it is uncertain: the brokers have just accepted the members' commits, and
@@ -390,7 +384,7 @@ class OffsetCommits:
         Raises:
             Fenced: a newer driver commits for this stream.
         """
-        if self._committer.id_uncertain and self._environment.now_ms() >= self._retry_transaction_at_ms:
+        if self._committer.id_uncertain:
             began_ms = self._environment.boot_ms()
             try:
                 if (foreign := self._foreign_member()) is not None:
@@ -400,9 +394,7 @@ class OffsetCommits:
             except Fenced:
                 raise
             except SourceError as exc:
-                log.info("group %s: transactional id not regained; retrying at a later commit: %s", self._group, exc)
-                if isinstance(exc, AccessDenied):
-                    self._retry_transaction_at_ms = self._environment.now_ms() + TRANSACTION_RETRY_MS
+                log.info("group %s: transactional id not regained; retrying at the next commit: %s", self._group, exc)
 
     def _check_fresh(self, began_ms: int) -> None:
         """Raise CommitFailed if a proof that began at that time is too old to take the transactional id by it."""

@@ -37,7 +37,7 @@ WAKE_S = 0.5
 """The longest wait for a request: the thread checks at least this often whether topics are due. Also the pause after an
 unexpected error, so that one that repeats does not keep a CPU busy."""
 PREPARE_EVERY_S = 5.0
-"""The interval between attempts to take over the transactional id. Commits try as well."""
+"""The interval between attempts to take over the transactional id. The first commit tries as well."""
 QUEUE_MAX = 10_000
 """Queued requests: at most one lookup per slot and one offset commit, far fewer than this."""
 OWN_MEMBER_IDS_MAX = 2_000

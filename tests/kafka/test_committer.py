@@ -159,20 +159,6 @@ def test_denied_transactions_raise_access_denied(
         committer.prepare()
 
 
-@pytest.mark.parametrize("code", [KafkaError._TIMED_OUT, KafkaError._TRANSPORT])
-def test_G6_an_id_whose_request_is_not_answered_is_taken_only_after_a_proof_of_membership(
-    environment: ManualEnvironment, committer: TransactionalCommitter, code: int
-) -> None:
-    environment.will("init_transactions", refusal(code, retriable=True))
-    for _ in range(2):
-        with pytest.raises(CommitFailed):
-            committer.prepare()
-    assert committer.id_uncertain and len(environment.producers) == 1
-    committer.regain_id()
-    committer.prepare()
-    assert not committer.id_uncertain
-
-
 def test_a_refused_login_with_a_possibly_expired_token_is_no_denial_of_transactions(
     environment: ManualEnvironment,
 ) -> None:
