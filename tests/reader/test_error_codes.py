@@ -418,18 +418,21 @@ def test_a_recreated_topic_is_skipped_in_full_and_counted(
     assert "skipped 15 planned offsets because failOnDataLoss is false: orders-0[5,20) (15)" in caplog.text
 
 
+def read_5_rows(cluster: MockCluster, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Iterator[Any]:
+    """Read all records, of which the first 5 are handed over; returns the batches of the others."""
+    monkeypatch.setattr(records, "BATCH_ROWS_MAX", 5)
+    monkeypatch.setattr(range_reader, "TOPIC_CHECK_VALID_S", 0)
+    wanted, planned = [OffsetRange(TP, 0, COUNT)], {"orders": topic_id(cluster)}
+    found = read_batches(servers(cluster), wanted, topic_ids=planned, progress_timeout_s=DEADLINE_S, **options)
+    assert next(found).num_rows == 5
+    return found
+
+
 @pytest.mark.parametrize("loss_fails", [True, False])
 def test_a_topic_recreated_while_it_is_read_is_detected_after_the_last_rows(
     cluster: MockCluster, monkeypatch: pytest.MonkeyPatch, loss_fails: bool
 ) -> None:
-    monkeypatch.setattr(records, "BATCH_ROWS_MAX", 5)
-    monkeypatch.setattr(range_reader, "TOPIC_CHECK_VALID_S", 0)
-    planned = {"orders": topic_id(cluster)}
-    wanted = [OffsetRange(TP, 0, COUNT)]
-    found = read_batches(
-        servers(cluster), wanted, topic_ids=planned, fail_on_data_loss=loss_fails, progress_timeout_s=DEADLINE_S
-    )
-    assert next(found).num_rows == 5
+    found = read_5_rows(cluster, monkeypatch, fail_on_data_loss=loss_fails)
     recreate(cluster)
     with pytest.raises(DataLoss, match="recreated while it was read"):
         list(found)
@@ -440,11 +443,7 @@ def test_a_topic_that_is_missing_after_the_last_rows_may_have_been_recreated(
     cluster: MockCluster, monkeypatch: pytest.MonkeyPatch, recreated: bool
 ) -> None:
     """A broker may know of the deletion only, while the leader has records of the new topic."""
-    monkeypatch.setattr(records, "BATCH_ROWS_MAX", 5)
-    monkeypatch.setattr(range_reader, "TOPIC_CHECK_VALID_S", 0)
-    wanted, planned = [OffsetRange(TP, 0, COUNT)], {"orders": topic_id(cluster)}
-    found = read_batches(servers(cluster), wanted, topic_ids=planned, progress_timeout_s=DEADLINE_S)
-    assert next(found).num_rows == 5
+    found = read_5_rows(cluster, monkeypatch)
     if not recreated:
         cluster.delete_topic("orders")
         assert sum(batch.num_rows for batch in found) == COUNT - 5

@@ -42,6 +42,17 @@ def enter(spark: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> En
     return begin
 
 
+def raising(fails: list[RuntimeError]) -> Callable[[Frame], Frame]:
+    """A ``transform`` that raises these errors, one in each call, and changes nothing later."""
+
+    def transform(df: Frame) -> Frame:
+        if fails:
+            raise fails.pop(0)
+        return df
+
+    return transform
+
+
 @pytest.mark.parametrize("twice", ["two sinks", "one sink"])
 def test_a_second_write_of_a_batch_into_the_same_table_is_refused_and_never_skipped(
     query: Query, table: Path, enter: Enter, twice: str
@@ -97,12 +108,7 @@ def test_a_table_whose_log_cannot_be_read_is_identified_by_its_id(
 def test_a_failed_write_may_be_repeated_in_the_same_batch(query: Query, table: Path, enter: Enter) -> None:
     fails = [RuntimeError("once")]
 
-    def transform(df: Frame) -> Frame:
-        if fails:
-            raise fails.pop()
-        return df
-
-    sink = query.sink(table, transform=transform)
+    sink = query.sink(table, transform=raising(fails))
     enter(query, "only")
     with pytest.raises(RuntimeError, match="once"):
         query.run(sink, 0, offset(0, one(0, 10)))
@@ -117,14 +123,9 @@ def test_sinks_that_a_function_creates_for_each_call_may_repeat_a_batch(
     """Those of other tables do not make up for the failure."""
     fails = [RuntimeError("once"), RuntimeError("twice")]
 
-    def transform(df: Frame) -> Frame:
-        if fails:
-            raise fails.pop(0)
-        return df
-
     def call(n: int, table: Path) -> None:
         def of_topic(topic: str) -> DeltaSink:
-            return query.sink(table, transform=transform)
+            return query.sink(table, transform=raising(fails))
 
         sinks = {"orders": of_topic("orders")} if given == "dict" else of_topic
         query.run(DeltaSinks(sinks, checkpoint=str(query.root)), n, offset(n, one(5 * n, 5 * n + 5)))
@@ -244,12 +245,7 @@ def test_a_batch_whose_named_table_failed_is_not_passed_over_by_others(
     """The next batch has no rows for that table, so only ``others`` would be written."""
     fails = [RuntimeError("once")]
 
-    def transform(df: Frame) -> Frame:
-        if fails:
-            raise fails.pop()
-        return df
-
-    a, others = query.sink(tmp_path / "a", transform=transform), query.sink(created_table(query.spark, tmp_path))
+    a, others = query.sink(tmp_path / "a", transform=raising(fails)), query.sink(created_table(query.spark, tmp_path))
     sinks = DeltaSinks({"a": a}.get, by="kind", others=others, checkpoint=str(query.root))
 
     @contextmanager
@@ -283,12 +279,7 @@ def test_a_batch_that_failed_for_one_of_several_tables_may_be_repeated(
     """The tables that have it leave it out. A batch that all tables have is refused a second time."""
     fails = [RuntimeError("once")]
 
-    def transform(df: Frame) -> Frame:
-        if fails:
-            raise fails.pop()
-        return df
-
-    a, b = query.sink(tmp_path / "a"), query.sink(created_table(query.spark, tmp_path), transform=transform)
+    a, b = query.sink(tmp_path / "a"), query.sink(created_table(query.spark, tmp_path), transform=raising(fails))
     if by is None:
         sinks = DeltaSinks({"a": a, "b": b}, checkpoint=str(query.root))
     else:
