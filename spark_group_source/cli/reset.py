@@ -500,7 +500,7 @@ def table_version(spark: "SparkSession | None", table: str | None) -> int | None
     return open_existing(spark, table).history().version
 
 
-def ledger_to_reset(spark: "SparkSession | None", table: str | None, group: str) -> Ledger | None:
+def ledger_beside(spark: "SparkSession | None", table: str | None, group: str) -> Ledger | None:
     """The ledger of the table that is reset too; None without a table or a ledger, or if the ledger is unreadable: the
     reset replaces it."""
     if spark is None or table is None:
@@ -544,7 +544,7 @@ def reset(
     if execute:
         _require_movable(admin, group, targets.offsets)
     committed = admin.committed(group)
-    ledger = ledger_to_reset(spark, table, group)
+    ledger = ledger_beside(spark, table, group)
     known = [*targets.offsets, *committed, *({} if ledger is None else ledger.offsets)]
     topics = admin.existing_topics(tp.topic for tp in known)
     moved = targets.offsets.keys() - targets.by_commit
@@ -735,7 +735,7 @@ def reset_command(
         elif to == "further":
             assert spark is not None and table is not None
             to = _of_further(admin, group, table, spark, scope)
-        ledger = ledger_to_reset(spark, table, group) if to == "current" or isinstance(to, Shift) else None
+        ledger = ledger_beside(spark, table, group) if to == "current" or isinstance(to, Shift) else None
         targets = resolve_targets(admin, group, to, scope, ledger)
         new = not admin.committed(group) and admin.describe_group(group).state == DEAD
         done = reset(admin, group, targets, spark=spark, table=table, since=since, again=again, execute=execute)
@@ -807,7 +807,7 @@ def _of_checkpoint(
 
     with common.checkpoint_files(checkpoint, spark) as (files, root):
         record = positions(files, root, group, batch)
-    ledger = ledger_to_reset(spark, table, group)
+    ledger = ledger_beside(spark, table, group)
     position = ("--to-checkpoint", checkpoint, *(() if batch is None else ("--batch", str(batch))))
     return recorded_offsets(admin, record, position, scope, table=table, ledger=ledger)
 
