@@ -305,8 +305,7 @@ def find_starts(
                 lookups.committed_read(
                     ev.CommittedOffsetsRead(offsets=offsets, reset_number=max(numbers, default=0)), stream
                 )
-                without_offset = {tp for tp, at in offsets.items() if at is None or tp in lookups.started}
-                data_loss.learn_ids(offsets, partitions.reset_number, without_offset)
+                data_loss.learn_ids(offsets, partitions.reset_number, lookups.without_offset(offsets))
                 lookups.order()  # all again, after a reset that the checkpoint does not know
             case ev.ResolveStarts():
                 resolved, epochs = admin.starting_offsets(command.starts, committed=stable)

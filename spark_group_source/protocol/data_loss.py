@@ -414,9 +414,8 @@ class DataLossDetector:
 
     def _lost(self, tp: TopicPartition, text: str, *, available: int, remedy: str = "") -> None:
         if not self._rules.fail_on_data_loss:
-            if (
-                warning := f"data loss: {text}"
-            ) not in self.warnings:  # its check may have failed before, and is repeated
+            warning = f"data loss: {text}"
+            if warning not in self.warnings:  # the check before may have failed, and found the same
                 self.warnings.append(warning)
             return
         error = data_loss(tp, text, expected=self._positions[tp], available=available, remedy=remedy)

@@ -5,6 +5,7 @@ position (``partitions``).
 """
 
 from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
 
 from spark_group_source.errors import OptionError, SourceError
 from spark_group_source.model import EARLIEST, LATEST, TopicPartition
@@ -29,6 +30,13 @@ NAMED_MAX = 10
 """Partitions that an error names."""
 
 
+class Silence(NamedTuple):
+    """Answers have left a partition out in this time; both on the run's clock."""
+
+    since_ms: int
+    until_ms: int
+
+
 class PositionLookups:
     """The lookups of one run."""
 
@@ -50,8 +58,7 @@ class PositionLookups:
         self._failures = self._unanswered = 0
         self._retry_at_ms: int | None = None
         self._paused: frozenset[TopicPartition] = frozenset()  # those whose lookup is repeated then
-        self._silent_since_ms: dict[TopicPartition, int] = {}  # partitions that answers left out
-        self._left_out_at_ms: dict[TopicPartition, int] = {}  # the last time of each
+        self._silent: dict[TopicPartition, Silence] = {}  # partitions that answers left out
         self._has_warned_of_silence = False
 
     def order(self) -> None:
@@ -67,8 +74,8 @@ class PositionLookups:
     def deadlines_ms(self) -> list[int]:
         """When :meth:`tick` has something to do."""
         due = [] if self._retry_at_ms is None else [self._retry_at_ms]
-        ours, silent = self._partitions.ours, {} if self._has_warned_of_silence else self._silent_since_ms
-        return due + [since_ms + POSITION_MS_MAX for tp, since_ms in silent.items() if tp in ours]
+        ours, silent = self._partitions.ours, {} if self._has_warned_of_silence else self._silent
+        return due + [each.since_ms + POSITION_MS_MAX for tp, each in silent.items() if tp in ours]
 
     def tick(self) -> None:
         """End the pause after a failed lookup when it is over, and log partitions without an answer."""
@@ -79,14 +86,14 @@ class PositionLookups:
     def late(self, wait_ms: int) -> set[TopicPartition]:
         """The assigned partitions that answers have left out for so long; most of them have no leader."""
         until_ms, ours = self._out.now_ms - wait_ms, self._partitions.ours
-        return {tp for tp, since_ms in self._silent_since_ms.items() if since_ms <= until_ms and tp in ours}
+        return {tp for tp, each in self._silent.items() if each.since_ms <= until_ms and tp in ours}
 
     def _warn_of_silence(self) -> None:
         """Log when partitions without a position start to wait, and when that is over. A rebalance says nothing about
         leaders: a partition that was lost for a moment has been silent for as long as before."""
-        for tp in self._silent_since_ms.keys() - self._partitions.ours:
-            if self._out.now_ms - self._left_out_at_ms[tp] >= POSITION_MS_MAX:
-                del self._silent_since_ms[tp]
+        for tp in self._silent.keys() - self._partitions.ours:
+            if self._out.now_ms - self._silent[tp].until_ms >= POSITION_MS_MAX:
+                del self._silent[tp]
         if not self._has_warned_of_silence and (late := self.late(POSITION_MS_MAX)):
             self._has_warned_of_silence = True
             self._out.log(
@@ -94,7 +101,7 @@ class PositionLookups:
                 "leader, the others are read",
                 warn=True,
             )
-        elif self._has_warned_of_silence and not self._silent_since_ms:
+        elif self._has_warned_of_silence and not self._silent:
             self._has_warned_of_silence = False
             self._out.log("the position of every partition is known again", warn=True)
 
@@ -124,7 +131,7 @@ class PositionLookups:
             elif committed.stream != stream:
                 self.started.discard(tp)  # no longer chosen by the starting options
             was_reset = isinstance(partition.memory, VoidedMemory)  # which may have moved it; its offset was lost
-            self._silent_since_ms.pop(tp, None)
+            self._silent.pop(tp, None)
             moved_from = self._partitions.apply_committed(tp, partition, committed, stream=stream)
             if (was_reset and self._is_before_reset(committed, stream)) or self._is_start(tp, committed):
                 self.started.add(tp)
@@ -136,6 +143,11 @@ class PositionLookups:
         if new:
             self._order_starts(new)
         self._retry_unanswered(event.requested, event.offsets, continues=bool(new))
+
+    def without_offset(self, offsets: Mapping[TopicPartition, ev.Committed | None]) -> set[TopicPartition]:
+        """The partitions of an answer that was applied for which a reset has set no offset: Kafka has none, or one that
+        only says where a stream starts. Some may be lost by now."""
+        return {tp for tp, at in offsets.items() if at is None or tp in self.started}
 
     def _is_start(self, tp: TopicPartition, committed: ev.Committed | None) -> bool:
         """Whether a stream committed where it starts, and this one continues there."""
@@ -180,7 +192,7 @@ class PositionLookups:
                 continue
             if _is_added(tp, self.known) and at > 0 and self._rules.fail_on_data_loss:
                 return data_loss(tp, f"new partition {tp} starts at {at}, not at 0", expected=0, available=at)
-            self._silent_since_ms.pop(tp, None)
+            self._silent.pop(tp, None)
             self._partitions.apply_start(tp, partition, at)
         if too_late:
             if (refused := _no_record(too_late, self._rules)) is not None:
@@ -222,8 +234,8 @@ class PositionLookups:
         unanswered = tuple(tp for tp in requested if tp not in offsets)
         if unanswered:
             for tp in unanswered:
-                self._silent_since_ms.setdefault(tp, self._out.now_ms)
-                self._left_out_at_ms[tp] = self._out.now_ms
+                since_ms = self._silent[tp].since_ms if tp in self._silent else self._out.now_ms
+                self._silent[tp] = Silence(since_ms, self._out.now_ms)
             self.retry(unanswered, "they are not in the answer")
         elif not continues:
             self._failures = 0
@@ -231,7 +243,8 @@ class PositionLookups:
 
     def failed(self, partitions: tuple[TopicPartition, ...], reason: str) -> None:
         """A lookup was not answered at all: that is an outage, and shows nothing about single partitions."""
-        self._silent_since_ms = dict.fromkeys(self.late(POSITION_MS_MAX), self._out.now_ms - POSITION_MS_MAX)
+        now_ms = self._out.now_ms
+        self._silent = dict.fromkeys(self.late(POSITION_MS_MAX), Silence(now_ms - POSITION_MS_MAX, now_ms))
         self.retry(partitions, reason)
 
     def retry(self, partitions: tuple[TopicPartition, ...], reason: str) -> None:

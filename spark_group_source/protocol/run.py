@@ -305,8 +305,7 @@ class Run:
                 event = self._without_former_topics(event)
                 self.lookups.committed_read(event, self.stream)
                 self._known_epochs.learn(event.offsets, self.partitions.position, self.stream)
-                started = self.lookups.started
-                without_offset = {tp for tp, at in event.offsets.items() if at is None or tp in started}
+                without_offset = self.lookups.without_offset(event.offsets)
                 self.data_loss.learn_ids(event.offsets, self.partitions.reset_number, without_offset)
             case ev.StartsResolved():
                 self._broker_answered(Requester.LOOKUP)

@@ -294,7 +294,7 @@ class Slots:
         self._change(slot, ev.NotReplaced, ClosedState())
         now_ms = self._out.now_ms  # an outage may have ended during the check
         slot.failing_since_ms = min(now_ms, self._begin_failing(slot) + now_ms - checking.since_ms)
-        self._unassigned_since_ms = self._out.now_ms
+        self._unassigned_since_ms = now_ms
         older = "an older process of this stream had its instance id"
         return self._join_later(slot, older if checking.is_fenced else "it may have been out of the group for a while")
 

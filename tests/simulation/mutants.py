@@ -256,7 +256,7 @@ MUTANTS = [
     Mutant(
         "waits-for-every-leader",
         "protocol/lookups.py",
-        "return {tp for tp, since_ms in self._silent_since_ms.items() if since_ms <= until_ms and tp in ours}",
+        "return {tp for tp, each in self._silent.items() if each.since_ms <= until_ms and tp in ours}",
         "return set()",
         "a partition without a leader does not hold up the others",
     ),
