@@ -108,10 +108,11 @@ class RequestFailures:
 
     def __init__(self, servers: str, user: str, suspicions: Suspicions) -> None:
         self._servers, self._user, self._suspicions = servers, user, suspicions
-        self._refused_s: float | None = None
-        """When the first refusal came, since the last records; monotonic seconds."""
-        self._renewed = False
-        """Whether the client was replaced since then."""
+        self._refused_s: dict[TopicPartition | None, float] = {}
+        """By partition, when the first refusal came since its last records; monotonic seconds. None: of the connection
+        or login, since the last records of any partition."""
+        self._renewed: set[TopicPartition | None] = set()
+        """Those of them for which the client was replaced."""
         self.last_text = ""
         """The text of the last failure, for the error of a timeout."""
 
@@ -126,25 +127,26 @@ class RequestFailures:
         self.last_text = event.text
         topic = event.tp.topic if event.tp else None
         if verdict is Meaning.REFUSED:
-            self._refused_s = self._refused_s or now_s
+            self._refused_s.setdefault(event.tp, now_s)
             is_believed = self._suspicions.report((request, topic), now_s)
-            if is_believed and (topic is not None or self._renewed):
+            if is_believed and (topic is not None or None in self._renewed):
                 raise access_denied(topic, self._servers, event.text, request.value, self._user)
         if verdict is Meaning.FATAL:
             what = "fatal error of the reading client" if event.code == _FATAL else f"request refused: {request.value}"
             raise GroupError(f"{what}, at {self._servers}: {event.text}", op=request.value)
 
-    def clear_refusals(self) -> None:
-        """Note that records came: access works."""
-        self._refused_s, self._renewed = None, False
+    def clear_refusals(self, tp: TopicPartition) -> None:
+        """Note that records of this partition came: access to it works."""
+        for one in (tp, None):
+            self._refused_s.pop(one, None)
+            self._renewed.discard(one)
 
     def needs_new_client(self, now_s: float) -> bool:
         """Whether a new client must find out if a refusal persists, because librdkafka reports one only once. True
         once for each refusal."""
-        if self._refused_s is None or self._renewed or now_s - self._refused_s < GRACE_S:
-            return False
-        self._renewed = True
-        return True
+        due = {tp for tp, since_s in self._refused_s.items() if now_s - since_s >= GRACE_S} - self._renewed
+        self._renewed |= due
+        return bool(due)
 
 
 class ReadDeadline:

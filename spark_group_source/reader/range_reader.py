@@ -485,7 +485,7 @@ class RangeReader:
             if progress.state is RangeState.STOPPED:
                 progress.state = RangeState.READING
             self._suspicions.clear(("short", tp), (Request.FETCH, tp.topic), (Request.FETCH, None))
-            self._failures.clear_refusals()
+            self._failures.clear_refusals(tp)
         if progress.position >= progress.end and self._ranges.pop(tp, None) is not None:
             self._finished.append(tp)
             self._deadline.note_progress(now)

@@ -105,10 +105,10 @@ def over(wait_s: float) -> Callable[[], bool]:
     return lambda: time.monotonic() >= end_s
 
 
-def produce(cluster: MockCluster, count: int = COUNT) -> None:
+def produce(cluster: MockCluster, count: int = COUNT, topic: str = "orders") -> None:
     producer = Producer({"bootstrap.servers": cluster.bootstrap_servers, "log_level": 0})
     for at in range(count):
-        producer.produce("orders", b"%d" % at, partition=0)
+        producer.produce(topic, b"%d" % at, partition=0)
     assert producer.flush(10) == 0
 
 
@@ -203,6 +203,27 @@ def test_a_refusal_is_forgotten_after_records_arrive(
     assert read() == list(range(COUNT))
     cluster.push_partition_errors(TP, Api.FETCH, [29])
     assert read() == list(range(COUNT))
+
+
+def test_a_refusal_is_not_forgotten_when_another_topic_has_records(
+    cluster: MockCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """librdkafka reports it once, so only a new client finds out that it lasts."""
+    refused = TopicPartition("secrets", 0)
+    cluster.create_topic("secrets")
+    produce(cluster, 1, topic="secrets")
+    cluster.push_partition_errors(refused, Api.FETCH, [KafkaError.TOPIC_AUTHORIZATION_FAILED] * 3_000)
+    record = broker_checks.RequestFailures.record
+
+    def recorded(self: broker_checks.RequestFailures, request: Request, event: ClientEvent, now_s: float) -> None:
+        record(self, request, event, now_s)
+        if event.tp == refused:
+            produce(cluster, 1)  # the last record of the other topic
+
+    monkeypatch.setattr(broker_checks.RequestFailures, "record", recorded)
+    wanted = [OffsetRange(TP, 0, COUNT + 1), OffsetRange(refused, 0, 1)]
+    with pytest.raises(AccessDenied, match="'secrets'"):
+        list(read_batches(servers(cluster), wanted, progress_timeout_s=DEADLINE_S))
 
 
 @pytest.mark.parametrize("code", [17, 35, 42])
