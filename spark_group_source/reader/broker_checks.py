@@ -163,7 +163,8 @@ class ReadDeadline:
         self._progress_s = 0.0
         """When the last progress was made, moved forward by the length of later outages."""
         self._outage_s: float | None = None
-        """When the first request without a response was sent; None while brokers respond."""
+        """When the first request without a response was sent, or the last progress, if that is later; None while
+        brokers respond."""
 
     def note_progress(self, now_s: float) -> None:
         """Note that a record came or a position moved."""
@@ -171,8 +172,8 @@ class ReadDeadline:
 
     def note_request(self, sent_s: float, now_s: float, *, is_answered: bool) -> None:
         """Note that a request has a response, or none although it was waited for."""
-        if not is_answered:
-            self._outage_s = sent_s if self._outage_s is None else self._outage_s
+        if not is_answered:  # it may be older than the last record, which the consumer of the batches took long for
+            self._outage_s = max(sent_s, self._progress_s) if self._outage_s is None else self._outage_s
         elif self._outage_s is not None:
             self._progress_s += now_s - self._outage_s
             self._outage_s = None

@@ -15,6 +15,7 @@ from datetime import UTC, datetime, timedelta
 from itertools import islice
 from operator import itemgetter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,7 +36,7 @@ from spark_group_source.errors import DataLoss, GroupError, OptionError, ReadTim
 from spark_group_source.model import OffsetRange, Piece, TopicPartition
 from spark_group_source.options.client import refused_setting
 from spark_group_source.options.table import COLUMNS
-from spark_group_source.reader import native_client, range_reader, records
+from spark_group_source.reader import broker_checks, native_client, range_reader, records
 from spark_group_source.reader.native_client import NativeClient
 from spark_group_source.reader.records import RowSlice, arrow_schema, spark_ddl
 
@@ -579,6 +580,33 @@ class LogEnd(Silent):
 
 def test_a_range_is_checked_at_once_when_the_log_ends_before_it() -> None:
     assert list(offsets_by(LogEnd(), of("t", 5, 9))) == []
+
+
+class FailedCheck(Silent):
+    """The log of ``t``-1 ends before the range, and the request of its check fails after a record of ``t``-0 came."""
+
+    polls = 0
+
+    def poll(self, rows_max: int, wait_s: float) -> FakeChunk:
+        self.polls += 1
+        rows = {2: [Message(T0, 0)], 4: [Message(T1, 5)]}.get(self.polls, [])
+        return FakeChunk(rows, [records.ClientEvent(records.EOF, "", T1, 5)] if self.polls == 1 else [])
+
+    def positions(self, tps: Sequence[TopicPartition]) -> dict[TopicPartition, int]:
+        return dict.fromkeys(tps, -1001)
+
+    def describe_topics(self, names: Sequence[str]) -> FakeRequest:
+        return FakeRequest([None, records.ClientEvent(native_client.TIMED_OUT, "timed out", None, -1)])
+
+
+def test_the_time_that_the_consumer_of_a_batch_takes_is_no_outage(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 0.0
+    for module in (range_reader, broker_checks):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now_s))
+    found = offsets_by(FailedCheck(), of("t", 0, 1), of("t", 5, 6, 1))
+    assert next(found) == (0, 0)
+    now_s = 2 * LONG_S
+    assert list(found) == [(1, 5)]
 
 
 class OpenTransaction(Silent):
