@@ -177,6 +177,27 @@ except Exception as exc:
     assert f"`pip install {name.replace('_', '-')}`" in ended.stdout
 
 
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ("import pyarrow; pyarrow.__version__ = '18.1.0'", "SetupError pyarrow 18.1.0 "),
+        ("import sys; sys.modules['numpy'] = None", "ModuleNotFoundError import of numpy halted"),
+    ],
+    ids=["old", "broken"],
+)
+def test_a_package_that_cannot_be_used_is_reported_at_load_and_breaks_no_other_source(change: str, error: str) -> None:
+    program = f"""
+{change}
+import pyspark_kafka_group
+try:
+    pyspark_kafka_group.DefaultSource({{}})
+except Exception as exc:
+    print(type(exc).__name__, exc)
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert ended.stdout.startswith(error), ended.stderr
+
+
 @pytest.mark.spark
 def test_the_versions_of_a_real_session_are_supported(spark: Any) -> None:
     compatibility.check_session(spark)
