@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from spark_group_source.host.run_files import ENDED_STATES, directory, pid_namespace, process_stat, unusable_reason
+from spark_group_source.host.run_files import ENDED_STATES, directory, here, process_stat, unusable_reason
 
 log = logging.getLogger(__name__)
 
@@ -39,8 +39,8 @@ LAST_LINE_CHARS_MAX = 300
 STALE_FOLDERS_MAX = 100
 """Folders that one search for leftovers removes."""
 UNUSED_S = 86_400
-"""A folder of another container, whose processes are not visible here, is left over if nothing in it changed for so
-long."""
+"""A folder of another container or host, whose processes are not visible here, is left over if nothing in it changed
+for so long."""
 PAUSE_S, PAUSE_FACTOR, PAUSE_S_MAX = 8.0, 8, 3_600.0
 """Pause after the first failed attempt, the factor of each further pause, and the longest one. What fails twice is
 probably forbidden, and an agent that ends in its start costs a second of CPU time."""
@@ -149,9 +149,9 @@ class AgentFolder:
         """The folder of a run's agent on an executor. Where the executor cannot be determined no agent can run, and the
         folder of the worker's parent has the other files."""
         executor = executor or ProcessId(os.getppid(), _UNKNOWN_START)
-        # Containers may share a temporary directory.
+        # Hosts and containers may share a temporary directory.
         digest = hashlib.sha256(run.encode()).hexdigest()[:16]
-        return cls(agents_directory() / f"{executor.pid}-{executor.started}-{pid_namespace()}-{digest}")
+        return cls(agents_directory() / f"{executor.pid}-{executor.started}-{here()}-{digest}")
 
     def create(self) -> bool:
         """Create the folder, for this user only. Returns whether it did not exist.
@@ -169,12 +169,13 @@ class AgentFolder:
     @property
     def is_stale(self) -> bool:
         """Whether its executor has ended, or seems to. Raises OSError, and ValueError for another folder."""
-        pid, started, namespace, _ = self.path.name.split("-")
-        if int(namespace) != pid_namespace():
+        pid, started, rest = self.path.name.split("-", 2)
+        executor = ProcessId(int(pid), int(started))
+        if rest.rpartition("-")[0] != here():
             changed_s = max(path.lstat().st_mtime for path in (self.path, *self.path.iterdir()))
             return time.time() - changed_s > UNUSED_S
-        process = ProcessId.of(int(pid))
-        return process is None or int(started) not in (process.started, _UNKNOWN_START)
+        process = ProcessId.of(executor.pid)
+        return process is None or executor.started not in (process.started, _UNKNOWN_START)
 
     def try_lock(self) -> int | None:
         """The lock, as a file descriptor to close; None while an agent holds it."""

@@ -36,7 +36,7 @@ from spark_group_source.agents.channel.wire import WireError
 from spark_group_source.agents.messages import CODEC, Claim, ClaimGranted, ClaimRefused, TaskEnded
 from spark_group_source.agents.prefetch.client import read_with_agent
 from spark_group_source.errors import ChannelBroken
-from spark_group_source.host.run_files import pid_namespace
+from spark_group_source.host.run_files import here
 from spark_group_source.model import Piece, TaskCounts
 from spark_group_source.options.table import Options
 from spark_group_source.reader.range_reader import ReadCounts, ReadOptions, read_ranges
@@ -119,7 +119,7 @@ def executor_name(executor: ProcessId | None) -> str:
     """The executor's name in claims, unique among the running executors of a cluster. Containers may share the name of
     their host."""
     process = f"worker-{os.getpid()}" if executor is None else f"{executor.pid}-{executor.started}"
-    return f"{socket.gethostname()}-{pid_namespace()}-{process}"
+    return f"{here()}-{process}"
 
 
 def _agent_settings(options: Options, task: PlannedTask, worker: "_Worker") -> dict[str, Any]:

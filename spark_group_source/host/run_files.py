@@ -356,17 +356,12 @@ def _published(group: str) -> list[dict[str, Any]]:
 
 
 def _run_file(pid: int) -> Path:
-    return directory() / f"{_here()}-{pid}.json"
-
-
-def _here() -> str:
-    """The host and the namespace in which process ids are unique."""
-    return f"{socket.gethostname()}-{pid_namespace()}"
+    return directory() / f"{here()}-{pid}.json"
 
 
 def _run_file_paths() -> list[Path]:
     """The files of the runs in this container; the processes of other ones are not seen from here."""
-    return sorted(directory().glob(f"{_here()}-*.json")) if _is_usable() else []
+    return sorted(directory().glob(f"{here()}-*.json")) if _is_usable() else []
 
 
 def _remove_killed() -> None:
@@ -580,12 +575,14 @@ def process_stat(pid: int) -> list[str] | None:
         return None
 
 
-def pid_namespace() -> int:
-    """The namespace of this process's ids, which are not unique in a host with containers; 0 without /proc."""
+def here() -> str:
+    """The host and the namespace in which the id of this process is unique. Hosts without containers have the same
+    namespace; containers may have the same host's name. The namespace is 0 without /proc."""
     try:
-        return os.stat("/proc/self/ns/pid").st_ino
+        namespace = os.stat("/proc/self/ns/pid").st_ino
     except OSError:
-        return 0
+        namespace = 0
+    return f"{socket.gethostname()}-{namespace}"
 
 
 # --- the directory ---------------------------------------------------------------------------------------------------

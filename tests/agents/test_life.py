@@ -288,12 +288,13 @@ def test_folders_of_ended_executors_are_removed_where_no_agent_starts(
     assert len(used) == 7
 
 
-def test_a_folder_of_another_container_is_removed_after_a_day_without_a_change(
-    ended: ProcessId, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("where", ["another-host.lan-4026531836", f"{socket.gethostname()}-4026530000"])
+def test_a_folder_of_another_host_or_container_is_removed_after_a_day_without_a_change(
+    where: str, ended: ProcessId, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its executor may run, although no process here has its id."""
     with monkeypatch.context() as there:
-        there.setattr(agent_folder, "pid_namespace", lambda: 4026530000)
+        there.setattr(agent_folder, "here", lambda: where)
         left = agent_folder.open_folder("run", ended)
     assert left is not None
     left.attempts.touch()

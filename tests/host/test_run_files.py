@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -358,17 +359,15 @@ def test_a_run_that_ended_is_not_live_although_its_parent_has_not_waited_for_it(
         assert run_files.read("etl") == []
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [("pid_namespace", 4026530000), ("socket.gethostname", "another")], ids=["container", "host"]
-)
+@pytest.mark.parametrize("where", [f"{socket.gethostname()}-4026530000", "another-4026531836"])
 def test_runs_of_containers_and_hosts_that_share_the_folder_have_their_own_files(
-    directory: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: object
+    directory: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     """Their process ids are the same; hosts without containers have the same namespace."""
     here = run_files.Publisher("etl")
     here.publish(statistics())
     with monkeypatch.context() as elsewhere:
-        elsewhere.setattr(f"{run_files.__name__}.{name}", lambda: value)
+        elsewhere.setattr(run_files, "here", lambda: where)
         there = run_files.Publisher("etl")
         there.publish(statistics(seq=9))
         run_files.request_drain(os.getpid())
