@@ -82,7 +82,10 @@ class TopicMissing(GroupError):
     A query may start before its topics exist. With ``failOnDataLoss=false`` it also continues without a deleted one.
     """
 
-    remedy = "Remove the topic from the subscription, or set `failOnDataLoss=false`. For a command, correct the name."
+    remedy = (
+        "Remove the topic from the subscription, or set `failOnDataLoss=false`. A batch that was planned before the "
+        "topic was deleted needs the latter. For a command, correct the name."
+    )
 
 
 class DataLoss(GroupError):

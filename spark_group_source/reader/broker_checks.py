@@ -284,8 +284,8 @@ def read_timeout(
 def topic_missing(remaining: OffsetRange, servers: str, topics: Sequence[str]) -> TopicMissing:
     """Build the error for a partition that no longer exists, with all ``topics`` that lack partitions."""
     return TopicMissing(
-        f"{remaining.tp} no longer exists at {servers}, but {remaining} was not read yet. Restore the topic, or remove "
-        "it from the subscription",
+        f"{remaining} was planned, but {remaining.tp} no longer exists at {servers}. Set failOnDataLoss=false to "
+        "continue without its records: a planned batch has them also without the topic in the subscription",
         topics=topics,
     )
 

@@ -247,6 +247,7 @@ def test_a_missing_or_refused_topic_is_believed_after_the_grace_period() -> None
             rows_of(cluster, topic_ids=planned)
         assert time.monotonic() - started >= GRACE_S
         if believed[code] is TopicMissing:
+            assert "Set failOnDataLoss=false" in str(caught.value), "the batch keeps the topic without it"
             assert caught.value.fields == {"topics": ["orders"]}
 
     each(believed, play)
