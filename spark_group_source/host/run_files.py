@@ -17,9 +17,10 @@ creates:
 - ``<stream>.void``: the void mark: the numbers of the newest batch of which the sink wrote nothing, and of the reset
   that made it void. Kafka may show nothing of that reset.
 
-A run removes its files when it stops normally, except for the last two, which the stream's next run may need; the next
-run of the user removes those of a killed one. The temporary folder is writable for every user, so another user may have
-created a directory or a link of that name: then no file in it is written, removed or trusted, and a warning is logged.
+A run removes its files when it stops normally, except for the last two, which the stream's next run may need; of a
+killed run, the user's next one on this host removes the first two. The temporary folder is writable for every user, so
+another user may have created a directory or a link of that name: then no file in it is written, removed or trusted, and
+a warning is logged.
 """
 
 import contextlib
