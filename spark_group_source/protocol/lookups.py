@@ -74,8 +74,12 @@ class PositionLookups:
     def deadlines_ms(self) -> list[int]:
         """When :meth:`tick` has something to do."""
         due = [] if self._retry_at_ms is None else [self._retry_at_ms]
-        ours, silent = self._partitions.ours, {} if self._has_warned_of_silence else self._silent
-        return due + [each.since_ms + POSITION_MS_MAX for tp, each in silent.items() if tp in ours]
+        for tp, each in self._silent.items():
+            if tp not in self._partitions.ours:
+                due.append(each.until_ms + POSITION_MS_MAX)
+            elif not self._has_warned_of_silence:
+                due.append(each.since_ms + POSITION_MS_MAX)
+        return due
 
     def tick(self) -> None:
         """End the pause after a failed lookup when it is over, and log partitions without an answer."""
@@ -90,7 +94,8 @@ class PositionLookups:
 
     def _warn_of_silence(self) -> None:
         """Log when partitions without a position start to wait, and when that is over. A rebalance says nothing about
-        leaders: a partition that was lost for a moment has been silent for as long as before."""
+        leaders: a partition that was lost for a moment has been silent for as long as before; one that was lost for
+        longer is waited for anew."""
         for tp in self._silent.keys() - self._partitions.ours:
             if self._out.now_ms - self._silent[tp].until_ms >= POSITION_MS_MAX:
                 del self._silent[tp]

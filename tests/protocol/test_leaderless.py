@@ -107,6 +107,25 @@ def test_a_partition_that_comes_back_after_long_is_waited_for_anew() -> None:
     assert run.run.lookups.late(POSITION_MS_MAX) == set()
 
 
+def test_bounded_run_reads_a_partition_that_one_answer_left_out_before_it_was_lost_for_long() -> None:
+    run = RunHarness()
+    run.ends = {A: 5, B: 7}
+    run.set_target(run.ends)
+    run.unanswered_commits.add(B)
+    run.begin(ev.NextBatchRequested(start=run.start, new_stream=STREAM), until=RunState.GATHERING)
+    run.pass_time(50)
+    returns(run)
+    run.lost(B)
+    run.start = run.continue_call()
+    assert run.start.ranges == {A: (0, 5)}
+    run.call(ev.BatchStarted(offset=run.start))
+    run.pass_time(2 * LEADER_MS_MAX)
+    run.silent = {ev.FetchCommittedOffsets}  # it is answered after a second
+    run.assigned(B)
+    run.later(ev.CommittedOffsetsRead(offsets={B: None}, requested=(B,)), ms=1_000)
+    assert run.latest().ranges[B] == (0, 7)
+
+
 def test_a_partition_without_a_leader_that_was_lost_is_neither_waited_for_nor_reported() -> None:
     group = GroupHarness()
     group.start_stream()
