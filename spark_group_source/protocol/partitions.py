@@ -276,18 +276,18 @@ class Partitions:
 
     # --- assignment -------------------------------------------------------------------------------------------------
 
-    def restore(self, offset: StreamOffset, *, replay: bool, uncommitted: bool = False) -> None:
+    def restore(self, offset: StreamOffset, *, replay: bool, uncommitted: bool) -> None:
         """Take over what a checkpoint knows.
 
         Args:
             offset: of the last batch.
             replay: that batch runs again, so positions are those before it.
-            uncommitted: that batch is durable, and Kafka may not have it: no run is known to have committed it.
+            uncommitted: Kafka may not have the positions: no run is known to have committed all of them.
         """
         self.reset_number = offset.reset_number
         for tp, at in offset.uncommitted.items():  # the batch itself did not read these
             seq, start = offset.last_batches.get(tp, (offset.seq - 1, None))
-            first = at - offset.behind.get(tp, 0)
+            first = at - offset.behind.get(tp, 0) if uncommitted else at
             truncated_after, durable_to = offset.truncated_after.get(tp), offset.durable_to.get(tp)
             position = Position(at, first, truncated_after=truncated_after, durable_to=durable_to)
             self._unassigned[tp] = Unassigned(Memory(position, LastBatch(seq, start)))

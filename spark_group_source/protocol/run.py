@@ -370,7 +370,8 @@ class Run:
                 if not self.closed:
                     is_committed = not (self.partitions.uncommitted() or self._commits.is_committing)
                     last = self._last_durable
-                    if is_committed and last is not None and self.partitions.are_at(last.positions()):
+                    positions = {} if last is None else {**last.uncommitted, **last.positions()}
+                    if is_committed and self.partitions.are_at(positions):
                         self.committed_offset = last
                     self.slots.close(leave=event.leave)
                     self.closed = True

@@ -11,7 +11,7 @@ from spark_group_source.errors import DataLoss
 from spark_group_source.model import LATEST, TopicPartition
 from spark_group_source.protocol import events as ev
 from spark_group_source.protocol.data_loss import GRACE_MS
-from spark_group_source.protocol.offsets import StreamOffset, parse
+from spark_group_source.protocol.offsets import BatchKey, StreamOffset, parse
 from spark_group_source.protocol.rules import StartingPosition
 from spark_group_source.protocol.states import RunState
 
@@ -62,6 +62,41 @@ def test_uncommitted_positions_are_planned_and_survive_two_crashes(durable: bool
 
     third = after_a_crash(second, planned, durable=durable, starting=starting)
     assert third.batch().ranges == {A: (15, 15), B: (30, 50)}
+
+
+def stopped_with_a_partition_that_the_last_batch_did_not_have(returns_at: int) -> tuple[RunHarness, StreamOffset]:
+    """B was lost before the offset 20 of its last batch was committed, and came back when the next one was planned."""
+    run = RunHarness()
+    run.ends = {A: 10, B: 20}
+    run.batch()
+    run.lost(B)
+    run.ends[A] = 15
+    last = run.batch()
+    assert (last.ranges, last.uncommitted, last.behind[B]) == ({A: (10, 15)}, {B: 20}, 20)
+    run.committed[B] = replace(run.committed[B], offset=returns_at, stream=STREAM if returns_at == 0 else None)
+    run.assigned(B)
+    run.pass_time(100)
+    run.stop(durable=last.seq)
+    assert {tp: at.offset for tp, at in run.committed.items()} == {A: 15, B: returns_at or 20}
+    return run, last
+
+
+@pytest.mark.parametrize("is_marked", [True, False])
+def test_move_back_of_a_partition_that_the_last_batch_did_not_have(is_marked: bool) -> None:
+    """The mark of a normal stop shows that Kafka had the end; without it another consumer may have started before."""
+    first, last = stopped_with_a_partition_that_the_last_batch_did_not_have(returns_at=0)
+    assert first.run.committed_offset == last
+    second = after_a_crash(first, last, durable=True)
+    second.committed[B] = ev.Committed(offset=12)
+    mark = BatchKey.of(last) if is_marked else None
+    planned = second.call(ev.NextBatchRequested(start=second.start, new_stream="", committed=mark))
+    assert planned.ranges[B] == (12, 20)
+    assert (planned.followed, planned.durable_to) == ((frozenset({B}), {}) if is_marked else (frozenset(), {B: 20}))
+
+
+def test_stop_after_another_position_than_the_checkpoints_leaves_no_mark() -> None:
+    run, _ = stopped_with_a_partition_that_the_last_batch_did_not_have(returns_at=17)
+    assert run.run.committed_offset is None
 
 
 def test_adopted_rewind_survives_a_crash_before_the_next_plan() -> None:
