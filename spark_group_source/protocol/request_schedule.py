@@ -94,17 +94,18 @@ class Outage:
         pending.tries += 1
         return starts
 
-    def request_answered(self, requester: Requester, *, now_ms: int) -> int | None:
-        """A request was answered. Returns the duration of the outage if it ends with it, else None."""
+    def end_requests(self, requester: Requester, *, now_ms: int) -> int | None:
+        """A request was answered, or the requester sends no further one. Returns the duration of the outage if it ends
+        with it, else None."""
         since_ms = self.since_ms
         if self._unanswered.pop(requester, None) is None or self._unanswered or since_ms is None:
             return None
         self.ended_ms = now_ms
         return now_ms - since_ms
 
-    def drop(self, requester: Requester) -> None:
-        """The requester sends no further request. Nothing follows from that."""
-        self._unanswered.pop(requester, None)
+    def is_unanswered(self, requester: Requester) -> bool:
+        """Whether the requester's last request was not answered."""
+        return requester in self._unanswered
 
     def retry_at_ms(self, requester: Requester) -> int:
         """The earliest time of the next request."""

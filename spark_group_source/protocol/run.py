@@ -633,7 +633,7 @@ class Run:
         self._commits.tick(self._now_ms)
         self.lookups.tick()
         if self.partitions.all_known():  # no lookup is repeated: the partitions of the failed one were revoked
-            self.outage.drop(Requester.LOOKUP)
+            self._end_requests(Requester.LOOKUP)
         self._renew_offsets()
         self.slots.tick()
         self.placement.tick()
@@ -655,16 +655,23 @@ class Run:
         self._fail(self.outage.error_after(requester, bound_ms, now_ms=self._now_ms))
 
     def _broker_answered(self, requester: Requester) -> None:
-        if (took_ms := self.outage.request_answered(requester, now_ms=self._now_ms)) is not None:
+        if (took_ms := self._end_requests(requester)) is not None:
             self._out.log(f"brokers answer again after {took_ms / 1000:.0f} s; continuing", warn=True)
+
+    def _end_requests(self, requester: Requester) -> int | None:
+        """A request was answered, or none follows, which shows nothing about the brokers. No wait for the group counts
+        from before."""
+        took_ms = self.outage.end_requests(requester, now_ms=self._now_ms)
+        if took_ms is not None:
             self.slots.outage_ended()
+        return took_ms
 
     # --- steps of Spark's call, by state ----------------------------------------------------------------------------
 
     def _next(self) -> ev.Step | None:
         if self.is_draining and self.state in BEFORE_PLAN:
             self._ends_request = None
-            self.outage.drop(Requester.CALL)
+            self._end_requests(Requester.CALL)
             self._move(ev.DrainRequested)
         match self.state:
             case RunState.NEW | RunState.OPEN | RunState.CLOSED:
@@ -733,8 +740,9 @@ class Run:
         self.placement.start_moves()
 
     def _waits_from_ms(self, since_ms: int) -> int:
-        """Return when a wait for the group begins to count: an outage does not."""
-        return max(since_ms, self.outage.ended_ms)
+        """Return when a wait for the group begins to count: an outage does not. That of a lookup may last longer than
+        that of the call."""
+        return self._now_ms if self.outage.is_unanswered(Requester.LOOKUP) else max(since_ms, self.outage.ended_ms)
 
     def _wait_for_the_group(self, since_ms: int) -> ev.Step | None:
         """Wait for assignments and positions, with a warning after a while and an error after the joining budget."""

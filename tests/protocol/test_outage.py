@@ -115,6 +115,44 @@ def test_outage_restarts_the_joining_budget_once() -> None:
     assert over_ms + JOINING_BUDGET_MS <= run.clock() <= over_ms + JOINING_BUDGET_MS + 10_000
 
 
+@pytest.mark.parametrize("are_lost", [False, True])
+def test_call_that_is_answered_before_a_lookup_after_an_outage_does_not_fail_the_run(are_lost: bool) -> None:
+    """After more than the joining budget. The lookup pauses, or is not sent again: its partitions are lost."""
+    run = RunHarness()
+    run.ends = {A: 5, B: 7}
+    run.silent = {ev.FetchCommittedOffsets}
+    run.begin(ev.NextBatchRequested(start=run.start, new_stream=STREAM), until=RunState.GATHERING)
+    over_ms = down(run, JOINING_BUDGET_MS + MINUTE_MS)
+    run.pass_time(100)
+    no_answer = ev.LookupFailed(partitions=(A, B), error=BrokerUnavailable("no coordinator"))
+    run.feed(no_answer)
+    while run.clock() < over_ms + 5_000:
+        step = run.step()
+        assert not isinstance(step, ev.RaiseError), step.error
+        if isinstance(step, ev.Wait):
+            run._wait(step.until_ms)
+        else:
+            run.feed(run.answer(step))
+    run.silent = set()
+    run.feed(no_answer)
+    if are_lost:
+        run.lost(A, B)
+        run.later(ev.Assigned(slot=0, client=1, partitions=(A, B)), ms=10_000)
+    assert run.continue_call().ranges == {A: (0, 5), B: (0, 7)}
+
+
+def test_lookups_have_the_bound_of_an_outage_while_other_requests_are_answered() -> None:
+    run = RunHarness(broker_timeout_ms=2 * JOINING_BUDGET_MS)
+    run.silent = {ev.FetchCommittedOffsets}
+    run.begin(ev.NextBatchRequested(start=run.start, new_stream=STREAM), until=RunState.GATHERING)
+    began_ms = run.clock()
+    for at_ms in range(1_000, 3 * JOINING_BUDGET_MS, 5_000):
+        run.later(ev.LookupFailed(partitions=(A, B), error=BrokerUnavailable("no coordinator")), ms=at_ms)
+    with pytest.raises(BrokerUnavailable, match="no coordinator"):
+        run.continue_call()
+    assert run.clock() >= began_ms + 2 * JOINING_BUDGET_MS
+
+
 def test_an_outage_is_not_part_of_the_time_for_which_a_slot_fails_to_join() -> None:
     """Its member had failed once before, and the next one was joining."""
     run = reading()
@@ -150,7 +188,7 @@ def test_an_outage_that_ends_during_a_check_does_not_prolong_the_joining_budget_
     assert since_ms is not None and since_ms <= run.clock()
 
 
-def test_an_outage_is_not_over_because_the_partitions_of_a_failed_lookup_were_lost() -> None:
+def test_brokers_do_not_answer_again_because_the_partitions_of_a_failed_lookup_were_lost() -> None:
     run = reading()
     run.pass_time(500)
     run.silent = {ev.FetchCommittedOffsets, ev.CommitOffsets, ev.CheckReplaced}
@@ -160,7 +198,7 @@ def test_an_outage_is_not_over_because_the_partitions_of_a_failed_lookup_were_lo
     run.pass_time(10_000)
     run.lost(A, B)
     run.feed(ev.Tick())
-    assert run.run.outage.ended_ms == 0
+    assert run.run.outage.since_ms is None
     assert not [text for text in run.warned() if "answer again" in text]
 
 
@@ -203,7 +241,7 @@ def test_outage_ends_when_the_last_request_is_answered() -> None:
     assert outage.request_failed(Requester.CALL, BrokerUnavailable("x", waited_ms=500), name="n", now_ms=1_000)
     assert not outage.request_failed(Requester.LOOKUP, BrokerUnavailable("x"), name="n", now_ms=2_000)
     assert outage.since_ms == 500
-    assert outage.request_answered(Requester.CALL, now_ms=3_000) is None
-    assert outage.request_answered(Requester.LOOKUP, now_ms=4_000) == 2_000
+    assert outage.end_requests(Requester.CALL, now_ms=3_000) is None
+    assert outage.end_requests(Requester.LOOKUP, now_ms=4_000) == 2_000
     assert outage.retry_at_ms(Requester.CALL) == 0
     assert outage.ended_ms == 4_000
