@@ -528,7 +528,8 @@ class Run:
         self._is_resumed = True
         self.data_loss.restore(offset)
         self.stream, self.lookups.known = offset.stream, offset.known
-        self.lookups.started |= offset.started & offset.uncommitted.keys()
+        read = set() if replay else {r.tp for r in offset.batch()}
+        self.lookups.started |= offset.started - read
         committed = None if isinstance(self._first_call, ev.BatchStarted | None) else self._first_call.committed
         self.partitions.restore(offset, replay=replay, uncommitted=committed != BatchKey.of(offset))
         self._last_durable = None if replay else offset

@@ -477,6 +477,24 @@ def test_G5_start_that_was_not_committed_is_reported_to_the_sink_after_a_crash()
     assert only(ev.CommitOffsets, again.history)[0].started == {A}
 
 
+@pytest.mark.parametrize("end", [500, 520])
+@pytest.mark.parametrize("durable", [True, False])
+def test_G5_start_of_which_kafka_has_no_offset_any_more_is_reported_until_a_batch_has_read_a_record(
+    durable: bool, end: int
+) -> None:
+    """An operator deleted the group's offsets, or they expired."""
+    starting = StartingPosition(everywhere=LATEST)
+    run = RunHarness(topics={"orders": 1}, starting=starting)
+    run.ends = {A: 500}
+    planned = run.batch()
+    if end > 500:
+        planned = replace(planned, ranges={A: (500, end)})
+    run.committed, run.ends = {}, {A: 530}
+    again = after_a_crash(run, planned, durable=durable, given=(A,), topics={"orders": 1}, starting=starting)
+    assert again.batch().ranges == {A: (end, 530)}
+    assert again.start.started == (frozenset({A}) if end == 500 else frozenset())
+
+
 def test_commit_names_the_topic_that_was_read() -> None:
     run = after_a_crash(RunHarness.resumed(PAST), PAST, durable=True, fail_on_data_loss=False)
     run.committed, run.ids = {}, {"orders": "id-new"}
