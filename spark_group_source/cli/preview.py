@@ -323,8 +323,9 @@ def find_starts(
     firsts: dict[TopicPartition, int] = {}
     if recreated and not options.fail_on_data_loss:
         firsts = {tp: log_starts.get(tp, 0) for tp in partitions.plannable() if tp.topic in recreated}
-        partitions.skip_missing(ev.RecordsMissing(offsets=firsts, reason="", topics=tuple(sorted(recreated))))
-        lookups.topics_recreated(recreated)
+        missing = ev.RecordsMissing(offsets=firsts, reason="", topics=tuple(sorted(recreated)))
+        partitions.skip_missing(missing)
+        lookups.records_missing(missing)
 
     def start(tp: TopicPartition) -> Start:
         refused = ""

@@ -4,7 +4,7 @@ Runs in: the stream reader (inside ``run``), tests. Deliberately absent: the req
 position (``partitions``).
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from spark_group_source.errors import OptionError, SourceError
@@ -110,10 +110,12 @@ class PositionLookups:
             self._has_warned_of_silence = False
             self._out.log("the position of every partition is known again", warn=True)
 
-    def topics_recreated(self, topics: Collection[str]) -> None:
-        """All partitions of recreated topics are new: the stream first saw the old topics."""
-        self.known = {**self.known, **{topic: 0 for topic in topics if topic in self.known}}
-        self.started -= {tp for tp in self.started if tp.topic in topics}
+    def records_missing(self, missing: ev.RecordsMissing) -> None:
+        """All partitions of recreated topics are new: the stream first saw the old topics. Where the first records have
+        expired, no reader can have the records before the start any more."""
+        self.known = {**self.known, **{topic: 0 for topic in missing.topics if topic in self.known}}
+        expired = missing.offsets.keys() - missing.truncated.keys()
+        self.started -= {tp for tp in self.started if tp.topic in missing.topics or tp in expired}
 
     def committed_read(self, event: ev.CommittedOffsetsRead, stream: str) -> None:
         """Apply the group's committed offsets. A newer reset among them voids all positions first."""

@@ -297,7 +297,7 @@ class Run:
                 self._batch_durable(event.offset)
             case ev.RecordsMissing():
                 self.partitions.skip_missing(event)
-                self.lookups.topics_recreated(event.topics)
+                self.lookups.records_missing(event)
                 self._out.log(event.reason, warn=True)
             # positions of new partitions
             case ev.CommittedOffsetsRead():

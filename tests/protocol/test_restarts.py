@@ -495,6 +495,22 @@ def test_G5_start_of_which_kafka_has_no_offset_any_more_is_reported_until_a_batc
     assert again.start.started == (frozenset({A}) if end == 500 else frozenset())
 
 
+def test_start_whose_first_records_expired_before_they_were_read_is_not_reported() -> None:
+    """The table has the start in its ledger, and the records up to the present one are gone: they cannot be read."""
+    starting = StartingPosition(everywhere=LATEST)
+    run = RunHarness(topics={"orders": 1}, starting=starting)
+    run.ends = {A: 500}
+    planned = run.batch()
+    run.latest()
+    assert (planned.started, run.committed[A].started) == (frozenset({A}), True)
+    again = after_a_crash(
+        run, planned, durable=True, given=(A,), topics={"orders": 1}, starting=starting, fail_on_data_loss=False
+    )
+    again.firsts, again.ends = {A: 510}, {A: 530}
+    read = again.batch()
+    assert (read.ranges, read.started) == ({A: (510, 530)}, frozenset())
+
+
 def test_commit_names_the_topic_that_was_read() -> None:
     run = after_a_crash(RunHarness.resumed(PAST), PAST, durable=True, fail_on_data_loss=False)
     run.committed, run.ids = {}, {"orders": "id-new"}
