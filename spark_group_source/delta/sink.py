@@ -50,7 +50,15 @@ from spark_group_source.delta.dead_letters import DeadLetters, LetterBox, Letter
 from spark_group_source.delta.ledger_decision import SHOWN_MAX, AlreadyWritten, WriteBatch, listed
 from spark_group_source.delta.ledger_format import APP_PREFIX, Ledger
 from spark_group_source.delta.merge import Merge
-from spark_group_source.delta.table_history import LedgerExpired, LogFiles, OpenedLogs, TableHistory, note_of
+from spark_group_source.delta.table_history import (
+    BatchSkipped,
+    LedgerExpired,
+    LogFiles,
+    OpenedLogs,
+    TableHistory,
+    note_of,
+    note_without_ledger,
+)
 from spark_group_source.delta.table_writer import TableWriter
 from spark_group_source.errors import LedgerConflict, OptionError
 from spark_group_source.host import run_files
@@ -483,7 +491,10 @@ class BatchCommit:
             log.info("table %s: already has batch %d of query %s", self.sink.table, planned.batch_id, planned.query_id)
             self.find_version = partial(self._version_of_batch, history)
         else:
-            self._commit(history, ledgers, decision)
+            try:
+                self._commit(history, ledgers, decision)
+            except BatchSkipped:
+                self._rows.clear()
         return decision.durable
 
     def decide(self, history: TableHistory) -> tuple[dict[str, Ledger | None], AlreadyWritten | WriteBatch]:
@@ -764,7 +775,7 @@ class BatchCommit:
             history,
             self.rows_of(decision, before) if decision.reads_rows else None,
             numbers or {planned.query_id: planned.batch_id},
-            note_of(docs, read=history.version),
+            note_of(docs, read=history.version) if docs else note_without_ledger(planned.query_id, planned.batch_id),
             needed=bool(decision.drop) or decision.changes_ledger or planned.other_sources > 0,
         )
         if version is None:

@@ -39,6 +39,9 @@ ROW_COMMANDS = frozenset({"DELETE", "UPDATE", "MERGE", "TRUNCATE"})
 """Operations with which a user changes or removes rows on purpose: the ledger does not follow them. ``TRUNCATE`` is
 Databricks'."""
 
+NOTE_START = '[{"'
+"""How a note of this package starts; those of other writers may be long."""
+
 PARTIAL_OVERWRITE = ("predicate", "isDynamicPartitionOverwrite")
 """Parameters of an overwrite that sets a part of the table only."""
 
@@ -66,6 +69,11 @@ def note_of(ledgers: Mapping[str, Mapping[str, Any]], *, read: int, reason: str 
     more = {} if reason is None else {"reason": reason}
     entries = [{"group": group, "ledger": doc, "read": read, **more, "v": VERSION} for group, doc in ledgers.items()]
     return json.dumps(entries, separators=(",", ":"))
+
+
+def note_without_ledger(query_id: str, batch_id: int) -> str:
+    """Return the note of a commit that has no ledger, by which it is found."""
+    return json.dumps([{"query": query_id, "batch": batch_id}], separators=(",", ":"))
 
 
 def _note_entries(note: str | None) -> tuple[dict[str, Any], ...]:
@@ -170,6 +178,10 @@ class LedgerExpired(Exception):
 
 class CommitRace(Exception):
     """The table has changed since the decision about this commit; decide again from the table's new version."""
+
+
+class BatchSkipped(Exception):
+    """Delta's writer skipped a batch without a ledger, and did not read its rows: the table has its number."""
 
 
 class CommitSource(Protocol):
@@ -401,7 +413,7 @@ class DescribedHistory:
         last = "" if limit is None else f" LIMIT {limit}"
         history: DataFrame = self._spark.sql(f"DESCRIBE HISTORY {table_names.sql_name(self.table)}{last}")
         columns = ("version", "operation", "operationParameters", "operationMetrics", "readVersion", "timestamp")
-        note = "CASE WHEN contains(userMetadata, '\"group\"') THEN userMetadata END AS userMetadata"
+        note = f"CASE WHEN startswith(userMetadata, '{NOTE_START}') THEN userMetadata END AS userMetadata"
         rows = [row.asDict() for row in history.selectExpr(*columns, note).collect()]
         return [Commit.of(row["version"], row) for row in sorted(rows, key=lambda row: -row["version"])]
 

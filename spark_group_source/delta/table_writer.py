@@ -34,6 +34,7 @@ from spark_group_source.delta.merge import Merge, MergeWriter, session_lock
 from spark_group_source.delta.native_writer import NativeWriter
 from spark_group_source.delta.table_history import (
     NOT_A_TABLE,
+    BatchSkipped,
     ChangedRows,
     Commit,
     CommitRace,
@@ -341,10 +342,10 @@ class TableWriter:
             needed: whether to commit even if there are no rows.
 
         Returns:
-            The version that the commit made; None if nothing had to be committed, or if Delta's writer committed
-            without a ledger and the version is unknown.
+            The version that the commit made; None if nothing had to be committed.
 
         Raises:
+            BatchSkipped: Delta's writer skipped a batch without a ledger that the table has.
             CommitRace: another writer committed first, changed the table's columns or its protocol, or this one added
                 columns; read the history and decide again.
             OptionError: the commit needs a writer that does not work here.
@@ -380,7 +381,7 @@ class TableWriter:
             self.changed = commit.changed
             return commit.version
         if reason is not None and not any(app_id.startswith(APP_PREFIX) for app_id in numbers):
-            return None  # notes without a ledger are not read; if Delta skipped the number, the batch is there
+            raise BatchSkipped
         raise CommitRace(f"another commit has the number {dict(numbers)}")
 
     def _refuse_new_columns(self, rows: "DataFrame") -> None:

@@ -15,7 +15,7 @@ from sink_helpers import Query, created_table
 
 from spark_group_source.cli import common
 from spark_group_source.delta import sink, topic_sinks
-from spark_group_source.delta.table_history import Commit
+from spark_group_source.delta.table_history import NOTE_START, Commit
 from spark_group_source.delta.table_writer import TableWriter, open_log
 from spark_group_source.host import run_files
 from spark_group_source.options.table import Options
@@ -47,7 +47,7 @@ def without_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class ReportedLog:
-    """The commits of a table as ``DESCRIBE HISTORY`` reports them: without numbers, and with notes of ledgers only."""
+    """The commits of a table as ``DESCRIBE HISTORY`` reports them: without numbers, and with notes of sinks only."""
 
     def __init__(self, table: str) -> None:
         found = open_log(table, table, None)
@@ -59,7 +59,7 @@ class ReportedLog:
 
     def commits(self, newest: int, after: int) -> Iterator[Commit]:
         for commit in self._log.commits(newest, after):
-            yield commit if commit.entries else commit._replace(note=None)
+            yield commit if (commit.note or "").startswith(NOTE_START) else commit._replace(note=None)
 
     def number(self, app_id: str) -> int | None:
         return None

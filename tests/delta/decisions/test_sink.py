@@ -291,6 +291,23 @@ def test_a_batch_of_other_sources_alone_is_written_where_delta_reports_the_histo
     assert rows(table) == sorted([*records(0, 5), ("rate", 0, 0, "r"), ("rate", 0, 1, "r")])
 
 
+@pytest.mark.parametrize("reports_numbers", [True, False])
+def test_a_replay_that_deltas_writer_skips_is_read_for_the_state_of_the_query(
+    query: Query, table: Path, described: Any, reports_numbers: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch without records has what the watermark released. Delta skips its number, and does not read its rows."""
+    read: list[int] = []
+    monkeypatch.setattr(sink_module, "keep_state", lambda df, root: read.append(len(df.rows)))
+    session: Any = DeltaSession() if reports_numbers else described
+    anew, batch = Query(session, query.root.parent, "anew", "options"), offset(0, one(0, 5))
+    anew.run(anew.sink(table), 0, batch)
+    anew.plan(1, batch)
+    for replays in ([], [2]):
+        anew.sink(table)(session.createDataFrame([("window", 0, 1, "w"), ("window", 0, 2, "w")], SCHEMA), 1)
+        assert read == replays
+    assert len(rows(table)) == 7
+
+
 # Concurrent writers
 
 
