@@ -267,7 +267,7 @@ class DeltaSink:
             rows = {**table.changed._asdict(), "bad": 0 if letters is None else letters.written}
             run_files.count_rows(planned.offsets[0].stream, self.table, rows)
         for offset in planned.offsets:
-            if offset not in durable and (ledger := self._ledgers.get(offset.group)) is not None:
+            if offset not in durable and (ledger := batch.ledgers.get(offset.group)) is not None:
                 run_files.mark_void(offset.stream, offset.seq, ledger.reset_number)
         return durable
 
@@ -335,8 +335,8 @@ class DeltaSink:
                 rows = rows if self.dead_letters is None else self.dead_letters.table_rows(rows)
                 table.create(rows if self.merge is None else self.merge.table_rows(rows))
             self._check_properties(table)
-            if (table_id := table.identity()) != self._table_id:  # the table of an earlier run was deleted or replaced
-                self._table_id, self._ledgers, self._idle_logs = table_id, {}, OpenedLogs()
+            # Since an earlier run the table may have been deleted, replaced, or copied back from a backup.
+            self._table_id, self._ledgers, self._idle_logs = (table_id := table.identity()), {}, OpenedLogs()
             _keep_run(self._runs, planned.query_id, (planned.run_id, table_id))
             log.info("table %s: written %s", self.table, table.described_writer())
         elif table.log is not None:  # the properties are read already
@@ -463,8 +463,8 @@ class BatchCommit:
         self.letters, self.common, self.writes = letters, common, writes
         self._rows: dict[tuple[OffsetRange, ...], DataFrame] = {}
         """The rows to write by the ranges that are left out: the same DataFrame again after a lost race."""
-        self._ledgers = sink._ledgers
-        """The ledgers of the sink's table; another query's run that finds another table gives the sink other ones."""
+        self.ledgers = sink._ledgers
+        """The ledgers of the sink's table; the first batch of another query's run gives the sink other ones."""
         self._known: dict[str, Ledger] = {}
         """The sink's ledgers when this attempt started; other queries may use the sink at the same time."""
         self.find_version: Callable[[], int | None] = lambda: None
@@ -482,7 +482,7 @@ class BatchCommit:
             LedgerConflict: nothing may be written.
         """
         planned = self.planned
-        self._known = dict(self._ledgers)
+        self._known = dict(self.ledgers)
         history = self._read_history()
         if not planned.offsets and self._is_recorded_without_ledger(history):
             return ()
@@ -570,7 +570,7 @@ class BatchCommit:
                 replaced_rows.refuse_replaced_rows(history, ledger, known=known)
                 if not is_new:
                     self._check_new_partitions(history, ledger)
-                self._ledgers[group] = ledger.at_version(history.version)
+                self.ledgers[group] = ledger.at_version(history.version)
         except LedgerExpired:
             return self._new_ledger(history, group)
         return ledger
@@ -785,7 +785,7 @@ class BatchCommit:
         every = sink.optimize_every
         sink._is_optimize_due |= every > 0 and any(ledger.number % every == 0 for ledger in ledgers.values())
         if version == history.version + 1:  # no other commit came in between
-            self._ledgers |= {group: ledger.at_version(version) for group, ledger in ledgers.items()}
+            self.ledgers |= {group: ledger.at_version(version) for group, ledger in ledgers.items()}
         self._log_decision(decision)
         log.debug(
             "table %s: batch %d of query %s is version %d", sink.table, planned.batch_id, planned.query_id, version

@@ -294,7 +294,14 @@ class LogFiles:
     def newest(self) -> int:
         """Update ``opened`` and return its version; -1 if there is no table, or not the one that was opened any
         more."""
-        self.opened.update_incremental()
+        from deltalake.exceptions import DeltaError
+
+        try:
+            self.opened.update_incremental()
+        except DeltaError:
+            if self.actions(int(self.opened.version())) is not None:
+                raise
+            return -1  # the log is shorter than it was
         version = int(self.opened.version())
         # The log always has its newest commit, and never another one of that version. Otherwise the table was deleted,
         # and perhaps created again: ``opened`` then has the former table, with the new one's commits behind it.

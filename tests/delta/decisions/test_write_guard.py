@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from shutil import rmtree
+from shutil import copytree, rmtree
 from types import SimpleNamespace
 from typing import Any
 
@@ -431,3 +431,21 @@ def test_a_new_run_continues_with_the_same_sink_after_the_table_was_deleted(
     query.run(sink, 2, offset(2, one(8, 9)))
     assert rows(table) == sorted(records(5, 8, topic="other") + records(5, 9))
     assert (next_offsets(table), next_offsets(table, "other")) == ({("orders", 0): 9}, {("other", 0): 8})
+
+
+def test_a_new_run_continues_with_the_same_sink_after_an_older_copy_took_the_table_s_place(
+    query: Query, table: Path, enter: Enter, tmp_path: Path
+) -> None:
+    """The copy has the same id and fewer commits."""
+    sink = query.sink(table)
+    enter(query, "1")
+    query.run(sink, 0, offset(0, one(0, 5)))
+    copytree(table, tmp_path / "copy")
+    query.run(sink, 1, offset(1, one(5, 8)))
+    rmtree(table)
+    copytree(tmp_path / "copy", table)
+    with pytest.raises(LedgerConflict, match="was deleted or replaced while the query runs"):
+        query.run(sink, 2, offset(2, one(8, 9)))
+    enter(query, "2")
+    query.run(sink, 2, offset(2, one(5, 9)))
+    assert rows(table) == records(0, 9)
