@@ -62,6 +62,10 @@ _FEATURE_ERRORS = ("Max catalog version", "Unsupported: Feature")
 COMMIT_ATTEMPTS_MAX = 30
 """How often a commit is attempted; each lost race means that another writer made progress."""
 
+RESTART_S = 3600
+"""All ledgers of a group that start anew in this time, in seconds, have the same number. No ledger leaves the log so
+early."""
+
 RACE_WAIT_MAX_S = 0.5
 """Longest wait between two attempts, in seconds. They are random, so that writers of one table do not collide again."""
 
@@ -480,7 +484,9 @@ class TableWriter:
             except CommitRace:
                 if any(commit.ledger_entry(group) for commit in self.history().commits(after=history.version)):
                     raise  # another query of the group was faster: its ledger is in the log
-                number = int(time.time() * 1000)  # no group commits a thousand times a second
+                # Above the group's numbers, as no group commits a thousand times a second, and the same for two queries
+                # that decide at once: Delta lets one of them commit, and the other one decides again.
+                number = int(time.time()) // RESTART_S * RESTART_S * 1000
         return Ledger(group=group, number=number)
 
     def warn_of_other_drivers(self, reason: str) -> None:

@@ -1,9 +1,11 @@
 """The history of a table: notes, expired logs, other writers, and how the next batch is decided."""
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from shutil import rmtree
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -361,6 +363,28 @@ def test_two_queries_of_a_new_group_start_at_once_where_delta_reports_an_expired
     b.run(b.sink(table), 0, offset(0, one(0, 7) | one(700, 705, partition=1), stream="sb"))
     assert next_offsets(table) == {("orders", 0): 7, ("orders", 1): 705}
     assert rows(table) == sorted(records(0, 5, topic="clicks") + records(0, 7) + records(700, 705, partition=1))
+
+
+def test_two_queries_whose_ledger_expired_start_at_once_where_delta_reports_the_history(
+    query: Query, table: Path, described: Any, before_next_commit: BeforeNextCommit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The slower one looks for the group before the batch of the faster one, and commits behind it: its batch must not
+    have a higher number."""
+    query.run(query.sink(table), 0, offset(0, one(0, 5)))
+    expire_log(table)
+    a, b = (Query(described, query.root.parent, name) for name in "ab")
+    now = [time.time() // 3600 * 3600 + 1800]
+    monkeypatch.setattr(table_writer, "time", SimpleNamespace(time=lambda: now[0]))
+
+    def first() -> None:
+        now[0] -= 1
+        a.run(a.sink(table), 0, offset(0, one(5, 8), stream="sa"))
+        now[0] += 1
+
+    before_next_commit(lambda: before_next_commit(first))
+    b.run(b.sink(table), 0, offset(0, one(5, 9), stream="sb"))
+    assert offsets_in(table) == list(range(9))
+    assert next_offsets(table) == {("orders", 0): 9}
 
 
 def test_the_newest_version_is_looked_up_once_for_a_history(
