@@ -52,6 +52,14 @@ class PlannedBatch:
     """The id of the query's run; None where no query runs on this thread."""
     root: str = ""
     """The query's checkpoint."""
+    topics: tuple[str, ...] = ()
+    """The topics of this part of the batch; empty if it is the whole batch."""
+
+    @property
+    def scope(self) -> tuple[str, ...]:
+        """The options of ``spark-group reset`` by which it does not move topics of other tables: these may have the
+        batch already, and would refuse the next one."""
+        return tuple(word for topic in self.topics for word in ("--topic", topic))
 
     def starts(self, group: str) -> dict[TopicPartition, int]:
         """Return where the ranges of a group start."""
@@ -61,7 +69,7 @@ class PlannedBatch:
     def of_topics(self, topics: Collection[str]) -> "PlannedBatch":
         """Return the part of the batch that has these topics."""
         parts = (offset.of_topics(topics) for offset in self.offsets)
-        return replace(self, offsets=tuple(part for part in parts if part.ranges))
+        return replace(self, offsets=tuple(part for part in parts if part.ranges), topics=tuple(topics))
 
 
 def parse_planned(query_id: str, batch_id: int, text: str, previous: str | None) -> PlannedBatch:

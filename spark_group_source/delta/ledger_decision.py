@@ -291,6 +291,7 @@ def decide(
     batch_id: int,
     other_sources: bool = False,
     common: Mapping[str, Ledger] = MappingProxyType({}),
+    scope: tuple[str, ...] = (),
 ) -> AlreadyWritten | WriteBatch:
     """Decide what the sink does with a batch.
 
@@ -301,6 +302,7 @@ def decide(
         other_sources: whether sources of other kinds may have rows in the batch.
         common: by group, the ledgers of the table that gets each batch after this one (:func:`catch_up`); none for a
             table that gets all batches with records of its topics.
+        scope: as in :class:`checkpoint.PlannedBatch`, for messages.
 
     Raises:
         LedgerConflict: nothing may be written; the message has the commands that settle it.
@@ -319,7 +321,7 @@ def decide(
         comparison = compare(offset, before)
         if comparison.refused:
             resets = before.reset_number, offset.reset_number
-            raise _refused_partitions(table, offset.group, comparison.refused, resets)
+            raise _refused_partitions(table, offset.group, comparison.refused, resets, scope)
         if comparison.void and offset.stream in before.void:
             raise _unknown_reset(table, offset, before.reset_number, batch_id)
         current[offset.group] = comparison.ledger
@@ -384,7 +386,7 @@ def _other_batch_of_this_number(
 
 
 def _refused_partitions(
-    table: str, group: str, refused: Sequence[RefusedPartition], resets: tuple[int, int]
+    table: str, group: str, refused: Sequence[RefusedPartition], resets: tuple[int, int], scope: tuple[str, ...]
 ) -> LedgerConflict:
     """The group was moved back below the ledger; or its committed offsets were lost and the batch starts above it.
 
@@ -415,7 +417,7 @@ def _refused_partitions(
         purpose, to = "write them again, and continue at the offsets in Kafka", "--to-current"
     commands = {
         "continue where the table ends": table_names.reset_command(group, table, "--to-ledger"),
-        purpose: table_names.reset_command(group, table, to),
+        purpose: table_names.reset_command(group, table, to, *scope),
     }
     return LedgerConflict(
         f"{why}, so nothing was written. Stop the query, run one of these commands, and start the query with the same "

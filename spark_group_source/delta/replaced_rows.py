@@ -45,12 +45,15 @@ class Replacement(NamedTuple):
     """The version of a batch that was decided before the commit and is behind it; None: there is none."""
 
 
-def refuse_replaced_rows(history: TableHistory, ledger: Ledger, *, known: Ledger | None = None) -> None:
+def refuse_replaced_rows(
+    history: TableHistory, ledger: Ledger, *, known: Ledger | None = None, scope: tuple[str, ...] = ()
+) -> None:
     """Refuse a batch if a commit replaced rows that the ledger counts.
 
     Args:
         ledger: the group's newest ledger in the table's log.
         known: its ledger in an older version, up to which no such commit exists.
+        scope: as in :class:`checkpoint.PlannedBatch`, for messages.
 
     Raises:
         LedgerConflict: other rows are in the table than the ledger counts; the message has the commands that settle it.
@@ -59,9 +62,9 @@ def refuse_replaced_rows(history: TableHistory, ledger: Ledger, *, known: Ledger
     replacement = find_replacement(history, ledger.group, after=-1 if known is None else known.table_version)
     if replacement is None:
         return
-    remaining = ledger_of_rows(history, ledger.group, replacement)
+    remaining = ledger_of_rows(history, ledger.group, replacement, scope)
     if remaining is not None and remaining.offsets != ledger.offsets:
-        raise _other_rows_restored(history.table, ledger, remaining, replacement)
+        raise _other_rows_restored(history.table, ledger, remaining, replacement, scope)
 
 
 def find_unsettled(history: TableHistory, ledger: Ledger) -> Replacement | None:
@@ -107,13 +110,16 @@ def find_replacement(history: TableHistory, group: str, *, after: int = -1) -> R
     return None
 
 
-def ledger_of_rows(history: TableHistory, group: str, replacement: Replacement | None = None) -> Ledger | None:
+def ledger_of_rows(
+    history: TableHistory, group: str, replacement: Replacement | None = None, scope: tuple[str, ...] = ()
+) -> Ledger | None:
     """Compute the ledger that fits the rows of this version; if no rows were replaced it is the newest one.
 
     A partition that has no rows in a restored version gets the offset at which its first removed batch started.
 
     Args:
         replacement: the newest commit that replaced rows, where the caller has found it.
+        scope: as in :func:`refuse_replaced_rows`.
 
     Returns:
         None if the group never wrote to the table.
@@ -128,7 +134,7 @@ def ledger_of_rows(history: TableHistory, group: str, replacement: Replacement |
     """
     found = _find_ledger_of_rows(history, group, replacement)
     if isinstance(found, Replacement):
-        raise _rows_replaced(history, group, found)
+        raise _rows_replaced(history, group, found, scope)
     return found
 
 
@@ -231,28 +237,30 @@ def _has_rows_above(offsets: Mapping[TopicPartition, int], history: TableHistory
     return False
 
 
-def _other_rows_restored(table: str, ledger: Ledger, remaining: Ledger, restore: Replacement) -> LedgerConflict:
+def _other_rows_restored(
+    table: str, ledger: Ledger, remaining: Ledger, restore: Replacement, scope: tuple[str, ...]
+) -> LedgerConflict:
     """The error for a ``RESTORE`` whose rows have a known ledger, which is not the group's newest one."""
     partitions = sorted(remaining.offsets.keys() | ledger.offsets.keys())
     ends = {tp: (remaining.offsets.get(tp, 0), ledger.offsets.get(tp, 0)) for tp in partitions}
     missing = [OffsetRange(tp, rows, counted) for tp, (rows, counted) in ends.items() if rows < counted]
     returned = [OffsetRange(tp, counted, rows) for tp, (rows, counted) in ends.items() if counted < rows]
-    did, would, ways = [], [], {}
+    did, would, ways = list[str](), list[str](), dict[str, tuple[str, ...]]()
     if missing:
         did.append(f"removed rows of group {ledger.group!r}: {listed(missing)}")
         would.append("leave a gap")
-        ways = {"write the missing records again": "--to-ledger", "leave them out": "--to-further"}
+        ways = {"write the missing records again": ("--to-ledger",), "leave them out": ("--to-further", *scope)}
     if returned:
         did.append(f"brought back rows of group {ledger.group!r}: {listed(returned)}")
         would.append("write records a second time")
-        ways = ways or {"continue behind these rows": "--to-ledger"}
+        ways = ways or {"continue behind these rows": ("--to-ledger",)}
     run = "this command" if len(ways) == 1 else "one of these commands"
     return LedgerConflict(
         f"table {table} was restored to version {restore.restored_to} (by its version {restore.version}), which "
         f"{' and '.join(did)}. The next batch could {' and '.join(would)}, so nothing was written. Stop the query, run "
         f"{run}, and start the query with the same checkpoint; the refused batch is void then:"
         + command_line.alternatives(
-            {purpose: table_names.reset_command(ledger.group, table, to) for purpose, to in ways.items()}
+            {purpose: table_names.reset_command(ledger.group, table, *to) for purpose, to in ways.items()}
         ),
         table=table,
         group=ledger.group,
@@ -260,7 +268,7 @@ def _other_rows_restored(table: str, ledger: Ledger, remaining: Ledger, restore:
     )
 
 
-def _rows_replaced(history: TableHistory, group: str, replacement: Replacement) -> RowsReplaced:
+def _rows_replaced(history: TableHistory, group: str, replacement: Replacement, scope: tuple[str, ...]) -> RowsReplaced:
     table, commands = history.table, {}
     if (before := _version_before(history, group, replacement)) is not None:
         undo = (table_names.restore_command(table, before), table_names.reset_command(group, table, "--to-ledger"))
@@ -268,7 +276,7 @@ def _rows_replaced(history: TableHistory, group: str, replacement: Replacement) 
             undo
         )
     commands["keep the rows as they are, and continue behind the removed ones"] = table_names.reset_command(
-        group, table, "--to-further"
+        group, table, "--to-further", *scope
     )
     return RowsReplaced(
         f"version {replacement.version} of table {table} ({replacement.operation}) removed rows after the last commit "

@@ -512,6 +512,7 @@ class BatchCommit:
             batch_id=planned.batch_id,
             other_sources=planned.other_sources > 0,
             common=self.common,
+            scope=planned.scope,
         )
 
     # --- read -------------------------------------------------------------------------------------------------------
@@ -538,7 +539,7 @@ class BatchCommit:
             for ledger in () if is_shorter else self._known.values():
                 with suppress(LedgerExpired):  # a started query decides again
                     # REPLACE TABLE is a new table with the same log
-                    replaced_rows.refuse_replaced_rows(history, ledger, known=ledger)
+                    replaced_rows.refuse_replaced_rows(history, ledger, known=ledger, scope=self.planned.scope)
             raise LedgerConflict(
                 f"table {self.sink.table} was deleted or replaced while the query runs. Nothing was written. Start the "
                 "query again: with a replaced table it continues at its ledger; a deleted table is created, and the "
@@ -567,7 +568,7 @@ class BatchCommit:
             if is_new:
                 self._check_new_group(history, group)
             if ledger is not None:
-                replaced_rows.refuse_replaced_rows(history, ledger, known=known)
+                replaced_rows.refuse_replaced_rows(history, ledger, known=known, scope=self.planned.scope)
                 if not is_new:
                     self._check_new_partitions(history, ledger)
                 self.ledgers[group] = ledger.at_version(history.version)
@@ -1044,7 +1045,6 @@ def _batch_missing(spark: "SparkSession", failed: SinkCall, batch_id: int) -> Le
     commands, is_new = [], False
     for sink, topics in [(one, None)] if isinstance(failed.sink, DeltaSink) else failed.sink.tables_of(missing):
         part = missing if topics is None else missing.of_topics(topics)
-        named = () if topics is None else tuple(word for topic in topics for word in ("--topic", topic))
         table, known = None, set[str]()
         if sink is not None:
             table, known = sink.table, set(groups)
@@ -1052,7 +1052,7 @@ def _batch_missing(spark: "SparkSession", failed: SinkCall, batch_id: int) -> Le
                 known = set(sink.read_ledgers(spark, groups))
                 table = table if sink.new_writer(spark).exists() else None
         for group in groups:
-            position = ("--to-ledger",) if group in known else (*_to_start(part, group), *named)
+            position = ("--to-ledger",) if group in known else _to_start(part, group)
             if group in known or topics is None or part.starts(group):
                 commands.append(table_names.reset_command(group, table, *position))
                 is_new = is_new or table is None
@@ -1087,7 +1087,7 @@ def _to_start(planned: PlannedBatch, group: str) -> tuple[str, ...]:
     """Return the position of ``spark-group reset`` where a batch starts. The checkpoint names it in few words."""
     if not planned.root:
         return table_names.to_offsets(planned.starts(group))
-    return "--to-checkpoint", planned.root, "--batch", str(planned.batch_id)
+    return "--to-checkpoint", planned.root, "--batch", str(planned.batch_id), *planned.scope
 
 
 # --- batches of a user's function ------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import pytest
 from deltalake import DeltaTable
 from offset_model import SERVERS, OffsetModel
 from pyspark import cloudpickle
-from sink_helpers import Query, commits, next_offsets, one, records, rows
+from sink_helpers import Query, commits, expire_log, next_offsets, offsets_in, one, records, rows
 from sink_source import offset
 from typer.testing import CliRunner
 
@@ -24,7 +24,7 @@ from spark_group_source.errors import LedgerConflict, OptionError
 from spark_group_source.host import run_files
 from spark_group_source.kafka.translation import CommittedOffset, Topic
 from spark_group_source.model import TopicPartition
-from spark_group_source.protocol.identifiers import Note, note_text
+from spark_group_source.protocol.identifiers import Note, note_text, parse_note
 from spark_group_source.protocol.offsets import BatchKey
 
 if TYPE_CHECKING:
@@ -146,7 +146,8 @@ def test_G4_reset_to_the_ledger_of_one_table_moves_its_topic_only(
     refused = offset(2, of(*both, start=10, end=12))
     with pytest.raises(LedgerConflict) as error:
         query.run(sinks, 2, refused)
-    command = printed_commands.commands(error.value)[0].replace(UNKNOWN_SERVERS, SERVERS)
+    command, to_further = (text.replace(UNKNOWN_SERVERS, SERVERS) for text in printed_commands.commands(error.value))
+    assert "--to-further --topic orders" in to_further
     assert CliRunner().invoke(app, shlex.split(command)[1:]).exit_code == 0
     assert {tp.topic: at.offset for tp, at in admin.offsets.items()} == {"clicks": 10, "orders": 5}
     query.run(sinks, 2, refused)
@@ -154,6 +155,38 @@ def test_G4_reset_to_the_ledger_of_one_table_moves_its_topic_only(
     later = of("clicks", start=10, end=15) | of("orders", start=5, end=15)
     query.run(sinks, 3, offset(3, later, followed=[("orders", 0)], reset_number=1))
     assert {topic: rows(lake / topic) for topic in both} == {topic: records(0, 15, topic=topic) for topic in both}
+
+
+def test_G4_reset_of_one_table_to_the_start_of_a_batch_moves_its_topic_only(
+    query: Query, lake: Path, sinks: DeltaSinks, admin: OffsetModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the error prints it where that table's ledger is unknown. The other table has the batch."""
+    both = ("clicks", "orders")
+    query.run(sinks, 0, offset(0, of(*both, start=0, end=5)))
+    expire_log(lake / "orders")
+    tps = {topic: TopicPartition(topic, 0) for topic in both}
+    admin.offsets = {tp: CommittedOffset(5, note_text(Note("s1", 0))) for tp in tps.values()}
+    monkeypatch.setattr(admin, "existing_topics", lambda names: {name: Topic("id-1", 1) for name in names})
+    refused = offset(1, of(*both, start=5, end=10), followed=[("orders", 0)])
+    anew = by_topic(query, lake)
+    with pytest.raises(LedgerConflict, match="older than the table's log") as error:
+        query.run(anew, 1, refused)
+    (command,) = printed_commands.commands(error.value)
+    result = CliRunner().invoke(app, shlex.split(command.replace(UNKNOWN_SERVERS, SERVERS))[1:])
+    assert result.exit_code == 0, result.output
+    query.run(anew, 1, refused)
+    moved = [(tp.topic, tp.partition) for tp, at in admin.offsets.items() if parse_note(at.metadata).stream is None]
+    query.run(anew, 2, offset(2, of(*both, start=5, end=15), followed=moved, reset_number=1))
+    assert {topic: offsets_in(lake / topic) for topic in both} == {topic: list(range(15)) for topic in both}
+
+
+def test_commands_of_a_refused_move_back_name_the_topics_of_the_table(
+    query: Query, lake: Path, sinks: DeltaSinks
+) -> None:
+    query.run(sinks, 0, offset(0, of("clicks", "orders", start=0, end=5)))
+    back = of("clicks", start=5, end=6) | of("orders", start=3, end=6)
+    with pytest.raises(LedgerConflict, match="--to-current --topic orders --table"):
+        query.run(sinks, 1, offset(1, back, followed=[("orders", 0)]))
 
 
 def test_table_of_a_new_topic_is_created_with_its_first_record(query: Query, lake: Path, sinks: DeltaSinks) -> None:
