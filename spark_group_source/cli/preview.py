@@ -282,7 +282,8 @@ def find_starts(
         stream, lookups.known = NEW_STREAM, {name: topic.partitions for name, topic in topics.items()}
         options.starting.resolve(tps)
     else:
-        stream, lookups.known = last.offset.stream, last.offset.known
+        stream = last.offset.stream
+        lookups.restore(last.offset, replay=last.runs_again)
         partitions.restore(last.offset, replay=last.runs_again, uncommitted=True)
         data_loss.restore(last.offset)
     remembered = set(partitions.remembered())

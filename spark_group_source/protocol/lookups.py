@@ -11,6 +11,7 @@ from spark_group_source.errors import OptionError, SourceError
 from spark_group_source.model import EARLIEST, LATEST, TopicPartition
 from spark_group_source.protocol import events as ev
 from spark_group_source.protocol.data_loss import data_loss
+from spark_group_source.protocol.offsets import StreamOffset
 from spark_group_source.protocol.outbox import Outbox
 from spark_group_source.protocol.partitions import Partitions, VoidedMemory
 from spark_group_source.protocol.request_schedule import pause_ms
@@ -60,6 +61,12 @@ class PositionLookups:
         self._paused: frozenset[TopicPartition] = frozenset()  # those whose lookup is repeated then
         self._silent: dict[TopicPartition, Silence] = {}  # partitions that answers left out
         self._has_warned_of_silence = False
+
+    def restore(self, offset: StreamOffset, *, replay: bool) -> None:
+        """Take over what the offset of a checkpoint's last batch knows of starts. If that batch runs again
+        (``replay``), none is read yet."""
+        self.known = offset.known
+        self.started |= offset.started - (set() if replay else {read.tp for read in offset.batch()})
 
     def order(self) -> None:
         """Order the lookup of partitions without a position; a period's first lookup is answered before the next."""

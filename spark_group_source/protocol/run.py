@@ -527,9 +527,8 @@ class Run:
         """Continue from a checkpoint: after its last batch, or before it if Spark runs that batch again."""
         self._is_resumed = True
         self.data_loss.restore(offset)
-        self.stream, self.lookups.known = offset.stream, offset.known
-        read = set() if replay else {r.tp for r in offset.batch()}
-        self.lookups.started |= offset.started - read
+        self.stream = offset.stream
+        self.lookups.restore(offset, replay=replay)
         committed = None if isinstance(self._first_call, ev.BatchStarted | None) else self._first_call.committed
         self.partitions.restore(offset, replay=replay, uncommitted=committed != BatchKey.of(offset))
         self._last_durable = None if replay else offset

@@ -296,6 +296,16 @@ def test_a_start_is_where_a_run_with_this_checkpoint_and_these_offsets_continues
     assert (added.at, added.origin) == (0, "starting options"), "a partition that was added later"
 
 
+def test_a_check_knows_which_starts_no_batch_has_read() -> None:
+    """A table refuses them above its ledger, as those of a run."""
+    added = TopicPartition("t", 1)
+    offset = replace(LAST.offset, known={"t": 2}, uncommitted={added: 5}, started=frozenset({added}))
+    admin: Any = PartialAdmin({0: CommittedOffset(4, OWN), 1: None})
+    options = Options.parse({"kafka.bootstrap.servers": "b:1", "kafka.group.id": "g", "subscribe": "t"})
+    _, batch = preview.find_starts(admin, options, {"t": Topic("id", 2)}, LAST._replace(offset=offset))
+    assert (batch.ranges[added], batch.started) == ((5, 9), frozenset({added}))
+
+
 class TopicsAdmin(PartialAdmin):
     """A cluster with these topics, and the first partition's committed offset of topic t."""
 
