@@ -48,6 +48,8 @@ UNANSWERED = "unknown"
 """In place of an origin."""
 RECREATED = "recreated topic"
 """The origin of the first record of a topic that was deleted and recreated."""
+LOG_START = "log start"
+"""The origin of the first record that is left, where those from the position on are lost."""
 NEW_STREAM = "new"
 """In place of the id of a stream that has no batch yet."""
 VALUE_CHARS_MAX = 60
@@ -63,8 +65,8 @@ class Start(NamedTuple):
     end: int | None
     """The end of the log; None: no leader answered."""
     origin: str
-    """Why there: ``checkpoint``, ``committed offset``, ``starting options`` or RECREATED; UNANSWERED if no broker told
-    it."""
+    """Why there: ``checkpoint``, ``committed offset``, ``starting options``, RECREATED or LOG_START; UNANSWERED if no
+    broker told it."""
     log_start: int | None
     refusal: str = ""
     """Why a run would not start there."""
@@ -322,8 +324,9 @@ def find_starts(
         name for name, topic in topics.items() if topic.id and data_loss.topic_ids.get(name, topic.id) != topic.id
     }
     firsts: dict[TopicPartition, int] = {}
-    if recreated and not options.fail_on_data_loss:
-        firsts = {tp: log_starts.get(tp, 0) for tp in partitions.plannable() if tp.topic in recreated}
+    if not options.fail_on_data_loss:
+        positions = {tp: -1 if tp.topic in recreated else at for tp, at in partitions.plannable().items()}
+        firsts = {tp: first for tp, at in positions.items() if at < (first := log_starts.get(tp, 0))}
         missing = ev.RecordsMissing(offsets=firsts, reason="", topics=tuple(sorted(recreated)))
         partitions.skip_missing(missing)
         lookups.records_missing(missing)
@@ -337,7 +340,7 @@ def find_starts(
             return Start(tp, again.ranges[tp][0], ends.get(tp), "checkpoint", log_starts.get(tp), refused)
         at, by = partitions.position(tp), committed.get(tp)
         if tp in firsts:
-            origin = RECREATED
+            origin = RECREATED if tp.topic in recreated else LOG_START
         elif by is not None and (last is None or by.stream != stream) and at == by.offset:
             origin = "committed offset"
         elif tp in remembered:

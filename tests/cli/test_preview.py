@@ -385,6 +385,19 @@ def test_a_check_starts_at_the_first_record_of_a_recreated_topic_without_fail_on
     assert found.batch.ranges == {TopicPartition("t", 0): (0, 9)} and found.batch.topic_ids == {"t": "id-2"}
 
 
+@pytest.mark.parametrize("committed", [CommittedOffset(4, OWN), CommittedOffset(1, ""), CommittedOffset(7, "")])
+def test_a_check_starts_at_the_first_record_that_is_left_without_fail_on_data_loss(
+    committed: CommittedOffset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    admin = TopicsAdmin({"t": Topic("id", 1)}, committed)
+    monkeypatch.setattr(admin, "earliest", lambda tps, **_: dict.fromkeys(tps, 6))
+    found = plan_of(admin, LAST, monkeypatch, subscribe="t", failOnDataLoss="false")
+    at, by = (7, "committed offset") if committed.offset == 7 else (6, preview.LOG_START)
+    assert found.problems == []
+    assert [(start.at, start.origin) for start in found.starts] == [(at, by)]
+    assert found.batch.ranges == {TopicPartition("t", 0): (at, 9)}
+
+
 @pytest.mark.parametrize("more", [{}, {"orders": Topic("id-9", 1)}])
 @pytest.mark.parametrize("ranges", [LAST.offset.ranges, {}])
 def test_a_batch_that_runs_again_is_checked_as_it_was_planned(
