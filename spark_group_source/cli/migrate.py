@@ -212,17 +212,17 @@ def group_offsets(admin: GroupAdmin, found: Progress, scope: Scope) -> dict[Topi
     """
     _require_read(scope, {tp.topic for tp in found.offsets}, "the checkpoint")
     offsets = {tp: at for tp, at in found.offsets.items() if in_scope(tp, scope)}
-    topics = topics_of(admin, scope or dict.fromkeys({tp.topic for tp in offsets}, frozenset()))
+    topics = topics_of(admin, scope) if scope else admin.existing_topics({tp.topic for tp in offsets})
     every = {TopicPartition(name, p) for name, topic in topics.items() for p in range(topic.partitions)}
     every -= {tp for tp in every if not in_scope(tp, scope)}
     first, end = admin.earliest(every), admin.latest(every, committed=False)  # the connector reads uncommitted records
     refuse_unanswered(admin, every - (first.keys() & end.keys()))
     for tp, at in sorted(offsets.items()):
         if tp not in end or at > end[tp]:
-            is_now = f"ends at {end[tp]}" if tp in end else "does not exist"
+            is_now = f"ends at {end[tp]}: the topic was" if tp in end else "does not exist: the topic was deleted or"
             raise OptionError(
-                f"the checkpoint has offset {at} of {tp}, which {is_now}: the topic was recreated, or this is another "
-                "cluster. To leave it out, select the other topics with --topic"
+                f"the checkpoint has offset {at} of {tp}, which {is_now} recreated, or this is another cluster. To "
+                "leave it out, select the other topics with --topic"
             )
     return first | offsets
 

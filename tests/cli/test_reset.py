@@ -1,7 +1,7 @@
 """What a reset commits: reset number, offsets and metadata of every partition. No broker but a mock, no Spark."""
 
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 from contextlib import nullcontext
 from dataclasses import replace
 from datetime import datetime
@@ -23,7 +23,7 @@ from spark_group_source.cli.migrate import Progress, group_offsets
 from spark_group_source.cli.reset import Targets, plan_reset, resolve
 from spark_group_source.delta import ledger_store
 from spark_group_source.delta.ledger_format import Ledger
-from spark_group_source.errors import BrokerUnavailable, GroupError, OptionError
+from spark_group_source.errors import BrokerUnavailable, GroupError, OptionError, TopicMissing
 from spark_group_source.kafka.group_admin import GroupAdmin
 from spark_group_source.kafka.translation import CommittedOffset, GroupDescription, GroupMember, Topic
 from spark_group_source.model import EARLIEST, LATEST, StartAt, TopicPartition
@@ -139,6 +139,15 @@ def test_a_migration_refuses_named_partitions_that_do_not_exist() -> None:
     assert group_offsets(admin, found, {}) == {P0: 5, P1: 0, P2: 0}
 
 
+def test_a_migration_from_a_topic_that_was_deleted_says_how_it_is_left_out() -> None:
+    """Its name is in the checkpoint: no one can correct it."""
+    admin: Any = Cluster({}, ledger({}), deleted={"gone"})
+    found = Progress(3, {P0: 5, TopicPartition("gone", 0): 7}, {})
+    with pytest.raises(OptionError, match=r"offset 7 of gone-0, which does not exist: .* the other topics"):
+        group_offsets(admin, found, {})
+    assert group_offsets(admin, found, {"orders": frozenset({0})}) == {P0: 5}
+
+
 @pytest.fixture
 def two_leaders() -> Iterator[MockCluster]:
     """Two partitions, each with a leader of its own."""
@@ -191,7 +200,7 @@ def test_a_named_offset_may_be_in_an_open_transaction() -> None:
     """Groups that read uncommitted records have such positions, and so has Spark's Kafka connector by default."""
     ends = {False: 10, True: 5}
     admin: Any = SimpleNamespace(
-        require_topics=lambda _: {"a": Topic("id-1", 2)},
+        existing_topics=lambda _: {"a": Topic("id-1", 2)},
         earliest=lambda tps: dict.fromkeys(tps, 0),
         latest=lambda tps, *, committed=True: dict.fromkeys(tps, ends[committed]),
         offsets_at_time=lambda _: {},
@@ -246,8 +255,10 @@ class Cluster:
 
     connection = ("--bootstrap-servers", "nowhere:1")
 
-    def __init__(self, offsets: Mapping[TopicPartition, tuple[int, str]], of_table: Ledger) -> None:
-        self.offsets, self.ledger = offsets, of_table
+    def __init__(
+        self, offsets: Mapping[TopicPartition, tuple[int, str]], of_table: Ledger, deleted: Set[str] = frozenset()
+    ) -> None:
+        self.offsets, self.ledger, self.deleted = offsets, of_table, deleted
         self.described = GroupDescription("empty", "classic", "", ())
         self.moved: dict[TopicPartition, int] = {}
 
@@ -258,9 +269,12 @@ class Cluster:
         return self.described
 
     def existing_topics(self, names: Iterable[str]) -> dict[str, Topic]:
-        return {name: TOPICS.get(name, Topic("id-9", 1)) for name in names}
+        return {name: TOPICS.get(name, Topic("id-9", 1)) for name in names if name not in self.deleted}
 
-    require_topics = existing_topics
+    def require_topics(self, names: Collection[str]) -> dict[str, Topic]:
+        if self.deleted.isdisjoint(names):
+            return self.existing_topics(names)
+        raise TopicMissing("create it first")
 
     def earliest(self, tps: Iterable[TopicPartition]) -> dict[TopicPartition, int]:
         return dict.fromkeys(tps, 0)
