@@ -165,10 +165,11 @@ def resolve_targets(
             offset is of a former topic.
 
     Raises:
-        OptionError: a named partition does not exist, or has no committed offset to shift.
+        OptionError: a named partition does not exist, has no committed offset to shift, or none at this position.
         GroupError: the group does not exist, and no topics are named.
     """
     if isinstance(to, Offsets):
+        _require_known(scope, to.each.keys())
         starts = {tp: start_at(at) for tp, at in to.each.items() if in_scope(tp, scope)}
     else:
         tps = partitions_of(admin, group, scope)
@@ -182,6 +183,18 @@ def resolve_targets(
         raise OptionError(f"partition {gone[0]} does not exist; create the topic, or leave the partition out")
     is_by_commit = not scope and (to == "current" or isinstance(to, Shift))
     return found._replace(by_commit=found.offsets.keys()) if is_by_commit else found
+
+
+def _require_known(scope: Scope, known: Set[TopicPartition]) -> None:
+    """Raise OptionError for what is selected and would be left out, because the position has no offset of it."""
+    topics = {tp.topic for tp in known}
+    selected = (TopicPartition(name, p) for name in topics & scope.keys() for p in scope[name])
+    if unknown := [*(scope.keys() - topics), *(str(tp) for tp in selected if tp not in known)]:
+        raise OptionError(
+            f"this position has no offset of {min(unknown)}, or it does not exist any more, so it cannot be moved "
+            "there. Correct the selected topics, or select none",
+            unknown=sorted(unknown),
+        )
 
 
 def _starts_by_commits(

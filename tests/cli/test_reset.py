@@ -329,6 +329,25 @@ def test_positions_are_read_when_the_group_is_inactive(monkeypatch: pytest.Monke
     assert cluster.moved == {}
 
 
+@pytest.mark.parametrize(
+    ("words", "unknown"),
+    [
+        ("--to-ledger --topic ordres", "ordres"),
+        ("--to-ledger --topic orders --topic payments", "payments"),
+        ("--to-ledger --topic orders:0,2", "orders-2"),
+        ("--to-further --topic payments", "payments"),
+        ("""--to-offsets '{"orders":{"0":5}}' --topic orders:1""", "orders-1"),
+    ],
+)
+def test_a_topic_of_which_a_position_has_no_offset_is_not_left_out(
+    words: str, unknown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = Cluster({P0: (100, "")}, ledger({P0: 90}))
+    refused = cluster.typed(monkeypatch, *shlex.split(words))
+    assert refused.exit_code == common.FINAL and cluster.moved == {}
+    assert f"this position has no offset of {unknown}, or" in refused.output
+
+
 FORMER = note_text(Note("s1", 3, topic_id="id-0"))
 """A commit of a topic that was deleted and recreated since."""
 
