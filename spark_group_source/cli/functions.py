@@ -4,6 +4,7 @@ Runs in: the user's driver. Deliberately absent: the implementation (``report``,
 table the caller's session is used.
 """
 
+import logging
 from collections.abc import Iterable, Mapping
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,8 @@ from spark_group_source.options.starting import EARLIEST_OFFSET
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
+
+log = logging.getLogger(__name__)
 
 WORDS = {"earliest": EARLIEST, "latest": LATEST}
 
@@ -44,10 +47,10 @@ def describe(
     """
     ledger = None
     if table is not None:
-        from spark_group_source.delta.ledger_store import read_ledger
+        from spark_group_source.delta.table_writer import open_existing
 
-        found = read_ledger(_session(spark), table, group)
-        ledger = {} if found is None else found.offsets
+        history = open_existing(_session(spark), table).history()
+        ledger = report.ledgers_in(history, [group], log.warning).get(group, {})
     with common.admin_of(bootstrap_servers, group, options=options) as admin:
         described = report.read_group(admin, group, ledger)
         if described is None:

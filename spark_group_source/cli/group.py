@@ -106,14 +106,8 @@ def describe(
         names = list(dict.fromkeys(group or [one.group for one in admin.groups()]))
         ledgers = {}
         if table is not None:
-            from spark_group_source.delta import ledger_store
-
             with common.table_history(table) as history:
-                for name, ledger in ledger_store.read_ledgers(history, names).items():
-                    if ledger is not None:
-                        ledgers[name] = ledger.offsets
-                    else:
-                        typer.echo(f"the ledger of group {name} is older than the log of table {table}", err=True)
+                ledgers = report.ledgers_in(history, names, lambda text: typer.echo(text, err=True))
         elsewhere = []
         if checkpoint is not None:
             from spark_group_source.delta import checkpoint_status

@@ -66,7 +66,7 @@ def show(table: TableArgument, as_json: JsonOption = False) -> None:
         if one["topics"]:
             console.print(shown)
     if not found:
-        console.print(f"no group has written to {table}")
+        console.print(f"the log of table {table} has no ledger: no group wrote to it, or only before the log begins")
 
 
 @ledger_app.command("verify")

@@ -6,11 +6,11 @@ a ledger.
 """
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.jupyter import JupyterMixin
@@ -26,6 +26,9 @@ from spark_group_source.kafka.group_admin import GroupAdmin
 from spark_group_source.kafka.translation import GroupDescription, GroupMember
 from spark_group_source.model import TopicPartition
 from spark_group_source.protocol.identifiers import parse_note
+
+if TYPE_CHECKING:
+    from spark_group_source.delta.table_history import TableHistory
 
 DEAD = "dead"
 """State of a group that has neither members nor offsets."""
@@ -149,6 +152,18 @@ def counted(count: int, noun: str) -> str:
 def no_group(group: str) -> GroupReport:
     """The snapshot of a group that does not exist."""
     return GroupReport(group=group, state=DEAD, protocol="", assignor="", members=(), partitions=(), runs=())
+
+
+def ledgers_in(
+    history: "TableHistory", groups: Collection[str], warn: Callable[[str], None]
+) -> dict[str, dict[TopicPartition, int]]:
+    """The next offsets in the ledgers of groups that have one in a table; ``warn`` is called for each expired one."""
+    from spark_group_source.delta.ledger_store import read_ledgers
+
+    found = read_ledgers(history, groups)
+    for group in [group for group, ledger in found.items() if ledger is None]:
+        warn(f"the ledger of group {group} is older than the log of table {history.table}")
+    return {group: ledger.offsets for group, ledger in found.items() if ledger is not None}
 
 
 def read_group(

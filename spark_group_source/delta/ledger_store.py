@@ -125,14 +125,18 @@ def read_ledgers(history: TableHistory, groups: Collection[str] | None = None) -
     Where none is known to fit the rows it is the newest one.
 
     Args:
-        groups: only these; None: all, and those of replays and dead letters (INTERNAL_KEY), which count no rows.
+        groups: only these; None: all of the log, and those of replays and dead letters (INTERNAL_KEY), which count no
+            rows.
 
     Raises:
         LedgerConflict: one is damaged, a newer release wrote it, or a batch was committed behind a ``RESTORE``.
     """
     found: dict[str, Ledger | None] = {}
-    for group in history.ledger_keys():
-        if groups is not None and group not in groups:
+    keys = history.ledger_keys()
+    for group in keys if groups is None else groups:
+        if group not in keys:
+            if history.number(group) not in (-1, None):
+                found[group] = None  # all of its commits have left the log
             continue
         try:
             read = TableHistory.ledger if INTERNAL_KEY.fullmatch(group) else ledger_to_reset

@@ -8,11 +8,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from deltalake import DeltaTable
+from deltalake import DeltaTable, write_deltalake
 from sink_helpers import Query, expire_log
 from sink_source import offset
 from typer.testing import CliRunner
 
+from spark_group_source import describe
 from spark_group_source.cli import common, report
 from spark_group_source.cli.app import app
 from spark_group_source.cli.ledger import ledger_reader
@@ -57,13 +58,43 @@ def test_ledgers_of_a_table_by_path_are_shown_without_spark(
 
 
 def test_a_table_without_a_ledger_is_reported(table: Path) -> None:
-    assert CliRunner().invoke(app, ["ledger", "show", str(table)]).output.startswith("no group has written to ")
+    assert "has no ledger: no group wrote to it" in CliRunner().invoke(app, ["ledger", "show", str(table)]).output
 
 
-def test_an_expired_ledger_is_not_shown(query: Query, table: Path) -> None:
+def test_an_expired_ledger_is_not_shown(
+    query: Query, table: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     query.run(query.sink(table), 0, offset(0, {("orders", 0): (0, 5)}))
     expire_log(table)
-    assert "no group has written" in CliRunner().invoke(app, ["ledger", "show", str(table)]).output
+    assert "or only before the log begins" in CliRunner().invoke(app, ["ledger", "show", str(table)]).output
+    ledgers = list[Any]()
+
+    def read_group(_: object, name: str, ledger: Any, **__: object) -> report.GroupReport:
+        ledgers.append(ledger)
+        return report.no_group(name)
+
+    monkeypatch.setattr(report, "read_group", read_group)
+    monkeypatch.setattr(common, "admin_of", lambda *_, **__: nullcontext(SimpleNamespace()))
+    words = ["describe", "--bootstrap-servers", "b:1", "--table", str(table), "--group", "etl", "--group", "other"]
+    shown = CliRunner().invoke(app, words)
+    text = f"the ledger of group etl is older than the log of table {table}"
+    assert (shown.exit_code, shown.stderr) == (0, f"{text}\n")
+    assert describe("etl", "b:1", table=str(table), spark=query.spark).partitions == ()
+    assert caplog.messages[-1] == text and not any(ledgers)
+
+
+def test_the_function_shows_the_newest_ledger_though_rows_that_it_counts_were_removed(
+    query: Query, table: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the command does. It is used to look at what went wrong."""
+    query.run(query.sink(table), 0, offset(0, {("orders", 0): (0, 5)}))
+    write_deltalake(table, DeltaTable(table).to_pyarrow_table().slice(0, 1), mode="overwrite")
+    with pytest.raises(LedgerConflict, match="removed rows"):
+        ledger_store.read_ledger(query.spark, str(table), "etl")
+    monkeypatch.setattr(report, "read_group", lambda _, name, ledger: ledger)
+    monkeypatch.setattr(common, "admin_of", lambda *_, **__: nullcontext(SimpleNamespace()))
+    shown: Any = describe("etl", "b:1", table=str(table), spark=query.spark)
+    assert shown == {TopicPartition("orders", 0): 5}
 
 
 def test_describe_reads_the_ledger_of_a_table_by_path_without_spark(
