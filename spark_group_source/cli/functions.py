@@ -105,7 +105,10 @@ def reset(
 
 def _destination(to: Any) -> Destination:
     if isinstance(to, Mapping):
-        offsets = {TopicPartition(topic, int(p)): at for topic, each in to.items() for p, at in each.items()}
+        try:
+            offsets = {TopicPartition(topic, int(p)): at for topic, each in to.items() for p, at in each.items()}
+        except (AttributeError, ValueError):
+            raise OptionError(f'to={to!r} must have partitions and offsets by topic: {{"orders": {{0: 23}}}}') from None
         for tp, at in offsets.items():
             if not isinstance(at, int) or at < EARLIEST_OFFSET:  # -1001 is the client library's "no offset"
                 raise OptionError(f"to has {at!r} for {tp}; it must be an offset, or -1 for latest, or -2 for earliest")

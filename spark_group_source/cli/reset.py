@@ -57,7 +57,9 @@ TopicsOption = Annotated[
     list[str] | None,
     typer.Option("--topic", metavar="NAME[:0,1]", help="Only this topic, or some of its partitions; repeatable."),
 ]
-DURATION = re.compile(r"P(?:(\d+)D)?(?:T(?=\d)(?:(\d+)H)?(?:(\d+)M)?(?:(\d+(?:\.\d{1,9})?)S)?)?")
+DURATION = re.compile(
+    r"P(?:(\d{1,9})D)?(?:T(?=\d)(?:(\d{1,9})H)?(?:(\d{1,9})M)?(?:(\d{1,12}(?:\.\d{1,9})?)S)?)?", re.ASCII
+)
 
 ACTIVE = frozenset({"stable", "preparing_rebalancing", "completing_rebalancing", "assigning", "reconciling"})
 """States in which Kafka refuses to move a group's offsets: its members would overwrite them."""

@@ -176,10 +176,11 @@ def _bound(host: str, port: int, option: str, wait_s: float, environment: Enviro
         try:
             family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
             return _Server(address, family)
-        except OSError as exc:
-            if exc.errno != errno.EADDRINUSE or environment.now_ms() >= until_ms:
+        except (OSError, UnicodeError) as exc:  # UnicodeError: no name of a host has this form
+            error, text = (exc.errno, exc.strerror) if isinstance(exc, OSError) else (0, "")
+            if error != errno.EADDRINUSE or environment.now_ms() >= until_ms:
                 in_use = "another process uses it. Stop that process, or set another port (0: any free one)"
-                reason = in_use if exc.errno == errno.EADDRINUSE else exc.strerror or str(exc)
+                reason = in_use if error == errno.EADDRINUSE else text or str(exc)
                 raise OptionError(
                     f"{option} is {port}, but this process cannot listen on that port ({host}): {reason}", option=option
                 ) from exc

@@ -220,6 +220,8 @@ def test_a_named_offset_may_be_in_an_open_transaction() -> None:
         (-1, "must be 'earliest'"),
         ({"orders": {0: 5, 1: -1001}}, "to has -1001 for orders-1; it must be an offset"),
         ({"orders": {0: "5"}}, "to has '5' for orders-0; it must be an offset"),
+        ({"orders": 5}, "must have partitions and offsets by topic"),
+        ({"orders": {"first": 5}}, "must have partitions and offsets by topic"),
         (datetime.fromisoformat("2026-01-31T12:00:00"), "has no time zone"),
         (datetime.fromisoformat("1969-12-31T23:59:59.999+00:00"), "is before 1970"),
     ],

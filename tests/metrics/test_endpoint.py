@@ -47,7 +47,7 @@ def test_a_port_in_use_is_refused_or_waited_for(serving: Endpoint) -> None:
     Endpoint(Counted(), port=serving.port, option="metricsPort", wait_s=5).stop()
 
 
-@pytest.mark.parametrize("host", ["no.such.host.invalid", "192.0.2.1"])
+@pytest.mark.parametrize("host", ["no.such.host.invalid", "192.0.2.1", "a" * 64])
 def test_an_address_of_another_host_is_refused_at_once(host: str) -> None:
     with pytest.raises(OptionError, match=f"cannot listen on that port \\({host}\\)"):
         Endpoint(Counted(), host=host, port=0, option="metricsPort", wait_s=60)
