@@ -174,7 +174,8 @@ def run(
     code = 0
     spark = _session(f"{group} -> {table}")
     try:
-        _check_delta(spark)
+        if writer != "native":  # which needs no Delta Lake
+            _check_delta(spark)
         compatibility.check_session(spark)
         _print_errors_once(spark)
         _refuse_lost_name(spark, table_names.canonical(table))

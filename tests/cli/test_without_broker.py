@@ -303,9 +303,12 @@ def test_options_that_only_the_session_shows_to_be_wrong_exit_2(monkeypatch: pyt
     monkeypatch.setattr(running, "_session", lambda _: MagicMock())
     monkeypatch.setattr(running, "_check_delta", refuse)
     monkeypatch.setattr(running, "_log_to_stderr", lambda _: None)
-    words = "--group g --topics t --table /no/table --checkpoint /no/checkpoint"
-    shown = CliRunner().invoke(app, ["run", "--bootstrap-servers", NO_BROKER, *words.split()])
+    words = f"run --bootstrap-servers {NO_BROKER} --group g --topics t --table /no/table --checkpoint /no/checkpoint"
+    shown = CliRunner().invoke(app, words.split())
     assert shown.exit_code == USAGE and "cannot write Delta tables" in shown.stderr, shown.output
+    monkeypatch.setattr(running, "_load", MagicMock(side_effect=BrokerUnavailable("enough")))
+    native = CliRunner().invoke(app, [*words.split(), "--writer", "native"])
+    assert native.exit_code == RETRIABLE, "the native writer needs no Delta Lake"
 
 
 class JavaError(Exception):
