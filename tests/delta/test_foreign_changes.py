@@ -1,9 +1,7 @@
 """Foreign changes of a table while a query writes to it: each batch is in it once, or is refused."""
 
 import json
-import os
 import time
-from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -49,12 +47,11 @@ def moment(table: Path, version: int, zone: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("zones", [("Asia/Kolkata", "UTC"), ("America/New_York", "Asia/Kolkata"), ("UTC", "UTC")])
 def test_a_restore_by_timestamp_does_not_depend_on_the_time_zones_of_session_and_reader(
-    query: Query, table: Path, zones: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+    query: Query, table: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """``decisions/test_replaced_rows.py`` shows how the query continues."""
-    sink, spark = query.sink(table), query.spark
+    sink, spark, zones = query.sink(table), query.spark, ("America/New_York", "Asia/Kolkata")
     for n in range(4):
         query.run(sink, n, offset(n, one(n * 10, n * 10 + 10)))
     spark.sql(f"ALTER TABLE delta.`{table}` SET TBLPROPERTIES ('delta.enableDeletionVectors' = 'true')")
@@ -115,37 +112,20 @@ def test_the_statements_of_messages_run_on_spark(query: Query, table: Path) -> N
     assert rows(table) == records(0, 30)
 
 
-# REPLACE
-
-
-def replace_by_an_old_version(spark: "SparkSession", table: Path) -> None:
-    name = f"delta.`{table}`"
-    spark.sql(f"CREATE OR REPLACE TABLE {name} USING delta AS SELECT * FROM {name} VERSION AS OF 1")
-
-
-def overwrite_by_an_old_version(spark: "SparkSession", table: Path) -> None:
-    old = spark.read.format("delta").option("versionAsOf", 1).load(str(table))
-    old.write.format("delta").mode("overwrite").save(str(table))
-
-
-def overwrite_dynamic_partitions(spark: "SparkSession", table: Path) -> None:
-    old = spark.read.format("delta").option("versionAsOf", 1).load(str(table))
-    overwriting = old.write.format("delta").mode("overwrite").option("partitionOverwriteMode", "dynamic")
-    overwriting.save(str(table))
+# Overwrites
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "replace", [replace_by_an_old_version, overwrite_by_an_old_version, overwrite_dynamic_partitions]
-)
-def test_a_replaced_or_overwritten_table_refuses_the_query_until_it_is_taken_back(
-    query: Query, new_table: Path, replace: Callable[["SparkSession", Path], None]
+def test_a_table_whose_partitions_were_overwritten_refuses_the_query_until_it_is_taken_back(
+    query: Query, new_table: Path
 ) -> None:
-    """``decisions/test_replaced_rows.py`` runs the commands. Without the log's files the operation decides."""
+    """``decisions/test_replaced_rows.py`` runs the commands, also after other changes. Without the log's files the
+    operation decides."""
     sink, spark = query.sink(new_table, partition_by="topic"), query.spark
     for n in range(2):
         query.run(sink, n, offset(n, one(n * 10, n * 10 + 10)))
-    replace(spark, new_table)
+    old = spark.read.format("delta").option("versionAsOf", 1).load(str(new_table))
+    old.write.format("delta").mode("overwrite").option("partitionOverwriteMode", "dynamic").save(str(new_table))
     for refused in (sink, query.sink(new_table), query.sink(new_table, writer="options")):
         with pytest.raises(
             LedgerConflict, match=r"(?s)version 3 of .* removed rows after .* VERSION AS OF 2\n"
@@ -222,13 +202,6 @@ def test_rows_that_a_deletion_vector_removed_stay_removed(query: Query, table: P
     assert content(spark, table) == records(0, 3) + records(4, 40)
 
 
-def forget_soon(spark: "SparkSession", table: Path, *, checkpoint_every: int) -> None:
-    names = ("deletedFileRetentionDuration", "logRetentionDuration")
-    properties = [f"'delta.{name}' = 'interval 0 days'" for name in names]
-    properties.append(f"'delta.checkpointInterval' = '{checkpoint_every}'")
-    spark.sql(f"ALTER TABLE delta.`{table}` SET TBLPROPERTIES ({', '.join(properties)})")
-
-
 @pytest.mark.slow
 def test_optimize_and_vacuum_keep_every_record_once(
     query: Query, table: Path, before_next_commit: BeforeNextCommit
@@ -252,12 +225,11 @@ def test_optimize_and_vacuum_keep_every_record_once(
     assert next_offsets(table) == {("orders", 0): 40}
 
 
-@pytest.mark.parametrize("column", ["topic", "größe"])
-def test_G4_vacuum_keeps_the_files_of_partitions_whose_value_or_column_is_not_ascii(
-    query: Query, new_table: Path, column: str
+def test_G4_vacuum_keeps_the_files_of_partitions_whose_value_and_column_are_not_ascii(
+    query: Query, new_table: Path
 ) -> None:
     """Delta takes a file for one that the table does not have if its path is encoded otherwise in the log."""
-    spark, ranges = query.spark, {("größe", 0): (0, 3), ("☃ a%C3%BC", 0): (0, 2), ("plain", 0): (0, 4)}
+    spark, column, ranges = query.spark, "größe", {("größe", 0): (0, 3), ("☃ a%C3%BC", 0): (0, 2), ("plain", 0): (0, 4)}
     sink = query.sink(
         new_table, transform=lambda df: df.withColumnRenamed("topic", column), partition_by=[column], writer="native"
     )
@@ -284,24 +256,6 @@ def test_native_commits_leave_no_checksum_that_does_not_fit(query: Query, table:
         query.run(sink, number, offset(number, one(number, number + 1)))
     assert json.loads((log / "_last_checkpoint").read_text())["version"] > 2, "of deltalake"
     assert not (log / "._last_checkpoint.crc").exists()
-
-
-def test_the_ledger_and_the_batch_numbers_are_known_after_the_log_was_cleaned_up(query: Query, table: Path) -> None:
-    spark, sink, log = query.spark, query.sink(table), table / "_delta_log"
-    forget_soon(spark, table, checkpoint_every=3)
-    for n in range(3):
-        query.run(sink, n, offset(n, one(n * 10, n * 10 + 10)))
-    for file in log.iterdir():
-        os.utime(file, (file.stat().st_mtime - 3 * 86_400,) * 2)  # Delta cleans up by whole days
-    for n in range(3, 7):
-        query.run(sink, n, offset(n, one(n * 10, n * 10 + 10)))
-    assert list(log.glob("*.checkpoint.parquet")) and not (log / f"{2:020}.json").exists()
-    again = query.sink(table)
-    query.run(again, 6, offset(6, one(60, 70)))
-    query.run(again, 7, offset(7, one(65, 80)))
-    assert content(spark, table) == records(0, 80)
-    there = read_ledger(spark, str(table), "etl")
-    assert there is not None and there.offsets == {P0: 80}
 
 
 # Altered tables

@@ -36,13 +36,6 @@ def test_small_files_are_combined_after_every_third_commit_also_of_several_runs(
     assert len(living_files(table)) > 1
 
 
-def test_a_replay_after_the_files_were_combined_writes_nothing(query: Query, tmp_path: Path) -> None:
-    table = tmp_path / "table"
-    write(query, query.sink(table, optimize_every=2), range(2))
-    write(query, query.sink(table, optimize_every=2), range(1, 3))
-    assert rows(table) == records(0, 12)
-
-
 def test_each_table_of_several_is_combined_by_its_own_commits(query: Query, tmp_path: Path) -> None:
     sinks = DeltaSinks(lambda t: query.sink(tmp_path / t, optimize_every=2), checkpoint=str(query.root))
     write(query, sinks, range(1), "clicks")

@@ -33,7 +33,7 @@ def windows(scripted: "SparkSession", tmp_path: Path, script: Sequence[StreamOff
     return counts.selectExpr("topic", "unix_seconds(window.start) AS begin", "count")
 
 
-@pytest.mark.parametrize("writer", ["native", "options"])
+@pytest.mark.parametrize("writer", ["native", pytest.param("options", marks=pytest.mark.full)])
 def test_what_the_watermark_released_is_in_the_table_once_also_after_a_replay(
     scripted: "SparkSession", tmp_path: Path, new_table: Path, writer: Writer
 ) -> None:
