@@ -3,7 +3,7 @@ read from their log files."""
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -86,6 +86,8 @@ def test_G4_bad_record_is_in_the_dead_letter_table_and_the_others_in_the_table(
         *((n, "RULE", small if n % 2 == 0 else even) for n in range(8, 15)),
     ]
     assert next_offsets(table) == {("orders", 0): 15}
+    numbers = [(txn["appId"], txn["version"]) for commit in commits(bad) for txn in actions(commit, "txn")]
+    assert numbers == [(numbers[0][0], n) for n in (1, 2, 3)]
     (first,) = [row for row in rows(bad) if row[2] == 1]
     found = dict(zip(dead_letters.COLUMNS, first, strict=True))
     assert (found["topic"], found["partition"], found["topic_id"]) == ("orders", 0, "id-1")
@@ -295,7 +297,6 @@ def test_column_of_errors_may_have_a_dot(query: Query, table: Path, bad: Path) -
     ("kind", "value", "good"),
     [
         ("int", "offset / 2", [0, 2]),
-        ("decimal(4, 1)", "offset / 4", [0, 2]),
         ("decimal(38, 0)", "CAST(offset / 2 AS DECIMAL(38, 18))", [0, 2]),
         ("decimal(4, 2)", "CAST(1.1 + offset AS FLOAT)", [0, 1, 2, 3]),
         ("float", "offset / 3", [0, 1, 2, 3]),
@@ -413,14 +414,6 @@ def test_wrong_arguments_are_refused(arguments: dict[str, Any], message: str) ->
     wrong: Any = "/lake/bad"
     with pytest.raises(OptionError, match=r"must be DeadLetters\('/lake/bad'\)"):
         DeltaSink("/lake/orders", dead_letters=wrong)
-
-
-def test_commits_of_bad_records_have_numbers_of_their_own(query: Query, new_sink: NewSink, bad: Path) -> None:
-    for n in range(2):
-        query.run(new_sink(), n, offset(n, one(2 * n, 2 * n + 2)))
-    numbers: Sequence[Any] = [action for commit in commits(bad) for action in actions(commit, "txn")]
-    assert [number["version"] for number in numbers] == [1, 2]
-    assert len({number["appId"] for number in numbers}) == 1
 
 
 def replays(bad: Path) -> dict[int, int | None]:

@@ -335,18 +335,17 @@ def test_keys_that_are_one_value_in_the_table_are_one_key(query: Query, spark: "
         assert rows(table) == [(A, f"a{2 * number + 1}", 2 * number + 1)]
 
 
-@pytest.mark.parametrize(("kind", "value"), [("date", "TIMESTAMP'2026-11-30 10:00:00'"), ("int", "1.5D")])
 def test_a_key_that_the_tables_type_would_change_is_refused_or_a_bad_record(
-    query: Query, spark: "SparkSession", table: Path, tmp_path: Path, kind: str, value: str
+    query: Query, spark: "SparkSession", table: Path, tmp_path: Path
 ) -> None:
     """Two such keys may be one in the table."""
-    spark.sql(f"CREATE TABLE delta.`{table}` (topic string, partition int, offset long, id {kind}) USING delta")
+    spark.sql(f"CREATE TABLE delta.`{table}` (topic string, partition int, offset long, id date) USING delta")
 
     def parse(df: "DataFrame") -> "DataFrame":
-        same = "TIMESTAMP'2026-11-30 00:00:00'" if kind == "date" else "2.0D"
-        return df.selectExpr("topic", "partition", "offset", f"IF(offset < 2, {value}, {same}) AS id")
+        moment = "IF(offset < 2, TIMESTAMP'2026-11-30 10:00:00', TIMESTAMP'2026-11-30 00:00:00')"
+        return df.selectExpr("topic", "partition", "offset", f"{moment} AS id")
 
-    with pytest.raises(OptionError, match=f"2 changes .* have no id, which is a key and has type {kind} in the table"):
+    with pytest.raises(OptionError, match=r"2 changes .* have no id, which is a key and has type date in the table"):
         query.run(query.sink(table, transform=parse, merge=Merge(["id"])), 0, batch(0, 0, 3))
     letters = DeadLetters(tmp_path / "bad", max_fraction=1)
     query.run(query.sink(table, transform=parse, merge=Merge(["id"]), dead_letters=letters), 0, batch(0, 0, 3))
@@ -358,7 +357,6 @@ def test_a_key_that_the_tables_type_would_change_is_refused_or_a_bad_record(
     "key",
     [
         "DATE'+10000-01-01'",
-        "CAST('-0001-01-01' AS DATE)",
         "TIMESTAMP'9999-12-31 23:59:59Z' + INTERVAL 1 DAY",
         "concat('${env:', 'HOME}')",
     ],
