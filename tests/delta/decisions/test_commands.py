@@ -830,11 +830,3 @@ def test_a_table_and_a_group_with_spaces_are_quoted_and_unknown_servers_are_a_pl
     words = "spark-group", "reset", "--bootstrap-servers", "HOST:PORT", "--group", "my etl"
     position = "--to-ledger", "--table", str(table), "--execute"
     assert tuple(shlex.split(printed[0])) == words + position
-
-
-def test_the_statement_that_unsets_a_transaction_retention_names_property_and_table(query: Query, table: Path) -> None:
-    query.run(query.sink(table), 0, offset(0, one(0, 2)))
-    retention = {"delta.setTransactionRetentionDuration": "interval 1 days"}
-    DeltaTable(table).alter.set_table_properties(retention, raise_if_not_exists=False)
-    (printed,) = commands(refused(lambda: query.run(query.sink(table), 1, offset(1, one(2, 3)))))
-    assert printed == f"ALTER TABLE delta.`{table}` UNSET TBLPROPERTIES ('delta.setTransactionRetentionDuration')"

@@ -223,20 +223,6 @@ def test_with_a_log_cut_before_the_newest_ledger_a_batch_is_refused_where_the_ro
     assert offsets_in(cut) == list(range(30))
 
 
-def test_with_an_expired_log_a_batch_whose_rows_are_in_the_table_is_not_written_again(
-    query: Query, table: Path
-) -> None:
-    """Its batch was written, and neither Spark's checkpoint nor Kafka have that yet."""
-    for n in range(2):
-        query.run(query.sink(table), n, offset(n, one(n * 10, n * 10 + 10)))
-    expire_log(table)
-    with pytest.raises(LedgerConflict, match=r"starts orders-0 at 10, .*its rows of orders-0 end at offset 20"):
-        query.run(query.sink(table), 1, offset(1, one(10, 20)))
-    with pytest.raises(LedgerConflict, match=r"starts orders-0 at 10, .*its rows of orders-0 end at offset 20"):
-        query.run(query.sink(table), 0, offset(0, one(10, 20), stream="of a new checkpoint"))
-    assert offsets_in(table) == list(range(20))
-
-
 def test_with_an_expired_log_a_restore_that_left_the_log_is_not_forgotten(query: Query, table: Path) -> None:
     for n in range(3):
         query.run(query.sink(table), n, offset(n, one(n * 10, n * 10 + 10)))
@@ -266,33 +252,6 @@ def test_with_an_expired_log_a_table_without_the_columns_of_a_record_is_refused(
         patch.setitem(table_names.RECORD_COLUMNS, "another", "string")
         with pytest.raises(LedgerConflict, match="lacks the columns topic, partition and offset"):
             query.run(query.sink(table), 1, offset(1, one(10, 20)))
-
-
-def test_with_an_expired_log_a_position_that_no_query_committed_is_refused(query: Query, table: Path) -> None:
-    query.run(query.sink(table), 0, offset(0, one(0, 10)))
-    expire_log(table)
-    with pytest.raises(LedgerConflict, match=r"(?s)older than the table's log.*--group etl --to-checkpoint"):
-        query.run(query.sink(table), 1, offset(1, one(5, 20), followed=[("orders", 0)]))
-    with pytest.raises(LedgerConflict, match="its ledger cannot be read"):
-        read_ledger(query.spark, str(table), "etl")
-    set_ledger(query.spark, str(table), "etl", {P0: 10}, reason="reset", reset_number=1)
-    query.run(query.sink(table), 1, offset(1, one(5, 20), followed=[("orders", 0)]))  # planned before the reset
-    query.run(query.sink(table), 2, offset(2, one(10, 20), reset_number=1))
-    assert offsets_in(table) == list(range(20))
-
-
-def test_a_restore_of_a_table_with_an_expired_log_is_refused(query: Query, table: Path) -> None:
-    for n in range(2):
-        query.run(query.sink(table), n, offset(n, one(n * 10, n * 10 + 10)))
-    expire_log(table)
-    DeltaTable(table).alter.set_table_properties({"their.own": "2"}, raise_if_not_exists=False)
-    DeltaTable(table).restore(DeltaTable(table).version() - 1)
-    with pytest.raises(LedgerConflict, match=r"(?s)rows of the table were replaced since.*--group etl --to-checkpoint"):
-        query.run(query.sink(table), 2, offset(2, one(20, 30)))
-    set_ledger(query.spark, str(table), "etl", {P0: 20}, reason="reset", reset_number=1)
-    query.run(query.sink(table), 2, offset(2, one(20, 30)))  # planned before the reset
-    query.run(query.sink(table), 3, offset(3, one(20, 30), reset_number=1))
-    assert offsets_in(table) == list(range(30))
 
 
 def test_a_group_that_is_new_to_a_table_with_an_expired_log_does_not_write_rows_again(

@@ -45,7 +45,13 @@ def scrape_of(read: LedgerRead, committed: int | None) -> Scrape:
     return parsed(generate_latest(registry).decode())
 
 
+def alerts_of(read: LedgerRead, committed: int) -> set[str]:
+    """The alerts of ledgers that fire."""
+    return {name for name in firing(scrape_of(read, committed)) if "kafka_group_ledger" in ALERTS[name]}
+
+
 def test_ledgers_of_tables_are_compared_with_kafka(query: Query, table: Path) -> None:
+    """Their alerts fire until a commit or a reset clears them."""
     query.run(query.sink(table), 0, offset(0, one(0, 10)))
     read = ledger_reader([str(table)])
     found = scrape_of(read, 7)
@@ -53,34 +59,21 @@ def test_ledgers_of_tables_are_compared_with_kafka(query: Query, table: Path) ->
     assert value(found, "kafka_group_ledger_ahead_offsets", **labels) == 3
     assert 29 * DAY_S < value(found, "kafka_group_ledger_expires_seconds", **labels) <= 30 * DAY_S
     assert value(found, "kafka_group_ledger_unsettled", **labels) == 0
+    assert alerts_of(read, 7) == {"KafkaGroupLedgerAhead"}
     query.run(query.sink(table), 1, offset(1, one(10, 20)))
     assert value(scrape_of(read, 20), "kafka_group_ledger_ahead_offsets") == 0
+    assert alerts_of(read, 20) == set()
     assert values(scrape_of(read, None), "kafka_group_ledger_ahead_offsets") == [], "the group did not answer"
 
     DeltaTable(table).restore(1)
     assert value(scrape_of(read, 20), "kafka_group_ledger_unsettled") == 1
+    assert alerts_of(read, 20) == {"KafkaGroupRestoreUnsettled"}
     set_ledger(query.spark, str(table), "etl", {P0: 10}, reason="reset", reset_number=1)
     found = scrape_of(read, 10)
     assert (value(found, "kafka_group_ledger_unsettled"), value(found, "kafka_group_ledger_ahead_offsets")) == (0, 0)
+    assert alerts_of(read, 10) == set()
     DeltaTable(table).alter.set_table_properties({"delta.logRetentionDuration": "interval 2 hours"})
     assert value(scrape_of(read, 10), "kafka_group_ledger_expires_seconds") <= 7200
-
-
-def alerts_of(read: LedgerRead, committed: int) -> set[str]:
-    """The alerts of ledgers that fire."""
-    return {name for name in firing(scrape_of(read, committed)) if "kafka_group_ledger" in ALERTS[name]}
-
-
-def test_alerts_of_ledgers_fire_until_a_commit_or_a_reset_clears_them(query: Query, table: Path) -> None:
-    for n in range(2):
-        query.run(query.sink(table), n, offset(n, one(n * 10, n * 10 + 10)))
-    read = ledger_reader([str(table)])
-    assert alerts_of(read, 17) == {"KafkaGroupLedgerAhead"}
-    assert alerts_of(read, 20) == set()
-    DeltaTable(table).restore(1)
-    assert alerts_of(read, 20) == {"KafkaGroupRestoreUnsettled"}
-    set_ledger(query.spark, str(table), "etl", {P0: 10}, reason="reset", reset_number=1)
-    assert alerts_of(read, 10) == set()
 
 
 @pytest.mark.parametrize(("retention", "hours"), [("interval 30 days", 720), ("interval 2 hours", 2)])

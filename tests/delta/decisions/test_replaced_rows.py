@@ -1,12 +1,11 @@
 """Commits of others that removed rows: which are refused, and how the query continues after the printed commands."""
 
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pytest
 from deltalake import DeltaTable, write_deltalake
 from offset_model import P0, SERVERS, OffsetModel
@@ -439,32 +438,14 @@ def test_the_command_after_a_restore_to_before_a_first_ledger_at_the_first_recor
     assert rows(table) == records(0, 60)
 
 
-# DELETE, UPDATE and MERGE are the user's; REPLACE and overwrites are refused
+# DELETE is the user's; overwrites are refused. ``test_verdicts.py`` has the other commands.
 
 
-def delete(table: Path) -> None:
-    DeltaTable(table).delete("offset < 5")
-
-
-def update(table: Path) -> None:
-    DeltaTable(table).update(updates={"value": "'changed'"}, predicate="offset < 5")
-    DeltaTable(table).delete("value = 'changed'")
-
-
-def merge(table: Path) -> None:
-    first = pa.table({"first": pa.array([5], pa.int64())})
-    merging = DeltaTable(table).merge(first, "old.offset < new.first", source_alias="new", target_alias="old")
-    merging.when_matched_delete().execute()
-
-
-@pytest.mark.parametrize("remove", [delete, update, merge])
-def test_rows_removed_by_delete_update_or_merge_stay_missing(
-    query: Query, table: Path, remove: Callable[[Path], None]
-) -> None:
+def test_rows_removed_by_delete_stay_missing(query: Query, table: Path) -> None:
     """The ledger knows what was written: the query continues."""
     sink = query.sink(table)
     query.run(sink, 0, offset(0, one(0, 10)))
-    remove(table)
+    DeltaTable(table).delete("offset < 5")
     assert rows(table) == records(5, 10)
     query.run(sink, 1, offset(1, one(10, 20)))
     query.run(query.sink(table), 2, offset(2, one(20, 30)))
@@ -476,43 +457,15 @@ def overwrite(table: Path) -> None:
     write_deltalake(table, DeltaTable(table).to_pyarrow_table().slice(5), mode="overwrite")
 
 
-def overwrite_some(table: Path) -> None:
-    write_deltalake(table, pa.table(records_table(0, 3)), mode="overwrite", predicate="offset < 5")
-
-
-def replace_table(table: Path) -> None:
-    """``CREATE OR REPLACE TABLE ... AS SELECT ... VERSION AS OF 1``: a new id and the rows of an earlier version."""
-    DeltaTable(table).restore(1)
-    version = DeltaTable(table).version()
-
-    def replaced(info: dict[str, Any]) -> None:
-        info |= {"operation": "CREATE OR REPLACE TABLE AS SELECT", "operationParameters": {"isManaged": "false"}}
-
-    rewrite(table, version, "commitInfo", replaced)
-    rewrite(table, version, "metaData", lambda metadata: metadata.update(id="another"))
-
-
-def records_table(start: int, end: int) -> dict[str, Any]:
-    columns = list(zip(*records(start, end), strict=True))
-    types = (pa.string(), pa.int32(), pa.int64(), pa.string())
-    return {
-        name: pa.array(column, kind)
-        for name, column, kind in zip(("topic", "partition", "offset", "value"), columns, types, strict=True)
-    }
-
-
-@pytest.mark.parametrize("remove", [overwrite, overwrite_some, replace_table])
-def test_the_batch_after_a_replace_or_an_overwrite_is_refused(
-    query: Query, table: Path, remove: Callable[[Path], None]
-) -> None:
-    """``test_commands.py`` runs the commands of the message."""
+def test_the_batch_after_an_overwrite_is_refused(query: Query, table: Path) -> None:
+    """``test_commands_after_rows_were_replaced`` runs the commands of the message."""
     sink = query.sink(table)
     for n in range(2):
         query.run(sink, n, offset(n, one(n * 10, n * 10 + 10)))
-    remove(table)
+    overwrite(table)
     there = rows(table)
     for each in (sink, query.sink(table)):
-        with pytest.raises(LedgerConflict, match=r"version 3 .* removed rows after the last commit of group 'etl'"):
+        with pytest.raises(LedgerConflict, match=r"version 3 of .* removed rows after the last commit of group 'etl'"):
             query.run(each, 2, offset(2, one(20, 30)))
     assert rows(table) == there
     with pytest.raises(LedgerConflict, match="removed rows"):
@@ -532,11 +485,12 @@ def test_an_overwrite_during_a_batch_refuses_that_batch(
 
 
 def test_an_overwrite_before_the_groups_last_commit_is_settled(query: Query, table: Path) -> None:
-    write_deltalake(table, pa.table(records_table(0, 3)), mode="append")
+    other = offset(0, one(0, 10, topic="others"), group="another", stream="s2")
+    query.run(query.sink(table), 9, other)
     overwrite(table)
     for n in range(2):
         query.run(query.sink(table), n, offset(n, one(n * 10, n * 10 + 10)))
-    assert rows(table)[-20:] == records(0, 20)
+    assert rows(table) == records(0, 20) + records(5, 10, topic="others")
 
 
 # The commands that the refusals print
