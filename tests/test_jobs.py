@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,6 +30,7 @@ from typer.testing import CliRunner
 from spark_group_source import KafkaGroupDataSource, command_line, compatibility
 from spark_group_source.cli import run as job
 from spark_group_source.cli.app import app
+from spark_group_source.cli.common import RETRIABLE
 from spark_group_source.cli.preview import ROWS_MAX
 from spark_group_source.errors import BrokerUnavailable
 from spark_group_source.local import conf
@@ -341,11 +343,16 @@ def test_an_option_does_not_replace_an_argument(
     assert status == 2 and f"{where}: {name} is {value!r}, but {argument}; remove the option" in shown
 
 
-def test_an_option_may_repeat_an_argument(arguments: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded: list[dict[str, str]] = []
+Loaded = Callable[..., dict[str, str]]
+
+
+@pytest.fixture
+def loaded(arguments: Any, monkeypatch: pytest.MonkeyPatch) -> Loaded:
+    """``loaded(*more)``: the options that a run with these arguments passes to the source."""
+    found: list[dict[str, str]] = []
 
     def load(_: object, options: dict[str, str]) -> Any:
-        loaded.append(options)
+        found.append(options)
         raise BrokerUnavailable("enough")
 
     monkeypatch.setattr(job, "_session", MagicMock())
@@ -353,11 +360,25 @@ def test_an_option_may_repeat_an_argument(arguments: Any, tmp_path: Path, monkey
     for name in ("_check_delta", "_print_errors_once", "_refuse_lost_name", "_log_to_stderr"):
         monkeypatch.setattr(job, name, lambda *_: None)
     monkeypatch.setattr(compatibility, "check_session", lambda _: None)
+
+    def run(*more: str) -> dict[str, str]:
+        assert arguments(*NEEDED, *TOPICS, *more)[0] == RETRIABLE
+        return found.pop()
+
+    return run
+
+
+def test_an_option_may_repeat_an_argument(loaded: Loaded, tmp_path: Path) -> None:
     (tmp_path / "options").write_text("kafka.bootstrap.servers=localhost:1\nKafka.Group.ID=g\nincludeHeaders=true\n")
-    arguments(*NEEDED, *TOPICS, "--option-file", str(tmp_path / "options"), "--option", "subscribe=t")
-    (options,) = loaded
+    options = loaded("--option-file", str(tmp_path / "options"), "--option", "subscribe=t")
     own = {"kafka.bootstrap.servers": "localhost:1", "kafka.group.id": "g", "subscribe": "t"}
     assert options == own | {"includeHeaders": "true", "trigger": "availableNow"}
+
+
+def test_the_source_gets_the_trigger_which_spark_4_0_and_4_1_do_not_pass(loaded: Loaded) -> None:
+    assert loaded("--trigger", "5 seconds")["trigger"] == "processingTime"
+    assert "trigger" not in loaded("--trigger", "once")
+    assert "trigger" not in loaded("--option", "Trigger=auto"), "Spark gets it as the user spells it"
 
 
 def test_the_session_of_databricks_is_used_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,16 +89,6 @@ def test_describe_shows_members_offsets_lag_and_ledger(scene: Scene) -> None:
     assert found == [(0, 5, 7, 2, 5), (1, 5, 6, 1, 5)]
 
 
-def test_describe_names_the_owner_of_each_partition(scene: Scene) -> None:
-    name = scene.topic(2)
-    scene.produce(name, numbered(0, 3, 2))
-    with OtherMember(scene.servers, scene.group, [name]) as other:
-        await_until(lambda: other.partitions, what="its partitions")
-        text = scene.of_group("describe").output
-    assert f"group {scene.group}: stable" in text and ", 1 member, lag" in text
-    assert text.count("rdkafka") >= 2, text
-
-
 def test_describe_of_a_missing_group_is_refused(scene: Scene) -> None:
     for command in (("describe",), ("reset", "--to-latest"), ("migrate", "--to-checkpoint")):
         assert f"group {scene.group!r} does not exist" in refused(scene.of_group(*command)), command
@@ -259,7 +249,13 @@ def conflict(scene: Scene, job: Job, table: Path) -> str:
     return str(refused.value)
 
 
-@pytest.mark.parametrize("written", [False, True], ids=["batch-not-in-table", "batch-in-table"])
+@pytest.mark.parametrize(
+    "written",
+    [
+        pytest.param(False, id="batch-not-in-table"),
+        pytest.param(True, id="batch-in-table", marks=pytest.mark.full),
+    ],
+)
 def test_query_follows_a_reset_that_came_during_a_pending_batch(written: bool, scene: Scene) -> None:
     """Pending: ``offsets/N`` exists and ``commits/N`` does not. The source is killed during the batch."""
     name, table = scene.topic(2), scene.folder / "table"
@@ -335,7 +331,11 @@ def test_rewind_without_table_is_refused_and_its_commands_work(scene: Scene) -> 
 
 
 @pytest.mark.parametrize(
-    ("to", "skipped"), [("--to-latest", range(8, 10)), ("--to-ledger", range(0))], ids=["forward", "to the ledger"]
+    ("to", "skipped"),
+    [
+        pytest.param("--to-latest", range(8, 10), id="forward"),
+        pytest.param("--to-ledger", range(0), id="to the ledger", marks=pytest.mark.full),
+    ],
 )
 def test_batch_pending_at_a_reset_is_void(to: str, skipped: range, scene: Scene) -> None:
     name, table = scene.topic(2), scene.folder / "table"
@@ -365,6 +365,7 @@ def test_batch_pending_at_a_reset_is_void(to: str, skipped: range, scene: Scene)
     )
 
 
+@pytest.mark.full
 def test_pending_batch_is_void_when_one_of_its_topics_is_reset(scene: Scene) -> None:
     """The other topic continues at its committed offset, so its records in the void batch are not lost."""
     moved, other = (scene.topic(name=f"{scene.group}-{what}") for what in ("moved", "other"))

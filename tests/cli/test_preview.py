@@ -22,7 +22,6 @@ from spark_group_source.cli import run as job
 from spark_group_source.cli.app import app
 from spark_group_source.cli.common import FINAL, RETRIABLE
 from spark_group_source.cli.preview import CheckpointBatch
-from spark_group_source.errors import BrokerUnavailable
 from spark_group_source.kafka.translation import CommittedOffset, GroupDescription, Topic
 from spark_group_source.model import StartAt, TopicPartition
 from spark_group_source.options.table import Options
@@ -119,12 +118,9 @@ class TestRun:
         assert allowed.code == 0, allowed.output
         assert self.facts(allowed)["new columns"] == "id, malformed"
 
-    @pytest.mark.parametrize("has_checkpoint", [False, True])
-    def test_a_check_names_why_the_table_would_refuse_the_batch_until_that_is_settled(
-        self, scene: Scene, has_checkpoint: bool
-    ) -> None:
+    def test_a_check_names_why_the_table_would_refuse_the_batch_until_that_is_settled(self, scene: Scene) -> None:
         topic, table = scene.topic(1), scene.folder / "table"
-        query = scene.job(checkpoint="checkpoint" if has_checkpoint else "c", subscribe=topic)
+        query = scene.job(checkpoint="checkpoint", subscribe=topic)
         for n in range(2):
             scene.produce(topic, [f"{n}{m}" for m in range(5)])
             query.run_into(DeltaSink(table), availableNow=True)
@@ -187,28 +183,6 @@ class TestRun:
     def test_a_dry_run_without_records_says_so(self, scene: Scene) -> None:
         shown = self.typed(scene, scene.topic(1), "--dry-run", "3")
         assert (shown.code, shown.stdout) == (0, "there are no records to read\n")
-
-    @pytest.mark.parametrize(
-        ("words", "trigger"),
-        [
-            ([], "availableNow"),
-            (["--trigger", "5 seconds"], "processingTime"),
-            (["--trigger", "once"], None),
-            (["--option", "Trigger=auto"], None),
-        ],
-    )
-    def test_the_source_gets_the_trigger_which_spark_4_0_and_4_1_do_not_pass(
-        self, scene: Scene, monkeypatch: pytest.MonkeyPatch, words: list[str], trigger: str | None
-    ) -> None:
-        loaded: list[dict[str, str]] = []
-
-        def load(_: object, options: dict[str, str]) -> Any:
-            loaded.append(options)
-            raise BrokerUnavailable("enough")
-
-        monkeypatch.setattr(job, "_load", load)
-        assert self.typed(scene, "orders", *words).code == RETRIABLE
-        assert loaded[0].get("trigger") == trigger
 
     def test_a_pattern_that_matches_nothing_is_named(self, scene: Scene) -> None:
         """It is no problem: the run starts, and reads such topics when they are created."""
