@@ -46,7 +46,6 @@ ARCHITECTURE_NAMES_MIN = 100
 PURE = {"time", "random", "threading", "socket", "logging", "os", "queue", "asyncio", "subprocess"}
 VALUES = {"model", "error_codes", "errors", "command_line", "compatibility", "__version__"}
 """Modules that every package may import."""
-STREAM_READER = {"runtime", "members", "kafka", "reader", "agents"}
 WALLS: dict[str, set[str]] = {
     "protocol": VALUES,
     "options": VALUES | {"protocol"},
@@ -122,11 +121,6 @@ def test_the_group_protocol_is_pure() -> None:
     for name, path in MODULES.items():
         if package(name) == "protocol":
             assert not foreign(path) & (PURE | {"confluent_kafka", "pyspark", "pyarrow", "delta"}), name
-
-
-def test_source_and_sink_do_not_import_each_other() -> None:
-    assert not WALLS["delta"] & STREAM_READER
-    assert not any("delta" in WALLS[name] for name in STREAM_READER)
 
 
 def test_only_the_coordinator_and_the_source_import_agents() -> None:
@@ -279,11 +273,6 @@ def test_every_command_in_a_message_has_a_test_that_runs_it() -> None:
     assert printed_commands.commands_of_the_product() == expected
     for path, _, name in (test.partition("::") for _, test in printed_commands.TESTED.values() if test):
         assert f"\ndef {name}(" in (ROOT / path).read_text(), f"{path}::{name} does not exist"
-
-
-def test_make_targets_of_the_readme_exist() -> None:
-    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    assert set(re.findall(r"`make ([a-z]+)`", README.read_text())) <= targets
 
 
 ERRORS = [cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, errors.SourceError)]
