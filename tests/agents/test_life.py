@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -90,28 +89,23 @@ def folders_of(process: subprocess.Popen[str], count: int) -> set[str]:
 # ------------------------------------------------------------------------------------------------------ which executor
 
 
-def test_workers_of_one_executor_start_one_agent() -> None:
-    with executor(FORKING, settings(), "8") as jvm:
-        (place,) = folders_of(jvm, 8)
-        agent_helpers.await_ready(folder := AgentFolder(Path(place)))
-        assert folder.path.name.startswith(f"{jvm.pid}-"), "the executor is the parent of their daemon"
-        assert agent_helpers.living() == [agent_helpers.pid_of(folder)]
-
-
 @pytest.mark.parametrize(
-    ("command", "conf"),
+    ("command", "workers", "conf"),
     [
-        ((FORKING, settings(), "1"), ""),
-        ((WORKER, settings()), ""),
-        ((WORKER, settings()), "spark.python.daemon.module=pyspark.daemon"),
+        ((FORKING, settings(), "8"), 8, ""),
+        ((WORKER, settings()), 1, ""),
+        ((WORKER, settings()), 1, "spark.python.daemon.module=pyspark.daemon"),
     ],
     ids=["daemon", "no daemon", "no daemon, but its name"],
 )
-def test_an_agent_outlives_its_worker_and_ends_with_its_executor(command: tuple[str, ...], conf: str) -> None:
+def test_workers_of_one_executor_start_one_agent_which_outlives_them_and_ends_with_its_executor(
+    command: tuple[str, ...], workers: int, conf: str
+) -> None:
     with executor(*command, conf=conf) as jvm:
-        (place,) = folders_of(jvm, 1)
+        (place,) = folders_of(jvm, workers)
         agent_helpers.await_ready(folder := AgentFolder(Path(place)))
-        assert folder.path.name.startswith(f"{jvm.pid}-")
+        assert folder.path.name.startswith(f"{jvm.pid}-"), "the executor is the parent of their daemon"
+        assert agent_helpers.living() == [agent_helpers.pid_of(folder)]
         agent = ProcessId.of(agent_helpers.pid_of(folder))
         assert agent is not None
         parent = int(Path(f"/proc/{agent.pid}/stat").read_text().rpartition(")")[2].split()[1])
@@ -180,17 +174,12 @@ def test_settings_may_be_larger_than_a_pipe(agent: Callable[..., AgentFolder]) -
 # ---------------------------------------------------------------------------------------------------------- its start
 
 
-@pytest.mark.parametrize("kind", ["zip", "folder"])
-def test_the_agent_imports_the_package_of_its_task(tmp_path: Path, kind: str) -> None:
-    """``--py-files`` puts an archive into the path of tasks; a wheel, or an unpacked archive, a folder."""
-    package = Path(client.__file__).parents[2]
-    place = tmp_path / "package.zip" if kind == "zip" else tmp_path / "unpacked"
-    if kind == "zip":
-        with zipfile.ZipFile(place, "w") as archive:
-            for path in package.rglob("*.py"):
-                archive.write(path, path.relative_to(package.parent))
-    else:
-        shutil.copytree(package, place / package.name)
+def test_the_agent_imports_the_package_of_its_task(tmp_path: Path) -> None:
+    """``--py-files`` puts an archive into the path of tasks."""
+    package, place = Path(client.__file__).parents[2], tmp_path / "package.zip"
+    with zipfile.ZipFile(place, "w") as archive:
+        for path in package.rglob("*.py"):
+            archive.write(path, path.relative_to(package.parent))
     (tmp_path / "agent_helpers.py").write_bytes(Path(agent_helpers.__file__).read_bytes())
     given = settings(connection={"kind": "NotingConnection", "folder": str(tmp_path)})
     # The tests' folder comes last: the connection class of the test needs modules of it.
@@ -255,17 +244,6 @@ def test_a_directory_that_other_users_can_write_to_is_not_used(caplog: pytest.Lo
     assert "other users can write to it" in caplog.text
 
 
-def test_the_next_agent_removes_folders_of_killed_ones(agent: Callable[..., AgentFolder]) -> None:
-    with executor(WORKER, settings()) as jvm:
-        (place,) = folders_of(jvm, 1)
-        agent_helpers.await_ready(left := AgentFolder(Path(place)))
-        os.kill(agent_helpers.pid_of(left), signal.SIGKILL)
-        await_until(lambda: agent_helpers.is_unlocked(left), STARTED_S, what="the end of the agent")
-    assert left.path.exists()
-    agent()
-    assert not left.path.exists()
-
-
 @pytest.fixture
 def ended() -> ProcessId:
     """A process that has ended."""
@@ -322,13 +300,11 @@ def test_the_socket_works_in_a_folder_with_a_long_path(
 # ------------------------------------------------------------------------------------------------------------ its end
 
 
-@pytest.mark.parametrize("how", ["message", "folder", "SIGTERM"])
+@pytest.mark.parametrize("how", ["folder", "SIGTERM"])
 def test_an_agent_ends_on_request(agent: Callable[..., AgentFolder], how: str) -> None:
     folder = agent()
     pid = agent_helpers.pid_of(folder)
-    if how == "message":
-        agent_helpers.end(folder)
-    elif how == "folder":
+    if how == "folder":
         folder.remove()
     else:
         os.kill(pid, signal.SIGTERM)

@@ -153,11 +153,6 @@ def test_workers_that_each_run_as_another_user(tasks: Tasks, reader: tuple[Addre
     assert len(set(tasks.log.splitlines())) == WORKERS, "each line names its user"
 
 
-def test_an_executor_at_its_pids_limit(tasks: Tasks, reader: tuple[Address, Secret]) -> None:
-    tasks.run(*reader, executor=[OTHER_USER], threads=0)
-    assert_reason(tasks, "no agent runs on this executor: [Errno 11] Resource temporarily unavailable")
-
-
 def test_a_pids_limit_that_an_agent_exceeds(tasks: Tasks, reader: tuple[Address, Secret]) -> None:
     """The agent is started, and ends because it cannot start its threads. It is not started again at once."""
     tasks.run(*reader, executor=[OTHER_USER], threads=1, wait=True)
@@ -207,11 +202,6 @@ def test_executors_whose_packets_to_the_driver_are_dropped(tasks: Tasks) -> None
     with dropping() as address:
         tasks.run(address, Secret.new())
     assert_reason(tasks, "this executor does not reach the stream reader", "no answer in time")
-
-
-def test_executors_that_cannot_resolve_the_name_of_the_driver(tasks: Tasks) -> None:
-    tasks.run(("no.such.host.invalid", 1), Secret.new())
-    assert_reason(tasks, "this executor does not reach the stream reader", "no.such.host.invalid:1")
 
 
 @contextlib.contextmanager

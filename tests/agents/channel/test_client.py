@@ -81,12 +81,6 @@ def test_the_error_names_each_address_and_its_error() -> None:
     assert failed.value.retriable and not failed.value.fields["refused"]
 
 
-def test_the_error_reports_that_nothing_listens_at_any_address() -> None:
-    with pytest.raises(ChannelBroken) as failed:
-        ScopedClient([closed_port(), closed_port()], Secret.new(), 0.3)
-    assert failed.value.fields["refused"]
-
-
 def test_a_name_that_cannot_be_resolved_does_not_hide_that_nothing_listens() -> None:
     unknown = ("no.such.host.invalid", 1)
     with pytest.raises(ChannelBroken) as failed:
