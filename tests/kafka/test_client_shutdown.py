@@ -38,6 +38,13 @@ class Watching(Environment):
         return bool(self.made) and not [client for made in self.made if (client := made()) is not None]
 
 
+@pytest.fixture
+def short_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("ANSWER_S_MAX", "REQUEST_TIMEOUT_S"):
+        monkeypatch.setattr(admin, name, 0.5)
+
+
+@pytest.mark.usefixtures("short_timeouts")
 def test_replaced_admin_clients_are_destroyed_when_the_admin_is_closed() -> None:
     environment = Watching()
     client = Admin({"bootstrap.servers": "127.0.0.1:1"}, environment=environment, retries=0)
@@ -48,6 +55,7 @@ def test_replaced_admin_clients_are_destroyed_when_the_admin_is_closed() -> None
     assert environment.ended()
 
 
+@pytest.mark.usefixtures("short_timeouts")
 @pytest.mark.parametrize(
     "call",
     [lambda to: describe("g", to), lambda to: reset("g", to, to="earliest")],
@@ -59,8 +67,6 @@ def test_the_admin_clients_of_a_call_are_destroyed_when_it_ends(
     """A notebook goes on: if the clients were left to the garbage collection, it might run on the thread of one."""
     environment = Watching()
     monkeypatch.setattr(admin, "Environment", lambda: environment)
-    for name in ("ANSWER_S_MAX", "REQUEST_TIMEOUT_S"):
-        monkeypatch.setattr(admin, name, 0.5)
     with pytest.raises(BrokerUnavailable):
         call("127.0.0.1:1")
     assert environment.ended()

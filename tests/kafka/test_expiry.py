@@ -56,7 +56,6 @@ class Minute:
 
     kept: dict[str, set[str]] = field(default_factory=dict)
     just_left: dict[str, set[str]] = field(default_factory=dict)
-    gone_s: dict[str, float] = field(default_factory=dict)
     at_s: dict[str, float] = field(default_factory=dict)
     """When something was done or read: offsets count as kept only within a retention from it."""
     described: dict[str, Any] = field(default_factory=dict)
@@ -91,12 +90,7 @@ def played(servers: str) -> Minute:
         what = f"the end of the offsets of {group}"
         await_until(lambda: not has(group) & {*topics}, CHECKED_S + RETENTION_S, what=what)
 
-    def gone(group: str) -> None:
-        await_gone(group, read)
-        seen.gone_s[group] = time.monotonic() - t0
-
     members = {p: Member(servers, p, read, p) for p in ("classic", "consumer")}
-    left = Member(servers, "left", read)
     running = Engine(options_of(servers, "running", protocol="consumer", subscribe=read))
     running.run()
     brief = Engine(options_of(servers, "brief", subscribe=read, leaveOnStop="always"))
@@ -106,12 +100,8 @@ def played(servers: str) -> Minute:
     set_committed(admin, "simple", read, {0: 0})
     for member in members.values():
         member.commit(READ, FORMER)
-    left.commit(READ)
     # With the full retention left: on a busy machine the tool's JVM needs a good part of a minute.
     seen.theirs = kafka_consumer_groups(servers, "--describe", "--group", "classic")
-    until(RETENTION_S / 2, "half of the retention")
-    seen.at_s["left"] = time.monotonic() - t0
-    left.close()
     until(RETENTION_S * 0.8, "most of the retention")
     describing = GroupAdmin({"bootstrap.servers": servers}, retries=0)
     for group in ("brief", "classic", "running"):
@@ -121,19 +111,16 @@ def played(servers: str) -> Minute:
     for group in ("simple", "classic", "consumer"):
         await_gone(group, former, *([read] if group == "simple" else []))
         seen.kept[group] = has(group)
-    seen.kept["left"] = has("left")
-    seen.at_s["kept"] = time.monotonic() - t0
     running.run()
     seen.statistics["running"] = running.coordinator._run.statistics()
     running.close()
     seen.at_s["closed"] = time.monotonic() - t0
     for member in members.values():
         member.close()
-    gone("consumer")
+    await_gone("consumer", read)
     seen.just_left = {group: has(group) for group in ("classic", "running")}
     seen.at_s["just left"] = time.monotonic() - t0
-    gone("left")
-    gone("brief")
+    await_gone("brief", read)
     with Engine(options_of(servers, "brief", subscribe=read, startingOffsets="latest"), brief.log) as again:
         produce_to(Producer({"bootstrap.servers": servers}), read, numbered(5, 9))
         again.run()
@@ -154,18 +141,10 @@ def test_offsets_of_a_group_that_never_had_members_expire_after_their_commit(min
     assert minute.kept["simple"] == set()
 
 
-def test_offsets_of_an_empty_classic_group_expire_after_the_last_member_left(minute: Minute) -> None:
-    assert minute.gone_s["left"] >= minute.at_s["left"] + RETENTION_S
-    for kept, looked, left in (
-        (minute.kept["left"], "kept", "left"),  # its commit was as old as that of the simple group
-        (minute.just_left["classic"], "just left", "closed"),
-    ):
-        too_late = minute.at_s[looked] >= minute.at_s[left] + RETENTION_S
-        assert kept == {"read"} or too_late
-
-
-def test_idle_offsets_of_a_KIP_848_group_expire_as_soon_as_it_is_empty(minute: Minute) -> None:
-    """The classic group that was left at the same moment keeps its offset for a retention."""
+def test_idle_offsets_of_an_empty_group_expire_at_once_with_KIP_848_and_else_a_retention_after_it_was_left(
+    minute: Minute,
+) -> None:
+    """Both groups were left at the same moment, when their commits were older than the retention."""
     assert "read" in minute.kept["consumer"], "it was there until then"
     too_late = minute.at_s["just left"] >= minute.at_s["closed"] + RETENTION_S
     assert minute.just_left["classic"] == {"read"} or too_late
