@@ -238,16 +238,6 @@ def test_member_that_lost_all_partitions_rejoins_without_an_order(group: GroupHa
     assert not group.gathered()
 
 
-def test_partition_assigned_again_during_its_batch_is_held_again(group: GroupHarness) -> None:
-    group.reads({A: (100, 150)})
-    group.lost(A)
-    group.assigned(A)
-    group.committed({A: 100})
-    assert group.revoking(A) == []
-    group.durable()
-    assert group.commit_succeeds() == RELEASE
-
-
 def test_partition_half_read_by_another_consumer_continues_there(
     group: GroupHarness,
 ) -> None:

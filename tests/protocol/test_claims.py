@@ -58,12 +58,6 @@ def test_the_first_plan_is_fixed_and_packed_as_without_agents() -> None:
     assert [list(piece.ranges) for piece in plan.pieces] == as_ever
 
 
-def test_a_task_of_a_fixed_plan_gets_the_piece_of_its_number() -> None:
-    claims = Claims("r")
-    plan = claims.plan_tasks(batch(0, 100_000, 90_000, 80_000), {tp(2): "1"})
-    assert [claims.claim(plan.name, task, "1") for task in (2, 0, 1)] == [plan.pieces[n] for n in (2, 0, 1)]
-
-
 def test_a_plan_is_late_if_every_task_of_the_previous_batch_claimed() -> None:
     claims = Claims("r")
     first = claims.plan_tasks(batch(0, 100_000, 90_000), {})
@@ -76,25 +70,6 @@ def test_a_plan_is_late_if_every_task_of_the_previous_batch_claimed() -> None:
     claim_all(claims, third)
     assert claims.plan_tasks(batch(3, 10), {}).binding == "late"
     assert claims.plan_tasks(batch(4, 10), {}).binding == "fixed"  # no task of the last one claimed
-
-
-def test_a_batch_without_rows_does_not_change_the_binding() -> None:
-    claims = late(Claims("r"))
-    assert claims.plan_tasks(batch(1), {}).pieces == ()
-    assert claims.plan_tasks(batch(2, 10), {}).binding == "late"
-
-
-def test_all_executed_plans_of_a_batch_must_be_claimed() -> None:
-    claims = Claims("r")
-    one, two = claims.plan_tasks(batch(0, 60_000, 60_000), {}), claims.plan_tasks(batch(0, 60_000, 60_000), {})
-    assert one.name != two.name
-    claim_all(claims, one)
-    claims.claim(two.name, 0, "1")
-    assert claims.plan_tasks(batch(1, 10), {}).binding == "fixed"
-    claims.claim(two.name, 1, "1")
-    claim_all(claims, claims.plan_tasks(batch(1, 10), {}))  # planned again: the previous batch still decides
-    for _ in range(2):
-        assert claims.plan_tasks(batch(2, 10), {}).binding == "late"
 
 
 # --- claims ---------------------------------------------------------------------------------------------------------

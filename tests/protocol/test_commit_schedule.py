@@ -173,14 +173,6 @@ def test_commit_latency_ends_when_all_offsets_are_committed(group: GroupHarness)
     )
 
 
-def test_commit_of_a_partition_released_meanwhile_is_accepted(group: GroupHarness) -> None:
-    group.reads({A: (100, 150), B: (100, 110)})
-    commands = group.durable()
-    group.lost(A)
-    assert group.commit_succeeds(commands) == []
-    assert group.run.all_committed
-
-
 @pytest.mark.parametrize(
     "wrong",
     [

@@ -3,10 +3,9 @@
 import dataclasses
 import typing
 
-import pytest
 from kit.harness import GroupHarness, tps
 
-from spark_group_source.errors import BrokerUnavailable, InvariantBroken
+from spark_group_source.errors import BrokerUnavailable
 from spark_group_source.model import TopicPartition
 from spark_group_source.protocol import events as ev
 from spark_group_source.protocol.outbox import HISTORY_LINES_MAX
@@ -45,14 +44,6 @@ def test_history_is_bounded_in_lines_and_width(group: GroupHarness) -> None:
     lines = group.run._out.history().splitlines()
     assert len(lines) == HISTORY_LINES_MAX
     assert max(map(len, lines)) < 250
-
-
-def test_broken_invariant_contains_the_history(group: GroupHarness) -> None:
-    group.settled(A)
-    with pytest.raises(InvariantBroken) as broken:
-        group.plan({A: (90, 150)})
-    assert "orders-0[90,150) is planned, but the partition is at 100" in str(broken.value)
-    assert "CommittedOffsetsRead" in str(broken.value)
 
 
 def test_statistics_are_a_copy(group: GroupHarness) -> None:

@@ -199,15 +199,6 @@ def test_move_that_cannot_start_is_postponed_and_the_plan_continues() -> None:
     assert begun(g) == [0]
 
 
-def test_slots_are_spread_evenly() -> None:
-    g = settled((A,), (B,), (C,))
-    g.agent_connects("h1")
-    g.agent_connects("h2")
-    g.tick(ms=READY_AFTER_MS)
-    assert begun(g) == [0, 1, 2]
-    assert sorted(hosts_of(g)) == ["h1", "h1", "h2"]
-
-
 def test_slot_moves_to_a_new_agent_only_from_one_with_two_more_and_not_soon_again() -> None:
     g = ready((A,), (B,), (C,))
     begun(g)

@@ -12,7 +12,7 @@ from kit.run_harness import RunHarness
 from spark_group_source.errors import InvariantBroken, OptionError
 from spark_group_source.model import OffsetRange, TaskCounts, TopicPartition
 from spark_group_source.protocol.events import TaskReported
-from spark_group_source.protocol.offsets import StreamOffset, parse
+from spark_group_source.protocol.offsets import StreamOffset
 from spark_group_source.protocol.planner import (
     ASSUMED_RECORD_BYTES,
     TASK_RANGES_MAX,
@@ -78,11 +78,14 @@ def test_empty_batch_is_planned_only_as_the_first(group: GroupHarness) -> None:
 
 def test_target_limits_every_partition_and_excludes_later_ones(group: GroupHarness) -> None:
     group.settled(A, B, C)
-    planner = Planner(rules_with(min_offsets=1_000_000))  # a bounded run does not wait
+    planner = Planner(rules_with(min_offsets=1_000_000, max_offsets=15))
     planner.target = {A: 120, B: 90}
-    assert planned(group, {A: 150, B: 150, C: 150}, planner).ranges == {A: (100, 120), B: (100, 100), C: (100, 100)}
+    ends = {A: 150, B: 150, C: 150}
+    assert planned(group, ends, planner).ranges == {A: (100, 115), B: (100, 100), C: (100, 100)}
     group.durable()
-    assert plan(group, {A: 150, B: 150, C: 150}, planner) is None
+    assert planned(group, ends, planner).ranges[A] == (115, 120), "a bounded run does not wait"
+    group.durable()
+    assert plan(group, ends, planner) is None
 
 
 def test_limit_is_shared_fairly_and_rotates_with_the_batch_number(group: GroupHarness) -> None:
@@ -168,14 +171,6 @@ def test_plan_contains_uncommitted_positions_that_it_does_not_read(fresh: GroupH
     fresh.assigned(B)
     fresh.committed({B: 40})
     assert planned(fresh, {A: 170}).uncommitted == {C: 9}
-
-
-def test_uncommitted_positions_survive_the_json(fresh: GroupHarness) -> None:
-    fresh.durable({A: (100, 150), B: (40, 40), OTHER: (5, 9)})
-    fresh.assigned(A)
-    fresh.committed({A: 150})
-    offset = planned(fresh, {A: 160})
-    assert offset.uncommitted == parse(offset.to_json()).uncommitted == {B: 40, OTHER: 9}
 
 
 def test_plan_keeps_the_first_partition_counts_and_the_topic_ids() -> None:
@@ -328,27 +323,6 @@ def test_waiting_partition_is_served_while_others_come_and_go(limit: int, arriva
         until = fair_share(left, limit, seq * limit)
         left = {tp: (until[tp], latest) for tp, (_, latest) in left.items()}
     assert left[waiting] == (1, 1)
-
-
-# --- the wait for enough records -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("backlog", "at_least", "last_batch_ms", "now_ms", "runs"),
-    [
-        (1, 15, None, 1_000, True),
-        (14, 15, 1_000, 5_999, False),
-        (15, 15, 1_000, 1_001, True),
-        (14, 15, 1_000, 6_000, True),
-        (1, None, 1_000, 1_001, True),
-    ],
-)
-def test_small_backlog_waits_until_the_maximum_delay(
-    backlog: int, at_least: int | None, last_batch_ms: int | None, now_ms: int, runs: bool
-) -> None:
-    planner = Planner(rules_with(min_offsets=at_least, max_delay_ms=5_000))
-    planner._planned_at_ms = last_batch_ms
-    assert planner._is_worthwhile(backlog, unlimited=False, now_ms=now_ms) == runs
 
 
 # --- the packing into tasks ------------------------------------------------------------------------------------------

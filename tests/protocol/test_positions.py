@@ -215,13 +215,6 @@ def test_recreated_topic_continues_at_its_first_record_and_is_committed_there(gr
     assert group.warned() == ["topic orders was recreated"]
 
 
-def test_move_back_during_a_commit_is_committed_next(group: GroupHarness) -> None:
-    group.reads({A: (100, 150)})
-    group.durable()
-    assert group.feed(ev.RecordsMissing(offsets={A: 0}, reason="topic orders was recreated")) == []
-    assert group.commit_succeeds() == [ev.CommitOffsets(offsets={A: 0}, stream=STREAM, seq=0)]
-
-
 def test_partition_in_flight_is_not_moved(group: GroupHarness) -> None:
     group.reads({A: (100, 150)}, B)
     group.feed(ev.RecordsMissing(offsets={A: 120, B: 120, C: 120}, reason="records are gone"))
@@ -647,6 +640,7 @@ def test_truncated_partition_keeps_the_former_leader_epoch_until_a_later_offset_
     group.settled(A)
     truncate(group, 60)
     assert group.run.plannable() == {A: 60} and group.truncated() == {A: 3}
+    assert only(ev.CommitOffsets, group.history)[-1].truncated_after == {A: 3}
     group.commit_succeeds()
     assert group.truncated() == {A: 3}, "no batch from there is durable"
     group.plan({A: (60, 80)})
@@ -710,12 +704,6 @@ def test_a_second_truncation_does_not_hide_a_later_one(group: GroupHarness) -> N
     group.adopt({A: ev.Committed(offset=60, stream="another", truncated_after=7)})
     truncate(group, 50)
     assert (group.run.plannable(), group.truncated()) == ({A: 50}, {A: 7})
-
-
-def test_commit_after_a_truncation_has_the_former_leader_epoch(group: GroupHarness) -> None:
-    group.settled(A)
-    commands = group.feed(ev.RecordsMissing(offsets={A: 60}, reason="the log was truncated", truncated={A: 3}))
-    assert only(ev.CommitOffsets, commands)[-1].truncated_after == {A: 3}
 
 
 def test_commit_of_a_partition_that_was_lost_meanwhile_is_not_repeated_by_later_runs(group: GroupHarness) -> None:

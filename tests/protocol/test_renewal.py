@@ -181,9 +181,3 @@ def test_partition_of_a_batch_that_a_reset_voids_is_listed_as_started() -> None:
     group.plan({A: (31, 40)})
     group.durable()
     assert group.run.lookups.started == frozenset()
-
-
-def test_partition_started_at_its_first_record_is_not_listed(group: GroupHarness) -> None:
-    group.assigned(A)
-    group.committed({A: None})
-    assert group.run.lookups.started == frozenset()

@@ -27,13 +27,6 @@ def test_which_lower_commits_of_the_stream_are_accepted(fresh: GroupHarness, seq
     assert fresh.followed() == ({A} if goes_on == 20 else frozenset())
 
 
-def test_deleted_offset_is_committed_again_when_its_partition_is_assigned_again(group: GroupHarness) -> None:
-    group.settled(A)
-    group.revoking(A)
-    group.assigned(A)
-    assert group.committed({A: None}) == [ev.CommitOffsets(offsets={A: 100}, stream=STREAM, seq=-1)]
-
-
 def reset(offset: int, reset_number: int = 1) -> ev.Committed:
     return ev.Committed(offset=offset, reset_number=reset_number)
 

@@ -240,16 +240,6 @@ def test_instance_id_is_taken_back_from_an_older_process(group: GroupHarness) ->
     assert group.commit_succeeds() == [ev.Release(slot=0, client=2)]
 
 
-def test_slot_that_is_fenced_again_and_again_fails_the_run_after_the_joining_budget(group: GroupHarness) -> None:
-    fails: list[ev.Fail] = []
-    while not fails and group.clock() < 2 * JOINING_BUDGET_MS:
-        group.fenced()
-        fails = only(ev.Fail, group.feed(ev.NotReplaced(slot=0)))
-        group.tick(ms=5_000)
-    assert JOINING_BUDGET_MS <= group.clock() <= JOINING_BUDGET_MS + 10_000
-    assert isinstance(fails[0].error, RebalanceTimeout)
-
-
 def test_the_time_of_a_check_is_not_part_of_the_joining_budget(group: GroupHarness) -> None:
     """No broker answered it, and it has a bound of its own: the slot has not tried to join yet."""
     group.settled(A)

@@ -615,14 +615,6 @@ def test_G3_partitions_released_while_an_older_commit_is_finished_are_not_commit
     assert scene.environment.called("send_offsets")[2:] == [(2, {A1: (6, "spark-group:s:4:0:at=7", None)})]
 
 
-def test_a_refused_commit_is_reported(scene: Scene) -> None:
-    scene.environment.will("commit_transaction", TIMED_OUT)
-    scene.topics_there(a=2)
-    scene.run(scene.order(commit_command()))
-    (failed,) = scene.handled
-    assert isinstance(failed, ev.OffsetCommitFailed)
-
-
 def test_a_run_with_a_fenced_commit_was_replaced(scene: Scene) -> None:
     scene.environment.will("commit_transaction", FENCED)
     scene.run(scene.order(commit_command(), commit_command()))
