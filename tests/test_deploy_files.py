@@ -14,7 +14,6 @@ import jsonschema
 import pytest
 import typer
 import yaml
-from kubeflow_spark_api.models import SparkV1beta2SparkApplication
 from yamllint import linter
 from yamllint.config import YamlLintConfig
 
@@ -130,6 +129,8 @@ def test_yamllint_accepts_the_file(path: Path) -> None:
 
 def test_the_operators_api_has_all_fields_of_the_application(application: Any) -> None:
     """The models of the Spark operator refuse wrong types and drop fields that they do not know."""
+    from kubeflow_spark_api.models import SparkV1beta2SparkApplication  # seconds, in each process that imports it
+
     assert SparkV1beta2SparkApplication.from_dict(application).to_dict() == application
     misspelled = copy.deepcopy(application)
     misspelled["spec"]["executor"]["memoryOverHead"] = "1g"

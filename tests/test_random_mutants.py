@@ -43,11 +43,9 @@ def test_mutants_change_decisions_and_neither_texts_nor_bounds(monkeypatch: pyte
     ]
 
 
-def test_mutants_of_the_product_are_valid_python_and_the_same_for_the_same_seed() -> None:
-    every = random_mutants.all_mutants()
-    for mutant in (chosen := random.Random(7).sample(every, 40)):
+def test_mutants_of_the_product_are_valid_python() -> None:
+    for mutant in random.Random(7).sample(random_mutants.all_mutants(), 40):
         compile(mutant.source(), mutant.file, "exec")
-    assert chosen == random.Random(7).sample(random_mutants.all_mutants(), 40)
 
 
 FAILS = "tests/model/test_offset_json.py::test_offset_survives_its_json_and_the_text_is_canonical"

@@ -1,6 +1,7 @@
 """Every wait of the product with its bound, found in the code. ``python -m tests.render`` writes docs/waits.md."""
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -113,6 +114,7 @@ def modules() -> Iterator[tuple[str, ast.Module]]:
         yield name, ast.parse(path.read_text())
 
 
+@functools.cache
 def bounds() -> dict[str, Bound]:
     """The named constants of all modules, by ``module.NAME``."""
     found = {}
@@ -131,6 +133,7 @@ def _text(node: ast.stmt | None) -> str:
     return ""
 
 
+@functools.cache
 def waits() -> list[Wait]:
     """Every call of the package that may wait."""
     known, found = bounds(), []
