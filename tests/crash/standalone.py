@@ -4,7 +4,6 @@ Executors get the package by ``--py-files``.
 
 import contextlib
 import os
-import socket
 import subprocess
 import sys
 import sysconfig
@@ -17,6 +16,7 @@ import pyspark
 from kafka_helpers import await_progress, size_of
 
 import spark_group_source
+from spark_group_source.local.broker import free_ports
 
 ELECTED, REGISTERED = "I have been elected leader", "Successfully registered with master"
 """What a master and a worker log when they are ready."""
@@ -27,7 +27,7 @@ class Standalone:
 
     def __init__(self, home: Path) -> None:
         self.home = home
-        self._port = _free_port()
+        (self._port,) = free_ports(1)
         self.workers: list[subprocess.Popen[bytes]] = []
         self._master = self._spawn("master", "master.Master", "--host", "127.0.0.1", "--port", str(self._port))
 
@@ -117,9 +117,3 @@ def package_as_zip(home: Path) -> Path:
         for path in sorted((root / "conf").iterdir()):
             archive.write(path, Path("spark_group_source") / "conf" / path.name)
     return found
-
-
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])

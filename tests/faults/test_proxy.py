@@ -1,14 +1,12 @@
 """The effect of each proxy fault on a plain connection, without a broker."""
 
 import contextlib
-import itertools
 import socket
 import threading
 from collections.abc import Iterator
 
 import pytest
 from kafka_helpers import await_until
-from kit.faulty_cluster import KINDS, Draw
 from kit.proxy import CLEAR, Conditions, Direction, Proxy
 
 REPLY_S = 10
@@ -226,27 +224,6 @@ def test_without_a_server_connections_are_reset() -> None:
         probe.close()
         with pytest.raises(ConnectionResetError), connect(proxy) as another:
             another.recv(1)
-
-
-def test_a_closed_proxy_frees_its_thread_and_port(echo: Echo) -> None:
-    before = set(threading.enumerate())
-    with Proxy(target=echo.address) as proxy, connect(proxy) as connection:
-        assert echoed(connection, b"x") == b"x"
-        proxy.set_conditions(Conditions(delay_s=HOUR_S))
-        connection.sendall(b"y")
-        proxy.close()
-        with pytest.raises(ConnectionResetError):
-            connection.recv(1)
-    assert {t for t in set(threading.enumerate()) - before if t.name.startswith("proxy")} == set()
-    with Proxy(port=proxy.port, target=echo.address) as again, connect(again) as connection:
-        assert echoed(connection, b"z") == b"z"
-
-
-def test_a_seed_draws_the_same_faults_of_every_kind() -> None:
-    first, again, other = (list(itertools.islice(Draw(seed, nodes=(1, 2, 3)), 27)) for seed in (7, 7, 8))
-    assert first == again != other
-    assert {fault.kind for fault, _ in first[: len(KINDS)]} == set(KINDS)
-    assert {fault.node for fault, _ in first} == {1, 2, 3}
 
 
 def test_a_connection_that_is_reset_while_it_is_opened_closes(proxy: Proxy) -> None:

@@ -56,13 +56,6 @@ def test_kills_are_added_up_until_there_are_enough_and_a_failure_is_not_hidden(s
     assert results.violations(stored, [CELL]) == [f"{CELL.name}, {KILLS.name}: 1 failed, 0 passed"]
 
 
-def test_the_commit_of_the_last_run_is_stored(stored: Results) -> None:
-    for commit in ("a" * 12, "b" * 12):
-        stored.add(CELL, KILLS, Result("2026-11-25", passed=1, figures={"kills": 5}, commit=commit))
-    found = Results(stored._file).of(CELL, KILLS)
-    assert found is not None and (found.commit, found.figures) == ("b" * 12, {"kills": 10})
-
-
 def test_a_checkout_that_differs_from_its_commit_is_marked(tmp_path: Path) -> None:
     assert environments.commit(tmp_path) == ""
     git = ["git", "-C", str(tmp_path), "-c", "user.name=t", "-c", "user.email=t@t.test"]
@@ -75,30 +68,6 @@ def test_a_checkout_that_differs_from_its_commit_is_marked(tmp_path: Path) -> No
     assert re.fullmatch("[0-9a-f]{12}", commit := environments.commit(tmp_path))
     tested.touch()
     assert environments.commit(tmp_path) == f"{commit}+"
-
-
-def test_an_environment_is_made_again_for_another_dependency(
-    stored: Results, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    del stored  # its cache folder is empty
-    made: list[str] = []
-
-    def venv(command: list[str], _bound_s: int) -> str:
-        Path(command[-1]).mkdir()
-        made.append(command[-1])
-        return ""
-
-    monkeypatch.setattr(environments, "_run", venv)
-    monkeypatch.setattr(environments, "java_path", lambda: Path("java"))
-    monkeypatch.setattr(environments, "_java_version", lambda _java: "17")
-    monkeypatch.setattr(environments, "_pip", lambda _python, *_words: "[]")
-    monkeypatch.setattr(environments, "python_of", lambda _version: "python3")
-    monkeypatch.setattr(environments, "ROOT", tmp_path)
-    for required in ('"a>=1"', '"a>=1"', '"a>=1", "b"'):
-        (tmp_path / "pyproject.toml").write_text(f"[project]\ndependencies = [{required}]\n")
-        with environments.made(cells.SPARKS[-1], Path("a.whl"), lambda _text: None) as (_, versions):
-            assert versions["after"]["java"] == "17"
-    assert len(made) == 2
 
 
 def test_a_scenario_that_passed_is_not_run_again(stored: Results) -> None:
