@@ -6,7 +6,6 @@ about a topic without a connection is not a broker's answer: no record that is s
 
 import threading
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -18,9 +17,6 @@ from kit.proxy import Conditions, Direction
 from reading import read as read_batches
 
 from spark_group_source.model import OffsetRange, TopicPartition
-
-if TYPE_CHECKING:
-    pass
 
 pytestmark = [pytest.mark.broker, pytest.mark.slow]
 
@@ -101,11 +97,11 @@ def offsets_of(batches: Iterator[object]) -> dict[TopicPartition, list[int]]:
 
 
 STRUCK = [
-    (Fault("refuse", 1), True),
     (Fault("refuse", 1), False),
     (Fault("drop", 1), False),
-    (Fault("reset-after", 1, (Direction.TO_CLIENT,), 1_500_000), False),
     (Fault("kill", 1), False),
+    pytest.param(Fault("refuse", 1), True, marks=pytest.mark.full),
+    pytest.param(Fault("reset-after", 1, (Direction.TO_CLIENT,), 1_500_000), False, marks=pytest.mark.full),
     pytest.param(Fault("pause", 1), False, marks=pytest.mark.soak),
     pytest.param(Fault("pause", 1), True, marks=pytest.mark.soak),
     pytest.param(Fault("half-open", 1, (Direction.TO_CLIENT,)), True, marks=pytest.mark.soak),

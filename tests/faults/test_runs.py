@@ -45,7 +45,11 @@ class FaultScene(GroupScene):
         return Flow(self.servers, self.name, PARTITIONS)
 
 
-@pytest.fixture(params=["range", "consumer"])
+RANGE, CONSUMER = (pytest.param(each, marks=pytest.mark.full) for each in ("range", "consumer"))
+"""The second protocol of a phase, in `make test-all`."""
+
+
+@pytest.fixture
 def scene(request: pytest.FixtureRequest, group_id: str, faulty: FaultyCluster) -> FaultScene:
     return FaultScene(request, group_id, faulty, request.param)
 
@@ -60,6 +64,7 @@ def endures(run: Run) -> None:
     stays(alive, FAULT_S, "the run")
 
 
+@pytest.mark.parametrize("scene", ["range", CONSUMER], indirect=True)
 def test_connections_refused_between_the_sink_and_the_offset_commit(scene: FaultScene) -> None:
     """The batch is durable, and its offsets cannot be committed."""
     with scene.started() as run, scene.flow() as flow:
@@ -75,6 +80,7 @@ def test_connections_refused_between_the_sink_and_the_offset_commit(scene: Fault
         scene.await_committed(scene.name)
 
 
+@pytest.mark.parametrize("scene", ["consumer", RANGE], indirect=True)
 def test_connections_refused_while_a_revocation_is_held(scene: FaultScene) -> None:
     """Partitions are revoked during a batch; when it is durable, their offsets cannot be committed."""
     with scene.started() as run, scene.flow() as flow:
@@ -92,6 +98,7 @@ def test_connections_refused_while_a_revocation_is_held(scene: FaultScene) -> No
             scene.await_committed(scene.name)
 
 
+@pytest.mark.parametrize("scene", ["consumer", RANGE], indirect=True)
 def test_connections_refused_at_the_start(scene: FaultScene) -> None:
     with scene.cluster.suffering(REFUSED):
         run = scene.started()
@@ -103,6 +110,7 @@ def test_connections_refused_at_the_start(scene: FaultScene) -> None:
         scene.await_committed(scene.name)
 
 
+@pytest.mark.parametrize("scene", ["range", CONSUMER], indirect=True)
 def test_connections_reset_repeatedly(scene: FaultScene) -> None:
     """A request to the coordinator may stay unanswered after a reset, although the broker is reachable at once."""
     pause = threading.Event()
