@@ -5,17 +5,17 @@ from kafka_helpers import await_progress, await_until
 
 from rebalance.accounts import Flow, measured, stays
 from rebalance.conftest import GroupScene
-from rebalance.ordinary import KINDS
 from rebalance.runs import Run
 from spark_group_source.options.table import HOLD_SHARE
 
 PARTITIONS = 4
+PROTOCOLS = ("range", "consumer")
 POLL_MS = 4000
 """max.poll.interval.ms, which is also the group's rebalance timeout."""
 SESSION_MS = 3000
 
 
-@pytest.mark.parametrize("strategy", KINDS)
+@pytest.mark.parametrize("strategy", PROTOCOLS)
 def test_a_batch_longer_than_the_poll_interval_keeps_membership_and_rows(strategy: str, scene: GroupScene) -> None:
     name = scene.topic(PARTITIONS)
     slow = scene.run_options(name, strategy, session_ms=SESSION_MS, kafka__max__poll__interval__ms=POLL_MS)
@@ -38,7 +38,7 @@ def test_a_batch_longer_than_the_poll_interval_keeps_membership_and_rows(strateg
         assert {key: after[key] for key in same} == {key: before[key] for key in same}
 
 
-@pytest.mark.parametrize("strategy", KINDS)
+@pytest.mark.parametrize("strategy", PROTOCOLS)
 def test_a_hold_ends_within_its_budget_without_a_commit(strategy: str, scene: GroupScene) -> None:
     name = scene.topic(PARTITIONS)
     scene.fill(name, 10)

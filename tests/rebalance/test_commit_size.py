@@ -44,10 +44,9 @@ def committed(cluster: BrokerCluster, group: str, topic: str) -> set[int]:
     return {-1 if at is None else at.offset for at in found.values()}
 
 
-@pytest.mark.parametrize("strategy", ["range", "consumer"])
-def test_run_commits_all_offsets_in_one_transaction(small: BrokerCluster, group_id: str, strategy: str) -> None:
+def test_run_commits_all_offsets_in_one_transaction(small: BrokerCluster, group_id: str) -> None:
     topic = make_topic(small, group_id)
-    with Run(make_options(small.bootstrap_servers, group_id, topic, strategy, session_ms=45_000)) as run:
+    with Run(make_options(small.bootstrap_servers, group_id, topic, "range", session_ms=45_000)) as run:
         run.await_partitions(PARTITIONS)
         run.await_(lambda: committed(small, group_id, topic) == {0}, "the committed start of every partition")
 

@@ -62,14 +62,11 @@ def test_G6_a_frozen_driver_with_an_idle_slot_stops_and_its_successor_continues(
             assert new.process.returncode == 0, new.output
 
 
-@pytest.mark.parametrize("strategy", ["range", "consumer"])
-def test_an_applied_rewind_survives_the_death_of_the_run_before_its_next_batch(
-    strategy: str, scene: GroupScene
-) -> None:
+def test_an_applied_rewind_survives_the_death_of_the_run_before_its_next_batch(scene: GroupScene) -> None:
     """By then the offset was committed by the run itself; only its note shows that it is newer than the checkpoint."""
     name = scene.topic(2)
     scene.fill(name, 10)
-    given = scene.run_options(name, strategy, session_ms=2000, leaveOnStop="always")
+    given = scene.run_options(name, session_ms=2000, leaveOnStop="always")
     file = scene.folder / "run"
     back = {TopicPartition(name, 0): 3, TopicPartition(name, 1): 5}
     with RunProcess(given, file) as first:

@@ -5,14 +5,13 @@ from kafka_helpers import await_until
 
 from rebalance.accounts import Flow, stays
 from rebalance.conftest import GroupScene
-from rebalance.ordinary import KINDS
 from rebalance.runs import Run, RunProcess
 from spark_group_source.model import TopicPartition
 
 PROTOCOLS = ("range", "consumer")
 
 
-@pytest.mark.parametrize("strategy", KINDS)
+@pytest.mark.parametrize("strategy", PROTOCOLS)
 def test_partitions_added_while_running_are_read_from_their_start(strategy: str, scene: GroupScene) -> None:
     """Also under startingOffsets=latest: no record between their creation and their detection is lost."""
     name = scene.topic(4)
@@ -34,34 +33,6 @@ def test_partitions_added_while_running_are_read_from_their_start(strategy: str,
             flow.stop()
         scene.assert_once([name], [run], [other])
         scene.await_committed(name)
-
-
-@pytest.mark.parametrize("strategy", PROTOCOLS)
-def test_kept_partitions_progress_while_others_are_reassigned(strategy: str, scene: GroupScene) -> None:
-    name = scene.topic(6)
-    with Run(scene.run_options(name, strategy)) as run, Flow(scene.servers, name, 6) as flow:
-        run.await_partitions(6)
-        members = []
-        for round_ in range(3):
-            with scene.ordinary(name, strategy=strategy) as other:
-                members.append(other)
-                other.await_partitions(3)
-                run.await_partitions(3)
-                seen = len(run.planned)
-                run.await_(lambda at=seen: len(run.planned) > at + 2, "batches between two rounds")
-                other.close()
-            run.await_partitions(6)
-            assert run.statistics["partitions_lost"] == 0, f"round {round_}"
-        flow.stop()
-        scene.assert_once([name], [run], members)
-        scene.await_committed(name)
-        at: dict[TopicPartition, int] = {}
-        elsewhere = {(t, p, o) for member in members for t, p, o in member.processed()}
-        for plan in run.planned:  # ranges chain: records between two ranges of this run were read by another member
-            for tp, (start, end) in plan.ranges.items():
-                between = {(tp.topic, tp.partition, o) for o in range(at.get(tp, 0), start)}
-                assert start >= at.get(tp, 0) and between <= elsewhere, f"{tp}: {at.get(tp)} -> {start}"
-                at[tp] = end
 
 
 @pytest.mark.parametrize("strategy", PROTOCOLS)
@@ -134,14 +105,11 @@ class _Without:
         return [r for r in self.run.records if r[0] != self.topic]
 
 
-@pytest.mark.parametrize("strategy", PROTOCOLS)
-def test_G7_a_killed_run_regains_its_memberships_and_latest_is_not_resolved_again(
-    strategy: str, scene: GroupScene
-) -> None:
+def test_G7_classic_a_killed_run_regains_its_memberships_and_latest_is_not_resolved_again(scene: GroupScene) -> None:
     name = scene.topic(4)
     scene.fill(name, 1)
     file = scene.folder / "run"
-    patient = scene.run_options(name, strategy, session_ms=20_000, startingOffsets="latest")
+    patient = scene.run_options(name, session_ms=20_000, startingOffsets="latest")
     with RunProcess(patient, file) as run:
         run.await_partitions(4)
         starts = {TopicPartition(name, p): 1 for p in range(4)}
@@ -157,5 +125,4 @@ def test_G7_a_killed_run_regains_its_memberships_and_latest_is_not_resolved_agai
         scene.await_committed(name)
         after = scene.describe()
         assert after.members == before.members
-        if strategy == "range":  # under KIP-848 the killed member's membership is free only after its session
-            assert again.statistics["generation"] == generation, "a rebalance"
+        assert again.statistics["generation"] == generation, "a rebalance"
