@@ -184,15 +184,6 @@ def remove_entry(checkpoint: Path, log: str, number: int) -> None:
     (checkpoint / log / f".{number}.crc").unlink(missing_ok=True)
 
 
-def replace_entry(checkpoint: Path, number: int, line: str) -> None:
-    """Replace the source's line in a file of ``offsets``."""
-    path = checkpoint / "offsets" / str(number)
-    lines = path.read_text().splitlines()
-    lines[2] = line
-    path.write_text("\n".join(lines))
-    (checkpoint / "offsets" / f".{number}.crc").unlink(missing_ok=True)
-
-
 # --- without Spark ---------------------------------------------------------------------------------------------------
 
 

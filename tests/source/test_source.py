@@ -110,6 +110,7 @@ def test_an_unreadable_checkpoint_offset_is_refused(change: dict[str, Any] | Non
         _latest(reader, offset)
     with pytest.raises(CheckpointMismatch, match=message):
         reader.partitions(reader.initialOffset(), offset)
+    assert reader._coordinator is None, "nothing was moved"
 
 
 # --- Spark 4.0 and 4.1, which pass no start ---------------------------------------------------------------------------
@@ -221,6 +222,7 @@ def test_a_control_server_that_cannot_listen_is_reported_at_the_start(
     host: str, group_id: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("spark_group_source.source._prepare_process", lambda: None)
+    monkeypatch.setattr("spark_group_source.agents.channel.server.PORT_WAIT_S", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         more = {"memberHost": host, "coordinatorPort": port, "coordinatorHost": "127.0.0.1"}

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from kafka_helpers import Record, await_until
 from scenes import Scene
-from streams import PROTOCOLS, numbered, texts, values_of
+from streams import numbered, texts, values_of
 
 T0_MS = 1_700_000_000_000
 STRATEGY = "kafka.partition.assignment.strategy"
@@ -73,8 +73,7 @@ def test_partitions_added_while_a_query_is_stopped_are_read_from_their_start(sce
     assert one.run() == texts(10, 39)
 
 
-@pytest.mark.parametrize("protocol", PROTOCOLS)
-@pytest.mark.parametrize("by", ["subscribe", "subscribePattern"])
+@pytest.mark.parametrize(("by", "protocol"), [("subscribe", "consumer"), ("subscribePattern", "classic")])
 def test_a_topic_that_does_not_exist_yet_is_reported_and_read_from_its_first_record(
     by: str, protocol: str, scene: Scene, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -94,11 +93,10 @@ def test_a_topic_that_does_not_exist_yet_is_reported_and_read_from_its_first_rec
     assert scene.committed() == scene.end_offsets(name)
 
 
-@pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_topics_that_exist_are_read_while_another_named_one_is_missing(protocol: str, scene: Scene) -> None:
+def test_topics_that_exist_are_read_while_another_named_one_is_missing(scene: Scene) -> None:
     name, later = scene.topic(2), f"{scene.group}-later"
     scene.produce(name, numbered(0, 3, 2))
-    one = scene.played(protocol, subscribe=f"{later},{name}")
+    one = scene.played(subscribe=f"{later},{name}")
     assert one.run() == texts(0, 3)
     with one.running() as engine:
         scene.produce(name, numbered(4, 5, 2))
