@@ -175,7 +175,7 @@ def test_G9_no_secret_is_in_a_log_process_list_event_log_page_or_plan(shared: Pl
     assert all(shown[f"the environment of {pid}"] for pid in placed.values())
 
 
-@pytest.mark.timeout(HANG_S)
+@pytest.mark.full
 def test_G7_an_agent_frozen_past_its_lease_ends_after_its_members_are_placed_elsewhere(shared: PlacedJob) -> None:
     shared.await_placed()
     before, members = shared.run, describe(shared.where.admin, shared.group).members

@@ -115,11 +115,12 @@ def lake(
 
 @pytest.mark.crash
 @pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.timeout(1_800)  # three starts of Spark, some minutes each on one core
 @pytest.mark.parametrize(
     "lake",
     [
-        pytest.param((way, routing), marks=() if (way, routing) == ("native", "topic") else pytest.mark.full)
+        (way, routing)
         for way in ("native", "options", "connect")
         for routing in ("topic", "value", "function of the value")
     ],

@@ -75,7 +75,7 @@ def machine(tmp_path: Path) -> Run:
 NO_JAVA = "Java 17 or newer is needed, and there is none in PATH; install a JDK, or set JAVA_HOME"
 
 
-@pytest.mark.parametrize("target", ["demo", "test", "check", "bench", "soak"])
+@pytest.mark.parametrize("target", ["demo", "test"])
 def test_every_target_checks_java_first(machine: Run, target: str) -> None:
     machine.has_python()
     assert machine.refuses("make", target) == NO_JAVA
@@ -85,7 +85,7 @@ def test_every_target_checks_java_first(machine: Run, target: str) -> None:
     assert machine.refuses("make", target) == NO_JAVA
 
 
-@pytest.mark.parametrize(("version", "number"), [("1.8.0_412", 8), ("11.0.2", 11), ("16-ea", 16)])
+@pytest.mark.parametrize(("version", "number"), [("1.8.0_412", 8), ("16-ea", 16)])
 def test_old_java_is_reported_with_version(machine: Run, version: str, number: int) -> None:
     machine.has_python()
     machine.has_java(version)
@@ -117,7 +117,7 @@ def test_missing_and_old_python_have_separate_errors(machine: Run) -> None:
     assert "found only Python 3.10" in machine.refuses("make", "tools", "PYTHON=mine")
 
 
-@pytest.mark.parametrize("version", ["3.11", "3.12", "3.13", "3.14"])
+@pytest.mark.parametrize("version", ["3.11", "3.14"])
 def test_supported_versions_pass(machine: Run, version: str) -> None:
     machine.has_java("21.0.1")
     machine.has_python(version)
@@ -126,6 +126,7 @@ def test_supported_versions_pass(machine: Run, version: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_unreachable_package_registry_is_reported_in_one_line(machine: Run) -> None:
     machine.has_java()
     (machine.bin / "python3").write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
