@@ -148,10 +148,13 @@ def test_the_readme_of_an_index_has_no_relative_links_and_no_pictures(metadata: 
 
 
 @pytest.mark.slow
-def test_an_installed_package_imports_and_has_its_command(wheel: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["wheel", "sdist"])
+def test_an_installed_package_imports_and_has_its_command(
+    kind: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
     place = tmp_path / "site"
     how = ("--no-deps", "--no-index", "--no-build-isolation", "--disable-pip-version-check")
-    installed = run("-m", "pip", "install", *how, "--target", str(place), str(wheel))
+    installed = run("-m", "pip", "install", *how, "--target", str(place), str(request.getfixturevalue(kind)))
     assert installed.returncode == 0, installed.stderr
     code = (
         "import spark_group_source, spark_group_source.local.conf as conf, pyspark_kafka_group; "
