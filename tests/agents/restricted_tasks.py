@@ -38,6 +38,7 @@ def main(
     records: int,
 ) -> None:
     logging.basicConfig(level="WARNING", format="%(message)s")
+    agent_folder.PAUSE_S = agent_folder.PAUSE_S_MAX  # no agent is started again, however long the tasks take
     planned = None
     if task is not None:
         task |= {"addresses": tuple(map(tuple, task["addresses"])), "secret": Secret.from_hex(task["secret"])}
