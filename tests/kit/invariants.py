@@ -499,21 +499,24 @@ class Invariants(Accounts):
     # --- at the end -------------------------------------------------------------------------------------------------
 
     def finished(self) -> bool:
-        """Return whether all is processed and committed. Commits below a former topic's progress are not judged."""
+        """Return whether all is processed and committed."""
         return all(
-            book.whole >= book.end
-            and (self._committed(tp) >= book.end or book.end <= book.stale)
-            and not self._skipped(book)
-            and not self._unread(book)
+            book.whole >= book.end and not self._owes_commit(tp) and not self._skipped(book) and not self._unread(book)
             for tp, book in self.books.items()
         )
+
+    def _owes_commit(self, tp: TopicPartition) -> bool:
+        """Return whether the end is not committed. Commits below a former topic's progress are not judged, and where
+        all records are deleted an ordinary consumer has none to commit."""
+        book = self.books[tp]
+        return self._committed(tp) < book.end > max([book.stale, *book.firsts])
 
     def finish(self) -> None:
         """All records were processed and committed; all duplicates were counted."""
         for tp, book in self.books.items():
             if book.whole < book.end:
                 self._break(f"{tp} offset {book.whole} of {book.end} was never processed")
-            if self._committed(tp) < book.end > book.stale:
+            if self._owes_commit(tp):
                 self._break(f"{tp} is committed at {self._committed(tp)}, but all up to {book.end} was processed")
             self.must_read_again += bool(book.truncated and self._knows_epochs(book))
             if skipped := self._skipped(book):
