@@ -24,7 +24,8 @@ from spark_group_source.kafka.environment import Environment
 
 SESSION_MS = 6_000
 """The shortest session timeout that a broker accepts by default."""
-PATIENCE_S = 40.0
+PATIENCE_S = 300.0
+"""Bound of a wait: it ends a hang. A busy broker needs a minute for rebalances of a large group."""
 POLL_S = 0.1
 FLAVOURS: Mapping[str, type[Group]] = {
     "range": ClassicGroup,
