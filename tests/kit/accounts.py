@@ -31,6 +31,7 @@ class Accounts(Books):
         self.books: dict[TopicPartition, Book] = {}
         self.starts_at_the_end = False  # startingOffsets=latest
         self.ledgers = False  # a query writes to a table with a ledger
+        self.keeps = False  # a reset keeps all offsets
         self.operator = ""  # the name of a process that may move the group's offsets
         self.pending: Callable[[], list[StreamOffset]] = list  # batches that queries would replay at their start
         self.last: Callable[[], list[StreamOffset]] = list  # the newest batches that queries planned
@@ -39,7 +40,9 @@ class Accounts(Books):
         self._former: dict[TopicPartition, int] = {}  # deleted partitions, and how far they were read
         self._former_holders: dict[TopicPartition, dict[str, Holding]] = {}  # consumers that still own them
         self._remade: set[str] = set()  # recreated topics
+        self._begun: set[str] = set()  # parties that have planned a batch
         self.checkpoints_lost = 0
+        self.ended_alone = 0  # AvailableNow runs that ended by themselves, alone in the group
         self.reports_epochs = False  # brokers report leader epochs
         self.refuses_transactions = False  # so that nothing fences a zombie
         self.went_back = 0  # ranges that start where a log was truncated
@@ -93,6 +96,8 @@ class Accounts(Books):
         self._remade.add(tp.topic)
         stale = self._former.get(tp, -1)
         book = self.books[tp] = Book(0, 0, whole=max(stale, 0), skippable=max(stale, 0), stale=stale, again=True)
+        streams = [reader for reader in self._readers.values() if reader.alive and reader.counted is not None]
+        book.unclear = any(reader.party not in self._begun for reader in streams)
         if stale >= 0:
             book.losses.append(Loss(self._no_reader, 0, Cause.NEW_LOG, stale))
         for name, held in self._former_holders.pop(tp, {}).items():
@@ -120,10 +125,14 @@ class Accounts(Books):
         """An operator moved a committed offset: forward, which skips records; or back, after which all records from
         there on must be processed again."""
         book, at, note = self.books[tp], new.offset, parse_note(new.note)
+        before = book.commits[-1][1].offset if book.commits else at
+        if self.keeps and at < before and not book.again and not book.truncated:
+            self._break(f"a reset to the current offsets moves {tp} back from {before} to {at}")
         void, meant = note.reset_number > 0, note.stream is None  # a reset keeps the other offsets with their notes
         book.commits.append((self._world.now_ms, new))
         book.away |= book.chain.keys()
         back = meant and at < book.whole
+        book.unclear |= self._has_unread(book, at)
         if void or back:
             book.losses.append(Loss(operator, 0, Cause.OPERATOR, max([at, *book.reached.values()])))
         if void:
@@ -274,6 +283,13 @@ class Accounts(Books):
         missing = end - book.start - len(book.times)
         book.times += [0] * missing
         book.first += [self._no_reader] * missing
+
+    def _has_unread(self, book: Book, until: int) -> bool:
+        """Return whether records of a recreated topic below this offset are unread: it is a position in the former
+        topic, of a consumer that does not know topic ids."""
+        self._grow(book, book.end)
+        first = max(book.firsts, default=book.start)
+        return book.again and not all(book.times[first - book.start : until - book.start])
 
     def _overlaps(self, tp: TopicPartition, reader: Reader) -> bool:
         (start, end), committed = self.books[tp].flight[reader], self._committed(tp)

@@ -101,6 +101,7 @@ class Book:
     commits: list[tuple[int, Entry]] = field(default_factory=list)
     flight: dict[Reader, tuple[int, int]] = field(default_factory=dict)
     again: bool = False  # its topic was recreated
+    unclear: bool = False  # its first records may be skipped: a position in the former topic was not known as one
     begun: set[Reader] = field(default_factory=set)  # runs that restarted at the beginning because of that
     back: set[Reader] = field(default_factory=set)  # those of them without a commit since
     firsts: set[int] = field(default_factory=set)  # all first offsets that its log ever had

@@ -12,7 +12,7 @@ from typing import Any
 from kit.kafka_group import Books, Group
 from kit.misfortune import Misfortune
 from kit.transactions import Transactions
-from kit.world import Process, World
+from kit.world import Process, Thread, World
 from spark_group_source.model import TopicPartition
 
 UPDATE_MS = (50, 5_000)
@@ -30,6 +30,7 @@ class Log:
     held: int | None = None
     serves_from_ms: int = 0  # until then metadata has the partition, but no broker serves it
     leader_from_ms: int = 0  # until then it has no leader, as all brokers with its log are down
+    is_silent: bool = False  # metadata still has its leader meanwhile, which does not answer
     epoch: int = 0  # of its leader
     begins: dict[int, int] = field(default_factory=dict)  # leader epochs after the first, and where each begins
 
@@ -85,6 +86,8 @@ class Cluster:
         self.commits_refused = 0  # because of their size
         self.denied_until_ms: dict[str, int] = {}  # by topic: until then the queries' user may not read it
         self.denials = 0
+        self.stalls_ms: dict[Thread, int] = {}  # by thread: how long its next request through an admin client waits
+        self.late_commits_ms: dict[str, int] = {}  # by process: how long its next offset commit is on its way
         self.producers: Counter[str] = Counter()  # how many each process made
         self.consumers: dict[str, list[Any]] = {}  # that each process made
         self._created = 0
@@ -187,6 +190,8 @@ class Cluster:
     def unreachable(self, ms: int) -> None:
         """Let no broker answer for so long; sessions start again afterwards."""
         self.world.note(f"no broker can be reached for {ms} ms")
+        if self.world.now_ms >= self.world.down_until_ms:
+            self.world.down_from_ms = self.world.now_ms
         self.world.down_until_ms = max(self.world.down_until_ms, self.world.now_ms + ms)
 
     def client_number(self, process: Process, kind: str) -> int:

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 REQUEST_S = 60.0
 """socket.timeout.ms, for requests without a timeout."""
+ANSWERED_BEFORE_MS = 300
+"""How long before its timeout a request is answered of which one leader is silent."""
 EARLIEST, LATEST = -2, -1
 """As OffsetSpec numbers them."""
 
@@ -90,7 +92,10 @@ class FakeAdmin:
             if codes == {KafkaError.LEADER_NOT_AVAILABLE}:  # the client finds no broker for the request
                 no_leaders = refusal(KafkaError._NOENT, "Failed to query partition leaders: No leaders found")
                 found = dict.fromkeys(found, no_leaders)
-            reply(found)
+            if KafkaError._TIMED_OUT in codes:  # the answers of the other leaders wait with it
+                self._world.at(max(0, to_ms(request_timeout) - ANSWERED_BEFORE_MS), lambda: reply(found))
+            else:
+                reply(found)
 
         if self._library.process.cut_off() and self._draws.chance(0.7):
             error = KafkaError(KafkaError._NOENT, "Failed to query partition leaders: No leaders found")
@@ -140,7 +145,7 @@ class FakeAdmin:
     def _partitions(self, topic: Topic) -> list[Any]:
         now = self._world.now_ms
         return [
-            SimpleNamespace(id=p, leader=SimpleNamespace(id=1) if log.leader_from_ms <= now else None)
+            SimpleNamespace(id=p, leader=SimpleNamespace(id=1) if log.leader_from_ms <= now or log.is_silent else None)
             for p, log in enumerate(topic.logs)
         ]
 
@@ -151,7 +156,7 @@ class FakeAdmin:
         if log is None:
             return refusal(KafkaError._UNKNOWN_PARTITION)
         if log.leader_from_ms > self._world.now_ms:
-            return refusal(KafkaError.LEADER_NOT_AVAILABLE)
+            return refusal(KafkaError._TIMED_OUT if log.is_silent else KafkaError.LEADER_NOT_AVAILABLE)
         if log.serves_from_ms > self._world.now_ms:
             codes = (KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError.NOT_LEADER_FOR_PARTITION)
             return refusal(self._draws.choice(codes))
@@ -194,7 +199,9 @@ class FakeAdmin:
         text: str,
     ) -> Futures:
         """Send one request; return a future for each part of its answer."""
-        the_thread(self._world)
+        me = the_thread(self._world)
+        if stall_ms := self._cluster.stalls_ms.pop(me, 0):
+            me.block(stall_ms)
         futures = {key: Future(self._world) for key in keys}
 
         def settle(answer: Any) -> None:

@@ -327,6 +327,15 @@ class FakeConsumer:
         client.breaks()
         return True
 
+    def is_expelled(self) -> bool:
+        """End its session at the coordinator, as after a pause; False: the group does not list it."""
+        client = self._client
+        member = None if client is None or client.closed or client.leaving else client.listed
+        if client is None or member is None:
+            return False
+        client.expel(member)
+        return True
+
     # --- from the library's thread ----------------------------------------------------------------------------------
 
     def rebalance(self, op: Op) -> None:

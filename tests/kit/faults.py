@@ -11,11 +11,11 @@ from functools import partial
 from typing import Any
 
 from kit.cluster import Cluster, Log
-from kit.operators import Operator, Targets
+from kit.operators import Operator
 from kit.ordinary_member import OrdinaryMember
 from kit.scene import SLOW_MS, TRIGGERS, Scene
 from kit.spark import Checkpoint, Query, SparkRun
-from kit.world import Draws, Process
+from kit.world import Process
 from spark_group_source.model import TopicPartition
 
 PAUSE_MS = (500, 9_000)
@@ -122,8 +122,7 @@ class Faults:
 
     def _cut_off(self, process: Process) -> None:
         """The process reaches no broker, while all others do."""
-        process.cut_off_until_ms = self.world.now_ms + self.draws.choice(OUTAGES_MS)
-        self.world.note(f"{process.name}: cut off until {process.cut_off_until_ms}")
+        process.cut(self.draws.choice(OUTAGES_MS))
 
     # --- queries ----------------------------------------------------------------------------------------------------
 
@@ -240,14 +239,14 @@ class Faults:
     @of(_operator)
     def rewind(self, operator: Operator) -> bool:
         """An operator resets offsets with Kafka's own tool."""
-        targets = partial(self._targets, self.draws)
+        targets = partial(self.scene.targets, self.draws)
         return operator.begin(lambda: operator.by_kafkas_tool(targets))
 
     @of(_operator)
     def reset(self, operator: Operator) -> bool:
         """An operator runs spark-group reset, with all tables."""
         draws = self.draws
-        targets, halfway = partial(self._targets, draws), draws.chance(0.15)
+        targets, halfway = partial(self.scene.targets, draws), draws.chance(0.15)
 
         def act() -> None:
             operator.by_reset(targets, self.scene.tables, halfway=halfway)
@@ -255,17 +254,6 @@ class Faults:
                 operator.by_reset(targets, self.scene.tables)
 
         return operator.begin(act)
-
-    def _targets(self, draws: Draws, committed: Targets) -> Targets:
-        """Draw some partitions, mostly a little back."""
-        targets = {}
-        for tp, at in sorted(committed.items()):
-            log = self.scene.cluster.log(tp)
-            if log is None or draws.chance(0.4):
-                continue
-            to = at - draws.between(0, 30) if draws.chance(0.8) else at + draws.between(0, 5)
-            targets[tp] = min(max(to, log.first), log.end)
-        return targets
 
     # --- topics -----------------------------------------------------------------------------------------------------
 
@@ -291,10 +279,7 @@ class Faults:
     @of(_records)
     def age_log(self, found: tuple[TopicPartition, Log]) -> None:
         """Retention deletes records, read or not."""
-        tp, log = found
-        self.scene.cluster.age(tp, self.draws.between(log.first, log.end))
-        self.world.note(f"{tp} begins at {log.first} now")
-        self.scene.truth.gone(tp, log.first)
+        self.scene.age(found[0], self.draws)
 
     @of(_records)
     def shrink_log(self, found: tuple[TopicPartition, Log]) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from kit.accounts import Accounts, Ranges, Violation, advance
 from kit.books import Book, Cause, Holding, Loss, Range, Reader
 from kit.kafka_client import Client, Tps
-from kit.kafka_group import Entry
+from kit.kafka_group import SESSION_CHECK_MS, SESSION_MS, Entry
 from spark_group_source.model import TopicPartition
 from spark_group_source.protocol.identifiers import parse_note
 from spark_group_source.protocol.offsets import StreamOffset
@@ -98,6 +98,8 @@ class Invariants(Accounts):
                         self._close(tp, name, Cause.DEAD)
             book.away |= book.chain.keys() - {reader.party}
             begin = self._committed(tp)
+            if reader.counted is None:  # it goes on there
+                book.unclear |= self._has_unread(book, begin)
             foreign = book.commits and book.commits[-1][1].stream != reader.party
             decides = not reader.closing and not self._is_replaced(reader)
             if reader.party in book.chain and foreign and decides:
@@ -253,6 +255,7 @@ class Invariants(Accounts):
     def planned(self, reader: Reader, offset: StreamOffset) -> None:
         """A batch is planned: its ranges start where the last ones ended, or at a foreign commit since."""
         reader.reset_number = offset.reset_number
+        self._begun.add(reader.party)
         for tp, (start, end) in self._of(offset.ranges):
             book = self.books[tp]
             last = book.chain.get(reader.party)
@@ -420,6 +423,8 @@ class Invariants(Accounts):
         if new.by == self.operator:
             self._moved(tp, writer, new)
             return
+        if new.stream is None:
+            book.unclear |= self._has_unread(book, new.offset)
         if old is None and self._may_skip(tp, writer):
             start = min(new.offset, max(book.end, book.longest))  # it started at an end that was truncated
             self._mark_skippable(tp, start)
@@ -464,12 +469,39 @@ class Invariants(Accounts):
         has_left = all(held.reader.name != last.by for held in book.holders.values())
         return last.stream is None and last.by != self.operator and had and has_left and not knew
 
+    # --- runs that end by themselves --------------------------------------------------------------------------------
+
+    def drained(self, party: str) -> None:
+        """A run reports that it is drained: Kafka has the end of its stream's last durable batch."""
+        for tp, book in self.books.items():
+            batch = book.durable.get(party)
+            changed = book.again or book.truncated or book.undone or book.moved or party in book.away
+            if batch is not None and not changed and self._committed(tp) < batch.end:
+                self._break(f"a run is drained, but {tp} is committed at {self._committed(tp)}, not at {batch.end}")
+
+    def all_read(self, reader: Reader, target: Mapping[TopicPartition, int]) -> None:
+        """An AvailableNow run ends by itself. It has read everything up to its target, unless others were in the
+        group, or an older run of its stream."""
+        since_ms = reader.began_ms - SESSION_MS - SESSION_CHECK_MS
+        for other in self._readers.values():
+            is_other = other.party != reader.party or other.alive or other.ended_ms > reader.began_ms
+            is_late = other.alive or other.ended_ms > since_ms
+            if other is not reader and other.name != self.operator and is_other and is_late:
+                return
+        self.ended_alone += 1
+        for tp, end in target.items():
+            book = self.books.get(tp)
+            if book is None or book.again or book.truncated or book.moved or book.halfway:
+                continue
+            if book.whole < min(end, book.end):
+                self._break(f"{reader.name} ends, but has read {tp} up to {book.whole} only, not to {end}")
+
     # --- at the end -------------------------------------------------------------------------------------------------
 
     def finished(self) -> bool:
         """Return whether all is processed and committed."""
         return all(
-            book.whole >= book.end and not self._owes_commit(tp) and not self._skipped(book)
+            book.whole >= book.end and not self._owes_commit(tp) and not self._skipped(book) and not self._unread(book)
             for tp, book in self.books.items()
         )
 
@@ -489,6 +521,8 @@ class Invariants(Accounts):
             self.must_read_again += bool(book.truncated and self._knows_epochs(book))
             if skipped := self._skipped(book):
                 self._break(f"{tp} offset {skipped[0]} replaces a truncated record, and was never read")
+            if unread := self._unread(book):
+                self._break(f"{tp} offset {unread[0]} of a recreated topic was never read")
         for reader in self._readers.values():
             if reader.alive:
                 self._honest(reader)
@@ -506,6 +540,15 @@ class Invariants(Accounts):
         """Return the offsets of records that replace truncated ones, and that no reader has read."""
         found = [at for at in sorted(book.replaced) if book.skippable <= at < book.end]
         return found if found and self._knows_epochs(book) else []
+
+    def _unread(self, book: Book) -> list[int]:
+        """Return the offsets of records of a recreated topic that nothing has read, below the former topic's progress.
+        Where a stream starts at the end of a log it may skip them."""
+        if not book.again or book.unclear or book.halfway or book.moved or self.starts_at_the_end:
+            return []
+        self._grow(book, book.end)
+        first, end = max(book.firsts, default=book.start), min(book.stale, book.end)
+        return [at for at in range(first, end) if not book.times[at - book.start]]
 
     def _knows_epochs(self, book: Book) -> bool:
         """Return whether the streams of the group alone read this partition, so that the leader epoch of each position

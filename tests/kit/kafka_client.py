@@ -19,7 +19,7 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Protocol
 
-from kit.kafka_group import Answer, Books, Code, Group
+from kit.kafka_group import Answer, Books, Code, Group, Member
 from kit.world import Process
 from spark_group_source.model import TopicPartition
 
@@ -154,6 +154,15 @@ class Client:
     def refused(self, code: Code) -> None:
         """The broker refused a commit of the application because of the member's state."""
         raise NotImplementedError
+
+    @property
+    def listed(self) -> Member | None:
+        """Its member in the group; None if the group does not list it."""
+        return self._group.members.get(self.member)
+
+    def expel(self, member: Member) -> None:
+        """End its session at the coordinator."""
+        self._group.remove(member, "its session ended")
 
     @property
     def is_out(self) -> bool:

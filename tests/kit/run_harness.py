@@ -52,6 +52,7 @@ class RunHarness:
         self.firsts = dict.fromkeys(partitions, 0)
         self.ends = dict.fromkeys(partitions, 0)
         self.leader_epochs: dict[TopicPartition, int] = {}  # of the leaders that report the ends
+        self.epoch_ends: dict[TopicPartition, int] = {}  # where the records of any earlier epoch end
         self.committed: dict[TopicPartition, ev.Committed] = {}
         self.assignments: dict[int, tuple[TopicPartition, ...]] = dict.fromkeys(range(slots), ()) | {
             0: tuple(partitions)
@@ -77,6 +78,13 @@ class RunHarness:
         run.start, run.ends = past, ends
         run.committed = {tp: ev.Committed(offset=at, stream=STREAM, seq=past.seq) for tp, at in ends.items()}
         return run
+
+    def restore(self, ends: Mapping[TopicPartition, int], *, epoch: int, reset_number: int) -> None:
+        """The cluster is restored from a backup: logs end there, under leaders of this earlier epoch, and
+        ``spark-group reset`` has set the group's offsets to these ends."""
+        self.ends = dict(ends)
+        self.leader_epochs = dict.fromkeys(ends, epoch)
+        self.committed = {tp: ev.Committed(offset=at, reset_number=reset_number) for tp, at in ends.items()}
 
     # --- Spark's calls ----------------------------------------------------------------------------------------------
 
@@ -217,7 +225,7 @@ class RunHarness:
                 return ev.LogEndsRead(
                     ends=_some(self.ends, step.ends, (self.leaderless, self.unreachable)),
                     leader_epochs=_some(self.leader_epochs, step.ends),
-                    epoch_ends=dict.fromkeys(step.epoch_ends),  # the leaders know no earlier epoch
+                    epoch_ends={tp: self.epoch_ends.get(tp) for tp in step.epoch_ends},  # None: it knows none
                     firsts=_some(self.firsts, step.firsts, (self.leaderless, self.unreachable)),
                     log_ends=_some(self.ends, step.log_ends, (self.leaderless, self.unreachable)),
                     topic_ids=_some(self.ids, step.topics),

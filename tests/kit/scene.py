@@ -4,20 +4,20 @@ Runs in: tests. The seed draws all of it. Deliberately absent: faults (``faults`
 """
 
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 
 from kit.agents import Executors, Luck
 from kit.cluster import Cluster
 from kit.invariants import Invariants, Violation
-from kit.kafka_group import REBALANCE_MS, SESSION_MS, Group
+from kit.kafka_group import REBALANCE_MS, SESSION_MS, Entry, Group
 from kit.misfortune import Misfortune
-from kit.operators import Operator
+from kit.operators import Operator, Targets
 from kit.ordinary_member import OrdinaryMember
 from kit.sinks import Idempotent, Plain, Table
 from kit.spark import GROUP, Checkpoint, Habits, MemberHost, Query, Sink, SparkRun, Trigger
-from kit.world import World
+from kit.world import Draws, World
 from spark_group_source.errors import (
     CommitFailed,
     DataLoss,
@@ -55,10 +55,28 @@ PATIENCE_MS_MAX = 20_000
 """Maximum time that a run may wait for the group once the group is stable and all requests are answered."""
 UNOWNED_EVERY_MS = 20_000
 """Interval of the check for partitions without an owner in the calm phase; longer than a session."""
+SLACK_MS = 2_000
+OUTAGE_MET_MS = 12_000
+"""Every run meets an outage of this length: a request is sent, and fails."""
 CALL_SLACK_MS = 15_000
 """Allowance beyond the time limit of a call that waits for the group."""
 START_AGAIN_MS = (100, 1_500, 4_000, 12_000)
 """Delays before a query that ended is restarted: immediately, or after more than a session."""
+
+
+@dataclass(frozen=True)
+class Backup:
+    """A backup of the cluster.
+
+    Args:
+        logs: the end of each log, the epoch of its leader, and where the epochs begin.
+        ids: the ids of the topics.
+        offsets: the committed offsets.
+    """
+
+    logs: Mapping[TopicPartition, tuple[int, int, Mapping[int, int]]]
+    ids: Mapping[str, str]
+    offsets: Mapping[TopicPartition, Entry]
 
 
 class Scene:
@@ -104,7 +122,8 @@ class Scene:
         self._restarts_ms: dict[str, int] = {}  # when a run that ends is started again, if not by START_AGAIN_MS
         self.while_down: Callable[[], None] | None = None  # called once, when the next query has ended
         self.leaders_return_ms = 0  # how long partitions without a leader have none in the calm time
-        self.operator = Operator(world, cluster, truth, GROUP, stop=self._stop_all, start=self._start_all)
+        change = {"stop": self._stop_all, "start": self._start_all}
+        self.operator = Operator(world, cluster, truth, GROUP, **change, tables=self.tables)
         truth.pending = lambda: [at for query in self.queries if (at := query.checkpoint.pending()) is not None]
         truth.last = lambda: [at for query in self.queries if (at := query.checkpoint.last()) is not None]
 
@@ -201,6 +220,28 @@ class Scene:
         for query in self.queries:
             self.start(query)
 
+    def freeze_all(self) -> None:
+        """Freeze the drivers, or kill them: their sessions end, and most of them continue later with what they know."""
+        self.closed = True
+        for query in self.queries:
+            for run in query.runs:
+                if run is not query.runs[-1] or run.has_lost_reader or run.process.draws("frozen").chance(0.1):
+                    run.kill()
+                elif run.process.alive and not run.process.frozen:
+                    run.process.freeze()
+        for other in self.others:
+            other.end()
+
+    def thaw_all(self) -> None:
+        """Let the frozen drivers continue, and start those that were killed."""
+        self.closed = False
+        for query in self.queries:
+            run = query.runs[-1]
+            if not run.process.alive:
+                self.start(query)
+            elif run.process.frozen:
+                run.process.thaw()
+
     def start_other(self, *, brief: bool = False) -> None:
         if self.closed:
             return
@@ -294,10 +335,22 @@ class Scene:
         has_lost_id = self.cluster.transactions.taken_back(run.process.name)
         if self.protocol == "consumer" and (stays or (same and (has_lost_id or run.trigger != "default"))):
             return
-        rest_ms = max(self._at_rest_since_ms, run.process.thawed_at_ms, run.process.cut_off_until_ms)
-        failed_ms = self.world.now_ms if run.watched is None else run.watched.failed_ms or self.world.now_ms
+        process = run.process
+        unsettled_ms = max(self._at_rest_since_ms, process.thawed_at_ms)
+        failed_ms, budget_ms = self.world.now_ms, 0
+        if run.watched is not None:
+            failed_ms, budget_ms = run.watched.failed_ms or failed_ms, run.watched.rules.joining_budget_ms
+        rest_ms = max(unsettled_ms, process.cut_off_until_ms, process.members_until_ms)
         if failed_ms - rest_ms > PATIENCE_MS_MAX and not self._unanswered:
-            raise self._violation(f"{run.process.name} timed out waiting for a stable group: {error}")
+            raise self._violation(f"{process.name} timed out waiting for a stable group: {error}")
+        # An outage has a limit of its own: after one that its requests have met, it waits for the group anew.
+        for from_ms, until_ms in (
+            (self.world.down_from_ms, self.world.down_until_ms),
+            (process.cut_off_from_ms, process.cut_off_until_ms),
+        ):
+            met = until_ms - from_ms >= OUTAGE_MET_MS
+            if met and from_ms < failed_ms < until_ms + budget_ms - SLACK_MS and process.thawed_at_ms < from_ms:
+                raise self._violation(f"{process.name} counts an outage as time to wait for the group: {error}")
 
     # --- activity ---------------------------------------------------------------------------------------------------
 
@@ -322,7 +375,9 @@ class Scene:
                 if not run.healthy or run.watched is None:
                     continue
                 since_ms = run.calling_since_ms
-                trouble_ms = max(run.process.thawed_at_ms, self.world.down_until_ms, run.process.cut_off_until_ms)
+                process = run.process
+                outage_ms = max(self.world.down_until_ms, process.cut_off_until_ms, process.members_until_ms)
+                trouble_ms = max(process.thawed_at_ms, outage_ms)
                 budget_ms = run.watched.rules.joining_budget_ms
                 longest_ms = max(CALL_MS_MAX, budget_ms + CALL_SLACK_MS)
                 if run.trigger != "default":  # then it must know what is left to read
@@ -369,6 +424,46 @@ class Scene:
         for tp in self.partitions():
             if tp.topic == topic:
                 self.truth.made_again(tp)
+
+    def targets(self, draws: Draws, committed: Targets) -> Targets:
+        """Draw some partitions, mostly a little back."""
+        targets = {}
+        for tp, at in sorted(committed.items()):
+            log = self.cluster.log(tp)
+            if log is None or draws.chance(0.4):
+                continue
+            to = at - draws.between(0, 30) if draws.chance(0.8) else at + draws.between(0, 5)
+            targets[tp] = min(max(to, log.first), log.end)
+        return targets
+
+    def restarts_after(self, run: SparkRun, ms: int) -> None:
+        """When this run ends, its query starts again so much later."""
+        self._restarts_ms[run.process.name] = ms
+
+    def age(self, tp: TopicPartition, draws: Draws) -> None:
+        """Retention deletes records, read or not."""
+        log = self.cluster.log(tp)
+        assert log is not None
+        self.cluster.age(tp, draws.between(log.first, log.end))
+        self.world.note(f"{tp} begins at {log.first} now")
+        self.truth.gone(tp, log.first)
+
+    def restore(self, backup: "Backup") -> None:
+        """Bring back the logs and committed offsets of a backup of the cluster: leader epochs are earlier ones then."""
+        self.world.note("the cluster is restored")
+        for tp, (end, epoch, begins) in backup.logs.items():
+            log = self.cluster.log(tp)
+            if log is None or self.cluster.topics[tp.topic].id != backup.ids[tp.topic]:
+                continue
+            log.end, log.epoch, log.begins, log.held = max(end, log.first), epoch, dict(begins), None
+            self.truth.shrunk(tp, log.end)
+            if tp in backup.offsets and tp in self.group.offsets:
+                self.group.offsets[tp] = backup.offsets[tp]._replace(order=self.group.offsets[tp].order)
+
+    def back_up(self) -> "Backup":
+        logs, topics = {tp: self.cluster.log(tp) for tp in self.partitions()}, self.cluster.topics
+        ends = {tp: (log.end, log.epoch, dict(log.begins)) for tp, log in logs.items() if log is not None}
+        return Backup(ends, {name: topic.id for name, topic in topics.items()}, dict(self.group.offsets))
 
     def release(self, tp: TopicPartition) -> None:
         """End the open transaction of the partition's records."""

@@ -4,15 +4,14 @@ Runs in: tests. What ships writes to a table with a ledger, over a model of its 
 rows other than their offsets, changes of the table by its users (``table_histories`` has them), and the write guard.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 from kit.invariants import Invariants
 from kit.spark import Read, SparkRun
 from kit.world import World
-from spark_group_source.delta import ledger_store, table_writer
+from spark_group_source.delta import table_writer
 from spark_group_source.delta.checkpoint import PlannedBatch
 from spark_group_source.delta.ledger_decision import WriteBatch
 from spark_group_source.delta.ledger_format import Ledger
@@ -100,8 +99,7 @@ class TableLog:
 class Table:
     """A table with the ledger of one group. Several queries may write to it.
 
-    What ships reads the log, decides, and makes the note of each commit (``delta.sink``, ``delta.table_history``), and
-    sets the ledger for an operator (``delta.ledger_store``).
+    What ships reads the log, decides, and makes the note of each commit (``delta.sink``, ``delta.table_history``).
     """
 
     def __init__(self, world: World, truth: Invariants, name: str, group: str) -> None:
@@ -135,29 +133,6 @@ class Table:
         if offset not in durable and (ledger := sink._ledgers.get(offset.group)) is not None:
             run.query.void[offset.stream, offset.seq] = ledger.reset_number
 
-    def set_ledger(
-        self,
-        offsets: Mapping[TopicPartition, int],
-        *,
-        topic_ids: Mapping[str, str],
-        reset_number: int,
-        deleted: Collection[str],
-    ) -> None:
-        """Set the ledger, as ``spark-group reset`` does."""
-        self.truth.ledger_moved(self.name, offsets)
-        self.world.note(lambda: f"table {self.name}: the ledger is set by reset #{reset_number}")
-        with patch.object(table_writer, "open_existing", lambda *_: SimulatedWriter(self)):
-            ledger_store.set_ledger(
-                NO_ROWS.sparkSession,
-                self.log.table,
-                self._group,
-                offsets,
-                reason="a reset",
-                topic_ids=topic_ids,
-                reset_number=reset_number,
-                deleted=deleted,
-            )
-
 
 class SimulatedCommit(BatchCommit):
     """The commit of a batch. Its rows are what is left out of it: :class:`SimulatedWriter` reads the others."""
@@ -189,6 +164,12 @@ class SimulatedWriter(TableWriter):
 
     def row_ends(self, starts: Mapping[TopicPartition, int] | None = None) -> dict[TopicPartition, int] | None:
         raise AssertionError("the log has every ledger")
+
+    def commit_ledger(self, history: TableHistory, ledger: Ledger, *args: Any, **kwargs: Any) -> Ledger:
+        if self._run is None:  # an operator sets it
+            self._table.truth.ledger_moved(self._table.name, ledger.offsets)
+            self._table.world.note(f"table {self._table.name}: the ledger is set by reset #{ledger.reset_number}")
+        return super().commit_ledger(history, ledger, *args, **kwargs)
 
     def commit(
         self, history: TableHistory, rows: Any, numbers: Mapping[str, int], note: str, *, needed: bool

@@ -124,8 +124,8 @@ class ConcurrentUpdate(Exception):
 class Publisher(run_files.Publisher):
     """Without files."""
 
-    def __init__(self, query: Query) -> None:
-        self._query, self._stream = query, ""
+    def __init__(self, query: Query, drained: Callable[[str], None]) -> None:
+        self._query, self._stream, self._drained = query, "", drained
         self.drain = self.drained = False
 
     @property
@@ -135,6 +135,8 @@ class Publisher(run_files.Publisher):
     def publish(
         self, statistics: Statistics, *, drained: bool = False, last_batch: int = -1, committed: bool = False
     ) -> None:
+        if drained and not self.drained:
+            self._drained(statistics.stream)
         self.drained, self._stream = drained, statistics.stream
 
     def durable_mark(self, stream: str) -> BatchKey:
@@ -170,6 +172,10 @@ class WatchedRun(Run):
         self._process, self._reader, self._truth = process, reader, truth
         self._planned_seq = -1
         self._waits_since_ms: int | None = None  # of Spark's call, unless an event came since
+        self.during_check: tuple[int, Do] | None = None
+        """The number of a request of a check before a batch, and what is called once when it is sent next."""
+        self.target: Mapping[TopicPartition, int] | None = None
+        """The ends up to which an AvailableNow run reads."""
         self.failed_ms: int | None = None
         """When the run failed: maybe long before Spark's next call, which reports it."""
 
@@ -182,6 +188,8 @@ class WatchedRun(Run):
         self._reader.closing |= isinstance(event, ev.MembersClosing)
         if isinstance(event, ev.Lost):
             self._truth.loss_reported(self._reader, event.partitions)
+        if isinstance(event, ev.TargetRead):
+            self.target = event.ends
         if isinstance(event, ev.CommittedOffsetsRead):
             self._truth.told(self._reader, {tp: at.offset if at else None for tp, at in event.offsets.items()})
         placement = self.placement
@@ -215,6 +223,11 @@ class WatchedRun(Run):
             if self._waits_since_ms == now_ms:
                 self._break("Spark's call does not wait, although nothing is to be done")
             self._waits_since_ms = now_ms
+        if isinstance(step, ev.ReadLogEnds) and self.during_check is not None:
+            number, do = self.during_check
+            if number == (1 if step.ends else 2 if step.topics else 3):
+                self.during_check = None
+                do()
         plan = self.plan
         if plan is not None and plan.seq != self._planned_seq and isinstance(step, ev.ReturnOffset):
             self._planned_seq = plan.seq
@@ -269,7 +282,7 @@ class SparkRun:
         self.options = Options.parse(query.habits.options)
         self.trigger = query.habits.trigger
         self.watched: WatchedRun | None = None
-        self.publisher = Publisher(query)
+        self.publisher = Publisher(query, truth.drained)
         self.reader = Reader(self.process.name, self.process.name, self.number, self._counted)
         self.reader.fails_on_loss = self.options.fail_on_data_loss
         self.calling_since_ms: int | None = None  # inside a call from Spark
@@ -277,6 +290,8 @@ class SparkRun:
         self.host_dies: Do | None = None  # called when the host dies, which is right after the next batch
         self.reader_dies = False  # alone, while the sink has the next batch
         self.after_plan: Callable[[StreamOffset], None] | None = None  # called once, with the next batch
+        self.slow_ms = 0  # how much longer its next batch takes
+        self.after_write: Do | None = None  # called once, when the sink has a batch
         self.marked: StreamOffset | None = None  # the batch that its sink marked as durable last
         self._lasting_since_ms: dict[tuple[str, int], int] = {}  # with the last durable batch
         self._triggered_ms = 0
@@ -362,6 +377,7 @@ class SparkRun:
         try:
             self.pause(5, 200)
             self._query()
+            self._require_all_read()
         except GreenletExit:
             raise
         except (SourceError, ConcurrentUpdate, ReaderDied) as exc:
@@ -444,6 +460,12 @@ class SparkRun:
             self.pause(min(left_ms, TRIGGER_CHECK_MS), min(left_ms, TRIGGER_CHECK_MS))
         self._triggered_ms = self._world.now_ms
 
+    def _require_all_read(self) -> None:
+        """Check that an AvailableNow run that ends by itself has left nothing to the next one."""
+        target = None if self.watched is None else self.watched.target
+        if target is not None and not self.publisher.drain:
+            self._truth.all_read(self.reader, target)
+
     def unserved(self) -> str | None:
         """Return what this run should have noticed by now, although Spark does not call it."""
         run, now_ms = self.watched, self._world.now_ms
@@ -486,7 +508,13 @@ class SparkRun:
             self.reader_dies = False
             self._world.at(self._draws.between(0, READER_DIES_MS_MAX), self._lose_reader)
         self._step(5, self.query.habits.sink_ms_max)
+        if self.slow_ms:
+            slow_ms, self.slow_ms = self.slow_ms, 0
+            self.pause(slow_ms, slow_ms)
         self.query.sink.write(self, offset, partial(self._read, offset.leader_epochs))
+        if self.after_write is not None:
+            after_write, self.after_write = self.after_write, None
+            after_write()
         if self.query.durable.get(offset.stream) != BatchKey.of(offset):
             self._truth.durable(self.reader, offset)
         if self.host_dies is not None and number not in self.query.checkpoint.commits:

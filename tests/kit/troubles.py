@@ -7,8 +7,11 @@ Runs in: tests. Deliberately absent: faults that come and go in every history (`
 
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 
-from kit.scene import PATTERN, Scene
+from kit.fake_consumer import FakeConsumer
+from kit.scene import PATTERN, Backup, Scene
+from kit.spark import SparkRun
 from kit.world import Draws
 from spark_group_source.model import TopicPartition
 from spark_group_source.protocol.offsets import StreamOffset
@@ -46,6 +49,46 @@ FORGOTTEN_EVERY_MS = (5_000, 40_000)
 ELECTIONS_SHARE = 0.3
 """Share of the histories with elections of leaders that answer at once, with and without all records."""
 ELECTIONS_EVERY_MS = (1_000, 15_000)
+SILENT_SHARE = 0.3
+"""Share of the partitions without a leader whose leader does not answer: metadata still has it."""
+CHECKS_SHARE = 0.1
+"""Share of the histories in which partitions leave during a check before a batch."""
+CHECKS_EVERY_MS = (1_000, 15_000)
+STALL_MS = (500, 2_000, 5_000)
+"""How long the request of such a check takes."""
+LEAVES_MS = (0, 500)
+OLD_BATCH_SHARE = 0.15
+"""Share of the histories in which a batch is committed when its topic was recreated meanwhile."""
+OLD_BATCH_MS = (2_000, 40_000)
+OLD_BATCH_TAKES_MS = (300, 6_000)
+GONE_MS = (10, 10, 1_500)
+"""How long such a topic does not exist."""
+LATE_COMMIT_MS = (500, 4_000)
+AWAY_MS = (9_000, 20_000)
+"""How long a query is away then: others get its partitions."""
+DOWN_SHARE = 0.05
+"""Share of the histories in which a topic is recreated while a query is down."""
+DOWN_MS = (1_000, 30_000)
+MEMBERS_SHARE = 0.06
+"""Share of the histories in which the members of a query reach no coordinator, while its requests are answered."""
+MEMBERS_MS = (2_000, 40_000)
+MEMBERS_CUT_MS = (2_000, 6_000, 12_000, 25_000, 45_000)
+RESTORED_SHARE = 0.05
+"""Share of the histories in which the cluster is restored from a backup, and the group is reset."""
+BACKUP_MS = (5_000, 30_000)
+RESTORED_MS = (5_000, 30_000)
+"""Time since the backup."""
+CURRENT_SHARE = 0.05
+"""Share of the histories in which an impatient operator resets the group to its current offsets: the command is refused
+until the group is empty."""
+LIVING_SHARE = 0.08
+"""Share of the histories with resets of a group whose queries are frozen, and continue."""
+LIVING_MS = (3_000, 40_000)
+AGAIN_MS = (50, 4_000)
+"""How long they run until the next reset."""
+
+
+PAUSE_MS = (1_000, 5_000)
 
 
 class Troubles:
@@ -68,6 +111,19 @@ class Troubles:
             "topic denied",
             "transactional ids forgotten",
             "election without loss",
+            "silent leader",
+            "partition leaves during a check",
+            "recreated during a check",
+            "batch of a former topic",
+            "late commit to a recreated topic",
+            "recreated while a query is down",
+            "outage of the members alone",
+            "reset of a living query",
+            "second reset of a living query",
+            "reset with a printed command",
+            "reset to the current offsets",
+            "restored cluster",
+            "AvailableNow run ended alone",
             "truncation between triggers",
             "truncation of a planned batch",
             "truncation while a query is down",
@@ -84,6 +140,8 @@ class Troubles:
         truth = self.scene.truth
         more |= {"stream went back to a truncation": truth.went_back}
         more |= {"truncated records read again": truth.must_read_again}
+        more |= {"AvailableNow run ended alone": truth.ended_alone}
+        more |= {"reset with a printed command": self.scene.operator.refused}
         return dict(self.happened + Counter(more))
 
     def begin(self) -> None:
@@ -123,6 +181,175 @@ class Troubles:
         draws = self.world.draws("trouble: elections")
         if draws.chance(ELECTIONS_SHARE):
             self.world.at(draws.between(*ELECTIONS_EVERY_MS), lambda: self._elect(draws))
+
+        draws = self.world.draws("trouble: members during checks")
+        if draws.chance(CHECKS_SHARE):
+            self.world.at(draws.between(*CHECKS_EVERY_MS), lambda: self._interrupt_check(draws))
+
+        draws = self.world.draws("trouble: batches of former topics")
+        if draws.chance(OLD_BATCH_SHARE):
+            self.world.at(draws.between(*OLD_BATCH_MS), lambda: self._old_batch(draws))
+
+        draws = self.world.draws("trouble: topics while down")
+        if draws.chance(DOWN_SHARE):
+            self.world.at(draws.between(*DOWN_MS), lambda: self._recreate_while_down(draws))
+
+        draws = self.world.draws("trouble: outage of members")
+        if draws.chance(MEMBERS_SHARE):
+            self.world.at(draws.between(*MEMBERS_MS), lambda: self._cut_members(draws))
+
+        draws = self.world.draws("trouble: resets")
+        if draws.chance(LIVING_SHARE):
+            self.world.at(draws.between(*LIVING_MS), lambda: self._reset_living(draws, more=1))
+
+        draws = self.world.draws("trouble: backups")
+        if draws.chance(RESTORED_SHARE):
+            self.world.at(draws.between(*BACKUP_MS), lambda: self._restore(self.scene.back_up(), draws))
+
+        draws = self.world.draws("trouble: current")
+        if draws.chance(CURRENT_SHARE):
+            self.world.at(draws.between(*LIVING_MS), self._reset_to_current)
+
+    def _restore(self, backup: Backup, draws: Draws) -> None:
+        scene, positions = self.scene, draws.choice(["--to-current", "--to-current", "--to-ledger"])
+
+        def act() -> None:
+            if not self.happened["restored cluster"]:
+                self.happened["restored cluster"] += 1
+                scene.restore(backup)
+            scene.operator.to(positions if scene.tables else "--to-current", scene.tables)
+
+        def begin() -> None:
+            if not scene.is_calm and scene.partitions() and not scene.operator.begin(act):
+                self.world.at(PAUSE_MS[0], begin)
+
+        self.world.at(draws.between(*RESTORED_MS), begin)
+
+    def _reset_to_current(self) -> None:
+        scene = self.scene
+        if scene.is_calm:
+            return
+
+        def act() -> None:
+            scene.truth.keeps = True
+            scene.operator.to("--to-current", scene.tables)
+            self.happened["reset to the current offsets"] += 1
+            scene.truth.keeps = False
+
+        if not scene.operator.begin(act, is_patient=False):
+            self.world.at(PAUSE_MS[0], self._reset_to_current)
+
+    def _run(self, draws: Draws) -> SparkRun | None:
+        run = draws.choice(self.scene.queries).runs[-1]
+        return run if run.healthy and not self.scene.is_calm else None
+
+    def _recreate(self, topic: str, gone_ms: int) -> bool:
+        """Delete a topic, and create it again after a while."""
+        if self.scene.is_calm or topic not in self.scene.cluster.topics or self.scene.deleted:
+            return False
+        self.scene.delete(topic)
+        self.world.at(gone_ms, lambda: self.scene.make_again(topic))
+        return True
+
+    def _interrupt_check(self, draws: Draws) -> None:
+        """A member of a query is out while a request of a check before a batch is answered late."""
+        if self.scene.is_calm:
+            return
+        self.world.at(draws.between(*CHECKS_EVERY_MS), lambda: self._interrupt_check(draws))
+        change, number = draws.choice(["none", "recreated", "recreated", "aged"]), draws.choice([2, 3, 3])
+        how, stall_ms = draws.choice(["out", "out", "breaks"]), draws.choice(STALL_MS)
+        leaves_ms = draws.between(*LEAVES_MS)
+        topics = sorted(self.scene.cluster.topics)
+        if (run := self._run(draws)) is None or run.watched is None or not topics:
+            return
+        topic = draws.choice(topics)
+        if change == "recreated":
+            self._recreate(topic, 10)
+        elif change == "aged":
+            for tp in [tp for tp in self.scene.partitions() if tp.topic == topic]:
+                self.scene.age(tp, draws)
+
+        def leaves() -> None:
+            consumers = list(self.scene.cluster.consumers.get(run.process.name, ()))
+            draws.shuffle(consumers)
+            leave = FakeConsumer.breaks if how == "breaks" else FakeConsumer.is_expelled
+            if any(leave(consumer) for consumer in consumers):
+                self.world.note(f"{run.process.name}: a member leaves during a check")
+                self.happened["partition leaves during a check"] += 1
+                self.happened["recreated during a check"] += change == "recreated" and number == 3
+
+        def during_check() -> None:
+            assert self.world.current is not None
+            self.scene.cluster.stalls_ms[self.world.current] = stall_ms
+            self.world.at(leaves_ms, leaves)
+
+        run.watched.during_check = number if change == "recreated" else 2, during_check
+
+    def _old_batch(self, draws: Draws) -> None:
+        """The topic of a batch is recreated while the sink writes it, or while its offsets are on their way to Kafka.
+        Then the query is away for a while, or not."""
+        if (run := self._run(draws)) is None:
+            self.world.at(draws.between(*PAUSE_MS), lambda: None if self.scene.is_calm else self._old_batch(draws))
+            return
+        takes_ms, gone_ms = draws.between(*OLD_BATCH_TAKES_MS), draws.choice(GONE_MS)
+        late_ms, is_away = draws.choice([0, draws.between(*LATE_COMMIT_MS)]), draws.chance(0.6)
+        before_ms, away_ms = draws.between(0, 1_500), draws.between(*AWAY_MS)
+
+        def planned(offset: StreamOffset) -> None:
+            if not (topics := sorted({r.tp.topic for r in offset.batch()})):
+                run.after_plan = planned
+                return
+            run.slow_ms, topic = takes_ms, draws.choice(topics)
+            if not late_ms:
+                kind, at_ms = "batch of a former topic", draws.between(0, takes_ms)
+                self.world.at(at_ms, lambda: self._counted(kind, topic, gone_ms))
+
+            def written() -> None:
+                if late_ms:
+                    self.scene.cluster.late_commits_ms[run.process.name] = late_ms
+                    kind, at_ms = "late commit to a recreated topic", draws.between(1, late_ms)
+                    self.world.at(at_ms, lambda: self._counted(kind, topic, GONE_MS[0]))
+                if is_away:
+                    self.scene.restarts_after(run, away_ms)
+                    self.world.at(late_ms + before_ms, lambda: None if self.scene.is_calm else run.kill())
+
+            run.after_write = written
+
+        run.after_plan = planned
+
+    def _counted(self, kind: str, topic: str, gone_ms: int) -> None:
+        self.happened[kind] += self._recreate(topic, gone_ms)
+
+    def _recreate_while_down(self, draws: Draws) -> None:
+        topics, gone_ms = sorted(self.scene.cluster.topics), draws.choice(GONE_MS)
+        if topics:
+            topic = draws.choice(topics)
+            self.scene.while_down = lambda: self._counted("recreated while a query is down", topic, gone_ms)
+
+    def _cut_members(self, draws: Draws) -> None:
+        if (run := self._run(draws)) is not None:
+            run.process.cut_members(draws.choice(MEMBERS_CUT_MS))
+            self.happened["outage of the members alone"] += 1
+
+    def _reset_living(self, draws: Draws, *, more: int) -> None:
+        """Operators reset the group while its queries are frozen; these continue, and may be reset again."""
+        scene, targets = self.scene, partial(self.scene.targets, draws)
+        with_tables, twice, again_ms = draws.chance(0.8), draws.chance(0.3), draws.between(*AGAIN_MS)
+        if scene.is_calm:
+            return
+
+        def act() -> None:
+            for _ in range(1 + twice):
+                scene.operator.by_reset(targets, scene.tables if with_tables else ())
+            self.happened["reset of a living query" if more else "second reset of a living query"] += 1
+
+        def start() -> None:
+            scene.thaw_all()
+            if more and draws.chance(0.7):
+                self.world.at(again_ms, lambda: self._reset_living(draws, more=more - 1))
+
+        if not scene.operator.begin(act, stop=scene.freeze_all, start=start):
+            self.world.at(again_ms, lambda: self._reset_living(draws, more=more))
 
     def _forget_ids(self, draws: Draws) -> None:
         if self.scene.is_calm:
@@ -207,6 +434,8 @@ class Troubles:
             assert log is not None
             log.leader_from_ms = self.world.now_ms + draws.choice(LEADERLESS_MS)
             log.elect()
-            self.world.note(f"{tp} has no leader until {log.leader_from_ms}")
+            log.is_silent = self.world.draws("trouble: silent leaders").chance(SILENT_SHARE)
+            self.happened["silent leader"] += log.is_silent
+            self.world.note(f"{tp} has {'a silent' if log.is_silent else 'no'} leader until {log.leader_from_ms}")
             self.happened["leaderless before it was read" if tp in new else "leaderless partition"] += 1
         self.world.at(draws.between(*LEADERLESS_EVERY_MS), lambda: self._lose_leader(draws))

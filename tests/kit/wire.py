@@ -51,7 +51,7 @@ class PendingRequest:
         timed_out: Callable[[], KafkaError],
     ) -> None:
         self._process, self._thread, self._world = library.process, library.thread, library.world
-        self._misfortune = library.cluster.misfortune
+        self._misfortune, self._late_commits_ms = library.cluster.misfortune, library.cluster.late_commits_ms
         self._kind, self._serve, self._settle = kind, serve, settle
         self._timeout_ms, self._timed_out = timeout_ms, timed_out
         self._settled = self._armed = self._answered = False
@@ -84,6 +84,8 @@ class PendingRequest:
             self._process.later(self._thread, delay_ms, lambda: self._send(luck))
             return
         delay_ms = self._latency()
+        if self._kind in (RequestKind.COMMIT, RequestKind.SEND):
+            delay_ms += self._late_commits_ms.pop(self._process.name, 0)
         if luck is Luck.LATE and self._draws.chance(0.5):
             delay_ms += self._draws.between(200, self._misfortune.late_ms_max)
         world.at(delay_ms, lambda: self._arrived(luck))

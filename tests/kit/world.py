@@ -48,7 +48,7 @@ class World:
         self.now_ms = 0
         self.loss = 0.0  # share of requests or responses that get lost
         self.delay_ms_max = 15
-        self.down_until_ms = 0  # no broker responds before this
+        self.down_from_ms = self.down_until_ms = 0  # no broker responds in this time
         self.preempt = 0.0  # chance that a thread is preempted where it takes a lock or puts into a queue
         self.steps = 0
         self.current: Thread | None = None  # the running thread; None in the loop itself
@@ -159,7 +159,8 @@ class Process:
         self.frozen = False
         self.orphaned = False
         self.thawed_at_ms = 0
-        self.cut_off_until_ms = 0  # no broker is reachable from here before this
+        self.cut_off_from_ms = self.cut_off_until_ms = 0  # no broker is reachable from here in this time
+        self.members_from_ms = self.members_until_ms = 0  # no member here reaches the coordinator in this time
         self.survivor: Thread | None = None  # the only thread that runs on
         self.threads: list[Thread] = []
         self._due: dict[str, list[Do]] = {}
@@ -193,6 +194,16 @@ class Process:
     def cut_off(self) -> bool:
         """Whether it cannot reach any broker now."""
         return self.world.now_ms < max(self.world.down_until_ms, self.cut_off_until_ms)
+
+    def cut(self, ms: int) -> None:
+        """Let it reach no broker for so long."""
+        self.cut_off_from_ms, self.cut_off_until_ms = self.world.now_ms, self.world.now_ms + ms
+        self.world.note(f"{self.name}: cut off until {self.cut_off_until_ms}")
+
+    def cut_members(self, ms: int) -> None:
+        """Let its members not reach the coordinator for so long; all other requests are answered."""
+        self.members_from_ms, self.members_until_ms = self.world.now_ms, self.world.now_ms + ms
+        self.world.note(f"{self.name}: members reach no coordinator until {self.members_until_ms}")
 
     def kill(self, how: str = "killed") -> None:
         """Kill it now, without another step of its threads. Does not return if one of these calls it."""
@@ -257,7 +268,7 @@ class Process:
                 world.at(draws.between(1, world.delay_ms_max), serve)
 
         def serve() -> None:
-            if self.cut_off():
+            if self.cut_off() or world.now_ms < self.members_until_ms:
                 self.later(thread, REQUEST_TIMEOUT_MS, attempt)
             else:
                 request(reply)

@@ -593,3 +593,23 @@ def test_fixed_number_of_members_needs_no_description() -> None:
     run.batch()
     assert members(run) == [0]
     assert not run.steps_of(ev.DescribeGroup)
+
+
+@pytest.mark.parametrize("lives", [True, False])
+def test_reset_to_the_end_of_a_restored_cluster_voids_the_leader_epochs(lives: bool) -> None:
+    """Its leaders have earlier epochs: they are no former leaders, and nothing is lost behind the reset."""
+    run = RunHarness.resumed(replace(PAST, leader_epochs={A: 7, B: 7}))
+    run.leader_epochs = {A: 7, B: 7}
+    if lives:
+        run.latest()
+    run.restore({A: 90, B: 30}, epoch=2, reset_number=1)
+    if lives:  # its sessions have ended
+        run.lost(A, B)
+        run.pass_time(5_000)
+        run.assigned(A, B)
+        run.pass_time(1_000)
+    run.ends = {A: 95, B: 30}
+    began_ms = run.clock()
+    planned = run.latest()
+    assert planned.batch() == [(A, 90, 95)] and run.clock() < began_ms + GRACE_MS
+    assert planned.leader_epochs == {A: 2, B: 2} and planned.reset_number == 1
