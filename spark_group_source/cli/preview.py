@@ -6,7 +6,7 @@ read by the code of a task, in this process.
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from rich.console import Group, RenderableType
@@ -25,7 +25,7 @@ from spark_group_source.kafka.translation import GroupDescription, Topic
 from spark_group_source.model import OffsetRange, Piece, TopicPartition
 from spark_group_source.options.table import Options
 from spark_group_source.protocol import events as ev
-from spark_group_source.protocol.data_loss import DataLossDetector, LeaderEpochs
+from spark_group_source.protocol.data_loss import GRACE_MS, DataLossDetector, LeaderEpochs
 from spark_group_source.protocol.identifiers import parse_note
 from spark_group_source.protocol.lookups import PositionLookups
 from spark_group_source.protocol.offsets import StreamOffset, parse
@@ -291,7 +291,7 @@ def find_starts(
     remembered = set(partitions.remembered())
     for tp in tps:
         partitions.assign(tp, 0)
-    lookups.order()
+    lookups.order(data_loss)
     committed: dict[TopicPartition, ev.Committed | None] = {}
     unknown: set[TopicPartition] = set()
     refusal: SourceError | None = None
@@ -305,11 +305,18 @@ def find_starts(
                 numbers = [at.reset_number for at in committed.values() if at is not None]
                 offsets = {tp: committed[tp] for tp in command.partitions if tp in committed}
                 unknown |= set(tps) - offsets.keys()
-                lookups.committed_read(
-                    ev.CommittedOffsetsRead(offsets=offsets, reset_number=max(numbers, default=0)), stream
+                answer = ev.CommittedOffsetsRead(
+                    offsets=offsets,
+                    reset_number=max(numbers, default=0),
+                    topic_ids={n: t.id for n, t in topics.items()},
                 )
-                data_loss.learn_ids(offsets, partitions.reset_number, lookups.without_offset(offsets))
-                lookups.order()  # all again, after a reset that the checkpoint does not know
+                data_loss.compare_ids(answer, now_ms=0)
+                former, _ = data_loss.compare_ids(answer, now_ms=GRACE_MS)  # a preview believes one answer
+                lookups.see_recreated({tp.topic for tp in former})
+                answer = replace(answer, offsets=offsets | dict.fromkeys(former))
+                lookups.committed_read(answer, stream)
+                data_loss.learn_ids(answer, partitions.reset_number, lookups.without_offset(answer.offsets))
+                lookups.order(data_loss)  # all again, after a reset that the checkpoint does not know
             case ev.ResolveStarts():
                 resolved, epochs = admin.starting_offsets(command.starts, committed=stable)
                 unknown |= command.starts.keys() - resolved.keys()

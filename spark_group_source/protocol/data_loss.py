@@ -13,7 +13,7 @@ is assigned any more: a group revokes the partitions of a deleted topic.
 """
 
 import json
-from collections.abc import Callable, Collection, Container, Generator, Mapping
+from collections.abc import Callable, Collection, Container, Generator, Iterable, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -83,7 +83,8 @@ class DataLossDetector:
         self._checked: set[TopicPartition] = set()  # partitions whose first record was compared with the position
         self._missing = Suspicions(GRACE_MS)  # topics
         self._other_ids = Suspicions(GRACE_MS)  # topics with an id that is not the known one
-        self._former_ids: set[str] = set()  # those of topics that were deleted and recreated during this run
+        self._former_ids = Suspicions(GRACE_MS)  # topics and ids in notes, while the topic has the known id
+        self._disputed: set[str] = set()  # topics of which a note has another id than the known one
         self._unread: dict[str, int] = {}  # of topics with another id: offsets that were not read before
         self._short = Suspicions(GRACE_MS)  # partitions whose log ends below what was read
         self._maybe_truncated = Suspicions(GRACE_MS)  # partitions whose log was truncated below what was read
@@ -100,12 +101,12 @@ class DataLossDetector:
 
     def learn_ids(
         self,
-        committed: Mapping[TopicPartition, ev.Committed | None],
+        event: ev.CommittedOffsetsRead,
         reset_number: int,
         without_offset: Collection[TopicPartition],
     ) -> None:
-        """Take over the topic ids in the notes of committed offsets, where none is known. An offset that was committed
-        when its topic had been recreated already is a position of the old one.
+        """Take over the topic ids in the notes of committed offsets, where none is known: an offset that was committed
+        when its topic had been recreated already is a position of the old one. Without a note it is the present id.
 
         Args:
             reset_number: the number of the group's last reset. After a further one the positions belong to the present
@@ -120,15 +121,48 @@ class DataLossDetector:
         for tp in without_offset:
             if (id_ := self._ids_before_reset.get(tp.topic)) is not None:
                 self.topic_ids.setdefault(tp.topic, id_)
-        for tp, at in committed.items():
+        for tp, at in event.offsets.items():
             if at is not None and at.topic_id and at.reset_number == reset_number:
                 self.topic_ids.setdefault(tp.topic, at.topic_id)
+        for name, id_ in event.topic_ids.items():
+            if id_:
+                self.topic_ids.setdefault(name, id_)
 
-    def of_former_topics(self, event: ev.CommittedOffsetsRead) -> set[TopicPartition]:
-        """The partitions whose committed offset is a position in a topic that was found to be recreated: a batch of the
-        old topic may be committed when the new one exists. An id that this run never knew may be that of an even newer
-        topic."""
-        return {tp for tp, at in event.offsets.items() if at is not None and at.topic_id in self._former_ids}
+    def wanted_ids(self, topics: Iterable[str]) -> tuple[str, ...]:
+        """Those of these topics whose present ids are read with committed offsets: none is known yet, or notes differ.
+        Without its id, a topic that is recreated before the next check would be taken for the former one."""
+        return tuple(sorted({name for name in topics if name in self._disputed or name not in self.topic_ids}))
+
+    def compare_ids(
+        self, event: ev.CommittedOffsetsRead, now_ms: int
+    ) -> tuple[set[TopicPartition], set[TopicPartition]]:
+        """Compare the topic ids in the notes of committed offsets with the known ones. A batch of a deleted topic may
+        be committed when its successor exists, and Kafka keeps that offset: in the new topic it would skip records. But
+        an id that is not the known one may also be that of an even newer topic, so the present id decides, which the
+        next lookup reads (:meth:`wanted_ids`).
+
+        Returns:
+            The partitions whose offset is a position in a deleted topic, and those of which that is not known yet.
+        """
+        former: set[TopicPartition] = set()
+        unclear: set[TopicPartition] = set()
+        known = dict(self.topic_ids)
+        for tp, at in event.offsets.items():
+            if at is None or not at.topic_id or at.reset_number > self.reset_number:
+                continue
+            stranger, present = (tp.topic, at.topic_id), event.topic_ids.get(tp.topic)
+            if known.setdefault(*stranger) == at.topic_id:
+                continue
+            if present is None:
+                unclear.add(tp)
+            elif present != known[tp.topic]:  # the next check finds that the known topic was recreated
+                self._former_ids.clear(stranger)
+            elif self._former_ids.report(stranger, now_ms):
+                former.add(tp)
+            else:
+                unclear.add(tp)
+        self._disputed = self._disputed - event.topic_ids.keys() | {tp.topic for tp in unclear}
+        return former, unclear
 
     def begin(self, positions: Offsets, now_ms: int) -> ev.ReadLogEnds:
         """Start a check of these positions. Returns the first request."""
@@ -192,7 +226,6 @@ class DataLossDetector:
         Args:
             ready: the position of every partition that the next batch may read.
         """
-        self._former_ids |= {self.topic_ids[name] for name in self._recreated if name in self.topic_ids}
         self.topic_ids.update(self._recreated)
         self._known_epochs.forget(self._recreated.keys())
         elsewhere = {tp for tp, at in self._positions.items() if ready.get(tp) != at}

@@ -267,13 +267,15 @@ class CommittedOffsetsRead:
 
     ``offsets``: None where the group has no committed offset; requested partitions that are missing got no answer.
     ``reset_number``: the highest reset number in any of the group's notes; None if only ``requested`` was read.
-    ``unanswered``: partitions that were requested for their notes alone and got no answer.
+    ``unanswered``: partitions that were requested for their notes alone and got no answer. ``topic_ids``: of the
+    requested topics, read after the offsets; those that do not exist are missing.
     """
 
     offsets: Mapping[TopicPartition, Committed | None]
     requested: tuple[TopicPartition, ...] = ()
     reset_number: int | None = None
     unanswered: tuple[TopicPartition, ...] = ()
+    topic_ids: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -523,11 +525,13 @@ class DismissAgent:
 class FetchCommittedOffsets:
     """Fetch the group's committed offsets, stable ones only (KIP-447).
 
-    ``notes_only``: partitions that are fetched only for the reset numbers in their notes.
+    ``notes_only``: partitions that are fetched only for the reset numbers in their notes. ``topics``: their ids are
+    read after the offsets, because none is known, or those in notes differ.
     """
 
     partitions: tuple[TopicPartition, ...]
     notes_only: tuple[TopicPartition, ...] = field(default=(), compare=False)
+    topics: tuple[str, ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -640,7 +644,7 @@ class ReadLogEnds:
 
     ends: tuple[TopicPartition, ...] = ()
     epoch_ends: Mapping[TopicPartition, int] = field(default_factory=dict)
-    topics: tuple[str, ...] = ()
+    topics: tuple[str, ...] = field(default=(), compare=False)
     firsts: tuple[TopicPartition, ...] = ()
     log_ends: tuple[TopicPartition, ...] = ()
 

@@ -4,13 +4,13 @@ Runs in: the stream reader (inside ``run``), tests. Deliberately absent: the req
 position (``partitions``).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from spark_group_source.errors import OptionError, SourceError
 from spark_group_source.model import EARLIEST, LATEST, TopicPartition
 from spark_group_source.protocol import events as ev
-from spark_group_source.protocol.data_loss import data_loss
+from spark_group_source.protocol.data_loss import DataLossDetector, data_loss
 from spark_group_source.protocol.offsets import StreamOffset
 from spark_group_source.protocol.outbox import Outbox
 from spark_group_source.protocol.partitions import Partitions, VoidedMemory
@@ -68,15 +68,20 @@ class PositionLookups:
         self.known = offset.known
         self.started |= offset.started - (set() if replay else {read.tp for read in offset.batch()})
 
-    def order(self) -> None:
-        """Order the lookup of partitions without a position; a period's first lookup is answered before the next."""
+    def order(self, data_loss: DataLossDetector) -> None:
+        """Order the lookup of partitions without a position; a period's first lookup is answered before the next.
+
+        Args:
+            data_loss: it names the topics whose present ids are read after the offsets.
+        """
         if not self._partitions.ours and (self._knows_resets or self._reads_resets_of == self._period):
             self._knows_resets, self._period = False, self._period + 1
         if self._reads_resets_of is None and (tps := self._partitions.begin_lookups(self._paused)):
             notes_only = self._partitions_with_notes(tps)
             if notes_only:
                 self._reads_resets_of, self._first_lookup = self._period, tps
-            self._out.order(ev.FetchCommittedOffsets(partitions=tps, notes_only=notes_only))
+            topics = data_loss.wanted_ids(tp.topic for tp in tps)
+            self._out.order(ev.FetchCommittedOffsets(partitions=tps, notes_only=notes_only, topics=topics))
 
     def deadlines_ms(self) -> list[int]:
         """When :meth:`tick` has something to do."""
@@ -118,11 +123,14 @@ class PositionLookups:
             self._out.log("the position of every partition is known again", warn=True)
 
     def records_missing(self, missing: ev.RecordsMissing) -> None:
-        """All partitions of recreated topics are new: the stream first saw the old topics. Where the first records have
-        expired, no reader can have the records before the start any more."""
-        self.known = {**self.known, **{topic: 0 for topic in missing.topics if topic in self.known}}
+        """Where the first records have expired, no reader can have the records before the start any more."""
+        self.see_recreated(missing.topics)
         expired = missing.offsets.keys() - missing.truncated.keys()
         self.started -= {tp for tp in self.started if tp.topic in missing.topics or tp in expired}
+
+    def see_recreated(self, topics: Iterable[str]) -> None:
+        """All partitions of recreated topics are new: the stream first saw the old topics."""
+        self.known = {**self.known, **{topic: 0 for topic in topics if topic in self.known}}
 
     def committed_read(self, event: ev.CommittedOffsetsRead, stream: str) -> None:
         """Apply the group's committed offsets. A newer reset among them voids all positions first."""

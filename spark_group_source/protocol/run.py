@@ -302,11 +302,11 @@ class Run:
             # positions of new partitions
             case ev.CommittedOffsetsRead():
                 self._broker_answered(Requester.LOOKUP)
-                event = self._without_former_topics(event)
+                event = self._what_counts(event)
                 self.lookups.committed_read(event, self.stream)
                 self._known_epochs.learn(event.offsets, self.partitions.position, self.stream)
                 without_offset = self.lookups.without_offset(event.offsets)
-                self.data_loss.learn_ids(event.offsets, self.partitions.reset_number, without_offset)
+                self.data_loss.learn_ids(event, self.partitions.reset_number, without_offset)
             case ev.StartsResolved():
                 self._broker_answered(Requester.LOOKUP)
                 self._fail(self.lookups.starts_resolved(event))
@@ -608,7 +608,7 @@ class Run:
         if self.partitions.due and self._commits.may_commit:
             self._order_commit()
         self.slots.release_revocations()
-        self.lookups.order()
+        self.lookups.order(self.data_loss)
 
     def _order_commit(self) -> None:
         commit = self.partitions.due_commit(self.stream, self._commits.excluded_slots)
@@ -776,17 +776,21 @@ class Run:
         self._ends_request = self._first_ends_request()
         return None
 
-    def _without_former_topics(self, event: ev.CommittedOffsetsRead) -> ev.CommittedOffsetsRead:
-        """Return what counts of an answer: the group has no offset where the committed one is of a deleted topic."""
-        former = self.data_loss.of_former_topics(event)
-        if not former:
+    def _what_counts(self, event: ev.CommittedOffsetsRead) -> ev.CommittedOffsetsRead:
+        """Return what counts of an answer: the group has no offset where the committed one is of a deleted topic, and
+        where that is not known yet, the lookup is repeated."""
+        former, unclear = self.data_loss.compare_ids(event, self._now_ms)
+        if not former and not unclear:
             return event
-        self._out.log(
-            f"{len(former)} committed offsets, such as that of {min(former)}, are of a topic that was deleted and "
-            "recreated; they do not count in the new topic",
-            warn=True,
-        )
-        return replace(event, offsets={**event.offsets, **dict.fromkeys(former)})
+        if former:
+            self._out.log(
+                f"{len(former)} committed offsets, such as that of {min(former)}, are of a topic that was deleted and "
+                "recreated; they do not count in the new topic",
+                warn=True,
+            )
+            self.lookups.see_recreated({tp.topic for tp in former})
+        counted = {tp: None if tp in former else at for tp, at in event.offsets.items() if tp not in unclear}
+        return replace(event, offsets=counted)
 
     def _first_ends_request(self) -> ev.ReadLogEnds:
         return self.data_loss.begin(self.plannable(), self._now_ms)

@@ -196,9 +196,12 @@ class RequestThread:
         reset_number = max((at.reset_number for at in found.values() if at is not None), default=0)
         offsets = {tp: found[tp] for tp in order.partitions if tp in found}
         silent = tuple(tp for tp in order.notes_only if tp not in found)
-        known = reset_number if order.notes_only else None
         return ev.CommittedOffsetsRead(
-            offsets=offsets, requested=order.partitions, reset_number=known, unanswered=silent
+            offsets=offsets,
+            requested=order.partitions,
+            reset_number=reset_number if order.notes_only else None,
+            unanswered=silent,
+            topic_ids={name: topic.id for name, topic in self._admin.describe_topics(order.topics).items()},
         )
 
     def _on_failure(self, request: QueuedRequest, exc: SourceError) -> None:

@@ -274,7 +274,12 @@ class RunHarness:
                     if tp in self.committed
                 ]
                 reset_number = max(noted, default=0) if command.notes_only else None
-                return ev.CommittedOffsetsRead(offsets=read, requested=command.partitions, reset_number=reset_number)
+                return ev.CommittedOffsetsRead(
+                    offsets=read,
+                    requested=command.partitions,
+                    reset_number=reset_number,
+                    topic_ids=_some(self.ids, command.topics),
+                )
             case ev.ResolveStarts():
                 requested = [tp for tp in command.starts if tp not in self.unanswered_starts]
                 found = {tp: self._start_of(tp, command.starts[tp]) for tp in requested}

@@ -58,13 +58,13 @@ class Brokers:
     ) -> list[str]:
         """One check, in which a partition may be revoked. Returns its warnings."""
         self.now_ms += after_ms
-        self.detector.learn_ids({}, reset_number, without_offset=())
+        self.detector.learn_ids(ev.CommittedOffsetsRead(offsets={}), reset_number, without_offset=())
         request: ev.ReadLogEnds | None = self.detector.begin(positions, self.now_ms)
         self.requests = []
         while request is not None:
             self.requests.append(request)
             if len(self.requests) == self.reset_after_requests:
-                self.detector.learn_ids({}, reset_number + 1, without_offset=())
+                self.detector.learn_ids(ev.CommittedOffsetsRead(offsets={}), reset_number + 1, without_offset=())
             request = self.detector.take(
                 ev.LogEndsRead(
                     ends={tp: self.ends[tp] for tp in request.ends if tp in self.ends},

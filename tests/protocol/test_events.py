@@ -30,7 +30,10 @@ def test_history_contains_events_and_commands_with_their_time(group: GroupHarnes
             "agent=, takes_over=False)"
         ),
         "5 Assigned(slot=0, client=1, partitions=1[orders-0], generation=1)",
-        "5   -> FetchCommittedOffsets(partitions=1[orders-0], notes_only=3[orders-1, orders-2, orders-3])",
+        (
+            "5   -> FetchCommittedOffsets(partitions=1[orders-0], notes_only=3[orders-1, orders-2, orders-3], "
+            "topics=1[orders])"
+        ),
     ]
     group.committed({A: 7})
     group.plan({A: (7, 9)})

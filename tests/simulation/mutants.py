@@ -225,6 +225,20 @@ MUTANTS = [
         "a commit of the stream that was moved back before the batch in flight counts",
     ),
     Mutant(
+        "believes-a-commit-of-a-former-topic",
+        L,
+        "if known.setdefault(*stranger) == at.topic_id:",
+        "if known.setdefault(*stranger):",
+        "an offset that was committed for a deleted topic is no position in the new one",
+    ),
+    Mutant(
+        "learns-ids-with-the-first-check-only",
+        L,
+        "if name in self._disputed or name not in self.topic_ids}",
+        "if name in self._disputed}",
+        "a topic that is recreated before the first batch with it is no longer the one of the position",
+    ),
+    Mutant(
         "keeps-a-pending-batch-over-a-foreign-commit",
         P,
         "at = Position(\n            offset,\n            first=offset,\n            followed=",
@@ -564,6 +578,8 @@ MUTANTS = [
 FOUND_BY: dict[str, tuple[str, int]] = {
     "keeps-a-forgotten-id": ("eager", 46),
     "takes-no-epoch-from-a-commit": ("eager", 779),
+    "believes-a-commit-of-a-former-topic": ("consumer", 54),
+    "learns-ids-with-the-first-check-only": ("consumer", 591),
     "believes-another-streams-check": ("eager", 50_632),
     "believes-foreign-epochs": ("cooperative", 1),
     "ignores-new-leaders": ("eager", 8),
