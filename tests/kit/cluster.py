@@ -87,6 +87,7 @@ class Cluster:
         self.denied_until_ms: dict[str, int] = {}  # by topic: until then the queries' user may not read it
         self.denials = 0
         self.stalls_ms: dict[Thread, int] = {}  # by thread: how long its next request through an admin client waits
+        self.silent_until_ms = 0  # until then the leader of a partition does not answer
         self.late_commits_ms: dict[str, int] = {}  # by process: how long its next offset commit is on its way
         self.producers: Counter[str] = Counter()  # how many each process made
         self.consumers: dict[str, list[Any]] = {}  # that each process made

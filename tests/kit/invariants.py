@@ -471,8 +471,13 @@ class Invariants(Accounts):
 
     # --- runs that end by themselves --------------------------------------------------------------------------------
 
-    def drained(self, party: str) -> None:
-        """A run reports that it is drained: Kafka has the end of its stream's last durable batch."""
+    def drained(self, reader: Reader) -> None:
+        """A run reports that it is drained: Kafka has the end of its stream's last durable batch, unless an older run
+        of its stream wrote that batch meanwhile, or may still be a member."""
+        party, since_ms = reader.party, reader.began_ms - SESSION_MS - SESSION_CHECK_MS
+        older = (other for other in self._readers.values() if other.party == party and other is not reader)
+        if any(other.alive or other.ended_ms > since_ms for other in older):
+            return
         for tp, book in self.books.items():
             batch = book.durable.get(party)
             changed = book.again or book.truncated or book.undone or book.moved or party in book.away

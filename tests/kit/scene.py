@@ -382,8 +382,10 @@ class Scene:
                 longest_ms = max(CALL_MS_MAX, budget_ms + CALL_SLACK_MS)
                 if run.trigger != "default":  # then it must know what is left to read
                     longest_ms += max(budget_ms, UNSETTLED_MS_MIN)
-                if run.trigger == "default" and not self._unanswered:  # a stable group, and brokers that answer
-                    longest_ms, trouble_ms = PATIENCE_MS_MAX, max(trouble_ms, self._at_rest_since_ms)
+                silent_ms = self.cluster.silent_until_ms
+                if run.trigger == "default" and not self._unanswered and now >= silent_ms:
+                    longest_ms = PATIENCE_MS_MAX  # in a stable group, with brokers that answer
+                    trouble_ms = max(trouble_ms, self._at_rest_since_ms, silent_ms)
                 if since_ms is not None and now - max(since_ms, trouble_ms) > longest_ms:
                     raise self._violation(f"{run.process.name}: {run.calling} takes longer than {longest_ms} ms")
                 held_ms = run.watched.longest_hold_ms(now)
@@ -482,6 +484,7 @@ class Scene:
 
     def elect_leaders(self) -> None:
         """Every partition has a leader again."""
+        self.cluster.silent_until_ms = min(self.cluster.silent_until_ms, self.world.now_ms)
         for tp in self.partitions():
             log = self.cluster.log(tp)
             assert log is not None

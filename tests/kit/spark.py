@@ -124,7 +124,7 @@ class ConcurrentUpdate(Exception):
 class Publisher(run_files.Publisher):
     """Without files."""
 
-    def __init__(self, query: Query, drained: Callable[[str], None]) -> None:
+    def __init__(self, query: Query, drained: Do) -> None:
         self._query, self._stream, self._drained = query, "", drained
         self.drain = self.drained = False
 
@@ -136,7 +136,7 @@ class Publisher(run_files.Publisher):
         self, statistics: Statistics, *, drained: bool = False, last_batch: int = -1, committed: bool = False
     ) -> None:
         if drained and not self.drained:
-            self._drained(statistics.stream)
+            self._drained()
         self.drained, self._stream = drained, statistics.stream
 
     def durable_mark(self, stream: str) -> BatchKey:
@@ -282,8 +282,8 @@ class SparkRun:
         self.options = Options.parse(query.habits.options)
         self.trigger = query.habits.trigger
         self.watched: WatchedRun | None = None
-        self.publisher = Publisher(query, truth.drained)
         self.reader = Reader(self.process.name, self.process.name, self.number, self._counted)
+        self.publisher = Publisher(query, partial(truth.drained, self.reader))
         self.reader.fails_on_loss = self.options.fail_on_data_loss
         self.calling_since_ms: int | None = None  # inside a call from Spark
         self.calling = ""

@@ -435,7 +435,9 @@ class Troubles:
             log.leader_from_ms = self.world.now_ms + draws.choice(LEADERLESS_MS)
             log.elect()
             log.is_silent = self.world.draws("trouble: silent leaders").chance(SILENT_SHARE)
-            self.happened["silent leader"] += log.is_silent
+            if log.is_silent:
+                self.scene.cluster.silent_until_ms = max(self.scene.cluster.silent_until_ms, log.leader_from_ms)
+                self.happened["silent leader"] += 1
             self.world.note(f"{tp} has {'a silent' if log.is_silent else 'no'} leader until {log.leader_from_ms}")
             self.happened["leaderless before it was read" if tp in new else "leaderless partition"] += 1
         self.world.at(draws.between(*LEADERLESS_EVERY_MS), lambda: self._lose_leader(draws))
