@@ -717,7 +717,9 @@ class Run:
             return self._wait_for_the_group(self._since_ms)
         since_ms = self.slots.unassigned_since_ms
         if since_ms is not None and self._now_ms - self._waits_from_ms(since_ms) >= self.rules.joining_budget_ms:
-            return self._wait_for_the_group(since_ms)  # each call would end soon, with nothing to read, for ever
+            # Each call would end soon, with nothing to read, for ever. The time before this call is no reason to fail:
+            # brokers may have been down while a batch was read, or between two triggers, and no request has met that.
+            return self._wait_for_the_group(self._since_ms)
         # A resumed run waits for all partitions at first: "nothing to read" must not mean "nothing assigned".
         late = self._is_resumed and not self.is_gathered
         if late and (wait := self._wait(SETTLE_MS_MAX)) is not None:

@@ -53,6 +53,8 @@ CALL_MS_MAX = 60_000
 """Maximum duration of a call from Spark while the brokers respond and the process runs."""
 PATIENCE_MS_MAX = 20_000
 """Maximum time that a run may wait for the group once the group is stable and all requests are answered."""
+AT_REST = ("STABLE", "EMPTY")
+"""States of a group that has no rebalance."""
 UNOWNED_EVERY_MS = 20_000
 """Interval of the check for partitions without an owner in the calm phase; longer than a session."""
 SLACK_MS = 2_000
@@ -368,7 +370,7 @@ class Scene:
     def _watch(self) -> None:
         """Check that every wait stays within its limit."""
         now = self.world.now_ms
-        if self.group.describe()[0] != "STABLE" or self.group.unfinished or now < self.world.down_until_ms:
+        if self.group.describe()[0] not in AT_REST or self.group.unfinished or now < self.world.down_until_ms:
             self._at_rest_since_ms = now
         for query in self.queries:
             for run in query.runs:
@@ -388,6 +390,8 @@ class Scene:
                     trouble_ms = max(trouble_ms, self._at_rest_since_ms, silent_ms)
                 if since_ms is not None and now - max(since_ms, trouble_ms) > longest_ms:
                     raise self._violation(f"{run.process.name}: {run.calling} takes longer than {longest_ms} ms")
+                if self._is_left_out(run, now - max(trouble_ms, self._at_rest_since_ms)):
+                    raise self._violation(f"{run.process.name} has no assignment in a stable group")
                 held_ms = run.watched.longest_hold_ms(now)
                 stood_still = now - trouble_ms <= HOLD_SLACK_MS
                 slack_ms = HOLD_SLACK_MS  # and its thread may be busy with a commit as a member
@@ -402,6 +406,15 @@ class Scene:
                 if not replaced and now - trouble_ms > HOLD_SLACK_MS and (late := run.unserved()) is not None:
                     raise self._violation(f"{run.process.name} does not notice {late} between two triggers")
         self.world.at(WATCH_EVERY_MS, self._watch)
+
+    def _is_left_out(self, run: SparkRun, calm_ms: int) -> bool:
+        """Whether none of its members has joined for longer than a session, although nothing keeps them out: in a calm
+        group another member may have their instance ids for so long."""
+        assert run.watched is not None
+        since_ms = run.watched.slots.unassigned_since_ms
+        lasts_ms = 0 if since_ms is None else min(calm_ms, self.world.now_ms - since_ms)
+        older = any(other.lately_alive for other in run.query.runs if other is not run)
+        return lasts_ms > SESSION_MS + PATIENCE_MS_MAX and not older and not self._unanswered
 
     def _violation(self, rule: str) -> Violation:
         self.world.note(f"VIOLATION: {rule}")

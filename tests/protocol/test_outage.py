@@ -245,3 +245,14 @@ def test_outage_ends_when_the_last_request_is_answered() -> None:
     assert outage.end_requests(Requester.LOOKUP, now_ms=4_000) == 2_000
     assert outage.retry_at_ms(Requester.CALL) == 0
     assert outage.ended_ms == 4_000
+
+
+def test_an_outage_that_no_request_has_met_does_not_fail_the_next_call() -> None:
+    """The brokers were down while the sink wrote a batch: only the members were affected."""
+    run = reading()
+    run.silent = {ev.Join}
+    run.feed(ev.Lost(slot=0, client=1, partitions=(A, B)))
+    run.pass_time(JOINING_BUDGET_MS + MINUTE_MS)
+    run.later(ev.Assigned(slot=0, client=run.clients[0], partitions=(A, B)), ms=2_000)
+    run.ends[A] = 20
+    assert run.latest().batch()[0][1:] == (10, 20)

@@ -610,7 +610,7 @@ FOUND_BY: dict[str, tuple[str, int]] = {
     "releases-unresolved-partitions": ("eager", 75),
     "holds-without-budget": ("eager", 38),
     "loses-without-counting": ("eager", 16),
-    "never-rejoins": ("eager", 1),
+    "never-rejoins": ("eager", 7),
     "never-retries-a-commit": ("eager", 19),
     "plans-revoked-partitions": ("eager", 2),
     "keeps-the-position": ("cooperative", 0),
