@@ -362,10 +362,12 @@ class GroupDescribed:
     """The group as the broker describes it: the response to :class:`DescribeGroup`.
 
     ``state``: Kafka's group state in lower case. ``assigned``: the assigned partitions of each member, by client id.
+    ``took_ms``: duration of the request.
     """
 
     state: str
     assigned: Mapping[str, frozenset[TopicPartition]]
+    took_ms: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,6 +18,8 @@ from spark_group_source.protocol.slots import Slots
 
 ASSIGNMENT_WARNING_MS = 10_000
 """How long an assignment may take before a warning explains the possible reasons."""
+DESCRIBE_EVERY_MS, DESCRIBED_MIN = 10_000, 10
+"""How often a call that waits describes the group: at least so many times until it fails."""
 DESCRIBE_PAUSE_MS = 100
 """The shortest time between two descriptions of the group by one call."""
 
@@ -35,6 +37,8 @@ class GroupAssignment:
         """The last description of the group, until it is used."""
         self._describe_at_ms = 0
         """The earliest time of the next description."""
+        self._described_ms = 0
+        """The time of the last description."""
         self._held_elsewhere: list[TopicPartition] = []
         """Partitions that members with this stream's client ids have and this run does not."""
         self._has_warned = False
@@ -43,21 +47,25 @@ class GroupAssignment:
     def take(self, described: ev.GroupDescribed | None) -> None:
         """Keep a description until it is used; None drops the last one."""
         self._described = described
+        if described is not None:
+            self._described_ms = self._out.now_ms
 
     def next_step(self, since_ms: int) -> ev.Step | GroupError:
         """Wait for assignments and positions since ``since_ms``, with a warning after a while; the error follows after
-        the joining budget. Each follows one request for the group: in an outage it fails, and the outage has its own
-        limit. And a user without permission on the group is refused; the library tells a member so once only."""
+        the joining budget. Meanwhile the group is described again and again: an outage that only members see would
+        count as time to join, but a request fails in it, and the outage has its own limit. And a user without
+        permission on the group is refused; the library tells a member so once only."""
         budget_ms, now_ms = self._rules.joining_budget_ms, self._out.now_ms
         waited_ms = now_ms - since_ms
+        due_ms = max(since_ms, self._described_ms) + min(DESCRIBE_EVERY_MS, budget_ms // DESCRIBED_MIN)
         warn_after_ms = min(ASSIGNMENT_WARNING_MS, budget_ms)
-        is_warning_due = waited_ms >= warn_after_ms and not self._has_warned
-        if (waited_ms >= budget_ms or is_warning_due) and self._described is None:
+        must_warn = not self._has_warned and waited_ms >= warn_after_ms
+        if (now_ms >= due_ms or must_warn or waited_ms >= budget_ms) and self._described is None:
             return ev.DescribeGroup()
         if waited_ms >= budget_ms:
             return self.timeout("assigned partitions", waited_ms)
         self._described = None
-        if is_warning_due:
+        if must_warn:
             self._has_warned = True
             self._out.log(
                 f"{self._uncommitted()}; waiting up to {budget_ms / 1000:.0f} s"
@@ -68,7 +76,7 @@ class GroupAssignment:
                 "load() its own group",
                 warn=True,
             )
-        return ev.Wait(until_ms=since_ms + (budget_ms if self._has_warned else warn_after_ms))
+        return ev.Wait(until_ms=min(due_ms, since_ms + (budget_ms if self._has_warned else warn_after_ms)))
 
     def compare(self, stream: str, *, is_gathered: bool) -> ev.Step | None:
         """Set ``is_settled`` from a new description of the group; returns the step that requests it, None when done.

@@ -58,6 +58,8 @@ one takes about ten seconds. Then the next run reads them."""
 UNSETTLED_MS_MIN = 2 * EARLIER_MS
 """How long a run that ends by itself waits at least until it knows what is left to read: the group may be stable long
 since, while a former leader is waited for, which began to answer later."""
+LATE_MS = 10_000
+"""A request that takes so long has met an outage that ended before it failed."""
 START_MS_MAX = 20_000
 """How long brokers may not answer before the members of a run join: a wrong address is reported within 30 s."""
 
@@ -353,6 +355,9 @@ class Run:
                     self._topics_listed(event.topics)
             case ev.GroupDescribed():
                 self._broker_answered(Requester.CALL)
+                if event.took_ms >= LATE_MS:
+                    self.outage.ended_ms = self._now_ms
+                    self.slots.outage_ended()
                 if self.state is RunState.STARTING and self._topics is not None:
                     self._start_members(self._topics, self._former_slots(event))
                 else:

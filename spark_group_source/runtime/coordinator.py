@@ -394,8 +394,9 @@ class BrokerQueries:
 
     def describe_group(self) -> ev.GroupDescribed:
         """Describe the group: its state, and the partitions of each client id."""
+        started_ms = self._now_ms()
         found = self._admin.describe_group(self._options.group_id)
         assigned: dict[str, frozenset[TopicPartition]] = {}
         for member in found.members:
             assigned[member.client_id] = assigned.get(member.client_id, frozenset()) | frozenset(member.partitions)
-        return ev.GroupDescribed(state=found.state, assigned=assigned)
+        return ev.GroupDescribed(state=found.state, assigned=assigned, took_ms=self._now_ms() - started_ms)

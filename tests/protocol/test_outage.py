@@ -1,5 +1,6 @@
 """Broker outages: a run waits for them, logs them once, and fails only after its bound."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from kit.run_harness import GIVEN_UP_MS, RunHarness
 from spark_group_source.errors import BrokerUnavailable, RebalanceTimeout
 from spark_group_source.protocol import events as ev
 from spark_group_source.protocol.request_schedule import JITTER_SHARE, RETRY_PAUSE_MS_MAX, Outage, Requester
-from spark_group_source.protocol.run import START_MS_MAX
+from spark_group_source.protocol.run import LATE_MS, START_MS_MAX
 from spark_group_source.protocol.states import RunState
 
 A, B = tps("orders", 0, 1)
@@ -256,3 +257,30 @@ def test_an_outage_that_no_request_has_met_does_not_fail_the_next_call() -> None
     run.later(ev.Assigned(slot=0, client=run.clients[0], partitions=(A, B)), ms=2_000)
     run.ends[A] = 20
     assert run.latest().batch()[0][1:] == (10, 20)
+
+
+@pytest.mark.parametrize("fails", [True, False], ids=["no answer", "a late answer"])
+def test_an_outage_while_a_call_waits_for_its_members_is_no_time_to_join(
+    monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    """The call has no request of its own; it describes the group again and again, and one of these meets the outage."""
+    run = RunHarness()
+    run.silent = {ev.Join}
+    answer, ended_ms = run.answer, 0
+
+    def meets_outage(step: ev.Step) -> ev.Event:
+        nonlocal ended_ms
+        if ended_ms or run.clock() < JOINING_BUDGET_MS // 2 or not isinstance(step, ev.DescribeGroup):
+            return answer(step)
+        if fails:
+            run.down_until_ms = run.clock() + 1
+        else:
+            run.clock.advance(ms=LATE_MS)
+        found = answer(step)
+        ended_ms = run.clock()
+        return replace(found, took_ms=LATE_MS) if isinstance(found, ev.GroupDescribed) else found
+
+    monkeypatch.setattr(run, "answer", meets_outage)
+    with pytest.raises(RebalanceTimeout):
+        run.latest()
+    assert ended_ms and run.clock() - ended_ms >= JOINING_BUDGET_MS

@@ -143,7 +143,7 @@ def test_a_user_without_permission_on_the_group_learns_it_before_a_warning_guess
     monkeypatch.setattr(run, "answer", lambda step: denied if isinstance(step, ev.DescribeGroup) else answer(step))
     with pytest.raises(AccessDenied):
         run.latest()
-    assert waited_ms(run) == ASSIGNMENT_WARNING_MS and run.warned() == []
+    assert waited_ms(run) <= ASSIGNMENT_WARNING_MS and run.warned() == []
 
 
 LEFT_OUT = {0: "UNKNOWN_MEMBER_ID", 1: "ILLEGAL_GENERATION", 2: "ILLEGAL_GENERATION"}
