@@ -150,7 +150,7 @@ class PositionLookups:
                 continue
             if committed is None:
                 restored.append(tp)
-            elif committed.stream != stream:
+            elif committed.stream != stream or committed.followed:
                 self.started.discard(tp)  # no longer chosen by the starting options
             was_reset = isinstance(partition.memory, VoidedMemory)  # which may have moved it; its offset was lost
             self._silent.pop(tp, None)

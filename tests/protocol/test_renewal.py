@@ -112,6 +112,20 @@ def test_partition_committed_meanwhile_is_not_listed_as_started() -> None:
     assert group.run.lookups.started == frozenset()
 
 
+def test_own_commit_where_another_consumer_was_is_not_listed_as_started() -> None:
+    """The run followed another consumer's commit, and ended before a batch with the partition: the checkpoint knows the
+    start only. The sink would refuse the position above its ledger."""
+    group = GroupHarness(starting=StartingPosition(everywhere=LATEST))
+    group.start_stream()
+    group.assigned(A)
+    group.committed({A: None})
+    group.commit_succeeds(group.resolved({A: 31}))
+    group.lost(A)
+    group.assigned(A)
+    group.committed({A: ev.Committed(offset=50, stream=STREAM, followed=True)})
+    assert group.run.lookups.started == frozenset()
+
+
 @pytest.mark.parametrize("found", [ev.Committed(offset=31, stream=STREAM), None], ids=["committed", "not committed"])
 def test_partition_that_returns_before_its_first_batch_is_durable_is_listed_as_started(
     found: ev.Committed | None,
