@@ -463,8 +463,8 @@ def plan_reset(
     A partition that is not moved keeps its metadata, with the new number: a sink that has more of it than Kafka then
     leaves rows out instead of refusing the batch. The ledger decides about such a partition in two cases: it is ahead
     of Kafka, because a run's last offset commit was lost; or Kafka's offset is of a stream that did not know the last
-    reset, so that the sink left its batch out. It does not decide if its reset number is older than that of Kafka's
-    offset, as after a reset with another table.
+    reset: the sink left its batch out, or the offset is that of a backup. It does not decide if its reset number is
+    older than that of Kafka's offset, as after a reset with another table.
 
     Args:
         ledger: of the table that is reset too, or None.
@@ -482,7 +482,7 @@ def plan_reset(
                 note = notes.get(tp)
                 if note is not None and note.reset_number > ledger.reset_number and tp not in former:
                     continue
-                offsets[tp] = at if _of_void_batch(note, ledger) else max(at, offsets.get(tp, 0))
+                offsets[tp] = at if _is_before_reset(note, ledger) else max(at, offsets.get(tp, 0))
     offsets |= targets
     offsets = {
         tp: at for tp, at in offsets.items() if tp.topic in topics and tp.partition < topics[tp.topic].partitions
@@ -497,9 +497,10 @@ def plan_reset(
     return PlannedReset(reset_number, offsets, texts)
 
 
-def _of_void_batch(note: identifiers.Note | None, ledger: Ledger) -> bool:
-    """Whether a commit is of a stream whose batch the sink left out, because it did not know the last reset."""
-    return note is not None and note.stream in ledger.void and note.reset_number < ledger.reset_number
+def _is_before_reset(note: identifiers.Note | None, ledger: Ledger) -> bool:
+    """Whether a stream that did not know the table's last reset committed this offset: the sink left its batch out, or
+    Kafka's offsets are those of a backup."""
+    return note is not None and note.stream is not None and note.reset_number < ledger.reset_number
 
 
 def table_version(spark: "SparkSession | None", table: str | None) -> int | None:
@@ -805,7 +806,7 @@ def _of_further(admin: GroupAdmin, group: str, table: str, spark: "SparkSession"
             offsets.setdefault(tp, EARLIEST_OFFSET)
         else:
             note = identifiers.parse_note(committed[tp].metadata) if tp in committed else None
-            offsets[tp] = at if _of_void_batch(note, ledger) else max(at, offsets.get(tp, 0))
+            offsets[tp] = at if _is_before_reset(note, ledger) else max(at, offsets.get(tp, 0))
     return Offsets({tp: at for tp, at in offsets.items() if in_scope(tp, scope)}, explicit=False)
 
 
