@@ -188,6 +188,11 @@ class Cluster:
             self.groups[name] = self.kind(self.world, self.counts(), self.books)
         return self.groups[name]
 
+    def is_silent(self, tp: TopicPartition) -> bool:
+        """Whether the leader of the partition does not answer."""
+        log = self.log(tp)
+        return log is not None and log.is_silent and log.leader_from_ms > self.world.now_ms
+
     def unreachable(self, ms: int) -> None:
         """Let no broker answer for so long; sessions start again afterwards."""
         self.world.note(f"no broker can be reached for {ms} ms")

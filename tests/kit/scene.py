@@ -29,6 +29,7 @@ from spark_group_source.errors import (
 )
 from spark_group_source.model import TopicPartition
 from spark_group_source.protocol.run import UNSETTLED_MS_MIN
+from spark_group_source.protocol.states import RunState
 from spark_group_source.runtime.offset_commits import MEMBER_COMMIT_S_MAX
 
 PRODUCE_EVERY_MS = 400
@@ -120,6 +121,7 @@ class Scene:
         self.others_commit_every_ms: int | None = None  # ordinary consumers commit by timer
         self.deleted: set[str] = set()  # topics that will be recreated
         self._at_rest_since_ms = 0  # when the group became stable
+        self._outages_ms: dict[SparkRun, int] = {}  # when last no leader of a run's partitions answered
         self.closed = False  # an operator needs an empty group
         self._restarts_ms: dict[str, int] = {}  # when a run that ends is started again, if not by START_AGAIN_MS
         self.while_down: Callable[[], None] | None = None  # called once, when the next query has ended
@@ -385,6 +387,9 @@ class Scene:
                 if run.trigger != "default":  # then it must know what is left to read
                     longest_ms += max(budget_ms, UNSETTLED_MS_MIN)
                 silent_ms = self.cluster.silent_until_ms
+                if (wanted := run.watched.plannable()) and all(map(self.cluster.is_silent, wanted)):
+                    self._outages_ms[run] = now
+                trouble_ms = max(trouble_ms, self._outages_ms.get(run, 0))
                 if run.trigger == "default" and not self._unanswered and now >= silent_ms:
                     longest_ms = PATIENCE_MS_MAX  # in a stable group, with brokers that answer
                     trouble_ms = max(trouble_ms, self._at_rest_since_ms, silent_ms)
@@ -411,7 +416,8 @@ class Scene:
         """Whether none of its members has joined for longer than a session, although nothing keeps them out: in a calm
         group another member may have their instance ids for so long."""
         assert run.watched is not None
-        since_ms = run.watched.slots.unassigned_since_ms
+        joins = run.watched.state not in (RunState.NEW, RunState.TARGETING, RunState.STARTING)
+        since_ms = run.watched.slots.unassigned_since_ms if joins else None
         lasts_ms = 0 if since_ms is None else min(calm_ms, self.world.now_ms - since_ms)
         older = any(other.lately_alive for other in run.query.runs if other is not run)
         return lasts_ms > SESSION_MS + PATIENCE_MS_MAX and not older and not self._unanswered

@@ -217,7 +217,9 @@ class Troubles:
             if not self.happened["restored cluster"]:
                 self.happened["restored cluster"] += 1
                 scene.restore(backup)
-            scene.operator.to(positions if scene.tables else "--to-current", scene.tables)
+            ledgers = [table.ledger for table in scene.tables]
+            has_offsets = ledgers and all(ledger is not None and ledger.offsets for ledger in ledgers)
+            scene.operator.to(positions if has_offsets else "--to-current", scene.tables)
 
         def begin() -> None:
             if not scene.is_calm and scene.partitions() and not scene.operator.begin(act):
