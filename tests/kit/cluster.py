@@ -188,6 +188,11 @@ class Cluster:
             self.groups[name] = self.kind(self.world, self.counts(), self.books)
         return self.groups[name]
 
+    def led_since_ms(self, tp: TopicPartition) -> int:
+        """Since when the partition has a leader, if that is long ago; else when it will have one."""
+        log = self.log(tp)
+        return 0 if log is None else log.leader_from_ms
+
     def is_silent(self, tp: TopicPartition) -> bool:
         """Whether the leader of the partition does not answer."""
         log = self.log(tp)

@@ -17,6 +17,7 @@ from kit.operators import Operator, Targets
 from kit.ordinary_member import OrdinaryMember
 from kit.sinks import Idempotent, Plain, Table
 from kit.spark import GROUP, Checkpoint, Habits, MemberHost, Query, Sink, SparkRun, Trigger
+from kit.transactions import TRANSACTION_MS
 from kit.world import Draws, World
 from spark_group_source.errors import (
     CommitFailed,
@@ -345,7 +346,8 @@ class Scene:
         if run.watched is not None:
             failed_ms, budget_ms = run.watched.failed_ms or failed_ms, run.watched.rules.joining_budget_ms
         rest_ms = max(unsettled_ms, process.cut_off_until_ms, process.members_until_ms)
-        if failed_ms - rest_ms > PATIENCE_MS_MAX and not self._unanswered:
+        answered = not self._unanswered and self.cluster.transactions_allowed  # as in a call that takes long
+        if failed_ms - rest_ms > PATIENCE_MS_MAX and answered:
             raise self._violation(f"{process.name} timed out waiting for a stable group: {error}")
         # An outage has a limit of its own: after one that its requests have met, it waits for the group anew.
         for from_ms, until_ms in (
@@ -384,13 +386,17 @@ class Scene:
                 trouble_ms = max(process.thawed_at_ms, outage_ms)
                 budget_ms = run.watched.rules.joining_budget_ms
                 longest_ms = max(CALL_MS_MAX, budget_ms + CALL_SLACK_MS)
+                if not self.cluster.transactions_allowed:  # nobody may end an open one, which delays lookups
+                    longest_ms += TRANSACTION_MS
                 if run.trigger != "default":  # then it must know what is left to read
                     longest_ms += max(budget_ms, UNSETTLED_MS_MIN)
                 silent_ms = self.cluster.silent_until_ms
                 if (wanted := run.watched.plannable()) and all(map(self.cluster.is_silent, wanted)):
                     self._outages_ms[run] = now
                 trouble_ms = max(trouble_ms, self._outages_ms.get(run, 0))
-                if run.trigger == "default" and not self._unanswered and now >= silent_ms:
+                answered = not self._unanswered and now >= silent_ms
+                # Without transactions, one member after the other commits, and lookups wait for the last one.
+                if run.trigger == "default" and answered and self.cluster.transactions_allowed:
                     longest_ms = PATIENCE_MS_MAX  # in a stable group, with brokers that answer
                     trouble_ms = max(trouble_ms, self._at_rest_since_ms, silent_ms)
                 if since_ms is not None and now - max(since_ms, trouble_ms) > longest_ms:
