@@ -426,7 +426,7 @@ class Scene:
         since_ms = run.watched.slots.unassigned_since_ms if joins else None
         lasts_ms = 0 if since_ms is None else min(calm_ms, self.world.now_ms - since_ms)
         older = any(other.lately_alive for other in run.query.runs if other is not run)
-        return lasts_ms > SESSION_MS + PATIENCE_MS_MAX and not older and not self._unanswered
+        return lasts_ms > self.group.session_ms + PATIENCE_MS_MAX and not older and not self._unanswered
 
     def _violation(self, rule: str) -> Violation:
         self.world.note(f"VIOLATION: {rule}")
