@@ -53,12 +53,13 @@ from spark_group_source.librdkafka import (
     text,
 )
 from spark_group_source.model import TopicPartition, topic_id
-from spark_group_source.reader.record_headers import NotHeaders, RecordHeaders, parse
 from spark_group_source.reader.records import (
     ClientEvent,
     HeaderRow,
     Ints,
+    NotHeaders,
     PartitionRows,
+    RecordHeaders,
     RowSlice,
     TopicDescription,
     TopicDescriptions,
@@ -69,6 +70,7 @@ from spark_group_source.reader.records import (
     gather,
     header_bytes,
     header_column,
+    parse_headers,
     words_at,
 )
 
@@ -336,7 +338,7 @@ class NativeChunk:
         expected = np.where(has_value, value_end, np.where(has_key, key_end, at))
         if (at == expected).all() and at.all():
             with contextlib.suppress(NotHeaders):
-                return parse(at, lengths)
+                return parse_headers(at, lengths)
         log.warning("librdkafka has headers elsewhere in its messages; reading them one by one, which is slower")
         self._client.headers_by_call = True
         return None

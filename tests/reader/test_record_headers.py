@@ -10,8 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spark_group_source.model import TopicPartition
-from spark_group_source.reader.record_headers import HEADERS_MAX, NotHeaders, RecordHeaders, parse
-from spark_group_source.reader.records import HEADER_BYTES, RowSlice, header_bytes, header_column
+from spark_group_source.reader.records import (
+    HEADER_BYTES,
+    HEADERS_MAX,
+    NotHeaders,
+    RecordHeaders,
+    RowSlice,
+    header_bytes,
+    header_column,
+    parse_headers,
+)
 
 TP = TopicPartition("orders", 0)
 Row = list[tuple[str, bytes | None]]
@@ -43,7 +51,7 @@ class Memory:
 
 
 def parsed(memory: Memory) -> RecordHeaders:
-    found = parse(memory.at, memory.lengths)
+    found = parse_headers(memory.at, memory.lengths)
     assert found is not None
     return found
 
@@ -106,7 +114,7 @@ def test_a_name_that_is_not_utf_8_is_replaced_as_by_spark() -> None:
 def test_other_bytes_are_refused(wrong: bytes) -> None:
     memory = Memory([sent([(b"a", b"b")]), wrong])
     with pytest.raises(NotHeaders):
-        parse(memory.at, memory.lengths)
+        parse_headers(memory.at, memory.lengths)
 
 
 def test_no_record_has_headers() -> None:
@@ -118,4 +126,4 @@ def test_no_record_has_headers() -> None:
 @pytest.mark.parametrize("more", [0, 1])
 def test_a_record_with_very_many_headers_is_left_to_librdkafka(more: int) -> None:
     memory = Memory([sent([(b"a", b"b")]), sent([(b"", b"")] * (HEADERS_MAX + more))])
-    assert (parse(memory.at, memory.lengths) is None) == bool(more)
+    assert (parse_headers(memory.at, memory.lengths) is None) == bool(more)
