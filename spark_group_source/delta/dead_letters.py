@@ -19,7 +19,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from spark_group_source.delta import constant_rows, kept, persisted, table_names, table_writer
-from spark_group_source.delta.casts import casts_of
 from spark_group_source.delta.checkpoint import PlannedBatch
 from spark_group_source.delta.ledger_format import Ledger
 from spark_group_source.delta.merge import LateMerge
@@ -483,7 +482,7 @@ def flag(letters: DeadLetters, table: TableWriter, rows: "DataFrame") -> "tuple[
     from pyspark.sql import functions as F
 
     keys = () if table.merge is None else table.merge.keys
-    casts = {} if table.merge_schema else casts_of(table.schema(), letters.table_rows(rows), keys=keys)
+    casts = {} if table.merge_schema else table_names.casts_of(table.schema(), letters.table_rows(rows), keys=keys)
     error = letters.error
     rules = [] if error is None else [Rule(_TRANSFORM, error, f"{table_names.quoted(error)} IS NULL")]
     for name, cast in casts.items():

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from spark_group_source.delta import persisted, session_setting, table_names
-from spark_group_source.delta.casts import casts_of
 from spark_group_source.errors import OptionError
 
 if TYPE_CHECKING:
@@ -169,7 +168,7 @@ class MergeWriter:
 
         merge = self._merge
         names = {*merge.keys, merge.sequence_by}
-        casts = casts_of(
+        casts = table_names.casts_of(
             schema, rows.select(*(table_names.quoted(n) for n in rows.columns if n in names)), keys=merge.keys
         )
         return rows.withColumns({n: F.expr(f"CASE WHEN {c.is_same} THEN {c.text} END") for n, c in casts.items()})

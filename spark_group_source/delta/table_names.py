@@ -1,7 +1,9 @@
 """The names of a table and of its columns: as users write them, qualified, in SQL, and in commands of error messages.
+Also the casts of values to the types of its columns.
 
 Runs in: the user's driver (on Spark Connect: in the server's worker for ``foreachBatch``), the command line.
-Deliberately absent: whether the table exists, running a command, and deciding which one helps.
+Deliberately absent: whether the table exists, what happens to a row with a value that its column cannot have
+(:mod:`dead_letters`, :mod:`merge`), running a command, and deciding which one helps.
 
 The sink knows no brokers, so a command connects with the arguments that a run of the group on this host has published.
 """
@@ -9,7 +11,8 @@ The sink knows no brokers, so a command connects with the arguments that a run o
 import json
 import os
 import re
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from spark_group_source import command_line
 from spark_group_source.errors import OptionError
@@ -35,6 +38,9 @@ _UNITS = {"week": 604_800_000, "day": 86_400_000, "hour": 3_600_000, "minute": 6
 
 RECORD_COLUMNS = {"topic": "string", "partition": "int", "offset": "bigint"}
 """The columns that identify the Kafka record of a row, with their types."""
+
+_EXACT = frozenset({"tinyint", "smallint", "int", "bigint", "decimal"})
+_TEXT = frozenset({"string", "char", "varchar"})
 
 _NOT_IN_NAMES = re.compile(r"[ ,;{}()\n\t=]")
 
@@ -157,6 +163,45 @@ def sql_type(kind: "DataType") -> str:
             return "TIMESTAMP_LTZ"
         case _:
             return kind.simpleString()
+
+
+class Cast(NamedTuple):
+    """How a column gets the table's type."""
+
+    column: str
+    """The table's name of the column."""
+    text: str
+    """The value with the table's type, in SQL; null if it has none."""
+    is_same: str
+    """Whether the value has that type and is not another one then."""
+
+
+def casts_of(schema: "StructType", rows: "DataFrame", *, keys: Collection[str] = ()) -> dict[str, Cast]:
+    """Return the columns of the rows whose types differ from the table's. Nested types are Delta's to refuse.
+
+    Numbers are compared with whole and decimal ones: 1.9 is no INT. A DOUBLE is rounded to a FLOAT, as it is by Delta.
+
+    Args:
+        schema: the table's columns.
+        keys: columns whose values must be the same in any type: two keys of a day must not become one date. Text only
+            has to be of the type.
+    """
+    # Delta compares names without their case.
+    types = {field.name.lower(): (field.name, field.dataType.simpleString()) for field in rows.schema.fields}
+    casts = {}
+    for field in schema.fields:
+        kind = field.dataType.simpleString()
+        name, former = types.get(field.name.lower(), (field.name, kind))
+        if kind != former and "<" not in kind + former:
+            value = quoted(name)
+            text = f"try_cast({value} AS {sql_type(field.dataType)})"
+            of_kind, of_value = (each.partition("(")[0] for each in (kind, former))
+            is_exact = of_kind in _EXACT and of_value in _EXACT | {"float", "double"}
+            is_exact |= name in keys and of_value not in _TEXT
+            # Cast back, as Spark compares a FLOAT and a DECIMAL as doubles, and 1.1 is another one in each.
+            is_same = f"try_cast({text} AS {former}) = {value}" if is_exact else f"{text} IS NOT NULL"
+            casts[name] = Cast(field.name, text, is_same)
+    return casts
 
 
 def read(spark: "SparkSession", table: str, *, version: int | None = None) -> "DataFrame":
