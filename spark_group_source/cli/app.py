@@ -36,8 +36,7 @@ from spark_group_source.cli.common import (
     table_of,
 )
 from spark_group_source.cli.group import describe, list_groups, watch
-from spark_group_source.cli.ledger import ledger_app, ledger_reader
-from spark_group_source.cli.letters import letters_app
+from spark_group_source.cli.ledger import ledger_app, ledger_reader, letters_app
 from spark_group_source.cli.migrate import migrate
 from spark_group_source.cli.offsets import delete_group, delete_offsets
 from spark_group_source.cli.reset import reset_command

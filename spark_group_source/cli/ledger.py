@@ -1,11 +1,17 @@
-"""``spark-group ledger``: show the ledgers in a table, compare them with its rows, carry one over; and read them for
-``spark-group exporter --table``.
+"""``spark-group ledger`` and ``spark-group letters``: what :class:`DeltaSink` keeps beside the rows of a table.
 
-Runs in: a terminal, the exporter. Deliberately absent: moving a ledger (``spark-group reset --table``).
+``ledger`` shows the ledgers in a table, compares them with its rows, and carries one over; they are also read here for
+``spark-group exporter --table``. ``letters`` shows the bad records in a dead-letter table, and replays those of a sink.
+
+Runs in: a terminal, the exporter. Deliberately absent: moving a ledger (``spark-group reset --table``), and which
+records are bad (:mod:`dead_letters`).
 """
 
+import importlib
 import json
 import logging
+import os
+import sys
 from contextlib import nullcontext
 from datetime import datetime
 from typing import TYPE_CHECKING, Annotated, Any
@@ -22,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from spark_group_source.delta.ledger_format import Ledger
+    from spark_group_source.delta.sink import DeltaSink
     from spark_group_source.delta.table_history import Commit, LogFiles, TableHistory
     from spark_group_source.delta.verification import Finding
     from spark_group_source.metrics.groups import LedgerSnapshot
@@ -34,6 +41,7 @@ NOT_COMPARED = 3
 TableArgument = Annotated[str, typer.Argument(help="A Delta table, by path or name.")]
 
 ledger_app = typer.Typer(no_args_is_help=True, help="The ledgers in a Delta table.")
+letters_app = typer.Typer(no_args_is_help=True, help="The bad records in a dead-letter table.")
 
 
 @ledger_app.command("show")
@@ -388,3 +396,91 @@ class _Table:
         except LedgerConflict:
             return True
         return False
+
+
+# --- letters ----------------------------------------------------------------------------------------------------------
+
+
+@letters_app.command("show")
+def show_letters(
+    table: Annotated[str, typer.Argument(help="A dead-letter table, by path or name.")], as_json: JsonOption = False
+) -> None:
+    """Show how many records violate each rule, how many of them were not replayed, and the first one of these."""
+    with common.session() as spark:
+        from pyspark.sql import functions as F
+
+        from spark_group_source.delta import dead_letters, table_names, table_writer
+
+        writer = table_writer.open_existing(spark, table)
+        if missing := sorted(dead_letters.COLUMNS.keys() - {field.name for field in writer.schema().fields}):
+            raise OptionError(
+                f"table {table} is no dead-letter table: it lacks the column {missing[0]}. Name the table that "
+                "DeadLetters of the sink has",
+                table=table,
+            )
+        is_left, at = F.col("replay").isNull(), F.struct("topic", "partition", "offset")
+        found = (
+            table_names.read(spark, writer.table)
+            .groupBy("table", "error_class", "error")
+            .agg(F.count("*"), F.count_if(is_left), F.coalesce(F.min(F.when(is_left, at)), F.min(at)))
+            .orderBy("table", "error_class", "error")
+            .collect()
+        )
+    shown = [
+        {
+            "table": row[0],
+            "class": row[1],
+            "error": row[2],
+            "records": row[3],
+            "left": row[4],
+            "first": f"{row[5][0]}-{row[5][1]} offset {row[5][2]}",
+        }
+        for row in found
+    ]
+    if as_json:
+        typer.echo(json.dumps(shown, indent=2))
+    elif shown:
+        console.print(table_of(*shown[0], rows=[tuple(one.values()) for one in shown]))
+    else:
+        console.print(f"table {table} has no records")
+
+
+@letters_app.command("replay")
+def replay(
+    sink: Annotated[
+        str, typer.Argument(help="MODULE:NAME of the DeltaSink, which the current folder or PYTHONPATH has.")
+    ],
+) -> None:
+    """Write the records that are good by the sink's present transform and rules into its table, each once."""
+    found = _import_sink(sink)
+    with common.session(avro=True) as spark:  # its transform may need them
+        run = found.open_replay(spark)
+        written = run.run()
+    of_all = f" of {counted(written + run.left, 'record')}" if run.left else ""
+    of_all = of_all or f" record{'' if written == 1 else 's'}"
+    text = f"{written:,}{of_all} written to table {found.table}"
+    if run.left:
+        why = f"the first bad one is {run.first_bad}" if run.first_bad else "the transform returns no row for them"
+        text += f"; {run.left:,} left: {why}"
+    typer.echo(text)
+
+
+def _import_sink(text: str) -> "DeltaSink":
+    """Import a sink.
+
+    Raises:
+        UsageError: it cannot be imported, or is no DeltaSink.
+    """
+    from spark_group_source.delta.sink import DeltaSink
+
+    module, _, name = text.partition(":")
+    if not all(part.isidentifier() for part in module.split(".")):
+        raise common.UsageError(f"{text} cannot be imported. Name the DeltaSink as MODULE:NAME")
+    sys.path.insert(0, os.getcwd())
+    try:
+        found = getattr(importlib.import_module(module), name or "sink")
+    except (ImportError, AttributeError) as exc:
+        raise common.UsageError(f"{text} cannot be imported: {exc}. Name the DeltaSink as MODULE:NAME") from exc
+    if not isinstance(found, DeltaSink):
+        raise common.UsageError(f"{text} is {type(found).__name__}; it must be a DeltaSink")
+    return found
