@@ -145,18 +145,18 @@ def copy(
     execute: common.ExecuteOption = False,
 ) -> None:
     """Copy a group's ledger into a clone of its table, as it was in the cloned version."""
-    from spark_group_source.delta import ledger_transfer, table_writer
+    from spark_group_source.delta import ledger_store, table_writer
 
     with common.session() as spark:
         made = None
         if version is None:
-            clone = ledger_transfer.find_clone(table_writer.open_existing(spark, table).history())
+            clone = ledger_store.find_clone(table_writer.open_existing(spark, table).history())
             if clone is None:
                 raise OptionError(
                     f"the log of table {table} has no CLONE; add --version, the cloned version of {source}"
                 )
             version, made = clone.version, clone.made
-        found = ledger_transfer.transfer_ledger(
+        found = ledger_store.transfer_ledger(
             spark, source, group, table, group, version=version, decided_at=made, execute=execute
         )
     _show_transfer(found, table, execute)
@@ -170,10 +170,10 @@ def rename(
     execute: common.ExecuteOption = False,
 ) -> None:
     """Copy a group's ledger to the group's new name. The ledger of the former name stays in the log."""
-    from spark_group_source.delta import ledger_transfer
+    from spark_group_source.delta import ledger_store
 
     with common.session() as spark:
-        found = ledger_transfer.transfer_ledger(spark, table, group, table, to, execute=execute)
+        found = ledger_store.transfer_ledger(spark, table, group, table, to, execute=execute)
     _show_transfer(found, table, execute)
 
 

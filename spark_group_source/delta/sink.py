@@ -31,7 +31,7 @@ from spark_group_source.delta import (
     checkpoint_status,
     constant_rows,
     ledger_decision,
-    ledger_transfer,
+    ledger_store,
     persisted,
     replaced_rows,
     table_names,
@@ -588,7 +588,7 @@ class BatchCommit:
             return self._ways_to_continue(group, self.table.row_ends(self.planned.starts(group)))
 
         for offset in (o for o in self.planned.offsets if o.group == group):
-            ledger_transfer.check_new_group(self.df.sparkSession, history, offset, ways)
+            ledger_store.check_new_group(self.df.sparkSession, history, offset, ways)
         if any(commit.version == 0 for commit in history.commits()):  # the log has no gap
             return
         # The log had the CLONE that names the table with the ledger.

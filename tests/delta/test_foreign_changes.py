@@ -13,8 +13,7 @@ from printed_commands import commands
 from sink_helpers import BeforeNextCommit, Query, actions, commits, next_offsets, one, parquet_files, records, rows
 from sink_source import offset
 
-from spark_group_source.delta.ledger_store import read_ledger
-from spark_group_source.delta.ledger_transfer import transfer_ledger
+from spark_group_source.delta.ledger_store import read_ledger, transfer_ledger
 from spark_group_source.delta.replaced_rows import ledger_of_rows
 from spark_group_source.delta.table_history import DescribedHistory, TableHistory
 from spark_group_source.errors import LedgerConflict, OptionError

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from spark_group_source.cli.app import app
 from spark_group_source.delta.ledger_format import Ledger
-from spark_group_source.delta.ledger_transfer import transfer_ledger
+from spark_group_source.delta.ledger_store import transfer_ledger
 from spark_group_source.delta.table_history import CommitRace, LedgerExpired, TableHistory
 from spark_group_source.delta.table_writer import TableWriter
 from spark_group_source.errors import OptionError

@@ -32,8 +32,7 @@ from typer.testing import CliRunner
 
 from spark_group_source.cli.app import app
 from spark_group_source.delta.ledger_format import Ledger
-from spark_group_source.delta.ledger_store import read_ledger, set_ledger
-from spark_group_source.delta.ledger_transfer import transfer_ledger
+from spark_group_source.delta.ledger_store import read_ledger, set_ledger, transfer_ledger
 from spark_group_source.delta.replaced_rows import Replacement, find_replacement, ledger_of_rows
 from spark_group_source.delta.table_history import (
     Commit,
