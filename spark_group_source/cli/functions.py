@@ -15,7 +15,7 @@ from spark_group_source.cli.report import GroupReport
 from spark_group_source.cli.reset import Destination, GroupReset, Offsets
 from spark_group_source.errors import OptionError
 from spark_group_source.model import EARLIEST, LATEST, StartAt, TopicPartition
-from spark_group_source.options.starting import EARLIEST_OFFSET
+from spark_group_source.options.table import EARLIEST_OFFSET
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -31,7 +31,7 @@ from spark_group_source.cli.reset import (
 from spark_group_source.errors import CheckpointMismatch, OptionError
 from spark_group_source.kafka.group_admin import GroupAdmin
 from spark_group_source.model import TopicPartition
-from spark_group_source.options.starting import EARLIEST_OFFSET
+from spark_group_source.options.table import EARLIEST_OFFSET
 
 if TYPE_CHECKING:
     from spark_group_source.delta.checkpoint import CheckpointFiles

@@ -47,7 +47,7 @@ from spark_group_source.errors import BrokerUnavailable, GroupError, OptionError
 from spark_group_source.kafka.group_admin import GroupAdmin
 from spark_group_source.kafka.translation import CommittedOffset, Topic
 from spark_group_source.model import EARLIEST, LATEST, StartAt, TopicPartition
-from spark_group_source.options.starting import EARLIEST_OFFSET, PARTITION_MAX, parse_offsets, start_at
+from spark_group_source.options.table import EARLIEST_OFFSET, PARTITION_MAX, parse_offsets, start_at
 from spark_group_source.protocol import identifiers
 
 if TYPE_CHECKING:
