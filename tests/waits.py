@@ -46,7 +46,7 @@ UNBOUNDED = {
     "kafka.admin:EpochEnds._read close": _NEVER_JOINED,
     "kafka.committer:memberless close": _NEVER_JOINED,
     "kafka.environment:check_settings close": _NEVER_JOINED,
-    "kafka.record_times:RecordTimes.close close": _NEVER_JOINED,
+    "kafka.group_offsets:RecordTimes.close close": _NEVER_JOINED,
 }
 """Calls without an argument that bounds them, and what ends them."""
 GIVEN = {

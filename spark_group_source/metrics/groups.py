@@ -18,8 +18,7 @@ from functools import partial
 from spark_group_source.errors import GroupError
 from spark_group_source.kafka.environment import Environment
 from spark_group_source.kafka.group_admin import GroupAdmin
-from spark_group_source.kafka.group_offsets import GroupOffsets
-from spark_group_source.kafka.record_times import NO_TIME, RecordTime, RecordTimes
+from spark_group_source.kafka.group_offsets import NO_TIME, GroupOffsets, RecordTime, RecordTimes
 from spark_group_source.kafka.translation import GROUP_STATES, GroupDescription, GroupMember
 from spark_group_source.metrics.endpoint import Endpoint, Metric, MetricsCollector, Sample, since_s
 from spark_group_source.model import TopicPartition

@@ -7,10 +7,10 @@ from confluent_kafka import Producer
 from kit.mock_cluster import Api, MockCluster
 
 from spark_group_source.kafka.environment import Environment
-from spark_group_source.kafka.record_times import PARTITIONS_MAX, RecordTime, RecordTimes
+from spark_group_source.kafka.group_offsets import ASSIGNED_MAX, RecordTime, RecordTimes
 from spark_group_source.model import TopicPartition
 
-PARTITIONS = PARTITIONS_MAX + 50
+PARTITIONS = ASSIGNED_MAX + 50
 MADE_MS = 1_700_000_000_000
 MS_MAX = 20_000
 NOT_LEADER, READ_REFUSED = 6, 29

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from spark_group_source.kafka.record_times import NO_TIME, RecordTime
+from spark_group_source.kafka.group_offsets import NO_TIME, RecordTime
 from spark_group_source.metrics import groups
 from spark_group_source.metrics.groups import READ_AGAIN_MS, GroupSweeper, RecordAges
 from spark_group_source.model import TopicPartition
