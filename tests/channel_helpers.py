@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from spark_group_source.agents.channel.client import ChannelClient
-from spark_group_source.agents.channel.handshake import Secret
 from spark_group_source.agents.channel.server import ChannelLimits, ChannelPeer, ChannelServer
-from spark_group_source.agents.channel.wire import Codec
+from spark_group_source.agents.channel.wire import Codec, Secret
 from spark_group_source.errors import ChannelBroken
 from spark_group_source.model import OffsetRange, TopicPartition
 

@@ -15,9 +15,8 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from spark_group_source.agents.channel.client import Address
-from spark_group_source.agents.channel.handshake import Secret
 from spark_group_source.agents.channel.server import ChannelPeer, ChannelServer
-from spark_group_source.agents.channel.wire import WireError
+from spark_group_source.agents.channel.wire import Secret, WireError
 from spark_group_source.agents.connected_agents import ConnectedAgents, PlacedMembers
 from spark_group_source.agents.messages import (
     CODEC,

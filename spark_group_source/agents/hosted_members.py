@@ -17,8 +17,7 @@ from functools import partial
 from typing import Any
 
 from spark_group_source.agents.channel.client import ChannelClient
-from spark_group_source.agents.channel.handshake import Secret
-from spark_group_source.agents.channel.wire import WireError
+from spark_group_source.agents.channel.wire import Secret, WireError
 from spark_group_source.agents.messages import (
     CODEC,
     AgentOrders,

@@ -31,8 +31,7 @@ from spark_group_source.agents.agent_folder import (
     warn_once,
 )
 from spark_group_source.agents.channel.client import Address, ChannelClient
-from spark_group_source.agents.channel.handshake import Secret
-from spark_group_source.agents.channel.wire import WireError
+from spark_group_source.agents.channel.wire import Secret, WireError
 from spark_group_source.agents.messages import CODEC, Claim, ClaimGranted, ClaimRefused, TaskEnded
 from spark_group_source.agents.prefetch.client import read_with_agent
 from spark_group_source.errors import ChannelBroken

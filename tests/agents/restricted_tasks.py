@@ -19,7 +19,7 @@ from typing import Any
 import restricted
 
 from spark_group_source.agents import agent_folder
-from spark_group_source.agents.channel.handshake import Secret
+from spark_group_source.agents.channel.wire import Secret
 from spark_group_source.agents.task import PlannedTask
 from spark_group_source.model import OffsetRange, Piece, TopicPartition
 from spark_group_source.options.table import Options

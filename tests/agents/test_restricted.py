@@ -20,8 +20,8 @@ from confluent_kafka import Producer
 from kit.mock_cluster import MockCluster
 from restricted import NO_EXEC, NO_PROC, OTHER_USER, READ_ONLY
 
-from spark_group_source.agents.channel.handshake import Secret
 from spark_group_source.agents.channel.server import ChannelPeer
+from spark_group_source.agents.channel.wire import Secret
 from spark_group_source.agents.messages import CODEC, Claim, ClaimGranted
 from spark_group_source.model import Piece
 

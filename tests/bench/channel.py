@@ -28,8 +28,8 @@ from rich.console import Console
 from rich.table import Table
 
 from spark_group_source.agents.channel.client import ChannelClient
-from spark_group_source.agents.channel.handshake import Secret
 from spark_group_source.agents.channel.server import ChannelLimits, ChannelPeer, ChannelServer
+from spark_group_source.agents.channel.wire import Secret
 from spark_group_source.agents.control_server import freeze_objects
 from spark_group_source.agents.messages import CODEC, Claim, ClaimGranted, ClaimRefused, TaskEnded
 from spark_group_source.model import Piece, TopicPartition

@@ -27,7 +27,7 @@ from restricted import NO_EXEC, NO_PROC, OTHER_USER, PIDS_LIMIT, READ_ONLY
 from rich.console import Console
 from rich.table import Table
 
-from spark_group_source.agents.channel.handshake import Secret
+from spark_group_source.agents.channel.wire import Secret
 
 RESTRICTIONS = (NO_PROC, READ_ONLY, OTHER_USER, PIDS_LIMIT, NO_EXEC)
 TESTS = Path(restricted.__file__).parent

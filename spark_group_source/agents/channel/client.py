@@ -13,21 +13,19 @@ from collections.abc import Sequence
 from time import monotonic
 from typing import Any, Final
 
-from spark_group_source.agents.channel.handshake import (
+from spark_group_source.agents.channel.wire import (
     FIELD_BYTES,
+    FRAME_BYTES_MAX,
     MAC_BYTES,
+    Codec,
     HandshakeRefused,
     Secret,
+    WireError,
     accept_greeting,
     new_challenge,
-    verify_server,
-)
-from spark_group_source.agents.channel.wire import (
-    FRAME_BYTES_MAX,
-    Codec,
-    WireError,
     receive_exactly,
     receive_frame,
+    verify_server,
 )
 from spark_group_source.errors import ChannelBroken
 

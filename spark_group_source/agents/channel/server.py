@@ -16,18 +16,22 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
-from spark_group_source.agents.channel.handshake import (
+from spark_group_source.agents.channel.wire import (
     FIELD_BYTES,
+    FRAME_BYTES_MAX,
     GREETING,
+    HEAD_BYTES,
     MAC_BYTES,
     REFUSED,
+    Codec,
     HandshakeRefused,
     MessageSigner,
     Secret,
+    WireError,
+    body_length,
     new_challenge,
     verify_client,
 )
-from spark_group_source.agents.channel.wire import FRAME_BYTES_MAX, HEAD_BYTES, Codec, WireError, body_length
 from spark_group_source.errors import ChannelBroken
 
 log = logging.getLogger(__name__)

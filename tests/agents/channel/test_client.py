@@ -10,8 +10,7 @@ from contextlib import contextmanager
 import pytest
 from channel_helpers import SOON_S, Pong, Question, RecordingServer, ScopedClient
 
-from spark_group_source.agents.channel.handshake import FIELD_BYTES, GREETING, Secret
-from spark_group_source.agents.channel.wire import WireError
+from spark_group_source.agents.channel.wire import FIELD_BYTES, GREETING, Secret, WireError
 from spark_group_source.errors import ChannelBroken
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spark_group_source.agents.channel.handshake import (
+from spark_group_source.agents.channel.wire import (
     FIELD_BYTES,
     GREETING,
     REFUSED,
@@ -16,12 +16,13 @@ from spark_group_source.agents.channel.handshake import (
     HandshakeRefused,
     MessageSigner,
     Secret,
+    WireError,
     accept_greeting,
+    body_length,
     new_challenge,
     verify_client,
     verify_server,
 )
-from spark_group_source.agents.channel.wire import WireError, body_length
 
 ONE, OTHER = b"1" * FIELD_BYTES, b"2" * FIELD_BYTES
 

@@ -15,17 +15,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spark_group_source.agents.channel import server
-from spark_group_source.agents.channel.handshake import (
+from spark_group_source.agents.channel.server import MESSAGES_PER_TURN, ChannelLimits, ChannelServer
+from spark_group_source.agents.channel.wire import (
     FIELD_BYTES,
+    FRAME_BYTES_MAX,
     REFUSED,
     Handshake,
     Secret,
     accept_greeting,
+    frame,
     new_challenge,
+    receive_exactly,
     verify_server,
 )
-from spark_group_source.agents.channel.server import MESSAGES_PER_TURN, ChannelLimits, ChannelServer
-from spark_group_source.agents.channel.wire import FRAME_BYTES_MAX, frame, receive_exactly
 from spark_group_source.errors import ChannelBroken
 
 OUTBOX = 16 << 20
