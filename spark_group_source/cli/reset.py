@@ -503,6 +503,11 @@ def _is_before_reset(note: identifiers.Note | None, ledger: Ledger) -> bool:
     return note is not None and note.stream is not None and note.reset_number < ledger.reset_number
 
 
+def _of_void_batch(note: identifiers.Note | None, ledger: Ledger) -> bool:
+    """Whether the sink left out the batch of this commit. Records before any other one were read."""
+    return note is not None and note.stream in ledger.void and _is_before_reset(note, ledger)
+
+
 def table_version(spark: "SparkSession | None", table: str | None) -> int | None:
     """The version of the table from which a reset is planned; None without a table.
 
@@ -806,7 +811,7 @@ def _of_further(admin: GroupAdmin, group: str, table: str, spark: "SparkSession"
             offsets.setdefault(tp, EARLIEST_OFFSET)
         else:
             note = identifiers.parse_note(committed[tp].metadata) if tp in committed else None
-            offsets[tp] = at if _is_before_reset(note, ledger) else max(at, offsets.get(tp, 0))
+            offsets[tp] = at if _of_void_batch(note, ledger) else max(at, offsets.get(tp, 0))
     return Offsets({tp: at for tp, at in offsets.items() if in_scope(tp, scope)}, explicit=False)
 
 

@@ -570,7 +570,7 @@ MUTANTS = [
 
 FOUND_BY: dict[str, tuple[str, int]] = {
     "keeps-a-forgotten-id": ("cooperative", 46),
-    "takes-no-epoch-from-a-commit": ("eager", 779),
+    "takes-no-epoch-from-a-commit": ("cooperative", 635),
     "believes-a-commit-of-a-former-topic": ("consumer", 54),
     "learns-ids-with-the-first-check-only": ("consumer", 591),
     "believes-foreign-epochs": ("eager", 7),
