@@ -83,7 +83,8 @@ class DataLossDetector:
         self._checked: set[TopicPartition] = set()  # partitions whose first record was compared with the position
         self._missing = Suspicions(GRACE_MS)  # topics
         self._other_ids = Suspicions(GRACE_MS)  # topics with an id that is not the known one
-        self._former_ids = Suspicions(GRACE_MS)  # topics and ids in notes, while the topic has the known id
+        self._former_ids: set[str] = set()  # those of topics that were deleted and recreated during this run
+        self._verdicts = Suspicions(GRACE_MS)  # topics, their ids in notes, and their present ones
         self._disputed: set[str] = set()  # topics of which a note has another id than the known one
         self._unread: dict[str, int] = {}  # of topics with another id: offsets that were not read before
         self._short = Suspicions(GRACE_MS)  # partitions whose log ends below what was read
@@ -121,7 +122,7 @@ class DataLossDetector:
         for tp in without_offset:
             if (id_ := self._ids_before_reset.get(tp.topic)) is not None:
                 self.topic_ids.setdefault(tp.topic, id_)
-        for tp, at in event.offsets.items():
+        for tp, at in _with_present_ids_first(event):
             if at is not None and at.topic_id and at.reset_number == reset_number:
                 self.topic_ids.setdefault(tp.topic, at.topic_id)
         for name, id_ in event.topic_ids.items():
@@ -139,28 +140,27 @@ class DataLossDetector:
         """Compare the topic ids in the notes of committed offsets with the known ones. A batch of a deleted topic may
         be committed when its successor exists, and Kafka keeps that offset: in the new topic it would skip records. But
         an id that is not the known one may also be that of an even newer topic, so the present id decides, which the
-        next lookup reads (:meth:`wanted_ids`).
+        next lookups read (:meth:`wanted_ids`); one answer may be that of a broker that does not know it yet.
 
         Returns:
             The partitions whose offset is a position in a deleted topic, and those of which that is not known yet.
         """
         former: set[TopicPartition] = set()
         unclear: set[TopicPartition] = set()
-        known = dict(self.topic_ids)
-        for tp, at in event.offsets.items():
-            if at is None or not at.topic_id or at.reset_number > self.reset_number:
+        known, newer = dict(self.topic_ids), dict[str, str]()
+        for tp, at in _with_present_ids_first(event):
+            if at is None or not at.topic_id:
                 continue
-            stranger, present = (tp.topic, at.topic_id), event.topic_ids.get(tp.topic)
-            if known.setdefault(*stranger) == at.topic_id:
-                continue
-            if present is None:
-                unclear.add(tp)
-            elif present != known[tp.topic]:  # the next check finds that the known topic was recreated
-                self._former_ids.clear(stranger)
-            elif self._former_ids.report(stranger, now_ms):
+            present = event.topic_ids.get(tp.topic)
+            ids = newer if at.reset_number > self.reset_number else known
+            if ids.setdefault(tp.topic, at.topic_id) == at.topic_id or present == "":
+                continue  # brokers before 2.8 have no ids
+            if at.topic_id in self._former_ids:
                 former.add(tp)
-            else:
+            elif present is None or not self._verdicts.report((tp.topic, at.topic_id, present), now_ms):
                 unclear.add(tp)
+            elif present == ids[tp.topic]:
+                former.add(tp)  # else the next check finds that the known topic was recreated
         self._disputed = self._disputed - event.topic_ids.keys() | {tp.topic for tp in unclear}
         return former, unclear
 
@@ -226,6 +226,7 @@ class DataLossDetector:
         Args:
             ready: the position of every partition that the next batch may read.
         """
+        self._former_ids |= {self.topic_ids[name] for name in self._recreated if name in self.topic_ids}
         self.topic_ids.update(self._recreated)
         self._known_epochs.forget(self._recreated.keys())
         elsewhere = {tp for tp, at in self._positions.items() if ready.get(tp) != at}
@@ -453,6 +454,15 @@ class DataLossDetector:
             return
         error = data_loss(tp, text, expected=self._positions[tp], available=available, remedy=remedy)
         self.error = self.error or error
+
+
+def _with_present_ids_first(
+    event: ev.CommittedOffsetsRead,
+) -> list[tuple[TopicPartition, ev.Committed | None]]:
+    """The offsets of an answer. The first id of a topic without a known one is taken over: of several in the notes the
+    present one, not that of a deleted topic."""
+    ids = event.topic_ids
+    return sorted(event.offsets.items(), key=lambda each: each[1] is None or each[1].topic_id != ids.get(each[0].topic))
 
 
 def _without(topics: Container[str], offsets: Offsets) -> Offsets:

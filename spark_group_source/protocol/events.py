@@ -268,7 +268,8 @@ class CommittedOffsetsRead:
     ``offsets``: None where the group has no committed offset; requested partitions that are missing got no answer.
     ``reset_number``: the highest reset number in any of the group's notes; None if only ``requested`` was read.
     ``unanswered``: partitions that were requested for their notes alone and got no answer. ``topic_ids``: of the
-    requested topics, read after the offsets; those that do not exist are missing.
+    requested topics, read before the offsets: a position may be one in a newer topic, which the next check finds, but
+    not in an older one. Topics that do not exist are missing.
     """
 
     offsets: Mapping[TopicPartition, Committed | None]
@@ -528,7 +529,7 @@ class FetchCommittedOffsets:
     """Fetch the group's committed offsets, stable ones only (KIP-447).
 
     ``notes_only``: partitions that are fetched only for the reset numbers in their notes. ``topics``: their ids are
-    read after the offsets, because none is known, or those in notes differ.
+    read before the offsets, because none is known, or those in notes differ.
     """
 
     partitions: tuple[TopicPartition, ...]

@@ -72,7 +72,7 @@ class PositionLookups:
         """Order the lookup of partitions without a position; a period's first lookup is answered before the next.
 
         Args:
-            data_loss: it names the topics whose present ids are read after the offsets.
+            data_loss: it names the topics whose present ids are read, too.
         """
         if not self._partitions.ours and (self._knows_resets or self._reads_resets_of == self._period):
             self._knows_resets, self._period = False, self._period + 1

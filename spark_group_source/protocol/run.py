@@ -86,6 +86,8 @@ class Run:
         self.partitions = Partitions(self.counts)
         self.planner = Planner(rules)
         self.outage = Outage()
+        self._late_since_ms: int | None = None
+        """When the first of the descriptions of the group was requested that have all been late since."""
         self._known_epochs = LeaderEpochs()
         self.data_loss = DataLossDetector(rules, self._known_epochs)
         self._out = Outbox()
@@ -355,9 +357,7 @@ class Run:
                     self._topics_listed(event.topics)
             case ev.GroupDescribed():
                 self._broker_answered(Requester.CALL)
-                if event.took_ms >= LATE_MS:
-                    self.outage.ended_ms = self._now_ms
-                    self.slots.outage_ended()
+                self._described_after(event.took_ms)
                 if self.state is RunState.STARTING and self._topics is not None:
                     self._start_members(self._topics, self._former_slots(event))
                 else:
@@ -670,6 +670,19 @@ class Run:
         if took_ms is not None:
             self.slots.outage_ended()
         return took_ms
+
+    def _described_after(self, took_ms: int) -> None:
+        """A late answer has met an outage that ended before the request failed: no wait for the group counts from
+        before. Brokers that answer so late for as long as an outage may last are only slow."""
+        if took_ms < LATE_MS:
+            self._late_since_ms = None
+            return
+        if self._late_since_ms is None:
+            self._late_since_ms = self._now_ms - took_ms
+            self._out.log(f"brokers answered after {took_ms / 1000:.0f} s; continuing", warn=True)
+        if self._now_ms - self._late_since_ms < (self.rules.broker_timeout_ms or self.rules.joining_budget_ms):
+            self.outage.ended_ms = self._now_ms
+            self.slots.outage_ended()
 
     # --- steps of Spark's call, by state ----------------------------------------------------------------------------
 

@@ -191,6 +191,7 @@ class RequestThread:
         wall_ms, now_ms = self._environment.wall_ms(), self._environment.now_ms()
         # A topic that is not subscribed any more may be refused: nothing of it is read.
         optional = {tp for tp in order.notes_only if not self._options.is_subscribed(tp.topic)}
+        topics = self._admin.describe_topics(order.topics)
         read = self._offsets.read(order.partitions + order.notes_only, optional=optional)
         found = {tp: parse_committed(at, wall_ms=wall_ms, now_ms=now_ms) for tp, at in read.items()}
         reset_number = max((at.reset_number for at in found.values() if at is not None), default=0)
@@ -201,7 +202,7 @@ class RequestThread:
             requested=order.partitions,
             reset_number=reset_number if order.notes_only else None,
             unanswered=silent,
-            topic_ids={name: topic.id for name, topic in self._admin.describe_topics(order.topics).items()},
+            topic_ids={name: topic.id for name, topic in topics.items()},
         )
 
     def _on_failure(self, request: QueuedRequest, exc: SourceError) -> None:

@@ -986,3 +986,50 @@ def test_G4_a_position_where_the_log_was_truncated_survives_a_crash_before_its_c
     assert again.committed[A].offset == 100
     again.leader, again.has, again.ends = 9, {8: 80, 9: 130}, {A: 130, B: 10}
     assert again.batch().ranges[A] == (80, 130)
+
+
+@pytest.mark.parametrize(
+    ("known", "notes", "present", "former", "unclear"),
+    [
+        ({"orders": "id-2"}, {A: "id-1"}, [None], set(), {A}),
+        ({"orders": "id-2"}, {A: "id-1"}, ["id-2"], set(), {A}),
+        ({"orders": "id-2"}, {A: "id-1"}, ["id-1", "id-2"], set(), {A}),
+        ({"orders": "id-2"}, {A: "id-1"}, ["id-2", "id-2"], {A}, set()),
+        ({"orders": "id-1"}, {A: "id-2"}, ["id-1", "id-2"], set(), {A}),
+        ({"orders": "id-1"}, {A: "id-2"}, ["id-2", "id-2"], set(), set()),
+        ({"orders": "id-1"}, {A: "id-2"}, [""], set(), set()),
+        ({}, {A: "id-1", B: "id-2"}, ["id-2", "id-2"], {A}, set()),
+        ({}, {B: "id-1", A: "id-2"}, ["id-2", "id-2"], {B}, set()),
+    ],
+    ids=[
+        "the present id is not known",
+        "one answer",
+        "a broker that did not know the new topic yet",
+        "a commit of a deleted topic",
+        "a broker that did not know the newest topic yet",
+        "a newer topic",
+        "brokers without ids",
+        "a deleted topic's note first",
+        "a deleted topic's note last",
+    ],
+)
+@pytest.mark.parametrize("reset_number", [0, 1], ids=["", "after a reset that the sink has reported"])
+def test_a_commit_with_another_topic_id_counts_as_the_present_id_says(
+    known: dict[str, str],
+    notes: dict[TopicPartition, str],
+    present: list[str | None],
+    former: set[TopicPartition],
+    unclear: set[TopicPartition],
+    reset_number: int,
+) -> None:
+    """The present id counts when two answers, two seconds apart, have the same. The checkpoint's ids say nothing of
+    positions behind a reset."""
+    detector = Brokers().detector
+    detector.topic_ids = dict(known)
+    offsets = {tp: ev.Committed(offset=50, topic_id=id_, reset_number=reset_number) for tp, id_ in notes.items()}
+    found: tuple[set[TopicPartition], set[TopicPartition]] = set(), set()
+    for n, id_ in enumerate(present):
+        answer = ev.CommittedOffsetsRead(offsets=offsets, topic_ids={} if id_ is None else {"orders": id_})
+        found = detector.compare_ids(answer, now_ms=n * GRACE_MS)
+    is_void = bool(reset_number and known)
+    assert found == ((set(), set()) if is_void else (former, unclear))

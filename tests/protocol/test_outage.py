@@ -284,3 +284,21 @@ def test_an_outage_while_a_call_waits_for_its_members_is_no_time_to_join(
     with pytest.raises(RebalanceTimeout):
         run.latest()
     assert ended_ms and run.clock() - ended_ms >= JOINING_BUDGET_MS
+
+
+def test_brokers_that_always_answer_late_do_not_let_a_call_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RunHarness(broker_timeout_ms=2 * MINUTE_MS)
+    run.silent = {ev.Join}
+    answer = run.answer
+
+    def late(step: ev.Step) -> ev.Event:
+        if isinstance(step, ev.DescribeGroup):
+            run.clock.advance(ms=LATE_MS)
+        found = answer(step)
+        return replace(found, took_ms=LATE_MS) if isinstance(found, ev.GroupDescribed) else found
+
+    monkeypatch.setattr(run, "answer", late)
+    with pytest.raises(RebalanceTimeout):
+        run.latest()
+    assert 2 * MINUTE_MS < run.clock() < 2 * MINUTE_MS + JOINING_BUDGET_MS + MINUTE_MS
+    assert run.warned()[0] == "brokers answered after 10 s; continuing"

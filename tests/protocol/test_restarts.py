@@ -380,9 +380,10 @@ def test_G4_late_commit_for_the_old_topic_is_no_position_of_the_recreated_one(fu
     run.pass_time(GRACE_MS)
     run.latest()
     run.committed[B] = ev.Committed(offset=150, stream="x", seq=8, topic_id="id-newest" if further else "id-orders")
+    run.ids["orders"] = "id-new" if further else "id-orders"
     run.assigned(B)
     run.pass_time(GRACE_MS // 2)
-    assert B not in run.run.plannable()
+    assert run.run.plannable().get(B) == (None if further or restarted else 0), "this run found the first recreation"
     run.ids["orders"] = "id-newest" if further else "id-new"
     run.pass_time(GRACE_MS * 2)
     assert run.run.plannable()[B] == (150 if further else PAST.positions()[B] if restarted else 0)
