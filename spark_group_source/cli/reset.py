@@ -155,6 +155,8 @@ class Targets(NamedTuple):
     clamped: Mapping[TopicPartition, int] = MappingProxyType({})
     by_commit: Set[TopicPartition] = frozenset()
     """Those whose new offset is that of their commit, or counted from it, and whose topics were not named."""
+    named: Set[str] = frozenset()
+    """Topics that the user named."""
 
 
 def resolve_targets(
@@ -183,8 +185,9 @@ def resolve_targets(
     found = resolve(admin, group, starts)
     if isinstance(to, Offsets) and to.explicit and (gone := sorted(starts.keys() - found.offsets.keys())):
         raise OptionError(f"partition {gone[0]} does not exist; create the topic, or leave the partition out")
+    named = scope.keys() | ({tp.topic for tp in to.each} if isinstance(to, Offsets) and to.explicit else set())
     is_by_commit = not scope and (to == "current" or isinstance(to, Shift))
-    return found._replace(by_commit=found.offsets.keys()) if is_by_commit else found
+    return found._replace(by_commit=found.offsets.keys() if is_by_commit else frozenset(), named=named)
 
 
 def _require_known(scope: Scope, known: Set[TopicPartition]) -> None:
@@ -461,10 +464,11 @@ def plan_reset(
     """The reset that moves a group to ``targets`` and keeps the position of every other partition.
 
     A partition that is not moved keeps its metadata, with the new number: a sink that has more of it than Kafka then
-    leaves rows out instead of refusing the batch. The ledger decides about such a partition in two cases: it is ahead
-    of Kafka, because a run's last offset commit was lost; or Kafka's offset is of a stream that did not know the last
-    reset: the sink left its batch out, or the offset is that of a backup. It does not decide if its reset number is
-    older than that of Kafka's offset, as after a reset with another table.
+    leaves rows out instead of refusing the batch. So does one that stays where it is, of a topic that the table does
+    not have: the group may write a table for each topic. The ledger decides about such a partition in two cases: it is
+    ahead of Kafka, because a run's last offset commit was lost; or Kafka's offset is of a stream that did not know the
+    last reset: the sink left its batch out, or the offset is that of a backup. It does not decide if its reset number
+    is older than that of Kafka's offset, as after a reset with another table.
 
     Args:
         ledger: of the table that is reset too, or None.
@@ -488,7 +492,12 @@ def plan_reset(
         tp: at for tp, at in offsets.items() if tp.topic in topics and tp.partition < topics[tp.topic].partitions
     }
     texts = dict.fromkeys(offsets, identifiers.reset_text(reset_number))
-    for tp in offsets.keys() & notes.keys() - targets.keys():
+    moved = {
+        tp
+        for tp, at in targets.items()
+        if tp not in committed or at != committed[tp].offset or ledger is None or tp.topic in (ledger.topics or topics)
+    }
+    for tp in offsets.keys() & notes.keys() - moved:
         note = notes[tp]
         if note.stream is not None:
             started = note.started and offsets[tp] == committed[tp].offset
@@ -498,9 +507,10 @@ def plan_reset(
 
 
 def _is_before_reset(note: identifiers.Note | None, ledger: Ledger) -> bool:
-    """Whether a stream that did not know the table's last reset committed this offset: the sink left its batch out, or
-    Kafka's offsets are those of a backup."""
-    return note is not None and note.stream is not None and note.reset_number < ledger.reset_number
+    """Whether this offset was set without knowing the table's last reset: by a stream whose batch the sink left out, or
+    before the reset, if Kafka's offsets are those of a backup. Other consumers know no resets."""
+    knows_resets = note is not None and (note.stream is not None or note.reset_number > 0)
+    return note is not None and knows_resets and note.reset_number < ledger.reset_number
 
 
 def _of_void_batch(note: identifiers.Note | None, ledger: Ledger) -> bool:
@@ -599,7 +609,13 @@ def reset(
     if spark is not None and table is not None:
         from spark_group_source.delta import ledger_store
 
-        ids = {tp.topic: topics[tp.topic].id for tp in found.offsets}
+        # With a table for each topic, no batch of this one would move the others' offsets: a later reset to its ledger
+        # would read their records again.
+        stored = {tp.topic for tp in targets.offsets}
+        if ledger is not None and ledger.topics:
+            stored = ledger.topics.keys() | targets.named
+        offsets = {tp: at for tp, at in found.offsets.items() if tp.topic in stored}
+        ids = {tp.topic: topics[tp.topic].id for tp in offsets}
         gone = {tp.topic for tp in known} - topics.keys()
         reason = f"spark-group reset {found.reset_number}"
         try:
@@ -607,7 +623,7 @@ def reset(
                 spark,
                 table,
                 group,
-                found.offsets,
+                offsets,
                 reason=reason,
                 topic_ids=ids,
                 reset_number=found.reset_number,

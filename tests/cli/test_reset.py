@@ -106,6 +106,9 @@ def test_commit_of_a_void_batch_is_ignored() -> None:
         {P0: (9, note_text(Note("s1", 4))), P1: (7, note_text(Note("s1", 4))), P2: (7, note_text(Note("s2", 4, 1)))}
     )
     table = ledger({P1: 2, P2: 2}, reset_number=1)
+    kept = committed({P1: (7, reset_text(1)), P2: (7, "")})
+    newer = ledger({P1: 2, P2: 2}, reset_number=2)
+    assert plan_reset({P0: 5}, kept, newer, TOPICS).offsets == {P0: 5, P1: 2, P2: 7}, "other consumers know no resets"
     for each in (table, replace(table, void=frozenset({"s1"}))):
         assert plan_reset({P0: 5}, before, each, TOPICS).offsets == {P0: 5, P1: 2, P2: 7}
 

@@ -12,7 +12,7 @@ import pytest
 from deltalake import DeltaTable
 from offset_model import SERVERS, OffsetModel
 from pyspark import cloudpickle
-from sink_helpers import Query, commits, expire_log, next_offsets, offsets_in, one, records, rows
+from sink_helpers import Query, clone_of, commits, expire_log, next_offsets, offsets_in, one, records, rows
 from sink_source import offset
 from typer.testing import CliRunner
 
@@ -155,6 +155,38 @@ def test_G4_reset_to_the_ledger_of_one_table_moves_its_topic_only(
     later = of("clicks", start=10, end=15) | of("orders", start=5, end=15)
     query.run(sinks, 3, offset(3, later, followed=[("orders", 0)], reset_number=1))
     assert {topic: rows(lake / topic) for topic in both} == {topic: records(0, 15, topic=topic) for topic in both}
+    assert next_offsets(lake / "orders") == {("orders", 0): 15}, "no batch of this table would move the other topic"
+
+    admin.offsets = {tp: CommittedOffset(15, note_text(Note("s1", 3, 1))) for tp in tps.values()}
+    DeltaTable(lake / "orders").restore(1)
+    with pytest.raises(LedgerConflict) as error:
+        query.run(sinks, 4, offset(4, of(*both, start=15, end=20), reset_number=1))
+    command = printed_commands.commands(error.value)[0].replace(UNKNOWN_SERVERS, SERVERS)
+    assert CliRunner().invoke(app, shlex.split(command)[1:]).exit_code == 0
+    assert {tp.topic: at.offset for tp, at in admin.offsets.items()} == {"clicks": 15, "orders": 5}
+
+
+def test_G4_commands_for_a_clone_of_one_table_move_its_topic_only(
+    query: Query, lake: Path, sinks: DeltaSinks, admin: OffsetModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other table has the batch, which the clone refuses, and Kafka is at its start."""
+    both = ("clicks", "orders")
+    query.run(sinks, 0, offset(0, of(*both, start=0, end=5)))
+    tps = {topic: TopicPartition(topic, 0) for topic in both}
+    admin.offsets = {tp: CommittedOffset(5, note_text(Note("s1", 0))) for tp in tps.values()}
+    monkeypatch.setattr(admin, "existing_topics", lambda names: {name: Topic("id-1", 1) for name in names})
+    (lake / "orders").rename(lake / "former")
+    clone_of(lake / "former", len(commits(lake / "former")) - 1, lake / "orders")
+    refused, anew = offset(1, of(*both, start=5, end=10)), by_topic(query, lake)
+    with pytest.raises(LedgerConflict, match="is a clone of") as error:
+        query.run(anew, 1, refused)
+    *_, again, further = [text.replace(UNKNOWN_SERVERS, SERVERS) for text in printed_commands.commands(error.value)]
+    for command in (again, further):
+        result = CliRunner().invoke(app, shlex.split(command)[1:])
+        assert result.exit_code == 0, result.output
+    moved = [(tp.topic, tp.partition) for tp, at in admin.offsets.items() if parse_note(at.metadata).stream is None]
+    query.run(anew, 2, offset(2, of(*both, start=5, end=15), followed=moved, reset_number=admin.resets))
+    assert {topic: offsets_in(lake / topic) for topic in both} == {topic: list(range(15)) for topic in both}
 
 
 def test_G4_reset_of_one_table_to_the_start_of_a_batch_moves_its_topic_only(
