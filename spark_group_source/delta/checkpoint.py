@@ -30,9 +30,6 @@ if TYPE_CHECKING:
 QUERY_ID = "sql.streaming.queryId"
 """The local property that Spark sets on the thread that runs a batch."""
 
-RUN_ID = "spark.jobGroup.id"
-"""The local property that holds the id of the query's run."""
-
 ONLY_RUN = "-"
 """The run id where there is no such property: on Spark Connect a worker for ``foreachBatch`` serves one run."""
 
@@ -316,9 +313,18 @@ def _local_query_id(spark: "SparkSession") -> str | None:
 
 
 def _local_run_id(spark: "SparkSession", query_id: str | None) -> str | None:
+    # Not the job group of this thread, to which Spark sets it first: the user's function may set another one.
     if not _is_classic(spark):
         return ONLY_RUN
-    return None if query_id is None else spark.sparkContext.getLocalProperty(RUN_ID)
+    execution = None if query_id is None else _execution(spark, query_id)
+    return None if execution is None else str(execution.runId())
+
+
+def _execution(spark: "SparkSession", query_id: str) -> Any:
+    """Spark's object of a running query; None if it is not active. py4j objects are Any: py4j has no types."""
+    jspark: Any = spark._jsparkSession
+    jvm: Any = spark._jvm
+    return jspark.sharedState().activeStreamingQueries().get(jvm.java.util.UUID.fromString(query_id))
 
 
 def _running_checkpoint(spark: "SparkSession", query_id: str | None) -> str:
@@ -327,10 +333,7 @@ def _running_checkpoint(spark: "SparkSession", query_id: str | None) -> str:
             "no streaming query runs on this thread. Use DeltaSink in foreachBatch; on Spark Connect, pass the query's "
             "checkpointLocation: DeltaSink(table, checkpoint=...)"
         )
-    # py4j objects are Any: py4j has no types.
-    jspark: Any = spark._jsparkSession
-    jvm: Any = spark._jvm
-    execution = jspark.sharedState().activeStreamingQueries().get(jvm.java.util.UUID.fromString(query_id))
+    execution = _execution(spark, query_id)
     if execution is None:
         raise OptionError(
             f"query {query_id} is not active any more, so its checkpoint cannot be found. Use DeltaSink in "

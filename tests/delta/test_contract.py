@@ -31,7 +31,7 @@ from sink_helpers import (
 from sink_source import SCHEMA, offset
 
 from spark_group_source.delta import Writer, table_names, table_writer
-from spark_group_source.delta.checkpoint import ONLY_RUN, RUN_ID, read_planned
+from spark_group_source.delta.checkpoint import ONLY_RUN, read_planned, running_query
 from spark_group_source.delta.ledger_store import read_ledger, set_ledger
 from spark_group_source.delta.sink import DeltaSink
 from spark_group_source.errors import LedgerConflict, OptionError
@@ -421,18 +421,21 @@ def test_a_batch_refused_because_two_sinks_wrote_it_is_written_whole_after_the_p
     assert rows(table) == records(100, 120)
 
 
-def test_the_local_property_of_a_run_is_its_run_id(scripted: "SparkSession", tmp_path: Path) -> None:
-    """Spark does not document the property: without it a second write could not be distinguished from a replay."""
-    found: list[str | None] = []
+def test_the_run_of_a_batch_is_found_although_the_function_sets_a_job_group(
+    scripted: "SparkSession", tmp_path: Path
+) -> None:
+    """Without it a second write could not be distinguished from a replay."""
+    found: list[tuple[str, str] | None] = []
 
     def write(df: "DataFrame", batch_id: int) -> None:
-        found.append(df.sparkSession.sparkContext.getLocalProperty(RUN_ID))
+        df.sparkSession.sparkContext.setJobGroup("theirs", "of the function")
+        found.append(running_query(df.sparkSession))
 
     df = stream(scripted, tmp_path, [offset(n, one(n, n + 1)) for n in range(2)])
     writer = df.writeStream.foreachBatch(write).option("checkpointLocation", str(tmp_path / "c"))
     query = writer.trigger(availableNow=True).start()
     assert query.awaitTermination(QUERY_S)
-    assert found == [str(query.runId)] * 2
+    assert found == [(str(query.id), str(query.runId))] * 2
 
 
 def test_a_missing_table_is_named_in_the_error(spark: "SparkSession", tmp_path: Path) -> None:

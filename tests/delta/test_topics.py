@@ -15,7 +15,6 @@ from sink_source import SCHEMA, offset
 
 from spark_group_source import DeltaSink, DeltaSinks
 from spark_group_source.delta import Writer, topic_sinks
-from spark_group_source.delta.checkpoint import RUN_ID
 from spark_group_source.errors import LedgerConflict, OptionError
 from spark_group_source.model import TopicPartition
 
@@ -41,7 +40,7 @@ def test_G4_batch_for_several_tables_is_read_once_and_its_rows_are_released(
     groups = set()
 
     def change(df: "DataFrame") -> "DataFrame":
-        groups.add(df.sparkSession.sparkContext.getLocalProperty(RUN_ID))
+        groups.add(df.sparkSession.sparkContext.getLocalProperty("spark.jobGroup.id"))
         assert df.count() in (0, 4)
         return df.join(df.select(*RECORD), RECORD).select(*RECORD, "value")
 

@@ -107,6 +107,10 @@ class _Writer:
         write_deltalake(opened, self._rows, mode="append", commit_properties=properties)
 
 
+RUN_ID = "run"
+"""The property of a test's session with the id of the run whose batch this thread has; Spark keeps it elsewhere."""
+
+
 class Session:
     """A classic session with the local file system and without Delta Lake."""
 
@@ -114,11 +118,21 @@ class Session:
         self.properties: dict[str, str] = {}
         """Local properties that Spark sets in the thread of a batch."""
         self.sparkContext = SimpleNamespace(getLocalProperty=self.properties.get)
-        self._jsparkSession = SimpleNamespace(sessionState=lambda: SimpleNamespace(newHadoopConf=lambda: None))
+        run = SimpleNamespace(runId=lambda: self.properties[RUN_ID])
+
+        def current(query_id: str) -> SimpleNamespace | None:
+            return run if RUN_ID in self.properties else None
+
+        self._jsparkSession = SimpleNamespace(
+            sessionState=lambda: SimpleNamespace(newHadoopConf=lambda: None),
+            sharedState=lambda: SimpleNamespace(activeStreamingQueries=lambda: SimpleNamespace(get=current)),
+        )
         system = SimpleNamespace(getProperty=lambda name: "17")
         self._jvm = SimpleNamespace(
             org=SimpleNamespace(apache=SimpleNamespace(hadoop=SimpleNamespace(fs=SimpleNamespace(Path=_HadoopPath)))),
-            java=SimpleNamespace(lang=SimpleNamespace(System=system)),
+            java=SimpleNamespace(
+                lang=SimpleNamespace(System=system), util=SimpleNamespace(UUID=SimpleNamespace(fromString=str))
+            ),
             io=SimpleNamespace(delta=SimpleNamespace(package=None, tables=SimpleNamespace(DeltaTable=None))),
         )
         self.conf = _Conf()

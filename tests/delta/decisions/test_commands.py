@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from deltalake import DeltaTable, write_deltalake
+from kit.frames import RUN_ID
 from offset_model import P0, SERVERS, OffsetModel
 from printed_commands import commands
 from run_printed import FOLLOWED, continue_query, refused, run_command
@@ -24,7 +25,7 @@ from typer.testing import CliRunner
 
 from spark_group_source.cli.app import app
 from spark_group_source.delta import checkpoint, ledger_store
-from spark_group_source.delta.checkpoint import QUERY_ID, RUN_ID, PlannedBatch
+from spark_group_source.delta.checkpoint import QUERY_ID, PlannedBatch
 from spark_group_source.delta.ledger_store import read_ledger, set_ledger
 from spark_group_source.delta.table_writer import open_existing
 from spark_group_source.delta.topic_sinks import DeltaSinks

@@ -11,12 +11,12 @@ from typing import Any
 import pyarrow.compute as pc
 import pytest
 from kafka_helpers import await_until
-from kit.frames import Frame, Session
+from kit.frames import RUN_ID, Frame, Session
 from sink_helpers import NewQuery, Query, commits, created_table, next_offsets, one, records, rows
 from sink_source import offset
 
 from spark_group_source.delta import checkpoint, table_names, table_writer
-from spark_group_source.delta.checkpoint import QUERY_ID, RUN_ID, PlannedBatch
+from spark_group_source.delta.checkpoint import QUERY_ID, PlannedBatch
 from spark_group_source.delta.ledger_store import set_ledger
 from spark_group_source.delta.sink import DeltaSink, _finished
 from spark_group_source.delta.table_history import TableHistory
