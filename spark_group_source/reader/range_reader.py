@@ -550,6 +550,7 @@ class RangeReader:
 
     def _renew_client(self) -> None:
         self._lease.renew()
+        self._finished = []  # the new client never had these
         self._topics.forget_request()
         self._check = None
         for progress in self._ranges.values():

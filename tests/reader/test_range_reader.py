@@ -19,7 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from confluent_kafka import Consumer, Producer
+from confluent_kafka import Consumer, KafkaError, Producer
 from confluent_kafka import TopicPartition as KafkaTopicPartition
 from confluent_kafka.admin import AdminClient
 from conftest import Produce, Record, TopicFactory, await_until
@@ -32,7 +32,7 @@ from kit.mock_cluster import MockCluster
 from kit.spark_kafka import spark_kafka_jars
 from reading import read as read_batches
 
-from spark_group_source.errors import DataLoss, GroupError, OptionError, ReadTimeout, TopicMissing
+from spark_group_source.errors import AccessDenied, DataLoss, GroupError, OptionError, ReadTimeout, TopicMissing
 from spark_group_source.model import OffsetRange, Piece, TopicPartition
 from spark_group_source.options.client import refused_setting
 from spark_group_source.options.table import COLUMNS
@@ -482,6 +482,52 @@ def test_records_after_a_damaged_batch_are_fetched_again_with_it(monkeypatch: py
     client = DamagedBatch()
     assert list(offsets_by(client, of("t", 1, 9))) == [(0, offset) for offset in range(1, 9)]
     assert client.reassigned == [(T0, 3)]
+
+
+SECRET = TopicPartition("secret", 0)
+
+
+class RefusesOne(Silent):
+    """A client that may read the first topic and not the second, which the library reports once."""
+
+    polls = 0
+
+    def positions(self, tps: Sequence[TopicPartition]) -> dict[TopicPartition, int]:
+        return dict.fromkeys(tps, 1)
+
+    def describe_topics(self, names: Sequence[str]) -> FakeRequest:
+        return FakeRequest([{name: records.TopicDescription(0, "", "", 1) for name in ("t", "secret")}])
+
+    def poll(self, rows_max: int, wait_s: float) -> FakeChunk:
+        self.polls += 1
+        refused = records.ClientEvent(KafkaError.TOPIC_AUTHORIZATION_FAILED, "denied", SECRET, -1)
+        events = {1: [refused], 2: [records.ClientEvent(records.EOF, "", T0, 3)]}.get(self.polls, [])
+        return FakeChunk([Message(T0, 1)] if self.polls == 1 else [], events)
+
+
+@dataclass
+class RenewedLease(FixedLease):
+    """A lease that is renewed with further clients."""
+
+    clients: list[Any]
+
+    def renew(self) -> None:
+        self.client = self.clients.pop(0)
+
+
+def test_a_range_that_ends_as_the_client_is_renewed_is_not_removed_from_the_new_client(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The library refuses to remove a partition that was not assigned; the task would end with that error, instead of
+    the one that names the refused topic."""
+    monkeypatch.setattr(broker_checks, "GRACE_S", 0)
+    second = RefusesOne()
+    lease = RenewedLease(RefusesOne(), [second])
+    options = range_reader.ReadOptions({}, progress_timeout_s=LONG_S, outage_timeout_s=LONG_S)
+    piece = Piece((of("t", 1, 3), OffsetRange(SECRET, 1, 3)), {}, {})
+    with pytest.raises(AccessDenied, match="secret"):
+        list(range_reader.RangeReader(lease, piece, options, range_reader.ReadCounts()).batches())
+    assert second.polls and not lease.clients
 
 
 class LargeRecords(FakeClient):
