@@ -13,6 +13,8 @@ Connection: TypeAlias = tuple[str, ...]
 
 CONFIG_FILE: Final = "client.properties"
 """Printed for ``--command-config`` where the brokers need security settings: their values must not be printed."""
+KAFKA_CONFIG_FILE: Final = "admin.properties"
+"""The same for Kafka's own tools, which know Java's settings only."""
 UNKNOWN_SERVERS: Final = "HOST:PORT"
 """Printed for ``--bootstrap-servers`` where they are not known."""
 UNKNOWN: Final[Connection] = ("--bootstrap-servers", UNKNOWN_SERVERS)
@@ -68,6 +70,8 @@ def _note(commands: Iterable[str]) -> str:
     words = {word for command in commands for word in command.split()}
     if CONFIG_FILE in words:
         return f"{CONFIG_FILE} contains the query's kafka.* options without this prefix, one name=value a line"
+    if KAFKA_CONFIG_FILE in words:
+        return f"{KAFKA_CONFIG_FILE} contains the security settings of a Java client, one name=value a line"
     if UNKNOWN_SERVERS in words:
         return f"{UNKNOWN_SERVERS} are the bootstrap servers; if they need credentials, add --command-config"
     return ""

@@ -79,7 +79,7 @@ class SlotMember(ABC):
         self.partitions = tuple(tp for tp in self.partitions if tp not in removed)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class MemberCommit:
     """The offsets to commit as one member."""
 
@@ -88,6 +88,8 @@ class MemberCommit:
     """The member's identity when the commit was ordered; None: it was not in the group."""
     offsets: Mapping[TopicPartition, int]
     """The next offset of each partition."""
+    is_withdrawn: bool = False
+    """Whether the caller does not wait any more. Executed later, it could replace a newer commit."""
 
     @property
     def stale_reason(self) -> str | None:
@@ -96,6 +98,8 @@ class MemberCommit:
         A partition that was released without a commit may belong to another member by now, and brokers do not check who
         owns a committed partition: a KIP-848 member that must revoke more partitions at once keeps its epoch.
         """
+        if self.is_withdrawn:
+            return "the commit was withdrawn"
         if self.identity is None:
             return "the member is not in the group at the moment"
         if self.identity != self.member.identity:

@@ -191,6 +191,7 @@ class TransactionalCommitter:
         index, sent = 0, list[Any]()
         while True:
             try:
+                sent = []
                 owned = self._begin()
                 for index, (identity, offsets) in enumerate(parts):  # noqa: B007 - for the error
                     for sent in self._sizes.split(offsets, notes):

@@ -198,6 +198,7 @@ class MemberConsumer:
     def _brokers_settings(self) -> str:
         """The command of Kafka that shows the settings of the brokers."""
         _, servers, *config = self._connection
+        config = ["--command-config", command_line.KAFKA_CONFIG_FILE] if config else []
         words = ("--bootstrap-server", servers, *config, "--describe", "--all", "--entity-type", "brokers")
         return shlex.join(("kafka-configs.sh", *words))
 

@@ -434,6 +434,7 @@ def _commit_by_members(parts: Sequence[MemberCommit], notes: Notes) -> AccessDen
         except AccessDenied as exc:
             return exc
         except TimeoutError:
+            part.is_withdrawn = True
             raise CommitFailed(f"the member did not commit within {MEMBER_COMMIT_S_MAX:.0f} s") from None
         except MemberStale as exc:
             raise MemberStale(str(exc), expelled=exc.expelled, part=index) from exc

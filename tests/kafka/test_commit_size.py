@@ -54,6 +54,18 @@ def test_limit_follows_from_the_error_and_is_kept(
     assert len(environment.called("abort_transaction")) == 2
 
 
+def test_an_abort_that_fails_is_no_reason_to_split_the_offsets(
+    environment: ManualEnvironment, committer: TransactionalCommitter
+) -> None:
+    """Brokers that answer each request so would be sent the next one at once, without end."""
+    offsets = many(600)
+    environment.will("send_offsets", TOO_LARGE)
+    environment.will("abort_transaction", *[TOO_LARGE] * 10)
+    with pytest.raises(CommitFailed):
+        committer.commit([(ME, offsets)], dict.fromkeys(offsets, NOTE))
+    assert len(environment.called("abort_transaction")) < 10
+
+
 def test_one_offset_that_is_refused_is_not_split(
     environment: ManualEnvironment, committer: TransactionalCommitter
 ) -> None:

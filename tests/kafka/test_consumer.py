@@ -6,6 +6,7 @@ import pytest
 from confluent_kafka import KafkaError, KafkaException
 from manual_environment import A0, A1, ManualConsumer, ManualEnvironment, member_consumer, metadata
 
+from spark_group_source.command_line import in_sentence
 from spark_group_source.errors import AccessDenied, CommitFailed, GroupError
 from spark_group_source.kafka.consumer import MemberConsumer, take_over_membership
 from spark_group_source.kafka.environment import Environment
@@ -110,3 +111,14 @@ def test_a_membership_can_be_taken_over_with_a_short_poll_interval() -> None:
         take_over_membership(
             settings, ("t",), environment=environment, own_member_ids=deque(), is_cancelled=lambda: True
         )
+
+
+def test_the_command_of_kafkas_own_tool_names_a_file_with_javas_settings(environment: ManualEnvironment) -> None:
+    """The file for ``spark-group`` may have librdkafka's names, which that tool does not know."""
+    consumer = member_consumer(
+        {"bootstrap.servers": "b", "group.id": "g", "security.protocol": "SASL_SSL"}, environment
+    )
+    assert consumer._brokers_settings() == (
+        "kafka-configs.sh --bootstrap-server b --command-config admin.properties --describe --all --entity-type brokers"
+    )
+    assert "a Java client" in in_sentence(consumer._brokers_settings())

@@ -10,7 +10,7 @@ import pytest
 from confluent_kafka import KafkaError
 from manual_environment import A0, A1, ManualConsumer, ManualEnvironment, metadata, refusal
 
-from spark_group_source.errors import AccessDenied, GroupError
+from spark_group_source.errors import AccessDenied, CommitFailed, GroupError
 from spark_group_source.kafka.consumer import REFUSAL_MS_MAX, TAKE_OVER_MS_MAX
 from spark_group_source.kafka.environment import Environment
 from spark_group_source.kafka.retry import CONFIRM_S
@@ -18,6 +18,7 @@ from spark_group_source.kafka.translation import MemberStale, OffsetNote
 from spark_group_source.members import EMPTY_AFTER_MS, POLL_S, Member, MemberCommit
 from spark_group_source.model import Identity, TopicPartition
 from spark_group_source.protocol import events as ev
+from spark_group_source.runtime import offset_commits
 
 SESSION_MS = 10_000
 EAGER = {"bootstrap.servers": "b", "group.id": "g", "session.timeout.ms": str(SESSION_MS)}
@@ -509,6 +510,21 @@ def test_G3_a_member_does_not_commit_partitions_released_since_the_order(scene: 
         scene.done[0].result(0)
     assert scene.done[1].result(0) is None
     assert scene.environment.called("commit") == [[("a", 1, 5, "x")]]
+
+
+def test_a_commit_that_nobody_waits_for_any_more_is_not_executed_later(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The member's thread was busy. Meanwhile a transaction may have committed further offsets."""
+    monkeypatch.setattr(offset_commits, "MEMBER_COMMIT_S_MAX", 0)
+
+    def order() -> None:
+        part = MemberCommit(scene.member, scene.member.identity, {A0: 5})
+        with pytest.raises(CommitFailed, match="did not commit"):
+            offset_commits._commit_by_members([part], {A0: OffsetNote("x")})
+
+    scene.run(scene.assign, order, scene.leave)
+    assert scene.environment.called("commit") == []
 
 
 def test_a_member_unknown_to_the_broker_is_reported_as_expelled(scene: Scene) -> None:
