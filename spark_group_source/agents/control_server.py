@@ -80,6 +80,7 @@ class ControlServer:
         self._group = options.group_id
         self._unreached: set[int] | None = set() if uses_agents else None
         """The batches that had tasks while no task has connected; None after one has, and after the log said so."""
+        self._prefetching: set[str] = set()  # agents that read ahead
         self._claims = Claims(
             self.run, min_partitions=options.min_partitions, max_records=options.max_records_per_partition
         )
@@ -144,6 +145,9 @@ class ControlServer:
         by_agent: dict[str, list[TopicPartition]] = {}
         for member in placed:
             by_agent.setdefault(member.agent, []).extend(member.partitions)
+        for agent in self._prefetching - by_agent.keys():  # its last member has left: it reads ahead for nobody
+            by_agent[agent] = []
+        self._prefetching = {agent for agent, tps in by_agent.items() if tps}
         for agent, tps in by_agent.items():
             self._agents.prefetch(agent, _positions_after(offset, tps))
 

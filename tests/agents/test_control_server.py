@@ -247,6 +247,19 @@ def test_an_agent_prefetches_a_bounded_number_of_partitions_the_busy_ones_first(
     assert CODEC.decode(CODEC.encode(positions)) == positions
 
 
+def test_an_agent_without_members_reads_nothing_ahead(one_task: OneTask) -> None:
+    """Its last member has moved away. Otherwise it would fill its memory, and hold it until the run ends."""
+    tp = TopicPartition("orders", 0)
+    offset = StreamOffset(group="g", stream="s", seq=5, ranges={tp: (0, 10)}, topic_ids={"orders": "i"})
+    sent: list[tuple[str, set[TopicPartition]]] = []
+    agents: Any = SimpleNamespace(prefetch=lambda agent, given: sent.append((agent, set(given.positions))))
+    one_task.server._agents = agents
+    one_task.server.prefetch_after(offset, [PlacedMembers("a", HERE, (tp,))])
+    one_task.server.prefetch_after(offset, [])
+    one_task.server.prefetch_after(offset, [])
+    assert sent == [("a", {tp}), ("a", set())]
+
+
 ANY_MESSAGE = st.one_of(*(st.from_type(getattr(messages, name)) for name in CODEC._messages))
 
 
