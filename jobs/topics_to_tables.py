@@ -24,7 +24,9 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for name in ("bootstrap-servers", "group", "pattern", "lake", "checkpoint"):
         parser.add_argument(f"--{name}", required=True)
-    parser.add_argument("--tables-max", type=int, default=100, help="a batch with more topics is refused")
+    parser.add_argument(
+        "--tables-max", type=int, default=100, help="the most tables of one run; a batch with a further one is refused"
+    )
     parser.add_argument("--interval", help='run continuously with this trigger, such as "5 seconds"')
     return parser.parse_args()
 

@@ -75,7 +75,7 @@ GIVEN = {
     "local broker: {local.background.LOCK_S} Then the command fails",
     "members:Member.wait_ended join": "{runtime.coordinator.CLOSE_S_MAX} In an agent: "
     "{agents.hosted_members.CLOSE_S_MAX}",
-    "metrics.groups:Exporter.run wait": "`--interval-s`, or a signal; then the next round",
+    "metrics.groups:Exporter.run wait": "`--interval`, or a signal; then the next round",
 }
 """What the caller gives as the bound, and what happens at its end. ``{module.NAME}`` is a bound of the package."""
 _ENDS = UNBOUNDED | GIVEN
