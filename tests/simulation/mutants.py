@@ -621,7 +621,7 @@ FOUND_BY: dict[str, tuple[str, int]] = {
     "keeps-two-agents-of-an-executor": ("calm-cooperative", 1),
     "leaves-slots-on-lost-agents": ("calm-cooperative", 0),
     "takes-no-instance-id-over": ("calm-consumer", 2),
-    "counts-no-lost-agent": ("calm-consumer", 1),
+    "counts-no-lost-agent": ("consumer", 94),
     "places-members-against-the-option": ("consumer", 4),
     "accepts-agents-of-earlier-runs": ("eager", 2),
     "outlives-its-lease": ("eager", 10),
