@@ -220,8 +220,8 @@ MUTANTS = [
     Mutant(
         "believes-a-commit-of-a-former-topic",
         L,
-        "if known.setdefault(*stranger) == at.topic_id:",
-        "if known.setdefault(*stranger):",
+        'if ids.setdefault(tp.topic, at.topic_id) == at.topic_id or present == "":',
+        "if ids.setdefault(tp.topic, at.topic_id):",
         "an offset that was committed for a deleted topic is no position in the new one",
     ),
     Mutant(
