@@ -149,10 +149,11 @@ class Plan:
         """Whether the checkpoint has the next batch."""
         return self.last is not None and self.batch == self.last.offset
 
-    def piece(self, rows_max: int) -> Piece:
-        """Return ranges with up to so many records of each partition."""
-        known = [start.range for start in self.starts if start.range is not None and start.range.size]
-        ranges = [r._replace(end=min(r.end, r.start + rows_max)) for r in known[:rows_max]]
+    def piece(self, rows_max: int | None = None) -> Piece:
+        """Return what a run reads first; with ``rows_max``, at most so many offsets of so many partitions."""
+        ranges = [start.range for start in self.starts if start.range is not None and start.range.size]
+        if rows_max is not None:
+            ranges = [r._replace(end=min(r.end, r.start + rows_max)) for r in ranges[:rows_max]]
         return Piece.of(ranges, {name: topic.id for name, topic in self.topics.items()}, {})
 
     def text(self) -> RenderableType:
@@ -326,7 +327,7 @@ def find_starts(
     is_void = last is not None and partitions.reset_number > last.offset.reset_number
     again = None if last is None or not last.runs_again or is_void else last.offset
 
-    partitions.apply_commits({tp: at.offset for tp, at in partitions.due.items()}, now_ms=0)
+    partitions.apply_commits(partitions.due_commit(stream, frozenset()).offsets, now_ms=0)
     recreated = {
         name for name, topic in topics.items() if topic.id and data_loss.topic_ids.get(name, topic.id) != topic.id
     }
@@ -406,10 +407,17 @@ def table_plan(table: TableWriter, rows: "DataFrame", group: str, name: str) -> 
 
 
 def rows_of(plan: Plan, rows_max: int) -> "list[pa.RecordBatch]":
-    """Read the first records of a run as a task does, which does not join the group."""
+    """Read the first records of a run as a task does, which does not join the group. The first offsets may have none,
+    as in a compacted log: then all are read, up to the last wanted record."""
+    short, whole = plan.piece(rows_max), plan.piece()
+    found = _rows_of(plan, short, rows_max)
+    return found if whole == short or sum(map(len, found)) >= rows_max else _rows_of(plan, whole, rows_max)
+
+
+def _rows_of(plan: Plan, piece: Piece, rows_max: int) -> "list[pa.RecordBatch]":
     from spark_group_source.source import GroupStreamReader, RangesPartition
 
-    batches = GroupStreamReader(plan.options).read(RangesPartition(plan.piece(rows_max)))
+    batches = GroupStreamReader(plan.options).read(RangesPartition(piece))
     found, left = [], rows_max
     try:
         for batch in batches:

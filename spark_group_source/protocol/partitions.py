@@ -56,6 +56,8 @@ class Position:
     truncated_after: int | None = None
     """If the log was truncated below the position before this one, or recreated with its topic: the last leader epoch
     that was known before that, or RECREATED, until an offset behind ``first`` is committed. Otherwise None."""
+    noted_after: int | None = None
+    """``truncated_after`` as it was in the last commit that was ordered."""
     lost_from: int | None = None
     """The position before records were found missing, until a batch moves the partition on; None: none are missing."""
     durable_to: int | None = None
@@ -547,6 +549,7 @@ class Partitions:
             offsets[tp], slots[tp] = at.offset, slot
             if at.followed:
                 followed.append(tp)
+            at.noted_after = at.truncated_after
             if at.truncated_after is not None:
                 truncated_after[tp] = at.truncated_after
         return ev.CommitOffsets(
@@ -570,7 +573,9 @@ class Partitions:
                 continue
             at = partition.position
             at.committed, at.committed_ms = offset, now_ms
-            if at.offset != offset:
+            if at.truncated_after != at.noted_after:
+                at.committed = None  # it was ordered before the truncation was found, of which its note says nothing
+            if at.offset != at.committed:
                 self._update_due(tp, partition)
                 continue
             at.renews = False

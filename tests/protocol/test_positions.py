@@ -634,6 +634,21 @@ def truncate(group: GroupHarness, at: int) -> None:
     group.feed(ev.RecordsMissing(offsets={A: at}, reason="the log was truncated", truncated={A: 3}))
 
 
+def test_G4_a_commit_that_was_on_its_way_before_a_truncation_was_found_is_repeated_with_it(group: GroupHarness) -> None:
+    """It ends where the log does now, as one of a partition that was read up to there. Without the note, another query
+    would continue there, and the table would leave out what is new, because it has more of the former log."""
+    group.reads({A: (100, 160)})
+    group.durable()
+    ordered = only(ev.CommitOffsets, group.history)
+    truncate(group, 160)
+    again = only(ev.CommitOffsets, group.feed(ev.OffsetsCommitted(offsets={A: 160}, left_out={})))
+    assert ordered[-1].truncated_after == {} and ordered[-1].offsets == {A: 160}
+    assert [(commit.offsets, commit.truncated_after) for commit in again] == [({A: 160}, {A: 3})]
+    assert group.run.partitions.due
+    group.commit_succeeds()
+    assert not group.run.partitions.due and group.truncated() == {A: 3}
+
+
 def test_truncated_partition_keeps_the_former_leader_epoch_until_a_later_offset_is_committed(
     group: GroupHarness,
 ) -> None:
