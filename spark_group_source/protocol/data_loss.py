@@ -84,7 +84,8 @@ class DataLossDetector:
         self._missing = Suspicions(GRACE_MS)  # topics
         self._other_ids = Suspicions(GRACE_MS)  # topics with an id that is not the known one
         self._former_ids: set[str] = set()  # those of topics that were deleted and recreated during this run
-        self._verdicts = Suspicions(GRACE_MS)  # topics, their ids in notes, and their present ones
+        self._verdicts = Suspicions(GRACE_MS)  # topics and their ids in notes, since they have these present ids:
+        self._present: dict[tuple[str, str], str] = {}
         self._disputed: set[str] = set()  # topics of which a note has another id than the known one
         self._unread: dict[str, int] = {}  # of topics with another id: offsets that were not read before
         self._short = Suspicions(GRACE_MS)  # partitions whose log ends below what was read
@@ -157,12 +158,19 @@ class DataLossDetector:
                 continue  # brokers before 2.8 have no ids
             if at.topic_id in self._former_ids:
                 former.add(tp)
-            elif present is None or not self._verdicts.report((tp.topic, at.topic_id, present), now_ms):
+            elif present is None or not self._is_confirmed((tp.topic, at.topic_id), present, now_ms):
                 unclear.add(tp)
             elif present == ids[tp.topic]:
                 former.add(tp)  # else the next check finds that the known topic was recreated
         self._disputed = self._disputed - event.topic_ids.keys() | {tp.topic for tp in unclear}
         return former, unclear
+
+    def _is_confirmed(self, note: tuple[str, str], present: str, now_ms: int) -> bool:
+        """Whether the topic of a note has had this id in all answers for two seconds."""
+        if self._present.get(note) != present:
+            self._present[note] = present
+            self._verdicts.clear(note)
+        return self._verdicts.report(note, now_ms)
 
     def begin(self, positions: Offsets, now_ms: int) -> ev.ReadLogEnds:
         """Start a check of these positions. Returns the first request."""
