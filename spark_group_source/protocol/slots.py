@@ -610,8 +610,11 @@ class Slots:
                 f"slot {slot.number} was assigned {len(new)} partitions", now_ms=self._out.now_ms
             )
         if slot.topics != self._topics:
+            adds = not set(self._topics) <= set(slot.topics)
             self._subscribe(slot)
-            if self._rules.classic:  # else the broker need not tell a member whose partitions stay the same
+            # Else no rebalance need follow: by KIP-848 for a member whose partitions stay the same, and a cooperative
+            # member does not join again for a subscription that only lacks topics.
+            if self._rules.classic and (adds or not self._rules.cooperative):
                 self._resubscribed_in[slot.number] = event.generation
         elif event.generation != self._resubscribed_in.get(slot.number, -1):
             self._resubscribed_in.pop(slot.number, None)

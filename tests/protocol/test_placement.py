@@ -7,6 +7,7 @@ from kit.run_harness import RunHarness
 from spark_group_source.errors import InvariantBroken, RebalanceTimeout
 from spark_group_source.model import TopicPartition
 from spark_group_source.protocol import events as ev
+from spark_group_source.protocol.data_loss import GRACE_MS
 from spark_group_source.protocol.identifiers import slot_of
 from spark_group_source.protocol.placement import (
     AVOID_MS,
@@ -244,6 +245,23 @@ def test_kip_848_slot_that_moved_while_topics_changed_may_move_again() -> None:
     g.member_ended(0)
     g.settled(A)
     assert g.run.slots.all_assigned and g.run.slots.may_move(g.run.slots.all[0])
+
+
+def test_cooperative_slot_that_moved_while_a_topic_was_deleted_may_move_again() -> None:
+    """It joins with the former topics, and its new subscription causes no rebalance."""
+    g = lent(cooperative=True)
+    g.feed(ev.TopicsChanged(topics=("orders", "old")))
+    g.assigned(A, generation=2)
+    g.agent_connects("h2")
+    g.tick(ms=MOVE_INTERVAL_MS)
+    g.feed(ev.TopicsChanged(topics=("orders",)))
+    g.run.slots.move(g.run.slots.all[0], "h1")
+    g.tick(ms=GRACE_MS)
+    g.feed(ev.TopicsChanged(topics=("orders",)))
+    (join,) = only(ev.Join, g.member_ended(0))
+    assert join.topics == ("old", "orders")
+    assert ev.Subscribe(slot=0, topics=("orders",)) in g.assigned(A, generation=2)
+    assert g.run.slots.all_assigned
 
 
 def test_moving_slot_keeps_its_topics_until_it_is_assigned() -> None:
