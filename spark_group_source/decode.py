@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from spark_group_source import compatibility
 from spark_group_source.errors import OptionError, RegistryUnavailable, SetupError
@@ -93,7 +93,7 @@ class Registry:
         if wait_s < 0:
             raise OptionError(f"wait_s is {wait_s}; it must be 0 or more")
         given = {"url": conf} if isinstance(conf, str) else dict(conf)
-        self._conf = {"timeout": 10, **given, "max.retries": 0}  # this class retries
+        self._conf = {"timeout": 10, **_without_credentials(given), "max.retries": 0}  # this class retries
         self._wait_s = wait_s
         self._versions: dict[str, dict[int, WriterSchema]] = {}
         """By subject and version. A version never changes."""
@@ -116,9 +116,8 @@ class Registry:
 
     @property
     def url(self) -> str:
-        """Its URLs without credentials."""
-        parts = [urlsplit(url.strip()) for url in str(self._conf.get("url")).split(",")]
-        return ",".join(part._replace(netloc=part.netloc.rpartition("@")[2]).geturl() for part in parts)
+        """Its URLs, without credentials."""
+        return str(self._conf.get("url"))
 
     def writer_schemas(self, subject: str) -> list[WriterSchema]:
         """Return the versions of a subject, also deleted ones, whose records may exist still, ordered by id.
@@ -410,6 +409,27 @@ def debezium(
     rows = rows.withColumn(error, reason)
     rows = rows.withColumn(column, F.when(F.col(error).isNull(), F.col(_ROW)))
     return rows.drop(_ENVELOPE, _ROW, _DECODED, "source")
+
+
+def _without_credentials(conf: Mapping[str, Any]) -> dict[str, Any]:
+    """Move credentials from the URLs to their setting: the library of the client logs each URL that it requests.
+
+    Raises:
+        OptionError: the URLs have several credentials, or their end is not clear.
+    """
+    urls = [urlsplit(url.strip()) for url in str(conf.get("url", "")).split(",")]
+    if any("@" in url.path for url in urls):
+        raise OptionError("a URL of the registry has an @ behind its host. Write / in a password as %2F, and @ as %40")
+    found = {unquote(url.netloc.rpartition("@")[0]) for url in urls if "@" in url.netloc}
+    own = conf.get("basic.auth.user.info")
+    if len(found | ({own} if own and found else set())) > 1:
+        raise OptionError(
+            "the URLs of the registry have other credentials than basic.auth.user.info, or than each other"
+        )
+    if not found:
+        return dict(conf)
+    bare = ",".join(url._replace(netloc=url.netloc.rpartition("@")[2]).geturl() for url in urls)
+    return {**conf, "url": bare, "basic.auth.user.info": found.pop()}
 
 
 def _new_client(conf: dict[str, Any]) -> "SchemaRegistryClient":

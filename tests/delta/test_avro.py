@@ -386,6 +386,23 @@ def test_a_password_in_the_url_is_not_shown() -> None:
     assert "secret" not in str(raised.value)
     with pytest.raises(OptionError, match=r"wrong: Invalid url \(url\)"):
         decode.Registry("ftp://ann:secret@host")
+    for conf in ("http://ann:se/cret@host", "http://ann:a@one,http://ann:b@two"):
+        with pytest.raises(OptionError) as refused:
+            decode.Registry(conf)
+        assert "ann" not in str(refused.value)
+
+
+def test_a_password_in_the_url_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """The HTTP library of the client logs each URL."""
+    caplog.set_level("INFO")
+    server = SchemaRegistry(user="ann:se:cret/1")
+    try:
+        registry = decode.Registry(server.url.replace("//", "//ann:se%3Acret%2F1@"), wait_s=0)
+        with pytest.raises(OptionError, match="subject"):
+            registry.writer_schemas("no-such-subject")
+        assert server.requests and "cret" not in caplog.text
+    finally:
+        server.stop()
 
 
 def test_wrong_settings_are_refused() -> None:
