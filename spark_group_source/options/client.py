@@ -87,6 +87,10 @@ _READ_HERE: Final = (
     TRANSACTION_TIMEOUT,
 )  # fmt: skip
 """Integers that not only the client library reads."""
+_READ_IN_MS: Final = ("session.timeout.ms", "heartbeat.interval.ms", "max.poll.interval.ms")
+"""Those of :func:`setting_ms`."""
+_NUMBER: Final = re.compile(r"(?<!^linger)(?<!^queue\.buffering\.max)\.(ms|bytes|kbytes|messages|max|count)$")
+"""Names of integers. The two others are decimal numbers."""
 _INT32_MAX: Final = 2**31 - 1
 
 
@@ -154,14 +158,14 @@ def prepare(given: Mapping[str, str]) -> dict[str, str]:
 
 
 def check_integers(settings: Mapping[str, str]) -> None:
-    """Refuse values of these settings that the client would accept, such as 0x10, and this package does not read.
+    """Refuse values that the client would accept, and read as another number: of 0x10 or 64m it takes what it knows.
 
     Raises:
         OptionError: a value is no decimal integer.
     """
-    for name in _READ_HERE:
-        text = settings.get(name, "0")
-        if not re.fullmatch(r"\s*[+-]?(0|[1-9][0-9]{0,9})\s*", text):
+    for name, text in settings.items():
+        looks_so = _NUMBER.search(name) and re.match(r"\s*[+-]?[0-9]", text) and name not in _READ_IN_MS
+        if (name in _READ_HERE or looks_so) and not re.fullmatch(r"\s*[+-]?(0|[1-9][0-9]{0,9})\s*", text):
             raise OptionError(
                 f"option 'kafka.{name}' is {text!r}; it must be a decimal integer",
                 option=f"kafka.{name}",

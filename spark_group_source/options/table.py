@@ -526,6 +526,7 @@ class Options:
         client_settings.check_integers(settings)
         if values.get("group_protocol") != "consumer":  # there the broker controls them, and librdkafka refuses them
             client_settings.check_heartbeats(settings)
+        client_settings.setting_ms(settings, "max.poll.interval.ms", client_settings.MAX_POLL_INTERVAL_MS)
         return cls(**values, settings=tuple(sorted(settings.items())))
 
     @property

@@ -150,6 +150,22 @@ def test_an_integer_that_only_the_client_would_read_is_refused(name: str) -> Non
         Options.parse(ORDERS | {f"kafka.{name}": read})
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("max.partition.fetch.bytes", "1m"), ("fetch.wait.max.ms", "2s"), ("queued.max.messages.kbytes", "0x10")],
+)
+def test_an_integer_with_a_unit_is_refused(name: str, text: str) -> None:
+    """The client library reads the digits and ignores the rest."""
+    with pytest.raises(OptionError, match=f"'kafka.{name}' is .*must be a decimal integer"):
+        Options.parse(ORDERS | {f"kafka.{name}": text})
+
+
+def test_a_poll_interval_that_is_no_number_is_refused_at_load_with_either_protocol() -> None:
+    settings = {"kafka.group.protocol": "consumer", "kafka.max.poll.interval.ms": "soon"}
+    with pytest.raises(OptionError, match=r"max\.poll\.interval\.ms"):
+        Options.parse(ORDERS | settings)
+
+
 @pytest.mark.parametrize("name", ["logger", "log.queue", "default.topic.config"])
 def test_a_setting_whose_value_is_an_object_is_refused(name: str) -> None:
     with pytest.raises(OptionError, match=f"'kafka.{name}' cannot be set"):
