@@ -129,7 +129,9 @@ class Offsets:
 
     def moved(self, partitions: Sequence[TopicPartition]) -> bool:
         """Whether an offset was committed since the first call, or no partition has records to read. Raises
-        KafkaException if that cannot be read now."""
+        KafkaException if that cannot be read now. Without partitions the new application reads nothing."""
+        if not partitions:
+            return False
         now = self._consumer.committed(list(partitions), timeout=ANSWER_S)
         behind = [tp for tp in now if tp.offset < self._consumer.get_watermark_offsets(tp, timeout=ANSWER_S)[1]]
         return not behind or any(tp.offset > self._before.setdefault(tp, tp.offset) for tp in now)

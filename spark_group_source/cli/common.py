@@ -146,7 +146,10 @@ def options_of(
     Raises:
         UsageError: a setting, the group or the servers cannot be used.
     """
-    found = {} if config is None else settings_in(config)
+    try:
+        found = {} if config is None else settings_in(config)
+    except OptionError as exc:
+        raise UsageError(str(exc), **exc.fields) from None
     if twice := [name for name in found if f"kafka.{name}" in found]:
         raise UsageError(
             f"{config} has both {twice[0]} and kafka.{twice[0]}, which are one setting; remove one of them"

@@ -110,14 +110,14 @@ def _destination(to: Any) -> Destination:
         except (AttributeError, ValueError):
             raise OptionError(f'to={to!r} must have partitions and offsets by topic: {{"orders": {{0: 23}}}}') from None
         for tp, at in offsets.items():
-            if not isinstance(at, int) or at < EARLIEST_OFFSET:  # -1001 is the client library's "no offset"
+            if type(at) is not int or at < EARLIEST_OFFSET:  # -1001 is the client library's "no offset"
                 raise OptionError(f"to has {at!r} for {tp}; it must be an offset, or -1 for latest, or -2 for earliest")
         return Offsets(offsets)
     if isinstance(to, datetime):
         if to.tzinfo is None:
             raise OptionError(f"to={to!r} has no time zone; add one, such as datetime.UTC")
         return StartAt("time", resetting.ms_of(to, f"to={to!r}"))
-    if isinstance(to, int) and to >= 0:
+    if type(to) is int and to >= 0:
         return StartAt("offset", to)
     if to not in WORDS:
         raise OptionError(

@@ -23,9 +23,10 @@ from spark_group_source.cli.common import ConfigOption, GroupOption, JsonOption,
 from spark_group_source.cli.report import counted
 from spark_group_source.errors import GroupError, LedgerConflict, OptionError
 from spark_group_source.kafka.group_admin import GroupAdmin
+from spark_group_source.model import TopicPartition
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from spark_group_source.delta.ledger_format import Ledger
     from spark_group_source.delta.sink import DeltaSink
@@ -111,11 +112,19 @@ def verify(
 
         with common.session() as spark:
             found = verification.verify(spark, table, rows_per_record=rows_per_record)
-        findings, notes = list(found.findings), list(found.notes)
+        findings, notes, is_compared = list(found.findings), list(found.notes), True
         if admin is not None:
             try:
-                findings += compare_with_kafka(admin, found.ledgers)
+                differences, left_out = compare_with_kafka(admin, found.ledgers)
+                findings += differences
+                is_compared = not left_out
+                if left_out:
+                    notes.append(
+                        f"{counted(len(left_out), 'partition')}, such as {min(left_out)}, not compared with Kafka: no "
+                        "broker reports the end of the log"
+                    )
             except GroupError as exc:
+                is_compared = False
                 notes.append(f"topics are not compared with Kafka: {exc}")
     if as_json:
         shown = found._asdict() | {"notes": notes, "findings": [one._asdict() for one in findings]}
@@ -130,8 +139,8 @@ def verify(
         verdict = counted(len(findings), "difference") if findings else "no differences"
         sizes = (len(found.groups), "group"), (found.commits, "commit"), (found.rows, "row")
         typer.echo(f"{', '.join(counted(*size) for size in sizes)}: {verdict}")
-    if findings:
-        raise typer.Exit(1)
+    if findings or not is_compared:
+        raise typer.Exit(1 if findings else NOT_COMPARED)
 
 
 @ledger_app.command("copy")
@@ -189,23 +198,31 @@ def _show_transfer(ledger: "Ledger", table: str, execute: bool) -> None:
     typer.echo(f"    {table_names.reset_command(ledger.group, table, '--to-ledger')}")
 
 
-def compare_with_kafka(admin: GroupAdmin, ledgers: "Mapping[str, Ledger]") -> "Iterator[Finding]":
-    """Yield a finding for each topic that was deleted and recreated since the ledger, and for each partition whose next
-    offset is behind the end of its log."""
+def compare_with_kafka(
+    admin: GroupAdmin, ledgers: "Mapping[str, Ledger]"
+) -> "tuple[list[Finding], set[TopicPartition]]":
+    """Return a finding for each topic that was deleted and recreated since the ledger, and for each partition whose
+    next offset is behind the end of its log; and the partitions that could not be compared."""
     from spark_group_source.delta.verification import Finding
 
     topics = admin.existing_topics({name for ledger in ledgers.values() for name in ledger.topics})
     ends = admin.latest_of_existing({tp for ledger in ledgers.values() for tp in ledger.offsets}, committed=False)
+    findings, left_out = list[Finding](), set[TopicPartition]()
     for group, ledger in ledgers.items():
         for name, topic in ledger.topics.items():
             if name in topics and not topic.is_same(topics[name].id):
                 text = f"group {group}: topic {name} has id {topics[name].id} in Kafka and id {topic.id} in the ledger"
-                yield Finding("topic", f"{text}; it was deleted and recreated since the last batch")
+                findings.append(Finding("topic", f"{text}; it was deleted and recreated since the last batch"))
         for tp, n in ledger.offsets.items():
-            is_same = tp.topic in topics and ledger.topics[tp.topic].is_same(topics[tp.topic].id)
-            if is_same and n > ends.get(tp, n):
+            present = topics.get(tp.topic)
+            if present is None or not ledger.topics[tp.topic].is_same(present.id) or tp.partition >= present.partitions:
+                continue
+            if tp not in ends:
+                left_out.add(tp)
+            elif n > ends[tp]:
                 text = f"group {group}: the next offset of {tp} is {n} in the ledger, and its log ends at {ends[tp]}"
-                yield Finding("topic", text)
+                findings.append(Finding("topic", text))
+    return findings, left_out
 
 
 def _name(key: str) -> str:

@@ -461,7 +461,8 @@ class Exporter:
 
     def sweep(self) -> SweepResult:
         """Sweep once, and serve the result from now on."""
-        self.last = seen = replace(self._sweeps.sweep(), ledgers=self._read_ledgers())
+        ledgers = self._read_ledgers()  # before Kafka's offsets: a batch in between would look as if Kafka were behind
+        self.last = seen = replace(self._sweeps.sweep(), ledgers=ledgers)
         return seen
 
     def run(self, stop: threading.Event) -> None:

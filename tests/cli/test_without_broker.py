@@ -340,9 +340,16 @@ def test_error_of_the_jvm_shows_its_cause(monkeypatch: pytest.MonkeyPatch) -> No
 class Comparison:
     """``ledger verify`` without Spark: what the comparison of the rows, and that with Kafka, ends with."""
 
-    def __init__(self, patch: pytest.MonkeyPatch, *, rows: Exception | None = None, kafka: Exception | None = None):
+    def __init__(
+        self,
+        patch: pytest.MonkeyPatch,
+        *,
+        rows: Exception | None = None,
+        kafka: Exception | set[TopicPartition] = frozenset(),  # type: ignore[assignment]
+        is_right: bool = False,
+    ):
         self.is_done = False
-        self._rows, self._kafka = rows, kafka
+        self._rows, self._kafka, self._is_right = rows, kafka, is_right
         patch.setattr(common, "session", lambda: nullcontext(self))
         patch.setattr(verification, "verify", self._verify)
         patch.setattr(ledger, "compare_with_kafka", self._compare_with_kafka)
@@ -352,12 +359,12 @@ class Comparison:
         if self._rows is not None:
             raise self._rows
         missing = Finding("rows", "orders-0: 2 records are missing")
-        return verification.Verification([missing], ["etl"], 3, 5, [], {})
+        return verification.Verification([] if self._is_right else [missing], ["etl"], 3, 5, [], {})
 
-    def _compare_with_kafka(self, *_: object) -> list[Finding]:
-        if self._kafka is not None:
+    def _compare_with_kafka(self, *_: object) -> tuple[list[Finding], set[TopicPartition]]:
+        if isinstance(self._kafka, Exception):
             raise self._kafka
-        return []
+        return [], self._kafka
 
     def run(self, *words: str) -> Result:
         return CliRunner().invoke(app, ["ledger", "verify", "/lake/orders", *words])
@@ -381,6 +388,23 @@ def test_findings_in_a_table_are_shown_although_kafka_refuses_the_comparison(mon
     shown = Comparison(monkeypatch, kafka=AccessDenied("the user needs Describe")).run("--bootstrap-servers", NO_BROKER)
     assert shown.exit_code == 1 and "orders-0: 2 records are missing" in shown.stdout
     assert "note: topics are not compared with Kafka: the user needs Describe" in shown.stdout
+
+
+@pytest.mark.parametrize("kafka", [AccessDenied("the user needs Describe"), {TopicPartition("orders", 0)}])
+def test_a_table_that_is_not_compared_with_kafka_as_asked_does_not_count_as_right(
+    monkeypatch: pytest.MonkeyPatch, kafka: Exception | set[TopicPartition]
+) -> None:
+    shown = Comparison(monkeypatch, kafka=kafka, is_right=True).run("--bootstrap-servers", NO_BROKER)
+    assert shown.exit_code == 3 and "not compared with Kafka: " in shown.stdout, shown.output
+
+
+@pytest.mark.parametrize("words", [("exporter", "--port", "0", "--all-groups"), ("list",)])
+@pytest.mark.parametrize("text", ["secuirty.protocol=SASL_SSL\n", "no value\n", "sasl.password=${NO_SUCH_VARIABLE}\n"])
+def test_a_wrong_settings_file_exits_as_wrong_options_do(words: tuple[str, ...], text: str, tmp_path: Path) -> None:
+    path = tmp_path / "client.properties"
+    path.write_text(text)
+    shown = CliRunner().invoke(app, [*words, "--bootstrap-servers", NO_BROKER, "--command-config", str(path)])
+    assert shown.exit_code == USAGE, shown.output
 
 
 def test_a_wrong_setting_is_found_before_a_table_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -192,11 +192,19 @@ def test_a_ledger_is_compared_with_the_topics_of_kafka() -> None:
     at = {TopicPartition(name, p): 50 for name in ("same", "cut", "recreated", "gone") for p in range(2)}
     ledger = Ledger(group="etl").with_offsets(at, dict.fromkeys(("same", "cut", "recreated", "gone"), "id-1"))
     kafka: Any = Kafka(same=("id-1", 50), cut=("id-1", 40), recreated=("id-2", 10))
-    found = [one.text for one in compare_with_kafka(kafka, {"etl": ledger})]
-    assert found == [
+    found, left_out = compare_with_kafka(kafka, {"etl": ledger})
+    assert not left_out
+    assert [one.text for one in found] == [
         (
             "group etl: topic recreated has id id-2 in Kafka and id id-1 in the ledger; it was deleted and recreated "
             "since the last batch"
         ),
         "group etl: the next offset of cut-0 is 50 in the ledger, and its log ends at 40",
     ]
+
+
+def test_a_partition_whose_end_no_broker_reports_is_not_compared() -> None:
+    ledger = Ledger(group="etl").with_offsets({TopicPartition("orders", 0): 50}, {"orders": "id-1"})
+    kafka: Any = Kafka(orders=("id-1", 40))
+    kafka.latest_of_existing = lambda tps, *, committed: {}
+    assert compare_with_kafka(kafka, {"etl": ledger}) == ([], {TopicPartition("orders", 0)})

@@ -213,6 +213,11 @@ def test_tracebacks_of_a_hand_over_show_no_values(job: dict[str, Any]) -> None:
     assert job["app"].pretty_exceptions_show_locals is False
 
 
+def test_a_new_application_that_has_lost_its_partitions_has_not_taken_over(job: dict[str, Any]) -> None:
+    """It ended before its first commit. Otherwise the only reader would be stopped."""
+    assert not job["Offsets"]({"bootstrap.servers": "127.0.0.1:1"}, "etl").moved(())
+
+
 def test_a_process_that_ended_during_the_waits_is_not_stopped(job: dict[str, Any]) -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
         old = job["Process"](other.pid)
