@@ -171,7 +171,8 @@ class MergeWriter:
         casts = table_names.casts_of(
             schema, rows.select(*(table_names.quoted(n) for n in rows.columns if n in names)), keys=merge.keys
         )
-        return rows.withColumns({n: F.expr(f"CASE WHEN {c.is_same} THEN {c.text} END") for n, c in casts.items()})
+        typed = {n: F.expr(f"CASE WHEN {c.is_same} THEN {c.text} END") for n, c in casts.items()}
+        return rows.withColumns(typed) if typed else rows  # Spark Connect refuses none
 
     def _inspect(self, changes: "DataFrame", schema: "StructType") -> tuple[str, int]:
         """Return the condition that bounds the keys of a batch, so that Delta skips files, and how many changes delete.

@@ -13,6 +13,7 @@ import pytest
 from delta_files import living_files
 from pyspark.errors import AnalysisException
 from pyspark.sql import functions as F
+from pyspark.sql.classic.dataframe import DataFrame as ClassicFrame
 from sink_helpers import BeforeNextCommit, NewQuery, Query, actions, commits, next_offsets, notes, rows
 from sink_source import offset
 
@@ -87,8 +88,15 @@ def table(tmp_path: Path) -> Path:
 
 
 def test_G4_the_latest_change_of_each_key_is_its_row_and_rows_and_ledger_are_one_commit(
-    query: Query, table: Path
+    query: Query, table: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    with_columns = ClassicFrame.withColumns
+
+    def as_on_connect(rows: ClassicFrame, columns: dict[str, Any]) -> Any:
+        assert columns, "Spark Connect refuses a call without columns"
+        return with_columns(rows, columns)
+
+    monkeypatch.setattr(ClassicFrame, "withColumns", as_on_connect)
     sink = query.sink(table, transform=changes_of(HISTORY), merge=PLAIN)
     for number, (start, end) in enumerate([(0, 3), (3, 6), (6, 8)]):
         query.run(sink, number, batch(number, start, end))
