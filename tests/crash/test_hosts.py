@@ -6,6 +6,7 @@ checkpoint, as with a distributed file system.
 
 import contextlib
 import os
+import socket
 import subprocess
 import sys
 import sysconfig
@@ -241,7 +242,9 @@ def test_a_lost_host_and_a_new_one_leave_each_record_in_the_table_once(
 ) -> None:
     monkeypatch.delenv("PYTHONPATH", raising=False)
     own = cluster.front.home / "tmp" / run_files.directory().name
+    names = run_files.here().replace(socket.gethostname(), cluster.front.name)
     monkeypatch.setattr(run_files, "directory", lambda: own)
+    monkeypatch.setattr(run_files, "here", lambda: names)
     python, submit, environment = way(cluster.network.home)
     first, second = cluster.add_worker("first"), cluster.add_worker("second")
     cluster.send()
