@@ -322,10 +322,8 @@ def exporter(
         raise common.UsageError(f"--isolation-level is {isolation_level!r}; it must be {' or '.join(LEVELS)}")
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
     options = options_of(bootstrap_servers, "-", command_config)
-    try:
+    with common.settings_exit():
         check_settings(options)
-    except OptionError as exc:
-        raise common.UsageError(str(exc), **exc.fields) from None
     read_ledgers = ledger_reader(table or ())
     stop = stop_on_signals()
     names = None if all_groups else sorted(set(group or ()))

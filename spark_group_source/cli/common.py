@@ -73,6 +73,15 @@ class UsageError(OptionError):
 
 
 @contextmanager
+def settings_exit() -> Iterator[None]:
+    """Let a wrong setting of the user's file exit as a wrong option does."""
+    try:
+        yield
+    except OptionError as exc:
+        raise UsageError(str(exc), **exc.fields) from None
+
+
+@contextmanager
 def failures_exit(code: int) -> Iterator[None]:
     """Let an error exit with this code, for a command whose code 1 has another meaning. Wrong options exit with 2."""
     try:
@@ -126,10 +135,8 @@ def admin_of(
     file = None if config is None else str(config.absolute())
     found = options_of(servers, group, config, options)
     if config is not None or options:
-        try:
+        with settings_exit():
             check_settings(found)
-        except OptionError as exc:
-            raise UsageError(str(exc), **exc.fields) from None
     admin = GroupAdmin(found.admin_settings(), config_file=file, retries=0)
     try:
         yield admin
@@ -146,20 +153,16 @@ def options_of(
     Raises:
         UsageError: a setting, the group or the servers cannot be used.
     """
-    try:
+    with settings_exit():
         found = {} if config is None else settings_in(config)
-    except OptionError as exc:
-        raise UsageError(str(exc), **exc.fields) from None
     if twice := [name for name in found if f"kafka.{name}" in found]:
         raise UsageError(
             f"{config} has both {twice[0]} and kafka.{twice[0]}, which are one setting; remove one of them"
         )
     given = {f"kafka.{name.removeprefix('kafka.')}": value for name, value in found.items()}
     own = {"kafka.bootstrap.servers": servers, "kafka.group.id": group, "subscribe": "-"}
-    try:
+    with settings_exit():
         return Options.parse({**given, **(options or {}), **own})
-    except OptionError as exc:
-        raise UsageError(str(exc), **exc.fields) from None
 
 
 def text_of(path: Path) -> str:
