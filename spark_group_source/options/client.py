@@ -87,10 +87,11 @@ _READ_HERE: Final = (
     TRANSACTION_TIMEOUT,
 )  # fmt: skip
 """Integers that not only the client library reads."""
-_READ_IN_MS: Final = ("session.timeout.ms", "heartbeat.interval.ms", "max.poll.interval.ms")
-"""Those of :func:`setting_ms`."""
-_NUMBER: Final = re.compile(r"(?<!^linger)(?<!^queue\.buffering\.max)\.(ms|bytes|kbytes|messages|max|count)$")
-"""Names of integers. The two others are decimal numbers."""
+_INTEGERS: Final = re.compile(r"\.(ms|bytes|kbytes|messages|max|count)$")
+_NOT_CHECKED: Final = (
+    "heartbeat.interval.ms", "linger.ms", "max.poll.interval.ms", "queue.buffering.max.ms", "session.timeout.ms",
+)  # fmt: skip
+"""Names like those of integers: :func:`setting_ms` checks these, or they may have a fraction."""
 _INT32_MAX: Final = 2**31 - 1
 
 
@@ -164,7 +165,7 @@ def check_integers(settings: Mapping[str, str]) -> None:
         OptionError: a value is no decimal integer.
     """
     for name, text in settings.items():
-        looks_so = _NUMBER.search(name) and re.match(r"\s*[+-]?[0-9]", text) and name not in _READ_IN_MS
+        looks_so = _INTEGERS.search(name) and re.match(r"\s*[+-]?[0-9]", text) and name not in _NOT_CHECKED
         if (name in _READ_HERE or looks_so) and not re.fullmatch(r"\s*[+-]?(0|[1-9][0-9]{0,9})\s*", text):
             raise OptionError(
                 f"option 'kafka.{name}' is {text!r}; it must be a decimal integer",

@@ -84,8 +84,8 @@ class DataLossDetector:
         self._missing = Suspicions(GRACE_MS)  # topics
         self._other_ids = Suspicions(GRACE_MS)  # topics with an id that is not the known one
         self._former_ids: set[str] = set()  # those of topics that were deleted and recreated during this run
-        self._verdicts = Suspicions(GRACE_MS)  # topics and their ids in notes, since they have these present ids:
-        self._present: dict[tuple[str, str], str] = {}
+        self._present: dict[tuple[str, str], tuple[str, int]] = {}
+        """By topic and its id in a note: the topic's present id in all answers since this time."""
         self._disputed: set[str] = set()  # topics of which a note has another id than the known one
         self._unread: dict[str, int] = {}  # of topics with another id: offsets that were not read before
         self._short = Suspicions(GRACE_MS)  # partitions whose log ends below what was read
@@ -167,10 +167,9 @@ class DataLossDetector:
 
     def _is_confirmed(self, note: tuple[str, str], present: str, now_ms: int) -> bool:
         """Whether the topic of a note has had this id in all answers for two seconds."""
-        if self._present.get(note) != present:
-            self._present[note] = present
-            self._verdicts.clear(note)
-        return self._verdicts.report(note, now_ms)
+        former, since_ms = self._present.get(note, ("", now_ms))
+        self._present[note] = present, since_ms if former == present else now_ms
+        return now_ms - self._present[note][1] >= GRACE_MS
 
     def begin(self, positions: Offsets, now_ms: int) -> ev.ReadLogEnds:
         """Start a check of these positions. Returns the first request."""
