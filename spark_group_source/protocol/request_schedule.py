@@ -38,6 +38,9 @@ def pause_ms(failures: int) -> int:
 
 # --- outages ----------------------------------------------------------------------------------------------------------
 
+LATE_MS = 10_000
+"""A request that takes so long has met an outage that ended before it failed."""
+
 
 class Requester(Enum):
     """The sender of requests."""
@@ -66,6 +69,8 @@ class Outage:
         self._unanswered: dict[Requester, _Unanswered] = {}
         self.ended_ms = 0
         """When the last outage ended, on the run's clock; 0 before the first."""
+        self._late_since_ms: int | None = None
+        """When the first of the requests was sent whose answers have all been late since."""
 
     @property
     def since_ms(self) -> int | None:
@@ -102,6 +107,19 @@ class Outage:
             return None
         self.ended_ms = now_ms
         return now_ms - since_ms
+
+    def ends_with_answer(self, took_ms: int, bound_ms: int, *, now_ms: int) -> bool:
+        """Whether an answer has met an outage that ended before its request failed: it is late. Brokers that answer so
+        late for ``bound_ms`` or longer are only slow."""
+        if took_ms < LATE_MS:
+            self._late_since_ms = None
+            return False
+        if self._late_since_ms is None:
+            self._late_since_ms = now_ms - took_ms
+        if now_ms - self._late_since_ms >= bound_ms:
+            return False
+        self.ended_ms = now_ms
+        return True
 
     def is_unanswered(self, requester: Requester) -> bool:
         """Whether the requester's last request was not answered."""

@@ -58,8 +58,6 @@ one takes about ten seconds. Then the next run reads them."""
 UNSETTLED_MS_MIN = 2 * EARLIER_MS
 """How long a run that ends by itself waits at least until it knows what is left to read: the group may be stable long
 since, while a former leader is waited for, which began to answer later."""
-LATE_MS = 10_000
-"""A request that takes so long has met an outage that ended before it failed."""
 START_MS_MAX = 20_000
 """How long brokers may not answer before the members of a run join: a wrong address is reported within 30 s."""
 
@@ -86,8 +84,6 @@ class Run:
         self.partitions = Partitions(self.counts)
         self.planner = Planner(rules)
         self.outage = Outage()
-        self._late_since_ms: int | None = None
-        """When the first of the descriptions of the group was requested that have all been late since."""
         self._known_epochs = LeaderEpochs()
         self.data_loss = DataLossDetector(rules, self._known_epochs)
         self._out = Outbox()
@@ -672,16 +668,9 @@ class Run:
         return took_ms
 
     def _described_after(self, took_ms: int) -> None:
-        """A late answer has met an outage that ended before the request failed: no wait for the group counts from
-        before. Brokers that answer so late for as long as an outage may last are only slow."""
-        if took_ms < LATE_MS:
-            self._late_since_ms = None
-            return
-        if self._late_since_ms is None:
-            self._late_since_ms = self._now_ms - took_ms
+        bound_ms = self.rules.broker_timeout_ms or self.rules.joining_budget_ms
+        if self.outage.ends_with_answer(took_ms, bound_ms, now_ms=self._now_ms):
             self._out.log(f"brokers answered after {took_ms / 1000:.0f} s; continuing", warn=True)
-        if self._now_ms - self._late_since_ms < (self.rules.broker_timeout_ms or self.rules.joining_budget_ms):
-            self.outage.ended_ms = self._now_ms
             self.slots.outage_ended()
 
     # --- steps of Spark's call, by state ----------------------------------------------------------------------------

@@ -9,8 +9,8 @@ from kit.run_harness import GIVEN_UP_MS, RunHarness
 
 from spark_group_source.errors import BrokerUnavailable, RebalanceTimeout
 from spark_group_source.protocol import events as ev
-from spark_group_source.protocol.request_schedule import JITTER_SHARE, RETRY_PAUSE_MS_MAX, Outage, Requester
-from spark_group_source.protocol.run import LATE_MS, START_MS_MAX
+from spark_group_source.protocol.request_schedule import JITTER_SHARE, LATE_MS, RETRY_PAUSE_MS_MAX, Outage, Requester
+from spark_group_source.protocol.run import START_MS_MAX
 from spark_group_source.protocol.states import RunState
 
 A, B = tps("orders", 0, 1)
