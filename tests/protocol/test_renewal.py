@@ -99,12 +99,18 @@ def test_G5_plan_lists_partitions_that_start_after_uncommitted_records() -> None
     assert group.run.lookups.started == frozenset()
 
 
-def test_partition_committed_meanwhile_is_not_listed_as_started() -> None:
+def started_at_the_end() -> GroupHarness:
+    """A stream with one partition, whose start at 31 is committed, and without a batch."""
     group = GroupHarness(starting=StartingPosition(everywhere=LATEST))
     group.start_stream()
     group.assigned(A)
     group.committed({A: None})
     group.commit_succeeds(group.resolved({A: 31}))
+    return group
+
+
+def test_partition_committed_meanwhile_is_not_listed_as_started() -> None:
+    group = started_at_the_end()
     assert group.run.lookups.started == {A}
     group.lost(A)
     group.assigned(A)
@@ -115,11 +121,7 @@ def test_partition_committed_meanwhile_is_not_listed_as_started() -> None:
 def test_own_commit_where_another_consumer_was_is_not_listed_as_started() -> None:
     """The run followed another consumer's commit, and ended before a batch with the partition: the checkpoint knows the
     start only. The sink would refuse the position above its ledger."""
-    group = GroupHarness(starting=StartingPosition(everywhere=LATEST))
-    group.start_stream()
-    group.assigned(A)
-    group.committed({A: None})
-    group.commit_succeeds(group.resolved({A: 31}))
+    group = started_at_the_end()
     group.lost(A)
     group.assigned(A)
     group.committed({A: ev.Committed(offset=50, stream=STREAM, followed=True)})
@@ -131,11 +133,7 @@ def test_partition_that_returns_before_its_first_batch_is_durable_is_listed_as_s
     found: ev.Committed | None,
 ) -> None:
     """Its start was only committed by this stream, or not even that: no consumer read the records before it."""
-    group = GroupHarness(starting=StartingPosition(everywhere=LATEST))
-    group.start_stream()
-    group.assigned(A)
-    group.committed({A: None})
-    group.commit_succeeds(group.resolved({A: 31}))
+    group = started_at_the_end()
     group.revoking(A)
     group.assigned(A)
     group.committed({A: found})
@@ -181,11 +179,7 @@ def test_commits_say_which_partitions_start_until_a_batch_is_durable() -> None:
 
 def test_partition_of_a_batch_that_a_reset_voids_is_listed_as_started() -> None:
     """The table refuses the next batch as well, instead of taking the records before the start as read."""
-    group = GroupHarness(starting=StartingPosition(everywhere=LATEST))
-    group.start_stream()
-    group.assigned(A)
-    group.committed({A: None})
-    group.commit_succeeds(group.resolved({A: 31}))
+    group = started_at_the_end()
     batch = group.offset({A: (31, 40)}, group.run.seq + 1)
     group.planned(batch)
     group.feed(ev.NextBatchRequested(start=batch, new_stream="another", void_by=1))
