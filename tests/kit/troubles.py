@@ -6,7 +6,6 @@ Runs in: tests. Deliberately absent: faults that come and go in every history (`
 """
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -171,22 +170,45 @@ class Troubles:
             for _ in range(READER_DEATHS):
                 self.world.at(draws.between(*READER_MS), lambda: self._lose_reader(draws))
 
-        self._maybe("permissions", DENIED_SHARE, DENIED_FROM_MS, self._deny)
-        self._maybe("ids", FORGOTTEN_SHARE, FORGOTTEN_EVERY_MS, self._forget_ids)
-        self._maybe("elections", ELECTIONS_SHARE, ELECTIONS_EVERY_MS, self._elect)
-        self._maybe("members during checks", CHECKS_SHARE, CHECKS_EVERY_MS, self._interrupt_check)
-        self._maybe("batches of former topics", OLD_BATCH_SHARE, OLD_BATCH_MS, self._old_batch)
-        self._maybe("topics while down", DOWN_SHARE, DOWN_MS, self._recreate_while_down)
-        self._maybe("outage of members", MEMBERS_SHARE, MEMBERS_MS, self._cut_members)
-        self._maybe("resets", LIVING_SHARE, LIVING_MS, lambda draws: self._reset_living(draws, more=1))
-        self._maybe("backups", RESTORED_SHARE, BACKUP_MS, lambda draws: self._restore(self.scene.back_up(), draws))
-        self._maybe("current", CURRENT_SHARE, LIVING_MS, lambda _: self._reset_to_current())
+        draws = self.world.draws("trouble: permissions")
+        if draws.chance(DENIED_SHARE):
+            self.world.at(draws.between(*DENIED_FROM_MS), lambda: self._deny(draws))
 
-    def _maybe(self, name: str, share: float, when_ms: tuple[int, int], trouble: Callable[[Draws], object]) -> None:
-        """Let a trouble happen in this share of the histories, at some time. It has its own draws."""
-        draws = self.world.draws(f"trouble: {name}")
-        if draws.chance(share):
-            self.world.at(draws.between(*when_ms), lambda: trouble(draws))
+        draws = self.world.draws("trouble: ids")
+        if draws.chance(FORGOTTEN_SHARE):
+            self.world.at(draws.between(*FORGOTTEN_EVERY_MS), lambda: self._forget_ids(draws))
+
+        draws = self.world.draws("trouble: elections")
+        if draws.chance(ELECTIONS_SHARE):
+            self.world.at(draws.between(*ELECTIONS_EVERY_MS), lambda: self._elect(draws))
+
+        draws = self.world.draws("trouble: members during checks")
+        if draws.chance(CHECKS_SHARE):
+            self.world.at(draws.between(*CHECKS_EVERY_MS), lambda: self._interrupt_check(draws))
+
+        draws = self.world.draws("trouble: batches of former topics")
+        if draws.chance(OLD_BATCH_SHARE):
+            self.world.at(draws.between(*OLD_BATCH_MS), lambda: self._old_batch(draws))
+
+        draws = self.world.draws("trouble: topics while down")
+        if draws.chance(DOWN_SHARE):
+            self.world.at(draws.between(*DOWN_MS), lambda: self._recreate_while_down(draws))
+
+        draws = self.world.draws("trouble: outage of members")
+        if draws.chance(MEMBERS_SHARE):
+            self.world.at(draws.between(*MEMBERS_MS), lambda: self._cut_members(draws))
+
+        draws = self.world.draws("trouble: resets")
+        if draws.chance(LIVING_SHARE):
+            self.world.at(draws.between(*LIVING_MS), lambda: self._reset_living(draws, more=1))
+
+        draws = self.world.draws("trouble: backups")
+        if draws.chance(RESTORED_SHARE):
+            self.world.at(draws.between(*BACKUP_MS), lambda: self._restore(self.scene.back_up(), draws))
+
+        draws = self.world.draws("trouble: current")
+        if draws.chance(CURRENT_SHARE):
+            self.world.at(draws.between(*LIVING_MS), self._reset_to_current)
 
     def _restore(self, backup: Backup, draws: Draws) -> None:
         scene, positions = self.scene, draws.choice(["--to-current", "--to-current", "--to-ledger"])
