@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any, cast
 from unittest.mock import MagicMock
 
 import pytest
+from confluent_kafka import Producer
 from delta_files import living_rows
 from deltalake import DeltaTable
+from kafka_helpers import ADMIN_S
 from printed_commands import commands
 from scenes import Scene, Shown
 from typer.testing import CliRunner
@@ -179,6 +181,20 @@ class TestRun:
         assert shown.stdout.count("-RECORD") == 3 and shown.stdout.count("malformed") == 3
         assert not (scene.folder / "table").exists() and scene.committed() == {}
         assert scene.admin.describe_consumer_groups([scene.group])[scene.group].result().state.name == "DEAD"
+
+    def test_a_dry_run_finds_records_behind_offsets_without_any(self, scene: Scene) -> None:
+        """Those of an aborted transaction; so are those of a compacted log."""
+        topic = scene.topic(1)
+        producer = Producer({"bootstrap.servers": scene.servers, "transactional.id": topic, "log_level": 3})
+        producer.init_transactions(ADMIN_S)
+        producer.begin_transaction()
+        for _ in range(10):
+            producer.produce(topic, "undone", partition=0)
+        producer.flush(ADMIN_S)
+        producer.abort_transaction(ADMIN_S)
+        scene.produce(topic, [json.dumps({"id": n}) for n in range(2)], partition=0)
+        shown = self.typed(scene, topic, "--schema", "id BIGINT", "--dry-run", "3")
+        assert shown.code == 0 and shown.stdout.count("-RECORD") == 2, shown.output
 
     def test_a_dry_run_without_records_says_so(self, scene: Scene) -> None:
         shown = self.typed(scene, scene.topic(1), "--dry-run", "3")

@@ -223,6 +223,8 @@ def test_a_named_offset_may_be_in_an_open_transaction() -> None:
     [
         ("newest", "must be 'earliest', 'latest', 'ledger', an offset, a time"),
         (-1, "must be 'earliest'"),
+        (True, "must be 'earliest'"),
+        ({"orders": {0: True}}, "to has True for orders-0; it must be an offset"),
         ({"orders": {0: 5, 1: -1001}}, "to has -1001 for orders-1; it must be an offset"),
         ({"orders": {0: "5"}}, "to has '5' for orders-0; it must be an offset"),
         ({"orders": 5}, "must have partitions and offsets by topic"),

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -11,7 +12,7 @@ from metrics.scrapes import ALERTS, Scrape, fires, firing, parsed, value, values
 from spark_group_source.kafka.translation import GroupMember
 from spark_group_source.metrics import groups, run
 from spark_group_source.metrics.endpoint import Metric, MetricsCollector
-from spark_group_source.metrics.groups import GroupSnapshot, PartitionSnapshot, SweepResult
+from spark_group_source.metrics.groups import Exporter, GroupSnapshot, LedgerSnapshot, PartitionSnapshot, SweepResult
 from spark_group_source.model import TopicPartition
 from spark_group_source.protocol.states import RunState
 from spark_group_source.protocol.statistics import Statistics
@@ -181,3 +182,25 @@ def test_a_group_that_did_not_answer_exports_only_that() -> None:
 def test_an_alert_fires_before_any_group_has_been_listed() -> None:
     """`--all-groups`, started while no broker answers."""
     assert firing(of_groups(silent_ms=NOW_MS - 61_000)) == {"KafkaUnreachable"}
+
+
+def test_ledgers_are_read_before_the_offsets_of_kafka() -> None:
+    """A batch that is committed in between would look as if Kafka were behind."""
+    order: list[str] = []
+    empty = SweepResult(groups=(), unreachable_since_ms=None, took_s=0, ended_s=0, records_read=0)
+
+    def sweep() -> SweepResult:
+        order.append("Kafka")
+        return empty
+
+    def read_ledgers() -> tuple[LedgerSnapshot, ...]:
+        order.append("ledgers")
+        return ()
+
+    sweeps: Any = SimpleNamespace(sweep=sweep, close=lambda: None)
+    exporter = Exporter(sweeps, interval_s=15, host="127.0.0.1", port=0, read_ledgers=read_ledgers)
+    try:
+        exporter.sweep()
+    finally:
+        exporter.close()
+    assert order == ["ledgers", "Kafka"]
