@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 
 from kit.fake_consumer import FakeConsumer
-from kit.scene import PATTERN, Backup, Scene
+from kit.scene import PATTERN, Scene
 from kit.spark import SparkRun
 from kit.world import Draws
 from spark_group_source.model import TopicPartition
@@ -145,21 +145,14 @@ class Troubles:
         return dict(self.happened + Counter(more))
 
     def begin(self) -> None:
+        """Draw which troubles the history has, and from when on. Each has its own draws: a new one changes no other."""
         draws = self.world.draws("trouble: sizes")
         if draws.chance(SMALL_COMMITS_SHARE):
             self.scene.cluster.offsets_max = draws.choice(SMALL_COMMITS)
-        draws = self.world.draws("trouble: thousands")
-        if draws.chance(THOUSANDS_SHARE):
-            self.scene.cluster.offsets_max = draws.choice(THOUSANDS_IN_COMMIT)
-            self.world.at(draws.between(*THOUSANDS_FROM_MS), lambda: self._grow(draws.choice(THOUSANDS)))
 
         draws = self.world.draws("trouble: topics")
         if draws.chance(NO_TOPIC_SHARE):
             self._no_topic(draws, draws.choice(NO_TOPIC_MS))
-        draws = self.world.draws("trouble: leaders")
-        if draws.chance(LEADERLESS_SHARE):
-            self.scene.leaders_return_ms = CALM_LEADERLESS_MS
-            self.world.at(draws.choice([0, *LEADERLESS_EVERY_MS]), lambda: self._lose_leader(draws))
 
         draws = self.world.draws("trouble: timers")
         if draws.chance(TIMED_SHARE):
@@ -168,50 +161,38 @@ class Troubles:
         draws = self.world.draws("trouble: readers")
         if draws.chance(READER_SHARE) and all(query.executors is None for query in self.scene.queries):
             for _ in range(READER_DEATHS):
-                self.world.at(draws.between(*READER_MS), lambda: self._lose_reader(draws))
+                self.world.at(draws.between(*READER_MS), partial(self._lose_reader, draws))
 
-        draws = self.world.draws("trouble: permissions")
-        if draws.chance(DENIED_SHARE):
-            self.world.at(draws.between(*DENIED_FROM_MS), lambda: self._deny(draws))
+        draws = self.world.draws("trouble: leaders")
+        if draws.chance(LEADERLESS_SHARE):
+            self.scene.leaders_return_ms = CALM_LEADERLESS_MS
+            self.world.at(draws.choice([0, *LEADERLESS_EVERY_MS]), partial(self._lose_leader, draws))
 
-        draws = self.world.draws("trouble: ids")
-        if draws.chance(FORGOTTEN_SHARE):
-            self.world.at(draws.between(*FORGOTTEN_EVERY_MS), lambda: self._forget_ids(draws))
+        draws = self.world.draws("trouble: thousands")
+        if draws.chance(THOUSANDS_SHARE):
+            self.scene.cluster.offsets_max = draws.choice(THOUSANDS_IN_COMMIT)
+            self.world.at(draws.between(*THOUSANDS_FROM_MS), partial(self._grow, draws.choice(THOUSANDS)))
 
-        draws = self.world.draws("trouble: elections")
-        if draws.chance(ELECTIONS_SHARE):
-            self.world.at(draws.between(*ELECTIONS_EVERY_MS), lambda: self._elect(draws))
+        for trouble, share, from_ms, begin in (
+            ("permissions", DENIED_SHARE, DENIED_FROM_MS, self._deny),
+            ("ids", FORGOTTEN_SHARE, FORGOTTEN_EVERY_MS, self._forget_ids),
+            ("elections", ELECTIONS_SHARE, ELECTIONS_EVERY_MS, self._elect),
+            ("members during checks", CHECKS_SHARE, CHECKS_EVERY_MS, self._interrupt_check),
+            ("batches of former topics", OLD_BATCH_SHARE, OLD_BATCH_MS, self._old_batch),
+            ("topics while down", DOWN_SHARE, DOWN_MS, self._recreate_while_down),
+            ("outage of members", MEMBERS_SHARE, MEMBERS_MS, self._cut_members),
+            ("resets", LIVING_SHARE, LIVING_MS, partial(self._reset_living, more=1)),
+            ("backups", RESTORED_SHARE, BACKUP_MS, self._back_up),
+            ("current", CURRENT_SHARE, LIVING_MS, self._reset_to_current),
+        ):
+            draws = self.world.draws(f"trouble: {trouble}")
+            if draws.chance(share):
+                self.world.at(draws.between(*from_ms), partial(begin, draws))
 
-        draws = self.world.draws("trouble: members during checks")
-        if draws.chance(CHECKS_SHARE):
-            self.world.at(draws.between(*CHECKS_EVERY_MS), lambda: self._interrupt_check(draws))
-
-        draws = self.world.draws("trouble: batches of former topics")
-        if draws.chance(OLD_BATCH_SHARE):
-            self.world.at(draws.between(*OLD_BATCH_MS), lambda: self._old_batch(draws))
-
-        draws = self.world.draws("trouble: topics while down")
-        if draws.chance(DOWN_SHARE):
-            self.world.at(draws.between(*DOWN_MS), lambda: self._recreate_while_down(draws))
-
-        draws = self.world.draws("trouble: outage of members")
-        if draws.chance(MEMBERS_SHARE):
-            self.world.at(draws.between(*MEMBERS_MS), lambda: self._cut_members(draws))
-
-        draws = self.world.draws("trouble: resets")
-        if draws.chance(LIVING_SHARE):
-            self.world.at(draws.between(*LIVING_MS), lambda: self._reset_living(draws, more=1))
-
-        draws = self.world.draws("trouble: backups")
-        if draws.chance(RESTORED_SHARE):
-            self.world.at(draws.between(*BACKUP_MS), lambda: self._restore(self.scene.back_up(), draws))
-
-        draws = self.world.draws("trouble: current")
-        if draws.chance(CURRENT_SHARE):
-            self.world.at(draws.between(*LIVING_MS), self._reset_to_current)
-
-    def _restore(self, backup: Backup, draws: Draws) -> None:
-        scene, positions = self.scene, draws.choice(["--to-current", "--to-current", "--to-ledger"])
+    def _back_up(self, draws: Draws) -> None:
+        """Back the cluster up now, and restore it later."""
+        scene, backup = self.scene, self.scene.back_up()
+        positions = draws.choice(["--to-current", "--to-current", "--to-ledger"])
 
         def act() -> None:
             if not self.happened["restored cluster"]:
@@ -227,7 +208,7 @@ class Troubles:
 
         self.world.at(draws.between(*RESTORED_MS), begin)
 
-    def _reset_to_current(self) -> None:
+    def _reset_to_current(self, draws: Draws) -> None:
         scene = self.scene
         if scene.is_calm:
             return
@@ -239,7 +220,7 @@ class Troubles:
             scene.truth.keeps = False
 
         if not scene.operator.begin(act, is_patient=False):
-            self.world.at(PAUSE_MS[0], self._reset_to_current)
+            self.world.at(draws.between(*PAUSE_MS), partial(self._reset_to_current, draws))
 
     def _run(self, draws: Draws) -> SparkRun | None:
         run = draws.choice(self.scene.queries).runs[-1]
@@ -257,7 +238,7 @@ class Troubles:
         """A member of a query is out while a request of a check before a batch is answered late."""
         if self.scene.is_calm:
             return
-        self.world.at(draws.between(*CHECKS_EVERY_MS), lambda: self._interrupt_check(draws))
+        self.world.at(draws.between(*CHECKS_EVERY_MS), partial(self._interrupt_check, draws))
         change, number = draws.choice(["none", "recreated", "recreated", "aged"]), draws.choice([2, 3, 3])
         how, stall_ms = draws.choice(["out", "out", "breaks"]), draws.choice(STALL_MS)
         leaves_ms = draws.between(*LEAVES_MS)
@@ -356,7 +337,7 @@ class Troubles:
     def _forget_ids(self, draws: Draws) -> None:
         if self.scene.is_calm:
             return
-        self.world.at(draws.between(*FORGOTTEN_EVERY_MS), lambda: self._forget_ids(draws))
+        self.world.at(draws.between(*FORGOTTEN_EVERY_MS), partial(self._forget_ids, draws))
         if self.scene.cluster.transactions.forget():
             self.world.note("transactional ids are forgotten")
             self.happened["transactional ids forgotten"] += 1
@@ -372,7 +353,7 @@ class Troubles:
         """A partition has another leader, with all records or with other ones after a truncation."""
         if self.scene.is_calm:
             return
-        self.world.at(draws.between(*ELECTIONS_EVERY_MS), lambda: self._elect(draws))
+        self.world.at(draws.between(*ELECTIONS_EVERY_MS), partial(self._elect, draws))
         tps, kind = self.scene.partitions(), draws.choice(["all", "now", "planned", "down"])
         lost, grows = draws.between(1, 8), draws.choice([0, 2, 12])
         if not tps:
@@ -442,4 +423,4 @@ class Troubles:
                 self.happened["silent leader"] += 1
             self.world.note(f"{tp} has {'a silent' if log.is_silent else 'no'} leader until {log.leader_from_ms}")
             self.happened["leaderless before it was read" if tp in new else "leaderless partition"] += 1
-        self.world.at(draws.between(*LEADERLESS_EVERY_MS), lambda: self._lose_leader(draws))
+        self.world.at(draws.between(*LEADERLESS_EVERY_MS), partial(self._lose_leader, draws))
