@@ -149,7 +149,9 @@ def _lane(file: str, selected: str) -> str | None:
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Print failures immediately: a run that is killed at its time limit prints no summary."""
     if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
-        sys.stderr.write(f"\n{report.when} failed after {report.duration:.0f} s: {report.nodeid}\n")
+        crash = getattr(report.longrepr, "reprcrash", None)  # no longrepr of this type: the worker crashed
+        why = f"\n{crash.path}:{crash.lineno}: {crash.message}" if crash else ""
+        sys.stderr.write(f"\n{report.when} failed after {report.duration:.0f} s: {report.nodeid}{why}\n")
 
 
 @pytest.hookimpl(optionalhook=True)
