@@ -199,6 +199,7 @@ def test_G7_an_agent_frozen_past_its_lease_ends_after_its_members_are_placed_els
     assert describe(shared.where.admin, shared.group).members.keys() == members.keys() == instance_ids(shared)
 
 
+@pytest.mark.proves("G1", level="spark")
 @pytest.mark.proves("G7", level="spark")
 def test_G7_losing_an_executor_in_a_batch_loses_no_row_and_causes_no_rebalance(
     shared: PlacedJob,

@@ -119,11 +119,7 @@ def lake(
 @pytest.mark.timeout(1_800)  # three starts of Spark, some minutes each on one core
 @pytest.mark.parametrize(
     "lake",
-    [
-        (way, routing)
-        for way in ("native", "options", "connect")
-        for routing in ("topic", "value", "function of the value")
-    ],
+    [("native", "topic"), ("options", "value"), ("connect", "function of the value")],
     ids=lambda each: f"{each[0]} by {each[1]}",
     indirect=True,
 )
