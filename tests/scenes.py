@@ -37,6 +37,12 @@ class Shown(NamedTuple):
     stdout: str
 
 
+def refused(shown: Shown) -> str:
+    """The error line of a refused command."""
+    assert shown.code == 1, shown.output
+    return shown.output.splitlines()[-1]
+
+
 class Scene:
     """A consumer group that no other test uses, with topics, queries and a folder of its own."""
 

@@ -9,38 +9,25 @@ import re
 import shlex
 import signal
 from collections import Counter
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 from delta_files import living_rows
-from kafka_helpers import await_until, noted_of, set_committed
+from kafka_helpers import await_until, set_committed
 from rebalance.accounts import describe
-from scenes import Scene, Shown
-from streams import Job, OtherMember, numbered, planned, readers_below, remove_entry
+from scenes import Scene
+from streams import Job, numbered, planned, readers_below, remove_entry
 
 from spark_group_source import DeltaSink, compatibility
-from spark_group_source.cli.common import RETRIABLE
-from spark_group_source.delta import ledger_store
 from spark_group_source.delta.checkpoint import positions, spark_files
-from spark_group_source.delta.ledger_store import read_ledger
 from spark_group_source.errors import OptionError
-from spark_group_source.kafka.group_admin import GroupAdmin
-from spark_group_source.kafka.translation import ListedGroup
 from spark_group_source.model import TopicPartition
-from spark_group_source.protocol.identifiers import Note, parse_note
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
 pytestmark = pytest.mark.spark
-
-
-def refused(shown: Shown) -> str:
-    """The error line of a refused command."""
-    assert shown.code == 1, shown.output
-    return shown.output.splitlines()[-1]
 
 
 RUNS = 1 if compatibility.has_admission_control() else 2
@@ -51,24 +38,6 @@ def into(job: Job, table: Path) -> None:
     """AvailableNow runs of the job into a Delta table until nothing is left; raises the query's error."""
     for _ in range(RUNS):
         job.run_into(DeltaSink(table), availableNow=True)
-
-
-def die_in(scene: Scene, job: Job, table: Path, batch: int) -> None:
-    """A run whose sink fails: the batch is planned, but not in the table."""
-    sink = DeltaSink(table)
-
-    def write(df: "DataFrame", number: int) -> None:
-        if number == batch:
-            raise RuntimeError("the sink died")
-        sink(df, number)
-
-    def run() -> None:
-        for _ in range(batch + 1):  # Spark 4.0 and 4.1 run one batch with AvailableNow
-            job.run_into(write, availableNow=True)
-
-    with pytest.raises(Exception, match="the sink died"):
-        run()
-    await_left(scene)
 
 
 def offsets_in(table: Path) -> Counter[tuple[int, int]]:
@@ -89,121 +58,7 @@ def test_describe_shows_members_offsets_lag_and_ledger(scene: Scene) -> None:
     assert found == [(0, 5, 7, 2, 5), (1, 5, 6, 1, 5)]
 
 
-def test_describe_of_a_missing_group_is_refused(scene: Scene) -> None:
-    for command in (("describe",), ("reset", "--to-latest"), ("migrate", "--to-checkpoint")):
-        assert f"group {scene.group!r} does not exist" in refused(scene.of_group(*command)), command
-
-
-def test_reset_creates_a_group(scene: Scene) -> None:
-    name = scene.topic()
-    scene.produce(name, numbered(0, 4))
-    shown = scene.of_group("reset", "--topic", name, "--to-latest", "--execute")
-    assert f"group {scene.group} does not exist yet; the reset creates it" in shown.output
-    assert "--table" not in shown.output, "no table has a ledger of it"
-    assert scene.committed() == {TopicPartition(name, 0): 5}
-
-
-def test_group_deleted_after_listing_is_skipped(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    name, here, gone = scene.topic(), f"{scene.group}-here", f"{scene.group}-gone"
-    set_committed(scene.admin, here, name, {0: 0})
-    listed = [ListedGroup(group, "empty", "classic") for group in (gone, here)]
-    monkeypatch.setattr(GroupAdmin, "groups", lambda _: listed)
-    every = scene.typed("describe", "--all-groups", "--json", "--bootstrap-server", scene.servers)
-    assert [one["group"] for one in json.loads(every.output)] == [here]
-    named = scene.typed("describe", "--group", here, "--group", gone, "--bootstrap-server", scene.servers)
-    assert f"group {gone!r} does not exist" in refused(named)
-
-
-def test_list_and_describe_show_all_groups_with_state(scene: Scene) -> None:
-    name, idle = scene.topic(3), f"{scene.group}-idle"
-    set_committed(scene.admin, idle, name, {0: 0})
-
-    def shown(*words: str) -> str:
-        result = scene.typed(*words, "--bootstrap-server", scene.servers)
-        assert result.code == 0, result.output
-        return result.output
-
-    with OtherMember(scene.servers, scene.group, [name]) as other:
-        await_until(lambda: len(other.partitions) == 3, what="its partitions")
-        assert {scene.group, idle} <= set(shown("list").splitlines())
-        listed = {one["group"]: one["state"] for one in json.loads(shown("list", "--json"))}
-        assert (listed[scene.group], listed[idle]) == ("stable", "empty")
-        states = {one["group"] for one in json.loads(shown("list", "--state", "Empty,Dead", "--json"))}
-        assert idle in states and scene.group not in states
-        every = {one["group"]: one for one in json.loads(shown("describe", "--all-groups", "--json"))}
-        assert [row["committed"] for row in every[idle]["partitions"]] == [0]
-        assert len(every[scene.group]["members"]) == 1
-        both = shown("describe", "--group", scene.group, "--group", idle, "--state")
-        assert f"127.0.0.1:{scene.servers.rpartition(':')[2]} (" in both
-        assert "lag" not in both
-        verbose = shown("describe", "--group", scene.group, "--members", "--verbose")
-        assert f"{name} 0-2" in verbose
-
-
 # --- reset ----------------------------------------------------------------------------------------------------------
-
-
-PLACES = {
-    ("--to-earliest",): (0, 0),
-    ("--to-latest",): (6, 5),
-    ("--to-offset", "3"): (3, 3),
-    ("--to-offset", "99"): (6, 5),
-    ("--to-offsets", '{"%s":{"0":-1,"1":1}}'): (6, 1),
-    ("--to-offsets", '{"%s":{"0":-2}}'): (0, 5),
-    ("--to-datetime", datetime.fromtimestamp(2_000, UTC).isoformat()): (5, 5),
-    ("--by-duration", "PT0S"): (6, 5),
-    ("--by-duration", "P36500D"): (0, 0),
-    ("--shift-by", "-2"): (3, 3),
-    ("--shift-by", "99"): (6, 5),
-    ("--shift-by", "-1", "--topic", "%s:1"): (5, 4),
-    ("--to-current",): (5, 5),
-}
-"""Destinations of a group that is at 5 in both partitions."""
-
-
-def test_reset_moves_offsets_only_with_execute(scene: Scene) -> None:
-    name = scene.topic(2, config={"retention.ms": "-1"})  # else the broker removes records that are as old as these
-    scene.produce(name, numbered(0, 9, 2, at_ms=1_000_000))
-    scene.produce(name, numbered(10, 10, 2, at_ms=3_000_000))
-    here = {TopicPartition(name, 0): 5, TopicPartition(name, 1): 5}
-    for to, then in PLACES.items():
-        set_committed(scene.admin, scene.group, name, {0: 5, 1: 5})
-        arguments = [argument % name if "%s" in argument else argument for argument in to]
-        assert "nothing was changed" in scene.of_group("reset", *arguments).output, to
-        assert scene.committed() == here, to
-        scene.of_group("reset", *arguments, "--execute")
-        assert scene.committed() == dict(zip(here, then, strict=True)), to
-
-
-def test_reset_is_refused_while_the_group_has_members(scene: Scene) -> None:
-    name = scene.topic()
-    with OtherMember(scene.servers, scene.group, [name]) as other:
-        await_until(lambda: other.partitions, what="its partitions")
-        shown = scene.of_group("reset", "--to-latest", "--topic", name, "--execute")
-        assert shown.code == RETRIABLE, shown.output
-        assert f"group '{scene.group}' is stable with 1 member: Kafka moves offsets only" in shown.output
-        assert scene.committed() == {}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--to-latest", "--topic", "no-such-topic"), "topic no-such-topic does not exist"),
-        (
-            ("--to-latest", "--execute"),
-            "of a share group or a streams group; to create it, name the topics with --topic",
-        ),
-        (("--to-current", "--topic", "no-such-topic:0"), "topic no-such-topic does not exist"),
-        (("--to-offsets", '{"no-such-topic":{"0":1}}'), "partition no-such-topic-0 does not exist"),
-    ],
-)
-def test_reset_refuses_invalid_arguments(arguments: tuple[str, ...], message: str, scene: Scene) -> None:
-    assert message in refused(scene.of_group("reset", *arguments))
-
-
-def notes(scene: Scene) -> dict[TopicPartition, Note]:
-    """The metadata of the group's committed offsets."""
-    return {tp: parse_note(text) for tp, (_, text) in noted_of(scene.admin, scene.group).items()}
 
 
 def await_left(scene: Scene) -> None:
@@ -249,38 +104,29 @@ def conflict(scene: Scene, job: Job, table: Path) -> str:
     return str(refused.value)
 
 
-@pytest.mark.parametrize(
-    "written",
-    [
-        pytest.param(False, id="batch-not-in-table"),
-        pytest.param(True, id="batch-in-table", marks=pytest.mark.full),
-    ],
-)
-def test_query_follows_a_reset_that_came_during_a_pending_batch(written: bool, scene: Scene) -> None:
+def test_query_follows_a_reset_that_came_during_a_pending_batch(scene: Scene) -> None:
     """Pending: ``offsets/N`` exists and ``commits/N`` does not. The source is killed during the batch."""
     name, table = scene.topic(2), scene.folder / "table"
     one = scene.job(subscribe=name, kafka__session__timeout__ms=2000)
     scene.produce(name, numbered(0, 9, 2))
     into(one, table)
     scene.produce(name, numbered(10, 19, 2))
-    pending, sink = len(planned(one.checkpoint)), DeltaSink(table)
+    pending = len(planned(one.checkpoint))
 
     def killed(df: "DataFrame", number: int) -> None:
         for reader in readers_below():
             os.kill(reader, signal.SIGKILL)
-        if written:
-            sink(df, number)
         raise RuntimeError("killed")
 
     with pytest.raises(Exception, match="killed"):
         one.run_into(killed, availableNow=True)
     await_left(scene)
     assert not (one.checkpoint / "commits" / str(pending)).exists()
-    assert offsets_in(table) == times((0, 10 if written else 5, 1))
+    assert offsets_in(table) == times((0, 5, 1))
 
     reset_to(scene, 3, table)
     into(one, table)
-    once_more = times((0, 3, 1), (3, 5, 2), (5, 10, 2 if written else 1))
+    once_more = times((0, 3, 1), (3, 5, 2), (5, 10, 1))
     assert offsets_in(table) == once_more
     assert planned(one.checkpoint)[pending + 1].ranges == {TopicPartition(name, p): (3, 10) for p in range(2)}
     assert set(scene.committed().values()) == {10}
@@ -328,82 +174,6 @@ def test_rewind_without_table_is_refused_and_its_commands_work(scene: Scene) -> 
     for _ in range(2):
         into(one, table)
         assert offsets_in(table) == times((0, 2, 1), (2, 6, 2))
-
-
-@pytest.mark.parametrize(
-    ("to", "skipped"),
-    [
-        pytest.param("--to-latest", range(8, 10), id="forward"),
-        pytest.param("--to-ledger", range(0), id="to the ledger", marks=pytest.mark.full),
-    ],
-)
-def test_batch_pending_at_a_reset_is_void(to: str, skipped: range, scene: Scene) -> None:
-    name, table = scene.topic(2), scene.folder / "table"
-    scene.produce(name, numbered(0, 19, 2))
-    one = scene.job(subscribe=name, maxOffsetsPerTrigger=8)
-    die_in(scene, one, table, 2)
-    pending = planned(one.checkpoint)[2]
-    assert set(pending.ranges.values()) == {(8, 10)}
-    for _ in range(2):
-        shown = scene.of_group("reset", to, "--table", str(table), "--execute")
-    assert f"moved 2 partitions of group {scene.group}; this is its reset #2" in shown.output
-    scene.produce(name, numbered(20, 23, 2))
-    into(one, table)
-
-    assert offsets_in(table) == {at: n for at, n in times((0, 12, 1)).items() if at[1] not in skipped}
-    plans = planned(one.checkpoint)
-    assert plans[2] == pending
-    assert {number: plan.reset_number for number, plan in plans.items() if number > 2} == dict.fromkeys(
-        range(3, len(plans)), 2
-    )
-    ledger = read_ledger(scene.spark, str(table), scene.group)
-    assert ledger is not None
-    assert (ledger.reset_number, set(ledger.offsets.values())) == (2, {12})
-    found = notes(scene)
-    assert {(note.stream, note.reset_number) for note in found.values()} == {(pending.stream, 2)}, (
-        "the number is carried on"
-    )
-
-
-@pytest.mark.full
-def test_pending_batch_is_void_when_one_of_its_topics_is_reset(scene: Scene) -> None:
-    """The other topic continues at its committed offset, so its records in the void batch are not lost."""
-    moved, other = (scene.topic(name=f"{scene.group}-{what}") for what in ("moved", "other"))
-    table = scene.folder / "table"
-    for name in (moved, other):
-        scene.produce(name, numbered(0, 9))
-    one = scene.job(subscribe=f"{moved},{other}", maxOffsetsPerTrigger=8)
-    die_in(scene, one, table, 2)
-    scene.of_group("reset", "--topic", moved, "--to-earliest", "--table", str(table), "--execute")
-    into(one, table)
-    found = Counter((row["topic"], row["offset"]) for row in living_rows(table, ["topic", "offset"]))
-    assert found == {
-        **{(other, n): 1 for n in range(10)},
-        **{(moved, n): 2 if n < 8 else 1 for n in range(10)},
-    }
-
-
-def test_second_reset_repairs_one_that_died_before_the_table(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    name, table = scene.topic(2), scene.folder / "table"
-    scene.produce(name, numbered(0, 19, 2))
-    one = scene.job(subscribe=name, maxOffsetsPerTrigger=8)
-    die_in(scene, one, table, 2)
-
-    def die(*_: object, **__: object) -> None:
-        raise OSError("killed")
-
-    with monkeypatch.context() as killed:
-        killed.setattr(ledger_store, "set_ledger", die)
-        assert scene.of_group("reset", "--to-offset", "3", "--table", str(table), "--execute").code == 1
-    assert {note.reset_number for note in notes(scene).values()} == {1}
-    with pytest.raises(Exception, match=r"committed offset 3, the table holds up to 10"):
-        into(one, table)
-    await_left(scene)
-    once = {(p, offset): 1 for p in range(2) for offset in range(10)}
-    assert offsets_in(table) == once, "what was pending was not planned after the reset that the table never saw"
-    scene.of_group("reset", "--to-offset", "3", "--table", str(table), "--execute")
-    into(one, table)
-    assert offsets_in(table) == {at: 2 if at[1] >= 3 else 1 for at in once}
 
 
 def test_reset_to_checkpoint_uses_start_of_batch_or_last_end(scene: Scene) -> None:

@@ -133,10 +133,7 @@ OF_SPARKS: Final = (
     Scenario(
         "reset",
         "reset during a batch, with the same checkpoint",
-        (
-            "tests/cli/test_group.py::test_query_follows_a_reset_that_came_during_a_pending_batch",
-            "tests/cli/test_group.py::test_batch_pending_at_a_reset_is_void",
-        ),
+        ("tests/cli/test_group.py::test_query_follows_a_reset_that_came_during_a_pending_batch",),
     ),
     Scenario("two", "two applications", (f"{CELL_TESTS}test_two_applications_on_one_table",)),
     Scenario("tables", "kills with a table for each topic", ("tests/crash/test_topics.py",)),
