@@ -9,7 +9,7 @@ import pytest
 from kafka_helpers import TopicFactory
 from kit.object_store import object_store
 
-from crash.killed import WAYS, Hammer, Way
+from crash.killed import Hammer, Way
 from spark_group_source.local.broker import Broker
 
 JOINED_MIN = 0.3
@@ -31,17 +31,18 @@ def kill_and_prove(
 @pytest.mark.slow
 @pytest.mark.timeout(1_800)  # five starts of Spark, some minutes each on one core
 @pytest.mark.parametrize(("kills", "seed"), [(3, 1)])
-def test_G4_rows_are_in_the_table_once_after_kills_of_the_driver(
+def test_G4_rows_are_in_the_table_or_that_of_bad_records_once_after_kills_with_the_native_writer(
     broker: Broker, topic: TopicFactory, group_id: str, tmp_path: Path, kills: int, seed: int
 ) -> None:
-    kill_and_prove(kills, seed, broker=broker, topic=topic(4), group=group_id, home=tmp_path)
+    one: dict[str, Any] = {"broker": broker, "topic": topic(4), "group": group_id, "home": tmp_path}
+    kill_and_prove(kills, seed, **one, has_bad_records=True)
 
 
 @pytest.mark.full
 @pytest.mark.crash
 @pytest.mark.slow
 @pytest.mark.timeout(1_800)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ["options", "connect"])
 def test_G4_rows_are_in_the_table_or_that_of_bad_records_once_after_kills(
     broker: Broker, topic: TopicFactory, group_id: str, tmp_path: Path, way: Way
 ) -> None:
@@ -72,14 +73,13 @@ def test_G4_rows_are_in_the_table_once_after_a_hundred_kills(
 @pytest.mark.full
 @pytest.mark.crash
 @pytest.mark.timeout(1_800)
-@pytest.mark.parametrize("applications", [1, 2])
-def test_G4_rows_are_in_a_table_on_s3_once_after_kills_with_the_native_writer(
-    broker: Broker, topic: TopicFactory, group_id: str, tmp_path: Path, applications: int
+def test_G4_rows_are_in_a_table_on_s3_once_after_kills_of_two_applications(
+    broker: Broker, topic: TopicFactory, group_id: str, tmp_path: Path
 ) -> None:
     """The checkpoints are on S3, too."""
     with object_store() as store:
-        more: dict[str, Any] = {"applications": applications, "store": store}
-        hammer = Hammer(broker, tmp_path, way="native", group=group_id, topic=topic(4), seed=applications, **more)
+        more: dict[str, Any] = {"applications": 2, "store": store}
+        hammer = Hammer(broker, tmp_path, way="native", group=group_id, topic=topic(4), seed=2, **more)
         account = hammer.run(kills=S3_KILLS, lost_checkpoints=0)
     assert not account.wrong, account
-    assert account.joined > applications and account.commits > 1, account  # how many depends on the machine
+    assert account.joined > 2 and account.commits > 1, account  # how many depends on the machine

@@ -1,6 +1,6 @@
-"""Random faults: no loss, no duplicates, no stopped query. A short run always; a long one in `make soak`.
+"""Random faults for a long time: no loss, no duplicates, no stopped query.
 
-``FAULT_SEED`` and ``FAULT_SOAK_S`` set the seed and the duration of the long one; the seed is printed.
+``FAULT_SEED`` and ``FAULT_SOAK_S`` set the seed and the duration; the seed is printed.
 """
 
 import os
@@ -17,28 +17,16 @@ from faults.soak import Soak
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-pytestmark = [pytest.mark.spark, pytest.mark.broker, pytest.mark.full]
+pytestmark = [pytest.mark.spark, pytest.mark.broker, pytest.mark.soak]
 
-SHORT_S = 12.0
-SHORT_SEED = 1
 SOAK_S = 900.0
 SEEDS = 2**32
 
 
-def test_faults_cause_no_loss_no_duplicates_and_no_failed_query(
-    spark: "SparkSession", faulty_three: FaultyCluster, tmp_path: Path
-) -> None:
-    soak(spark, faulty_three, tmp_path, seed=SHORT_SEED, for_s=SHORT_S)
-
-
-@pytest.mark.soak
 def test_faults_for_a_long_time(spark: "SparkSession", faulty_three: FaultyCluster, tmp_path: Path) -> None:
     seed = int(os.environ.get("FAULT_SEED") or secrets.randbelow(SEEDS))
-    soak(spark, faulty_three, tmp_path, seed=seed, for_s=float(os.environ.get("FAULT_SOAK_S") or SOAK_S))
-
-
-def soak(spark: "SparkSession", cluster: FaultyCluster, folder: Path, *, seed: int, for_s: float) -> None:
-    account = Soak(spark, cluster, folder, seed=seed, for_s=for_s, report=measured).run()
+    for_s = float(os.environ.get("FAULT_SOAK_S") or SOAK_S)
+    account = Soak(spark, faulty_three, tmp_path, seed=seed, for_s=for_s, report=measured).run()
     assert account.struck, "no fault began"
     assert not account.lost, f"{account}: the first lost: {account.lost[:5]}"
     assert not account.doubled, f"{account}: the first doubled: {account.doubled[:5]}"

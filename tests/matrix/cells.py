@@ -137,7 +137,11 @@ OF_SPARKS: Final = (
     ),
     Scenario("two", "two applications", (f"{CELL_TESTS}test_two_applications_on_one_table",)),
     Scenario("tables", "kills with a table for each topic", ("tests/crash/test_topics.py",)),
-    Scenario("letters", "kills with a dead-letter table, Avro with a registry", (BAD_RECORDS,)),
+    Scenario(
+        "letters",
+        "kills with a dead-letter table, Avro with a registry",
+        (BAD_RECORDS, f"{BAD_RECORDS}_with_the_native_writer"),
+    ),
     Scenario("merge", "merge by key, with kills", ("tests/delta/test_merge.py", MERGED), needs_delta=True),
     Scenario("executors", "kills of executors, workers, agents", (f"{CELL_TESTS}test_kills_of_executors",), each=True),
     Scenario("connect", "Spark Connect", ("tests/crash/test_connect.py",)),

@@ -4,16 +4,14 @@ from collections.abc import Iterator
 
 import pytest
 from confluent_kafka.admin import AdminClient
-from kafka_helpers import await_until, create_topic
+from kafka_helpers import create_topic
 from kit.broker_cluster import BrokerCluster
-from manual_environment import member_consumer
 
 from rebalance.conftest import make_options
 from rebalance.runs import Run
 from spark_group_source.kafka.environment import Environment
 from spark_group_source.kafka.group_admin import GroupAdmin
 from spark_group_source.kafka.group_offsets import GroupOffsets
-from spark_group_source.kafka.translation import OffsetNote
 from spark_group_source.model import TopicPartition
 
 pytestmark = [pytest.mark.broker, pytest.mark.slow]
@@ -56,23 +54,4 @@ def test_reset_moves_all_offsets(small: BrokerCluster, group_id: str) -> None:
     offsets = {TopicPartition(topic, p): 7 for p in range(PARTITIONS)}
     admin = GroupAdmin({"bootstrap.servers": small.bootstrap_servers})
     admin.move_committed(group_id, offsets, notes=dict.fromkeys(offsets, "x" * 60))
-    assert committed(small, group_id, topic) == {7}
-
-
-def test_member_commits_all_offsets(small: BrokerCluster, group_id: str) -> None:
-    topic = make_topic(small, group_id)
-    assigned: list[TopicPartition] = []
-    settings = {"bootstrap.servers": small.bootstrap_servers, "group.id": group_id, "enable.auto.commit": "false"}
-    consumer = member_consumer(settings, Environment(), lambda partitions, _: assigned.extend(partitions))
-    try:
-        consumer.subscribe([topic])
-
-        def is_member() -> bool:
-            consumer.poll(0.1)
-            return len(assigned) == PARTITIONS
-
-        await_until(is_member, what="a member with all partitions")
-        consumer.commit(dict.fromkeys(assigned, 7), dict.fromkeys(assigned, OffsetNote("x" * 60)))
-    finally:
-        consumer.close(leave=True)
     assert committed(small, group_id, topic) == {7}

@@ -48,22 +48,6 @@ PLAIN = pytest.mark.skipif(compatibility.has_admission_control(), reason="Spark 
 # --- starts ---------------------------------------------------------------------------------------------------------
 
 
-def test_latest_reads_later_records_and_a_restart_reads_those_in_between_once(scene: Scene) -> None:
-    name = scene.topic(5)
-    scene.produce(name, numbered(0, 9, 5))
-    one = scene.job(subscribe=name, startingOffsets="latest")
-    with one.running() as query:
-        query.processAllAvailable()
-        scene.produce(name, numbered(10, 19, 5))
-        query.processAllAvailable()
-    scene.produce(name, numbered(20, 29, 5))
-    with one.running() as query:
-        query.processAllAvailable()
-        scene.produce(name, numbered(30, 34, 5))
-        query.processAllAvailable()
-    assert one.values == texts(10, 34)
-
-
 @ADMISSION
 def test_latest_is_resolved_once_with_the_old_or_a_new_checkpoint(scene: Scene) -> None:
     name = scene.topic(2)
@@ -185,22 +169,6 @@ def test_lag_is_0_when_a_query_is_idle_stopped_or_finished(scene: Scene) -> None
     one.run()
     assert scene.committed() == scene.end_offsets(name)
     assert one.values == texts(0, 20)
-
-
-def test_minPartitions_splits_one_partition_between_tasks(scene: Scene) -> None:
-    name = scene.topic()
-    scene.produce(name, numbered(0, 7))
-    one = scene.job(subscribe=name, minPartitions=4)
-    tasks: list[int] = []
-
-    def keep(frame: "DataFrame", number: int) -> None:
-        found = frame.selectExpr("spark_partition_id() task", "offset").collect()
-        tasks.extend(row.task for row in sorted(found, key=lambda row: row.offset))
-
-    one.run_into(keep, availableNow=True)
-    assert len(tasks) == 8
-    assert len(set(tasks)) == 4
-    assert all(tasks[n] == tasks[n + 1] for n in (0, 2, 4, 6))
 
 
 @PLAIN
