@@ -33,8 +33,6 @@ from spark_group_source.protocol.offsets import StreamOffset
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-pytestmark = pytest.mark.spark
-
 
 @pytest.fixture
 def same_session(spark: "SparkSession", monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,6 +41,7 @@ def same_session(spark: "SparkSession", monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(job, "_end", lambda _: None)
 
 
+@pytest.mark.spark
 @pytest.mark.usefixtures("same_session")
 class TestRun:
     @pytest.fixture(autouse=True)
