@@ -331,8 +331,9 @@ def end_offsets(admin: AdminClient) -> Callable[[str], Offsets]:
 
 
 @pytest.fixture(scope="session")
-def spark(jvm: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator["SparkSession"]:
-    """One local session with Delta for the whole run. Its JVM ends with this process, whose pipe it reads."""
+def spark(jvm: None, tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Iterator["SparkSession"]:
+    """One local session with Delta for the whole run. Its JVM ends with this process, whose pipe it reads. With tests
+    marked full it has Spark's defaults."""
     from pyspark.sql import SparkSession
 
     scratch: Path = tmp_path_factory.mktemp("spark")
@@ -341,7 +342,8 @@ def spark(jvm: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator["Spar
         settings = local_spark_settings(scratch, avro=True)
     except SetupError:  # no release for this Spark: what needs it says so
         settings = local_spark_settings(scratch)
-    session = builder.config(map={**settings}).getOrCreate()
+    quick = quick_spark.SMALL_STATEMENTS if "not full" in pytestconfig.option.markexpr else {}
+    session = builder.config(map={**settings, **quick}).getOrCreate()
     session.sparkContext.setLogLevel("WARN")
     yield session
     for query in session.streams.active:
