@@ -56,7 +56,7 @@ WALLS: dict[str, set[str]] = {
     "runtime": VALUES | {"options", "protocol", "kafka", "host", "members", "agents"},
     "host": VALUES | {"protocol"},
     "delta": VALUES | {"protocol", "host"},  # the sink reports durable batches to the run on the same host
-    "local": VALUES,
+    "local": VALUES | {"host"},
     "metrics": VALUES | {"options", "protocol", "kafka"},
     "cli": VALUES | {"options", "protocol", "kafka", "host", "delta", "local", "metrics", "source"},
 }

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TextIO
 
 from spark_group_source.errors import BrokerUnavailable, OptionError
+from spark_group_source.host.run_files import here
 from spark_group_source.local.broker import KILL_S, LOG_TAIL_LINES, START_S, STOP_S, Broker, check_folder, check_free
 from spark_group_source.local.jars import java_path, kafka_jars, locked
 
@@ -40,13 +41,14 @@ class BrokerState:
     """Content of the state file.
 
     ``pid``: the process that started the broker and stops it on SIGTERM. ``node``: the pid of Kafka's JVM. ``log_dir``:
-    the directory of the broker's own logs, not of its records.
+    the directory of the broker's own logs, not of its records. ``place``: the host and the namespace of these pids.
     """
 
     pid: int
     bootstrap_servers: str
     node: int
     log_dir: str
+    place: str
 
 
 def state_dir() -> Path:
@@ -82,7 +84,8 @@ def start(*, port: int = 9092, data_dir: Path | None = None) -> BrokerState:
         already = running()
         if already is not None:
             raise OptionError(
-                f"a broker is already running at {already.bootstrap_servers}; stop it with `spark-group broker stop`",
+                f"a broker is already running at {already.bootstrap_servers}; stop it with `spark-group broker stop`"
+                + ("" if already.place == here() else f" at {already.place}: this is {here()}, with the same home"),
                 op="start",
             )
         check_free(port)
@@ -120,12 +123,23 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
 
 
 def stop() -> BrokerState | None:
-    """Stop the background broker and wait until it has ended; None if none is running."""
+    """Stop the background broker and wait until it has ended; None if none is running.
+
+    Raises:
+        OptionError: another host or container with the same home folder runs it: its pid is that of another process
+            here.
+    """
     home = state_dir()
     if not home.is_dir():
         return None
     with locked(home / "broker.lock", LOCK_S):
         state = running()
+        if state is not None and state.place != here():
+            raise OptionError(
+                f"the broker at {state.bootstrap_servers} runs at {state.place}, and this is {here()}, with the same "
+                "home: stop it there, with the same command",
+                op="stop",
+            )
         if state is not None:
             for number, bound_s in ((signal.SIGTERM, STOP_S + KILL_S), (signal.SIGKILL, KILL_S)):
                 with contextlib.suppress(ProcessLookupError):
@@ -147,6 +161,7 @@ def record(broker: Broker) -> TextIO:
         bootstrap_servers=broker.bootstrap_servers,
         node=broker.pids[1],
         log_dir=str(broker.log_dir),
+        place=here(),
     )
     unfinished = _state_file().with_suffix(".new")
     file = open(unfinished, "w", encoding="utf-8")  # noqa: SIM115 - the lock ends when it is closed

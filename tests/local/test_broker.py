@@ -1,5 +1,6 @@
 """The local Kafka broker: start, stop, failures and clean-up."""
 
+import fcntl
 import json
 import os
 import shlex
@@ -168,11 +169,20 @@ def test_background_broker_is_started_shown_and_stopped(home: dict[str, str]) ->
 def test_foreign_process_is_never_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
-        state = {"pid": other.pid, "bootstrap_servers": "x:1", "node": other.pid, "log_dir": "/"}
+        state = {"pid": other.pid, "bootstrap_servers": "x:1", "node": other.pid, "log_dir": "/", "place": "b-1"}
         local_broker.state_dir().mkdir()
-        (local_broker.state_dir() / "broker.json").write_text(json.dumps(state))
+        file = local_broker.state_dir() / "broker.json"
+        file.write_text(json.dumps(state))
         assert local_broker.running() is None and local_broker.stop() is None
         assert alive(other.pid)
+        file.write_text(json.dumps(state))
+        with file.open() as locked:  # by a broker in a container with the same home
+            fcntl.flock(locked, fcntl.LOCK_EX)
+            with pytest.raises(OptionError, match=r"the broker at x:1 runs at b-1, and this is .* stop it there"):
+                local_broker.stop()
+            with pytest.raises(OptionError, match=r"already running at x:1; stop it .* at b-1"):
+                local_broker.start()
+        assert alive(other.pid) and file.exists()
         other.kill()
 
 
