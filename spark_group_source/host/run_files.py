@@ -172,7 +172,7 @@ class LoadLock:
 
     def __init__(self, load: str) -> None:
         self._path = directory() / f"{load}.load"
-        self._file: IO[str] | None = None
+        self._file: IO[bytes] | None = None
         """The locked file; None: not locked by this object."""
 
     def acquire(self, *, wait_s: float) -> None:
@@ -204,24 +204,24 @@ class LoadLock:
         if not _is_created():
             return None
         try:
-            file = os.fdopen(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600), "r+")
+            fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         except OSError as exc:
             log.warning("cannot check whether another stream of the same load() runs: %s", exc)
             return None
+        file = os.fdopen(fd, "r+b", buffering=0)  # on a full disk, closing a buffered one fails again
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.fstat(file.fileno()).st_ino == self._path.stat().st_ino:
                 file.truncate(0)  # a killed process leaves its id
-                file.write(str(os.getpid()))
-                file.flush()
+                file.write(b"%d" % os.getpid())
                 self._file = file
                 return None
             other = "unknown"  # the other process has just removed the file
         except FileNotFoundError:
             other = "unknown"
         except BlockingIOError:
-            other = file.read(PID_DIGITS_MAX) or "unknown"
-        except OSError as exc:  # the file system has no locks
+            other = file.read(PID_DIGITS_MAX).decode(errors="replace") or "unknown"
+        except OSError as exc:  # the file system has no locks, or is full
             log.warning("cannot check whether another stream of the same load() runs: %s", exc)
             other = None
         file.close()

@@ -489,6 +489,24 @@ def holder(directory: Path, end: str = "normally") -> Iterator[subprocess.Popen[
         process.stdin.close()
 
 
+FULL = """
+import resource, sys
+from pathlib import Path
+from spark_group_source.host import run_files
+run_files.directory = lambda: Path(sys.argv[1])
+_, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+run_files.LoadLock("a1").acquire(wait_s=0)
+"""
+
+
+def test_a_load_is_not_locked_on_a_full_disk(directory: Path) -> None:
+    directory.mkdir(mode=0o700)
+    done = subprocess.run([sys.executable, "-c", FULL, str(directory)], check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "cannot check whether another stream of the same load() runs" in done.stderr
+
+
 def test_a_second_stream_of_one_load_is_refused(directory: Path) -> None:
     with holder(directory) as process:
         with pytest.raises(OptionError, match=rf"process {process.pid},.*Call load\(\) for each stream"):
