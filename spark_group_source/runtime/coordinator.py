@@ -150,8 +150,10 @@ class Coordinator:
     def close(self) -> None:
         """Stop the run: commit the last offsets and close the members, in bounded time."""
         self._read_run_files()
-        self._call(ev.StopRequested())
-        self._shut_down(leave=False)
+        try:
+            self._call(ev.StopRequested())
+        finally:
+            self._shut_down(leave=False)
 
     # --- the steps of one call --------------------------------------------------------------------------------------
 
@@ -166,7 +168,7 @@ class Coordinator:
                 case ev.RaiseError():
                     raise step.error
                 case ev.Wait():
-                    if self._environment.is_orphaned():
+                    if not isinstance(event, ev.StopRequested) and self._environment.is_orphaned():
                         raise SystemExit("the driver JVM exited")
                 case ev.CloseMembers():
                     self._handle(ev.MembersClosing(leave=step.leave))

@@ -8,6 +8,7 @@ import pytest
 from kit.harness import GroupHarness, tps
 from manual_environment import ManualEnvironment
 
+from spark_group_source.errors import InvariantBroken
 from spark_group_source.host import run_files
 from spark_group_source.options.table import Options
 from spark_group_source.protocol import events as ev
@@ -61,6 +62,20 @@ def test_offsets_count_as_committed_when_kafka_has_all_of_them(coordinator: Coor
     assert not is_published()
     group.commit_succeeds()
     assert is_published()
+
+
+def test_a_run_that_stops_after_its_jvm_commits_and_closes_its_members(
+    coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: list[ev.Step] = [ev.Wait(until_ms=0), ev.Wait(until_ms=0), ev.RaiseError(error=InvariantBroken("a fault"))]
+    ends: list[bool] = []
+    monkeypatch.setattr(coordinator._environment, "is_orphaned", lambda: True)
+    monkeypatch.setattr(coordinator, "_handle", lambda _: None)
+    monkeypatch.setattr(coordinator, "_next_step", lambda: steps.pop(0))
+    monkeypatch.setattr(coordinator, "_shut_down", lambda *, leave: ends.append(leave))
+    with pytest.raises(InvariantBroken, match="a fault"):
+        coordinator.close()
+    assert ends == [False] and not steps
 
 
 class Changed(threading.Condition):
