@@ -168,12 +168,15 @@ class AgentFolder:
 
     @property
     def is_stale(self) -> bool:
-        """Whether its executor has ended, or seems to. Raises OSError, and ValueError for another folder."""
+        """Whether its executor has ended, or nothing changed in it for a day: unless it is locked, no agent needs it.
+        Raises OSError, and ValueError for another folder."""
         pid, started, rest = self.path.name.split("-", 2)
         executor = ProcessId(int(pid), int(started))
+        changed_s = max(path.lstat().st_mtime for path in (self.path, *self.path.iterdir()))
+        if time.time() - changed_s > UNUSED_S:
+            return True
         if rest.rpartition("-")[0] != here():
-            changed_s = max(path.lstat().st_mtime for path in (self.path, *self.path.iterdir()))
-            return time.time() - changed_s > UNUSED_S
+            return False
         process = ProcessId.of(executor.pid)
         return process is None or executor.started not in (process.started, _UNKNOWN_START)
 

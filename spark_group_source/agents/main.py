@@ -187,4 +187,5 @@ class ProcessWatch:
         for fd in (*wake_fds, *(() if self._pidfd is None else (self._pidfd,))):
             poll.register(fd, select.POLLIN)
         ready = {fd for fd, _ in poll.poll(round(wait_s * 1000))}
-        return self._pidfd in ready or not self._process.is_alive()
+        # /proc cannot be read where no more files can be opened, which says nothing about the process.
+        return self._pidfd in ready if self._pidfd is not None else not self._process.is_alive()

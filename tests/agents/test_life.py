@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -27,7 +28,7 @@ from spark_group_source.agents.agent_folder import (
 )
 from spark_group_source.agents.main import ProcessWatch, open_prefetching_client
 from spark_group_source.agents.prefetch import client
-from spark_group_source.host.run_files import directory
+from spark_group_source.host.run_files import directory, here
 
 STARTED_S = 600
 SECRET = "hush-hush-hush"
@@ -137,6 +138,19 @@ def test_the_end_of_a_process_is_detected_without_pidfd(monkeypatch: pytest.Monk
             lambda: watch.wait_ended(0.05), 10, what="the end of the process"
         )  # its parent has not waited for it yet
     assert not ProcessId(os.getpid(), process.started - 1).is_alive(), "another process with the same number"
+
+
+def test_a_process_lives_on_where_no_file_can_be_opened() -> None:
+    process = ProcessId.of(os.getppid())
+    assert process is not None
+    watch = ProcessWatch(process)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))  # 0 to 2 are open
+        assert not process.is_alive(), "its state cannot be read"
+        assert not watch.wait_ended(0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_a_prefetching_client_accepts_large_messages() -> None:
@@ -266,14 +280,16 @@ def test_folders_of_ended_executors_are_removed_where_no_agent_starts(
     assert len(used) == 7
 
 
-@pytest.mark.parametrize("where", ["another-host.lan-4026531836", f"{socket.gethostname()}-4026530000"])
-def test_a_folder_of_another_host_or_container_is_removed_after_a_day_without_a_change(
+@pytest.mark.parametrize("where", ["another-host.lan-4026531836", f"{socket.gethostname()}-4026530000", here()])
+def test_a_folder_of_another_host_or_a_living_executor_is_removed_after_a_day_without_a_change(
     where: str, ended: ProcessId, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its executor may run, although no process here has its id."""
+    """Of another host or container, its executor may run, although no process here has its id. Here, no agent may be
+    able to run beside an executor that reads for many runs."""
+    executor = ProcessId.of(os.getpid()) if where == here() else ended
     with monkeypatch.context() as there:
         there.setattr(agent_folder, "here", lambda: where)
-        left = agent_folder.open_folder("run", ended)
+        left = agent_folder.open_folder("run", executor)
     assert left is not None
     left.attempts.touch()
     agent_folder.open_folder("run-1", ProcessId.of(os.getpid()))
