@@ -354,7 +354,8 @@ def rows_with_key(df: "DataFrame", by: str | Key) -> "Iterator[DataFrame]":
     from pyspark.sql import functions as F
 
     of_row = F.expr(by) if isinstance(by, str) else by(df)
-    with persisted(df.withColumn(_KEY, of_row.cast("string"))) as rows:
+    # Python gets text with U+FFFD in place of broken UTF-8, which Spark would not find again among the rows.
+    with persisted(df.withColumn(_KEY, F.make_valid_utf8(of_row.cast("string")))) as rows:
         yield rows
 
 

@@ -228,6 +228,12 @@ def test_G5_gap_before_the_rows_of_a_table_is_no_loss_if_others_has_what_is_in_i
         on_demand.query.run(on_demand.sinks(), 3, behind)
 
 
+def test_G4_rows_whose_key_is_not_valid_text_are_in_one_of_the_tables(on_demand: OnDemand) -> None:
+    """The driver gets another key for them than executors have, unless Spark replaces its bytes."""
+    on_demand.write(on_demand.sinks(by="IF(offset = 1, CAST(X'636166E9' AS STRING), NULL)"), 0, 4)
+    assert on_demand.found() == {"caf\ufffd": [1], "others": [0, 2, 3]}
+
+
 def test_keys_without_a_bound_and_too_many_tables_are_refused_before_anything_is_written(on_demand: OnDemand) -> None:
     with pytest.raises(OptionError, match=f"more than {topic_sinks.KEYS_MAX} values in a batch, such as '10"):
         on_demand.write(on_demand.sinks(by="CAST(offset AS STRING)"), 1000, 2001)
