@@ -192,6 +192,8 @@ class MergeWriter:
             cast = "string" if isinstance(kind, DateType) else kind
             has_bounds = isinstance(kind, ByteType | ShortType | IntegerType | LongType | DateType | StringType)
             bounds = [F.min(column).cast(cast), F.max(column).cast(cast)] if has_bounds else [F.lit(None), F.lit(None)]
+            if isinstance(kind, StringType):  # other text has other bytes in Python and in the statistics of files
+                bounds = [F.when(F.bool_and(F.is_valid_utf8(column)), bound) for bound in bounds]
             asked += [F.sum(F.when(column.isNull(), F.col(_COUNT))), *bounds]
         found = changes.agg(F.count_if(F.col(_IS_DELETED)), F.sum(_UNORDERED), *asked).collect()[0]
         if found[1]:

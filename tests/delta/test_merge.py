@@ -367,10 +367,11 @@ def test_a_key_that_the_tables_type_would_change_is_refused_or_a_bad_record(
         "DATE'+10000-01-01'",
         "TIMESTAMP'9999-12-31 23:59:59Z' + INTERVAL 1 DAY",
         "concat('${env:', 'HOME}')",
+        "CAST(X'636166E9' AS STRING)",
     ],
 )
 def test_a_key_may_have_any_value(query: Query, spark: "SparkSession", table: Path, key: str) -> None:
-    """Also dates that Python does not have, and text that Spark replaces in a statement."""
+    """Also dates and text that Python does not have, and text that Spark replaces in a statement."""
 
     def parse(df: "DataFrame") -> "DataFrame":
         return df.selectExpr("offset", f"{key} AS id", "value")
