@@ -485,9 +485,7 @@ def flag(letters: DeadLetters, table: TableWriter, rows: "DataFrame") -> "tuple[
     casts = {} if table.merge_schema else table_names.casts_of(table.schema(), letters.table_rows(rows), keys=keys)
     error = letters.error
     rules = [] if error is None else [Rule(_TRANSFORM, error, f"{table_names.quoted(error)} IS NULL")]
-    for name, cast in casts.items():
-        value = table_names.quoted(name)
-        rules.append(Rule("CAST", cast.column, f"{value} IS NULL OR coalesce({cast.is_same}, false)"))
+    rules += [Rule("CAST", cast.column, cast.is_same) for cast in casts.values()]
     first = F.coalesce(*_violated(rules, 0), F.lit(None).cast("int"))
     typed = rows.withColumns({_RULE: first, **{name: F.expr(cast.text) for name, cast in casts.items()}})
     others = [Rule("RULE", name, text) for name, text in letters.rules.items()] + _constraints(table, typed)

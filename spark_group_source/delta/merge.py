@@ -145,7 +145,7 @@ class MergeWriter:
             table_id: the id of the table, by which its deleted keys are found.
 
         Raises:
-            OptionError: a column is missing, or a key or a sequence is null.
+            OptionError: a column is missing, a key or a sequence is null, or the table's type would change a value.
             Exception: Delta's own, also for a concurrent commit.
         """
         schema = table_names.read(self._spark, self._table).schema
@@ -178,7 +178,8 @@ class MergeWriter:
         """Return the condition that bounds the keys of a batch, so that Delta skips files, and how many changes delete.
 
         Raises:
-            OptionError: a key or a sequence is null.
+            OptionError: a key or a sequence is null, or the table's type would change a value, which Delta refuses in
+                an append only.
         """
         from pyspark.sql import functions as F
         from pyspark.sql.types import ByteType, DateType, IntegerType, LongType, ShortType, StringType
@@ -195,6 +196,8 @@ class MergeWriter:
             if isinstance(kind, StringType):  # other text has other bytes in Python and in the statistics of files
                 bounds = [F.when(F.bool_and(F.is_valid_utf8(column)), bound) for bound in bounds]
             asked += [F.sum(F.when(column.isNull(), F.col(_COUNT))), *bounds]
+        casts = table_names.casts_of(schema, changes, keys=self._merge.keys)  # those that _typed left
+        asked += [F.count_if(~(F.col(_IS_DELETED) | F.expr(cast.is_same))) for cast in casts.values()]
         found = changes.agg(F.count_if(F.col(_IS_DELETED)), F.sum(_UNORDERED), *asked).collect()[0]
         if found[1]:
             raise self._lacks(found[1], str(self._merge.sequence_by), "which orders changes", of_table)
@@ -208,6 +211,14 @@ class MergeWriter:
             is_date = isinstance(of_batch[key.lower()], DateType)
             if (low := _literal(least, is_date=is_date)) and (high := _literal(most, is_date=is_date)):
                 conditions.append(f"t.{table_names.quoted(key)} BETWEEN {low} AND {high}")
+        for name, lost in zip(casts, found[2 + 3 * len(self._merge.keys) :], strict=True):
+            if lost:
+                kinds = [of[name.lower()].simpleString() for of in (of_batch, of_table)]
+                raise OptionError(
+                    f"{lost} changes for table {self._table} have a {name} whose value the table's type would change: "
+                    f"it is {kinds[0]} in the batch and {kinds[1]} in the table. Nothing was written. Cast the column "
+                    "in the transform, or make such changes bad records: dead_letters=DeadLetters('/lake/bad')"
+                )
         return " AND ".join(conditions), int(found[0])
 
     def _lacks(self, count: int, column: str, what: str, of_table: "Mapping[str, DataType]") -> OptionError:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from pyspark.sql import DataFrame, SparkSession
-    from pyspark.sql.types import DataType, StructType
+    from pyspark.sql.types import DataType, StructField, StructType
 
     from spark_group_source.model import TopicPartition
 
@@ -39,7 +39,9 @@ _UNITS = {"week": 604_800_000, "day": 86_400_000, "hour": 3_600_000, "minute": 6
 RECORD_COLUMNS = {"topic": "string", "partition": "int", "offset": "bigint"}
 """The columns that identify the Kafka record of a row, with their types."""
 
-_EXACT = frozenset({"tinyint", "smallint", "int", "bigint", "decimal"})
+_ROUNDED = frozenset({"float", "double"})
+_NUMBERS = frozenset({"boolean", "tinyint", "smallint", "int", "bigint", "decimal"}) | _ROUNDED
+_TIMES = frozenset({"date", "timestamp", "timestamp_ntz"})
 _TEXT = frozenset({"string", "char", "varchar"})
 
 _NOT_IN_NAMES = re.compile(r"[ ,;{}()\n\t=]")
@@ -171,37 +173,74 @@ class Cast(NamedTuple):
     column: str
     """The table's name of the column."""
     text: str
-    """The value with the table's type, in SQL; null if it has none."""
+    """The value with the table's type, in SQL; null if it has none. A nested value keeps its type."""
     is_same: str
-    """Whether the value has that type and is not another one then."""
+    """Whether the value is null, or has that type and is not another one then."""
 
 
 def casts_of(schema: "StructType", rows: "DataFrame", *, keys: Collection[str] = ()) -> dict[str, Cast]:
-    """Return the columns of the rows whose types differ from the table's. Nested types are Delta's to refuse.
-
-    Numbers are compared with whole and decimal ones: 1.9 is no INT. A DOUBLE is rounded to a FLOAT, as it is by Delta.
+    """Return the columns of the rows whose types differ from the table's.
 
     Args:
         schema: the table's columns.
-        keys: columns whose values must be the same in any type: two keys of a day must not become one date. Text only
-            has to be of the type.
+        keys: the keys of a merge, whose values must be the same in any type: two DOUBLEs must not become one FLOAT.
+            Nested types are compared for a merge only: Delta refuses to append them, and merges changed values.
     """
-    # Delta compares names without their case.
-    types = {field.name.lower(): (field.name, field.dataType.simpleString()) for field in rows.schema.fields}
     casts = {}
-    for field in schema.fields:
-        kind = field.dataType.simpleString()
-        name, former = types.get(field.name.lower(), (field.name, kind))
-        if kind != former and "<" not in kind + former:
-            value = quoted(name)
-            text = f"try_cast({value} AS {sql_type(field.dataType)})"
-            of_kind, of_value = (each.partition("(")[0] for each in (kind, former))
-            is_exact = of_kind in _EXACT and of_value in _EXACT | {"float", "double"}
-            is_exact |= name in keys and of_value not in _TEXT
-            # Cast back, as Spark compares a FLOAT and a DECIMAL as doubles, and 1.1 is another one in each.
-            is_same = f"try_cast({text} AS {former}) = {value}" if is_exact else f"{text} IS NOT NULL"
+    for name, former, field in _pairs(rows.schema, schema):
+        value, kind = quoted(name), field.dataType
+        is_nested = "<" in kind.simpleString()
+        if (is_same := _same(value, former, kind, is_key=name in keys)) and (keys or not is_nested):
+            text = value if is_nested else f"try_cast({value} AS {sql_type(kind)})"
             casts[name] = Cast(field.name, text, is_same)
     return casts
+
+
+def _pairs(rows: "StructType", schema: "StructType") -> "list[tuple[str, DataType, StructField]]":
+    """Return the name and type of each column of the rows that the table has, and the table's column."""
+    of_rows = {field.name.lower(): field for field in rows.fields}  # Delta compares names without their case
+    pairs = [(of_rows.get(field.name.lower()), field) for field in schema.fields]
+    return [(found.name, found.dataType, field) for found, field in pairs if found is not None]
+
+
+def _same(value: str, former: "DataType", kind: "DataType", *, is_key: bool, depth: int = 0) -> str:
+    """Return the condition, in SQL, that a value is null or the same one in another type, and so are the values in it.
+
+    Numbers are compared with whole and decimal ones: 1.9 is no INT. A DOUBLE is rounded to a FLOAT, as it is by Delta.
+    Text only has to be of the type. A number is no time, as it may have any unit.
+
+    Returns:
+        The condition; empty if the types are the same, or if only one of them is nested, which Delta refuses.
+    """
+    from pyspark.sql.types import ArrayType, MapType, StructType
+
+    def entries(of: MapType) -> ArrayType:
+        return ArrayType(StructType().add("key", of.keyType).add("value", of.valueType))
+
+    of_value, of_kind = (each.simpleString().partition("(")[0] for each in (former, kind))
+    match former, kind:
+        case StructType(), StructType():
+            fields = [(f"{value}.{quoted(name)}", of, field.dataType) for name, of, field in _pairs(former, kind)]
+            found = filter(None, (_same(*each, is_key=is_key, depth=depth) for each in fields))
+            return " AND ".join(f"({condition})" for condition in found)
+        case MapType(), MapType():
+            return _same(f"map_entries({value})", entries(former), entries(kind), is_key=is_key, depth=depth)
+        case ArrayType(), ArrayType():
+            item = f"v{depth}"
+            of_item = _same(item, former.elementType, kind.elementType, is_key=is_key, depth=depth + 1)
+            return of_item and f"coalesce(forall({value}, {item} -> {of_item}), true)"
+        case _ if former.simpleString() == kind.simpleString() or "<" in of_value + of_kind:
+            return ""
+    text = f"try_cast({value} AS {sql_type(kind)})"
+    are_known = {of_value, of_kind} <= _NUMBERS | _TIMES
+    if are_known and (of_value in _TIMES) != (of_kind in _TIMES):
+        is_same = "false"
+    elif of_value not in _TEXT and (is_key or (are_known and of_kind not in _ROUNDED)):
+        # Cast back, as Spark compares a FLOAT and a DECIMAL as doubles, and 1.1 is another one in each.
+        is_same = f"try_cast({text} AS {sql_type(former)}) = {value}"
+    else:
+        is_same = f"{text} IS NOT NULL"
+    return f"{value} IS NULL OR coalesce({is_same}, false)"
 
 
 def read(spark: "SparkSession", table: str, *, version: int | None = None) -> "DataFrame":

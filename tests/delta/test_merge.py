@@ -1,6 +1,7 @@
 """``DeltaSink(merge=Merge(...))`` on a real Spark with Delta: after each batch the table equals a reference that is
 computed from all changes so far. Deliberately absent: Kafka, kills (``tests/crash/test_kill.py``)."""
 
+import contextlib
 import json
 import os
 import random
@@ -359,6 +360,34 @@ def test_a_key_that_the_tables_type_would_change_is_refused_or_a_bad_record(
     query.run(query.sink(table, transform=parse, merge=Merge(["id"]), dead_letters=letters), 0, batch(0, 0, 3))
     assert [row[2] for row in rows(table)] == [2]
     assert [row[2] for row in rows(tmp_path / "bad")] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "wrong"),
+    [
+        ("int", "1.9D", 4),
+        ("struct<a: array<map<string, int>>>", "named_struct('A', array(map('b', offset / 2)))", 2),
+        ("date", "TIMESTAMP'2026-11-30 00:00:00' + make_dt_interval(0, CAST(offset AS INT))", 3),
+        ("timestamp", "1764460800000L", 4),
+        ("boolean", "offset", 2),
+        ("struct<a: int, b: string>", "named_struct('b', 'x', 'a', offset)", 0),
+    ],
+)
+def test_a_value_that_the_tables_type_would_change_is_refused(
+    query: Query, spark: "SparkSession", table: Path, kind: str, value: str, wrong: int
+) -> None:
+    """Delta's MERGE writes the changed value, and refuses to append one. That of a deletion is not written."""
+    spark.sql(f"CREATE TABLE delta.`{table}` (id int, size {kind}) USING delta")
+
+    def parse(df: "DataFrame") -> "DataFrame":
+        return df.selectExpr("offset", "IF(offset < 4, offset, 0L) AS id", f"{value} AS size", "offset = 4 AS gone")
+
+    merge = Merge(["id"], delete_when="gone", without=["offset", "gone"])
+    sink = query.sink(table, transform=parse, merge=merge)
+    is_refused = pytest.raises(OptionError, match=rf"{wrong} changes .* a size ")
+    with is_refused if wrong else contextlib.nullcontext():
+        query.run(sink, 0, batch(0, 0, 4))
+    query.run(sink, 1, batch(1, 4, 5))
 
 
 @pytest.mark.parametrize(
