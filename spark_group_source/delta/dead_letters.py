@@ -482,7 +482,8 @@ def flag(letters: DeadLetters, table: TableWriter, rows: "DataFrame") -> "tuple[
     from pyspark.sql import functions as F
 
     keys = () if table.merge is None else table.merge.keys
-    casts = {} if table.merge_schema else table_names.casts_of(table.schema(), letters.table_rows(rows), keys=keys)
+    widens = table.merge_schema and table.merge is None  # MERGE widens no type
+    casts = {} if widens else table_names.casts_of(table.schema(), letters.table_rows(rows), keys=keys)
     error = letters.error
     rules = [] if error is None else [Rule(_TRANSFORM, error, f"{table_names.quoted(error)} IS NULL")]
     rules += [Rule("CAST", cast.column, cast.is_same) for cast in casts.values()]

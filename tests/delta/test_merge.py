@@ -344,20 +344,22 @@ def test_keys_that_are_one_value_in_the_table_are_one_key(query: Query, spark: "
         assert rows(table) == [(A, f"a{2 * number + 1}", 2 * number + 1)]
 
 
+@pytest.mark.parametrize("merge_schema", [False, True])
 def test_a_key_that_the_tables_type_would_change_is_refused_or_a_bad_record(
-    query: Query, spark: "SparkSession", table: Path, tmp_path: Path
+    query: Query, spark: "SparkSession", table: Path, tmp_path: Path, merge_schema: bool
 ) -> None:
-    """Two such keys may be one in the table."""
+    """Two such keys may be one in the table. ``merge_schema`` widens no type of a merged table."""
     spark.sql(f"CREATE TABLE delta.`{table}` (topic string, partition int, offset long, id date) USING delta")
 
     def parse(df: "DataFrame") -> "DataFrame":
         moment = "IF(offset < 2, TIMESTAMP'2026-11-30 10:00:00', TIMESTAMP'2026-11-30 00:00:00')"
         return df.selectExpr("topic", "partition", "offset", f"{moment} AS id")
 
+    merges: dict[str, Any] = {"transform": parse, "merge": Merge(["id"]), "merge_schema": merge_schema}
     with pytest.raises(OptionError, match=r"2 changes .* have no id, which is a key and has type date in the table"):
-        query.run(query.sink(table, transform=parse, merge=Merge(["id"])), 0, batch(0, 0, 3))
+        query.run(query.sink(table, **merges), 0, batch(0, 0, 3))
     letters = DeadLetters(tmp_path / "bad", max_fraction=1)
-    query.run(query.sink(table, transform=parse, merge=Merge(["id"]), dead_letters=letters), 0, batch(0, 0, 3))
+    query.run(query.sink(table, dead_letters=letters, **merges), 0, batch(0, 0, 3))
     assert [row[2] for row in rows(table)] == [2]
     assert [row[2] for row in rows(tmp_path / "bad")] == [0, 1]
 
