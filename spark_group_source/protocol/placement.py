@@ -15,7 +15,8 @@ within a bound.
 """
 
 from collections import Counter, deque
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 from spark_group_source.protocol import events as ev
 from spark_group_source.protocol.outbox import Outbox
@@ -42,12 +43,28 @@ member its instance id is free when its session has ended, which takes one lease
 
 READY_AFTER_MS = 5_000
 """How long an agent must be connected before slots are placed on it: executors that start together are one change."""
-AVOID_MS = 60_000
-"""How long nothing is placed on an agent from which a slot could not join the group."""
+AVOID_PAUSES_MS = (60_000, 480_000, 3_600_000)
+"""How long nothing is placed on an agent from which a slot could not join the group: the first time, the second, and
+each time after it, until a slot can."""
 AGENTS_MAX = 5_000
 """Agents of a run; further ones are dismissed."""
 ENDED_IDS_MAX = 1_000
 """Ids of ended agents that are remembered, to dismiss an agent that reconnects as if it were new."""
+
+
+@dataclass(slots=True)
+class Refusals:
+    """How often slots could not join the group from an agent, or from any, since one could."""
+
+    count: int = 0
+    avoided_until_ms: int = 0
+    """Until when no slot is placed there."""
+
+    def add(self, now_ms: int) -> None:
+        """A slot could not join. Slots that were placed there together count once."""
+        if now_ms >= self.avoided_until_ms:
+            self.avoided_until_ms = now_ms + AVOID_PAUSES_MS[min(self.count, len(AVOID_PAUSES_MS) - 1)]
+            self.count += 1
 
 
 @dataclass(slots=True)
@@ -64,8 +81,7 @@ class AgentRecord:
     heartbeat_ms: int
     """The time of its last heartbeat."""
     state: AgentState = AgentState.NEW
-    avoided_until_ms: int = 0
-    """Until when no slot is placed on it."""
+    refusals: Refusals = field(default_factory=Refusals)
 
     @property
     def label(self) -> str:
@@ -80,6 +96,9 @@ class AgentRegistry:
         self._rules, self._out = rules, out
         self.all: dict[str, AgentRecord] = {}
         self._ended: deque[str] = deque(maxlen=ENDED_IDS_MAX)
+        self._refusals = Refusals()
+        """Of all agents, while no slot is in the group from any: executors may have no way to join it. One after the
+        other would keep a slot from its partitions."""
 
     # --- events -----------------------------------------------------------------------------------------------------
 
@@ -138,17 +157,29 @@ class AgentRegistry:
                 self._move(agent, Cause.AGENT_STABLE)
         return ended
 
-    def avoid(self, id_: str) -> None:
-        """Place no slot on an agent for a while, because one could not join from there."""
+    def refused(self, id_: str, *, has_others: bool) -> None:
+        """A slot could not join from an agent: place none on it for a while, nor on any other agent unless slots of
+        those are in the group (``has_others``)."""
         if (agent := self.all.get(id_)) is not None:
-            agent.avoided_until_ms = self._out.now_ms + AVOID_MS
+            agent.refusals.add(self._out.now_ms)
+        if not has_others:
+            self._refusals.add(self._out.now_ms)
+
+    def joined(self, id_: str) -> None:
+        """A slot has joined from an agent."""
+        self._refusals = Refusals()
+        if (agent := self.all.get(id_)) is not None:
+            agent.refusals = Refusals()
 
     # --- queries ----------------------------------------------------------------------------------------------------
 
     def ready(self) -> list[AgentRecord]:
         """The agents on which slots may be placed, in the order in which they connected."""
         now_ms = self._out.now_ms
-        return [a for a in self.all.values() if a.state is AgentState.READY and now_ms >= a.avoided_until_ms]
+        if now_ms < self._refusals.avoided_until_ms:
+            return []
+        ready = (agent for agent in self.all.values() if agent.state is AgentState.READY)
+        return [agent for agent in ready if now_ms >= agent.refusals.avoided_until_ms]
 
     def has_new(self) -> bool:
         """Whether an agent is connected but not ready yet."""
@@ -159,7 +190,7 @@ class AgentRegistry:
         agent = self.all.get(id_)
         if agent is None or agent.state is AgentState.DISCONNECTED:
             return False
-        return self._out.now_ms >= agent.avoided_until_ms
+        return self._out.now_ms >= agent.refusals.avoided_until_ms
 
     def name(self, id_: str) -> str:
         """The name of an agent, as logs show it; empty for the stream reader."""
@@ -225,6 +256,12 @@ class Placement:
         if not isinstance(event, ev.AgentHeartbeat):
             self._next_check_ms = 0
 
+    def member_assigned(self, number: int) -> None:
+        """A slot has an assignment: from its agent, slots can join."""
+        slot = self._slots.get(number)
+        if slot is not None and slot.agent != IN_READER and slot.state.kind is SlotState.ASSIGNED:
+            self.agents.joined(slot.agent)
+
     def member_ended(self, event: ev.MemberEnded) -> None:
         """A member has closed. If its slot moves, the next member joins."""
         slot = self._slots.get(event.slot)
@@ -270,12 +307,12 @@ class Placement:
         return bool(self.agents.all or self._moving)
 
     def agent_for(self, slot: Slot) -> str:
-        """The agent for the slot's next member."""
+        """The agent for the slot's next member. A member that fails joins again from where it was, or from the stream
+        reader: another agent might keep it from its partitions for as long."""
         if slot.agent != IN_READER and self._may_place and self.agents.can_rejoin(slot.agent):
             return slot.agent
-        ready = self._ready()
-        load = self._load()
-        return min(ready, key=lambda agent: load[agent.id]).id if ready else IN_READER
+        ready = self._ready() if slot.failing_since_ms is None else []
+        return _least(ready, self._load()) if ready else IN_READER
 
     def agent_names(self) -> tuple[str, ...]:
         """The name of each slot's agent; empty for the stream reader."""
@@ -326,14 +363,14 @@ class Placement:
         ]
         due = []
         for slot in [slot for slot in free if slot.agent == IN_READER and not self._waits_for_more(ready)]:
-            due.append((slot, min(ready, key=lambda agent: load[agent.id]).id))
+            due.append((slot, _least(ready, load)))
             load[due[-1][1]] += 1
         by_agent: dict[str, list[Slot]] = {agent.id: [] for agent in ready}
         for slot in free:
             if slot.agent in by_agent:
                 by_agent[slot.agent].append(slot)
         while movable := [agent.id for agent in ready if by_agent[agent.id]]:
-            most, least = max(movable, key=load.__getitem__), min(ready, key=lambda agent: load[agent.id]).id
+            most, least = max(movable, key=load.__getitem__), _least(ready, load)
             if load[most] - load[least] < 2:
                 break
             due.append((by_agent[most].pop(), least))
@@ -409,18 +446,25 @@ class Placement:
                 self._slots.agent_lost(slot, slot.agent, "transactions are refused")
 
     def _recall(self, slot: Slot) -> None:
-        """The slot could not join from its agent."""
-        self.agents.avoid(slot.agent)
+        """The slot could not join from its agent: it joins from the stream reader."""
+        in_group = (SlotState.ASSIGNED, SlotState.REVOKING)
+        placed = (other for other in self._slots.all if other.agent != IN_READER)
+        self.agents.refused(slot.agent, has_others=any(other.state.kind in in_group for other in placed))
+        why = f" (the last error: {slot.failure})" if slot.failure else ""
         self._out.log(
             f"slot {slot.number} has no assignment on {self.agents.name(slot.agent)} after "
-            f"{self._unassigned_ms_max} ms; it joins from elsewhere",
+            f"{self._unassigned_ms_max} ms{why}; it joins from the stream reader, and is placed on agents again later. "
+            "If members cannot join from executors, set memberHost=driver",
             warn=True,
         )
         self._counts.recalls += 1
         slot.recalls += 1
         slot.unassigned_since_ms = None
+        self._slots.begin_failing(slot)
         if slot.state.kind is SlotState.JOINING and not slot.partitions:
-            self._move(slot, self.agent_for(slot))
+            self._move(slot, IN_READER)
+        else:
+            slot.moved_ms = self._out.now_ms  # it stays there for a while
 
     def _recall_from(self, ended: dict[str, str]) -> None:
         """Agents ended: their slots join from elsewhere."""
@@ -444,3 +488,8 @@ class Placement:
                 "the members of this run have no instance ids, so each move would be a rebalance; they stay in the "
                 "stream reader"
             )
+
+
+def _least(ready: Iterable[AgentRecord], load: Mapping[str, int]) -> str:
+    """The agent that has the fewest slots; of several, one from which the fewest could not join."""
+    return min(ready, key=lambda agent: (load[agent.id], agent.refusals.count)).id

@@ -268,6 +268,7 @@ class Run:
             case ev.Assigned():
                 self._fail(self.slots.apply(event))
                 self._commits.slot_is_back(event.slot)
+                self.placement.member_assigned(event.slot)
             case ev.Revoking() | ev.Lost() | ev.MemberFailed() | ev.MemberFenced():
                 self._fail(self.slots.apply(event))
             case ev.NotReplaced():

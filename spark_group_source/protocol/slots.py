@@ -141,6 +141,8 @@ class Slot:
     """Since when its members have failed to join or to stay in the group; None if they have not."""
     failures: int = 0
     """How often they failed since then."""
+    failure: str = ""
+    """Why the last one failed; empty if its last member has an assignment."""
     topics: tuple[str, ...] = ()
     """The topics that its member subscribes to, or the last one did."""
     is_rejoining: bool = False
@@ -274,7 +276,7 @@ class Slots:
             case ev.MemberFenced():
                 self._lose(slot, tuple(member.partitions), event.reason)
                 self._change(slot, ev.MemberFenced, CheckingState(event.confirmed, self._out.now_ms))
-                self._begin_failing(slot)
+                self.begin_failing(slot)
                 self._out.log(
                     f"another client {'has' if event.confirmed else 'may have'} the instance id of slot {slot.number} "
                     f"({event.reason}); checking whether a newer driver runs this stream",
@@ -293,7 +295,7 @@ class Slots:
             return None
         self._change(slot, ev.NotReplaced, ClosedState())
         now_ms = self._out.now_ms  # an outage may have ended during the check
-        slot.failing_since_ms = min(now_ms, self._begin_failing(slot) + now_ms - checking.since_ms)
+        slot.failing_since_ms = min(now_ms, self.begin_failing(slot) + now_ms - checking.since_ms)
         self._unassigned_since_ms = now_ms
         older = "an older process of this stream had its instance id"
         return self._join_later(slot, older if checking.is_fenced else "it may have been out of the group for a while")
@@ -304,7 +306,7 @@ class Slots:
         if slot is None or not isinstance(slot.state, CheckingState):
             return None
         self._change(slot, ev.ReplacedUnclear, slot.state)
-        waited_ms = self._out.now_ms - self._begin_failing(slot)
+        waited_ms = self._out.now_ms - self.begin_failing(slot)
         checking_ms = int(CHECKING_BUDGETS * self._rules.joining_budget_ms)
         bound_ms = self._rules.broker_timeout_ms and max(self._rules.broker_timeout_ms, checking_ms)
         if bound_ms and waited_ms >= bound_ms:
@@ -438,6 +440,13 @@ class Slots:
             self._lose(slot, tuple(slot.partitions), why)
             self._change(slot, Cause.AGENT_LOST, ClosedState())
             self.join(slot)
+
+    def begin_failing(self, slot: Slot) -> int:
+        """A member failed. Returns since when the slot has been failing. An assignment does not end that: a member may
+        fail after each one."""
+        if slot.failing_since_ms is None:
+            slot.failing_since_ms = self._out.now_ms
+        return slot.failing_since_ms
 
     # --- queries ----------------------------------------------------------------------------------------------------
 
@@ -590,7 +599,7 @@ class Slots:
             self.move(slot, slot.agent, leave=True)
             return
         self._change(slot, ev.Assigned, AssignedState(member))
-        slot.may_be_alive = False
+        slot.may_be_alive, slot.failure = False, ""
         has_restarted = event.generation < slot.generation
         slot.generation, slot.unassigned_since_ms = event.generation, None
         if member.assigned_since_ms is None:
@@ -689,7 +698,7 @@ class Slots:
 
     def _join_later(self, slot: Slot, reason: str) -> SourceError | None:
         """Join again after a pause. Returns the error that the run fails with if the budget is used up."""
-        waited_ms = self._out.now_ms - self._begin_failing(slot)
+        waited_ms = self._out.now_ms - self.begin_failing(slot)
         if waited_ms >= self._rules.joining_budget_ms:
             return RebalanceTimeout(
                 f"slot {slot.number} could not join group {self._rules.group!r} and stay in it for {waited_ms} ms, in "
@@ -697,6 +706,7 @@ class Slots:
                 group=self._rules.group,
                 waited_ms=waited_ms,
             )
+        slot.failure = reason
         self._wake_at_ms[slot.number] = self._out.now_ms + pause_ms(slot.failures)
         slot.failures += 1
         self._out.log(f"the member of slot {slot.number} failed ({reason}); it joins again", warn=slot.failures > 1)
@@ -707,13 +717,6 @@ class Slots:
         for slot in self.all:
             if slot.failing_since_ms is not None:
                 slot.failing_since_ms = self._out.now_ms
-
-    def _begin_failing(self, slot: Slot) -> int:
-        """A member failed. Returns since when the slot has been failing. An assignment does not end that: a member may
-        fail after each one."""
-        if slot.failing_since_ms is None:
-            slot.failing_since_ms = self._out.now_ms
-        return slot.failing_since_ms
 
     def _start_unassigned(self, slot: Slot) -> None:
         if slot.agent != IN_READER and slot.unassigned_since_ms is None:

@@ -18,6 +18,7 @@ from kit.invariants import Invariants
 from kit.world import Draws, Process, Thread, World, the_thread
 from spark_group_source.agents import messages as ms
 from spark_group_source.agents.hosted_members import HostedMembers
+from spark_group_source.protocol.placement import UNASSIGNED_LEASES_MAX
 from spark_group_source.protocol.slots import CLOSE_MS_MAX, IN_READER, LEAVE_MS_MAX, MovingState
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ OUTLIVES_MS = (0, 10_000)
 EXECUTORS_MAX = 3
 LOOK_MS = 10_000
 """How late the run may look at its clock: its request thread may wait for brokers."""
+FOREVER_MS = 10**9
 TWO_MS_MAX = 20_000
 """How long an instance id may have two living members: until the fenced one is notified, or ordered to end."""
 
@@ -246,6 +248,7 @@ class Executors:
         self.wanted = draws.randint(1, EXECUTORS_MAX)
         self.agents: list[Agent] = []
         self.luck = luck
+        self._may_join = True
         self._double_since_ms: dict[tuple[SparkRun, str], int] = {}
         self._world, self._cluster, self._truth, self._draws = world, cluster, truth, draws
 
@@ -262,9 +265,17 @@ class Executors:
                 agent.run = run  # an agent of an ended run finds this one at its addresses
 
     def start(self, run: "SparkRun", executor: str) -> None:
-        self.agents.append(
-            Agent(self._world, self._cluster, self._truth, run, executor, len(self.agents) + 1, self.luck)
-        )
+        agent = Agent(self._world, self._cluster, self._truth, run, executor, len(self.agents) + 1, self.luck)
+        self.agents.append(agent)
+        if not self._may_join:
+            agent.process.cut_members(FOREVER_MS)
+
+    def keep_from_joining(self) -> None:
+        """From now on no member joins from any executor, while the stream reader's do: their network has no way to the
+        coordinator, or their role may not use the group."""
+        self._may_join = False
+        for agent in self.agents:
+            agent.process.cut_members(FOREVER_MS)
 
     def of(self, run: "SparkRun") -> list[Agent]:
         """The living agents of this run."""
@@ -304,6 +315,10 @@ class Executors:
                 return f"slot {slot.number} moves since {slot.moved_ms} ms"
             if slot.state.member is not None and slot.agent != IN_READER and slot.agent not in placement.agents.all:
                 return f"slot {slot.number} is placed on agent {slot.agent}, which is gone"
+            if slot.agent != IN_READER and slot.unassigned_since_ms is not None:
+                waits_ms = now_ms - max(slot.unassigned_since_ms, run.process.thawed_at_ms)
+                if waits_ms > UNASSIGNED_LEASES_MAX * run.watched.rules.lease_ms + LOOK_MS:
+                    return f"slot {slot.number} waits for {waits_ms} ms on an agent from which it cannot join"
             if slot.agent != IN_READER and not ever:
                 return f"slot {slot.number} is placed on an agent although transactions are refused"
             if slot.agent != IN_READER and run.query.habits.member_host == "driver":

@@ -73,6 +73,9 @@ MEMBERS_SHARE = 0.06
 """Share of the histories in which the members of a query reach no coordinator, while its requests are answered."""
 MEMBERS_MS = (2_000, 40_000)
 MEMBERS_CUT_MS = (2_000, 6_000, 12_000, 25_000, 45_000)
+EXECUTORS_SHARE = 0.15
+"""Share of the histories with agents in which no member can join from an executor from some time on, or ever."""
+EXECUTORS_MS = (0, 40_000)
 RESTORED_SHARE = 0.05
 """Share of the histories in which the cluster is restored from a backup, and the group is reset."""
 BACKUP_MS = (5_000, 30_000)
@@ -118,6 +121,7 @@ class Troubles:
             "late commit to a recreated topic",
             "recreated while a query is down",
             "outage of the members alone",
+            "executors cannot join",
             "reset of a living query",
             "second reset of a living query",
             "reset with a printed command",
@@ -181,6 +185,7 @@ class Troubles:
             ("batches of former topics", OLD_BATCH_SHARE, OLD_BATCH_MS, self._old_batch),
             ("topics while down", DOWN_SHARE, DOWN_MS, self._recreate_while_down),
             ("outage of members", MEMBERS_SHARE, MEMBERS_MS, self._cut_members),
+            ("executors", EXECUTORS_SHARE, EXECUTORS_MS, self._keep_executors_from_joining),
             ("resets", LIVING_SHARE, LIVING_MS, partial(self._reset_living, more=1)),
             ("backups", RESTORED_SHARE, BACKUP_MS, self._back_up),
             ("current", CURRENT_SHARE, LIVING_MS, self._reset_to_current),
@@ -313,6 +318,13 @@ class Troubles:
         if (run := self._run(draws)) is not None:
             run.process.cut_members(draws.choice(MEMBERS_CUT_MS))
             self.happened["outage of the members alone"] += 1
+
+    def _keep_executors_from_joining(self, draws: Draws) -> None:
+        del draws
+        for query in self.scene.queries:
+            if query.executors is not None:
+                query.executors.keep_from_joining()
+                self.happened["executors cannot join"] += 1
 
     def _reset_living(self, draws: Draws, *, more: int) -> None:
         """Operators reset the group while its queries are frozen; these continue, and may be reset again."""

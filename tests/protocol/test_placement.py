@@ -1,5 +1,7 @@
 """Where slots are placed: on ready agents, moved only between batches, recalled from lost agents."""
 
+from collections.abc import Callable
+
 import pytest
 from kit.harness import JOINING_BUDGET_MS, PING_MS, STREAM, GroupHarness, only, tps
 from kit.run_harness import RunHarness
@@ -10,7 +12,7 @@ from spark_group_source.protocol import events as ev
 from spark_group_source.protocol.data_loss import GRACE_MS
 from spark_group_source.protocol.identifiers import slot_of
 from spark_group_source.protocol.placement import (
-    AVOID_MS,
+    AVOID_PAUSES_MS,
     GATHER_MS_MAX,
     MOVE_INTERVAL_MS,
     MOVE_RETRY_MS,
@@ -367,7 +369,7 @@ def test_move_does_not_wait_for_a_member_on_a_lost_agent() -> None:
     g = lent()
     g.agent_connects("h2")
     g.send_heartbeats(MOVE_INTERVAL_MS)
-    g.run.placement.agents.avoid("h1")
+    g.run.placement.agents.refused("h1", has_others=True)
     g.run.slots.move(g.run.slots.all[0], "h2")
     assert [join.agent for join in only(ev.Join, g.feed(ev.AgentEnded(agent="h1", reason="x")))] == ["h2"]
 
@@ -382,16 +384,84 @@ def test_slot_that_cannot_join_from_an_agent_is_recalled_and_the_agent_avoided()
     assert g.run.statistics().slot_recalls == (1,)
     g.settled(A)
     assert begun(g) == []
-    g.send_heartbeats(AVOID_MS)
+    g.send_heartbeats(AVOID_PAUSES_MS[0])
     assert begun(g) == [0]
 
 
-def test_slot_whose_member_fails_on_an_agent_is_recalled() -> None:
+def test_slot_whose_member_fails_on_an_agent_is_recalled_to_the_stream_reader() -> None:
     g = lent()
+    g.agent_connects("h2")
     for _ in range(9):
-        g.failed()
+        g.failed("GROUP_AUTHORIZATION_FAILED")
         g.send_heartbeats(5_000)
-    assert hosts_of(g) == [""]
+    assert hosts_of(g) == [""], "another agent may keep it from its partitions for as long"
+    (warning,) = (text for text in g.warned() if "slot 0 has no assignment on" in text)
+    assert "GROUP_AUTHORIZATION_FAILED" in warning and "memberHost=driver" in warning
+
+
+def played(g: GroupHarness, seconds: int, refusing: Callable[[str], bool]) -> int:
+    """Time passes, and slots join but for those on agents that are ``refusing``; returns for how many seconds slot 0
+    had its partition."""
+    read_s = 0
+    for _ in range(seconds):
+        if only(ev.CommitOffsets, commands := g.send_heartbeats(1_000)):
+            g.commit_succeeds(commands)
+        for slot in list(g.run.slots.all):
+            if slot.state.kind is SlotState.MOVING:
+                g.member_ended(slot.number)
+            if slot.state.kind is SlotState.JOINING and slot.agent and refusing(slot.agent):
+                g.failed("the broker refuses the join", slot=slot.number)
+            elif slot.state.kind is SlotState.JOINING:
+                g.settled((A, B, C)[slot.number], slot=slot.number) if slot.number < 3 else g.assigned(slot=slot.number)
+        if g.run.closed:
+            raise only(ev.Fail, g.history)[0].error
+        g.start_moves()
+        read_s += A in g.run.slots.all[0].partitions
+    return read_s
+
+
+@pytest.mark.parametrize("rules", [{}, {"auto_slots": True, "shrink_ms": 300_000}], ids=["fixed", "auto"])
+@pytest.mark.parametrize("agents", [1, 2, 3, 5])
+def test_run_whose_members_cannot_join_from_any_executor_reads_from_the_stream_reader(
+    agents: int, rules: dict[str, object]
+) -> None:
+    """For example the executors' network has no way to the coordinator, or their role may not join the group."""
+    g = settled((A,), joining_budget_ms=345_000, lease_ms=27_000, **rules)
+    for number in range(agents):
+        g.agent_connects(f"h{number}")
+    assert played(g, 900, lambda agent: True) >= 0.8 * 900
+
+
+def test_members_return_to_executors_that_can_join_again() -> None:
+    g = settled((A,), joining_budget_ms=345_000, lease_ms=27_000)
+    g.agent_connects("h0")
+    played(g, 900, lambda agent: True)
+    assert played(g, 3_600, lambda agent: True) >= 0.95 * 3_600, "it is tried more and more seldom"
+    g.agent_connects("new")
+    played(g, 60, lambda agent: True)
+    assert hosts_of(g)[0] == "", "a new agent is not tried at once"
+    played(g, AVOID_PAUSES_MS[-1] // 1_000, lambda agent: False)
+    assert hosts_of(g)[0] != "", "members return when executors can join"
+
+
+def test_one_executor_that_cannot_join_keeps_no_slot_from_the_others() -> None:
+    g = settled((A,), joining_budget_ms=345_000, lease_ms=27_000)
+    for number in range(3):
+        g.agent_connects(f"h{number}")
+    played(g, 300, lambda agent: agent == "h0")
+    assert hosts_of(g) == ["h1"]
+    g = settled((A,), (B,), (C,), joining_budget_ms=345_000, lease_ms=27_000)
+    for number in range(3):
+        g.agent_connects(f"h{number}")
+    played(g, 60, lambda agent: False)
+    assert sorted(hosts_of(g)) == ["h0", "h1", "h2"]
+    for slot in g.run.slots.all:
+        if slot.agent == "h0":
+            g.failed("the broker refuses the join", slot=slot.number)
+    played(g, 200, lambda agent: agent == "h0")
+    g.agent_connects("h3")
+    played(g, 60, lambda agent: agent == "h0")
+    assert sorted(hosts_of(g)) == ["h1", "h2", "h3"], "a new executor gets a slot, because the others work"
 
 
 # --- one slot for each agent -----------------------------------------------------------------------------------------

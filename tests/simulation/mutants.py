@@ -495,6 +495,14 @@ MUTANTS = [
         agents=True,
     ),
     Mutant(
+        "leaves-slots-where-they-cannot-join",
+        LE,
+        "slot.unassigned_since_ms is not None and now_ms >= self._recall_ms(slot):",
+        "slot.unassigned_since_ms is not None and now_ms < 0:",
+        "a slot that cannot join from an agent joins from the stream reader",
+        agents=True,
+    ),
+    Mutant(
         "takes-no-instance-id-over",
         S,
         "takes_over=slot.may_be_alive and not self._rules.classic,",
@@ -620,6 +628,7 @@ FOUND_BY: dict[str, tuple[str, int]] = {
     "keeps-silent-agents": ("calm-cooperative", 0),
     "keeps-two-agents-of-an-executor": ("calm-cooperative", 1),
     "leaves-slots-on-lost-agents": ("calm-cooperative", 0),
+    "leaves-slots-where-they-cannot-join": ("eager", 32),
     "takes-no-instance-id-over": ("calm-consumer", 2),
     "counts-no-lost-agent": ("consumer", 184),
     "places-members-against-the-option": ("consumer", 4),
