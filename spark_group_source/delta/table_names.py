@@ -44,6 +44,7 @@ _NUMBERS = frozenset({"boolean", "tinyint", "smallint", "int", "bigint", "decima
 _TIMES = frozenset({"date", "timestamp", "timestamp_ntz"})
 _TEXT = frozenset({"string", "char", "varchar"})
 
+_SCHEME = r"[a-zA-Z][\w+.-]*:"
 _NOT_IN_NAMES = re.compile(r"[ ,;{}()\n\t=]")
 
 
@@ -63,6 +64,14 @@ def canonical(table: str | os.PathLike[str]) -> str:
     if "${" in text:
         raise OptionError(f"the table is {text!r}: Spark replaces ${{...}} in SQL, so choose a path or name without it")
     return text
+
+
+def comparable(table: str) -> str:
+    """Return one text for the spellings of a table: catalogs ignore the case of names, and file systems a last slash.
+    The schemes of paths stay, as the default file system is the session's."""
+    if not is_path(table):
+        return table.lower()
+    return table.rstrip("/") if re.match(_SCHEME, table) else os.path.abspath(table)
 
 
 def is_path(table: str) -> bool:
@@ -86,7 +95,7 @@ def require_separate_folders(table: str, checkpoint: str) -> None:
 
 def _absolute(path: str) -> str:
     local = re.sub("^file:/*", "/", path)
-    return local.rstrip("/") if re.match(r"[a-zA-Z][\w+.-]*:", local) else os.path.abspath(local)
+    return local.rstrip("/") if re.match(_SCHEME, local) else os.path.abspath(local)
 
 
 def qualified(spark: "SparkSession", table: str) -> str:

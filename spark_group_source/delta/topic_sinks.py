@@ -27,6 +27,7 @@ from spark_group_source.delta import persisted
 from spark_group_source.delta.checkpoint import PlannedBatch, has_state, read_planned
 from spark_group_source.delta.ledger_format import Ledger
 from spark_group_source.delta.sink import DeltaSink, content_of, is_called_by_spark, refused_after_failure, report
+from spark_group_source.delta.table_names import comparable
 from spark_group_source.errors import OptionError
 from spark_group_source.protocol.offsets import StreamOffset
 
@@ -125,7 +126,7 @@ class DeltaSinks:
                     f"DeltaSinks has a sink for {wrong[0]!r}; its keys must be text: Spark casts the values of by to "
                     "STRING, such as '0' and 'true'"
                 )
-            if len({sink.table for sink in sinks.values()}) + (others is not None) > tables_max:
+            if len({comparable(sink.table) for sink in sinks.values()}) + (others is not None) > tables_max:
                 raise OptionError(f"DeltaSinks has more tables than tables_max={tables_max}")
         elif not callable(sinks):
             raise OptionError(f"DeltaSinks needs sinks by topic, or a function, not {type(sinks).__name__}")
@@ -250,7 +251,7 @@ class DeltaSinks:
         others = [] if self.others is None else [(OTHERS, self.others)]
         keys: dict[DeltaSink, list[str | None]] = {}
         for key, sink in [*self._given.items(), *others]:
-            keys.setdefault(self._by_table[sink.table], []).append(key)
+            keys.setdefault(self._by_table[comparable(sink.table)], []).append(key)
         return [TablePart(sink, tuple(some), planned) for sink, some in keys.items()]
 
     def _parts_by_function(
@@ -293,7 +294,7 @@ class DeltaSinks:
                     + (", or leave the topic out of subscribe or subscribePattern" if self.by is None else ""),
                     **{what: name},
                 )
-            if sink.table not in self._by_table and len(self._by_table) >= self.tables_max:
+            if comparable(sink.table) not in self._by_table and len(self._by_table) >= self.tables_max:
                 raise OptionError(
                     f"{what} {name} would be written to table {sink.table}, and tables_max={self.tables_max} tables "
                     f"are in use. Raise tables_max, or let several {what}s share a table",
@@ -307,7 +308,7 @@ class DeltaSinks:
 
     def _shared(self, sink: DeltaSink) -> DeltaSink:
         """Return the sink that writes this sink's table. Raises OptionError if it would write it in another way."""
-        first = self._by_table.setdefault(sink.table, sink)
+        first = self._by_table.setdefault(comparable(sink.table), sink)
         settings = first.settings()
         if differing := [name for name, value in sink.settings().items() if settings[name] != value]:
             raise OptionError(

@@ -326,6 +326,14 @@ def test_sinks_of_one_table_with_different_settings_are_refused(other: dict[str,
     DeltaSinks({"orders": sinks["clicks"], "clicks": DeltaSink("/lake/all", **other)})
 
 
+@pytest.mark.parametrize(("one", "other"), [("/x/t", "/x/t/"), ("s3://x/t", "s3://x/t/"), ("db.Orders", "db.orders")])
+def test_two_spellings_of_a_table_are_one_table(one: str, other: str) -> None:
+    sinks = DeltaSinks({"a": DeltaSink(one), "b": DeltaSink(other)}, by="kind", tables_max=1)
+    assert sinks.tables_max == 1
+    with pytest.raises(OptionError, match="with different merge"):
+        DeltaSinks({"a": DeltaSink(one), "b": DeltaSink(other, merge=Merge(["id"]))}, by="kind")
+
+
 def test_a_function_may_make_the_same_transform_for_each_topic(query: Query, lake: Path) -> None:
     def sink(topic: str) -> DeltaSink:
         steps = {"clicks": partial(clean), "orders": partial(clean)}
