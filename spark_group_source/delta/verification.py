@@ -244,8 +244,9 @@ def _check_rows(
         )
     records = own.groupBy("topic", "partition", "offset").agg(F.count("*").alias("n"))
     partitions: list[Any] = (
-        records.groupBy("topic", "partition", "n")
+        records.groupBy("topic", "partition", "n", F.col("offset").isNull().alias("is_none"))
         .agg(F.count("*"), F.max("offset"))
+        .drop("is_none")
         .orderBy("topic", "partition", "n")
         .collect()
     )
@@ -253,7 +254,11 @@ def _check_rows(
     unknown: Counter[str] = Counter()
     highest: dict[TopicPartition, int] = {}
     counts: dict[TopicPartition, dict[int, int]] = {}
+    without_offset = 0
     for topic, partition, n, record_count, last in partitions:
+        if last is None:  # of another source, or without a record
+            without_offset += n
+            continue
         tp = TopicPartition(topic, partition)
         if not (readers := _generations(tp, ledgers)):
             unknown[str(topic)] += n * record_count
@@ -280,6 +285,8 @@ def _check_rows(
             notes.append(f"{text}; other writers added rows (versions {listed(found.foreign_versions)})")
         else:
             findings.append(Finding("behind", text))
+    if without_offset:
+        notes.append(f"{without_offset:,} rows without an offset are not compared: they are of no Kafka record")
     if unknown:
         notes.append(
             f"{sum(unknown.values()):,} rows of topics that no ledger has are not compared: {listed(sorted(unknown))}"

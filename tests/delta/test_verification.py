@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from delta_files import living_files
 from deltalake import DeltaTable
+from pyspark.sql import functions as F
 from sink_helpers import NewQuery, Query, actions, commits, one, records
 from sink_source import SCHEMA, offset
 from typer.testing import CliRunner
@@ -119,6 +120,18 @@ def test_rows_of_several_groups_transforms_and_foreign_writers_are_not_corrupt(
     DeltaTable(written).optimize.compact()
     found = verify(query.spark, str(written), rows_per_record=3)
     assert found.findings == [] and "OPTIMIZE of files of several writers" in found.notes[-1]
+
+
+def test_rows_without_an_offset_are_not_compared(query: Query, table: Path) -> None:
+    """Rows of other sources may have a topic and a partition."""
+    query.run(query.sink(table, transform=without_offsets), 0, offset(0, one(0, 3)))
+    found = verify(query.spark, str(table))
+    assert (found.findings, found.rows) == ([], 6)
+    assert found.notes == ["3 rows without an offset are not compared: they are of no Kafka record"]
+
+
+def without_offsets(df: Any) -> Any:
+    return df.unionByName(df.withColumn("offset", F.lit(None).cast("long")))
 
 
 def test_records_that_a_reset_or_a_recreated_topic_wrote_again_are_not_corrupt(query: Query, written: Path) -> None:
