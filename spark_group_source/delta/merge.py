@@ -11,6 +11,7 @@ own.
 """
 
 import contextlib
+import re
 import threading
 import time
 import uuid
@@ -223,11 +224,12 @@ class MergeWriter:
 
     def _lacks(self, count: int, column: str, what: str, of_table: "Mapping[str, DataType]") -> OptionError:
         of = of_table.get(column.lower())
+        rule = f"{column if re.fullmatch('[A-Za-z_][A-Za-z0-9_]*', column) else table_names.quoted(column)} IS NOT NULL"
         in_table = "" if of is None else f" and has type {of.simpleString()} in the table"
         return OptionError(
             f"{count} changes for table {self._table} have no {column}, {what}{in_table}. Nothing was written. Leave "
             "them out in the transform, or make them bad records: "
-            f"dead_letters=DeadLetters('/lake/bad', valid='{column} IS NOT NULL')"
+            f"dead_letters=DeadLetters('/lake/bad', valid={rule!r})"
         )
 
     def _add_columns(self, changes: "DataFrame") -> None:

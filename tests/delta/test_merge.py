@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import random
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -444,6 +445,21 @@ def test_a_null_key_is_refused_or_a_bad_record(query: Query, table: Path, tmp_pa
     assert [row[2] for row in rows(tmp_path / "bad")] == [0, 1]
     with pytest.raises(OptionError, match="a replay would write old changes over newer ones"):
         sink.replay(query.spark)
+
+
+def test_the_printed_rule_for_a_null_key_quotes_its_name(query: Query, table: Path, tmp_path: Path) -> None:
+    changes = [Change(None, "i", "x", 1), Change(A, "i", "a", 2)]
+
+    def dotted(df: "DataFrame") -> "DataFrame":
+        return changes_of(changes)(df).withColumnRenamed("id", "a.b")
+
+    of_table = {"transform": dotted, "merge": replace(PLAIN, keys=["a.b"])}
+    with pytest.raises(OptionError, match=r"1 changes for table .* have no a\.b, which is a key") as refused:
+        query.run(query.sink(table, **of_table), 0, batch(0, 0, 2))
+    (rule,) = re.findall("valid='(.*)'", str(refused.value))
+    letters = DeadLetters(tmp_path / "bad", valid=rule, max_fraction=1)
+    query.run(query.sink(table, **of_table, dead_letters=letters), 0, batch(0, 0, 2))
+    assert rows(table) == by_offset(changes[1:])
 
 
 def test_a_null_sequence_is_refused_or_a_bad_record(query: Query, table: Path, tmp_path: Path) -> None:
