@@ -297,8 +297,13 @@ def avro(
         .otherwise(F.concat(F.lit("schema id "), schema_id, F.lit(f" is not in subject {subject}")))
     )
     if has_reasons:  # of another column, decoded before
-        reason = F.coalesce(F.col(error), reason)
+        reason = F.coalesce(F.col(_quoted(error)), reason)
     return rows.withColumns({column: value, error: reason}).drop(_PREFIX, _DECODED)
+
+
+def _quoted(name: str) -> str:
+    """Return the name of a column as it is written in SQL: a dot in it is no access to a field."""
+    return "`" + name.replace("`", "``") + "`"
 
 
 def _has_reasons(df: "DataFrame", error: str) -> bool:
@@ -372,7 +377,7 @@ def debezium(
     if taken := {"op", "source", "sequence"} & set(df.columns):
         raise OptionError(f"the rows have a column {min(taken)} already; rename it before decode.debezium")
     rows = df if _has_reasons(df, error) else df.withColumn(error, F.lit(None).cast("string"))
-    rows = rows.where(F.col(column).isNotNull() | F.col(error).isNotNull())
+    rows = rows.where(F.col(column).isNotNull() | F.col(_quoted(error)).isNotNull())
     if is_json:
         part = f"before STRUCT<{schema}>, after STRUCT<{schema}>, op STRING, source MAP<STRING, STRING>"
         whole = f"{part}, payload STRUCT<{part}>, {_MARKER} STRING"
@@ -387,7 +392,7 @@ def debezium(
     row = F.when(op == "d", F.col(f"{_ENVELOPE}.before")).when(op.isin(*_CHANGES), F.col(f"{_ENVELOPE}.after"))
     rows = rows.select("*", f"{_ENVELOPE}.op", f"{_ENVELOPE}.source").withColumn(_ROW, row)
     reason = (
-        F.when(F.col(error).isNotNull(), F.col(error))
+        F.when(F.col(_quoted(error)).isNotNull(), F.col(_quoted(error)))
         .when(is_broken, "not a change in Debezium's format, or a value of another type than in the schema")
         .when(op.isNull(), "the change has no operation")
         .when(~op.isin("d", *_CHANGES), F.concat(F.lit("operation "), op, F.lit(" is not a change of a row")))
@@ -407,7 +412,7 @@ def debezium(
         rows = rows.withColumn("sequence", F.expr(sequence))
         reason = reason.when(F.col("sequence").isNull(), "the sequence is null")
     rows = rows.withColumn(error, reason)
-    rows = rows.withColumn(column, F.when(F.col(error).isNull(), F.col(_ROW)))
+    rows = rows.withColumn(column, F.when(F.col(_quoted(error)).isNull(), F.col(_ROW)))
     return rows.drop(_ENVELOPE, _ROW, _DECODED, "source")
 
 

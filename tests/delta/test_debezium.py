@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from pyspark.sql import functions as F
 from sink_helpers import Query, rows, values_from
 from sink_source import offset
 
@@ -147,6 +148,12 @@ def test_columns_are_added_for_what_is_asked_for_only(spark: "SparkSession") -> 
     df = frame(spark, [change("c", None, row(1))])
     plain = decode.debezium(df, "value", "id INT", error="why")
     assert plain.schema.simpleString() == "struct<n:int,value:struct<id:int>,why:string,op:string>"
+
+
+def test_the_column_of_reasons_may_have_a_dot(spark: "SparkSession") -> None:
+    df = frame(spark, [change("c", None, row(1)), b"{"]).withColumn("decode.error", F.lit(None).cast("string"))
+    found = decode.debezium(df, "value", "id INT", error="decode.error").orderBy("n").collect()
+    assert [each["decode.error"] is None for each in found] == [True, False]
 
 
 @pytest.mark.parametrize(
