@@ -9,11 +9,16 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal
 
+from spark_group_source.errors import OptionError
+
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 Writer = Literal["auto", "native", "options"]
 """Who commits to a table: ``deltalake``, Delta Lake, or the one that :class:`table_writer.TableWriter` chooses."""
+
+_SERVERLESS = "NOT_SUPPORTED_WITH_SERVERLESS"
+"""The error condition of what Databricks' serverless compute cannot do."""
 
 _lock = threading.Lock()
 _settings: dict[tuple[int, str], tuple[int, str | None]] = {}
@@ -67,10 +72,23 @@ def kept(rows: "DataFrame") -> "DataFrame":
 
     Not in memory: while Spark caches a batch that is larger than its memory there, executors end with OutOfMemoryError
     (1 GiB of heap and two tasks with 1 GiB each; ``python -m tests.bench big_batch``).
+
+    Raises:
+        OptionError: Databricks' serverless compute keeps no rows.
     """
     from pyspark import StorageLevel
+    from pyspark.errors import PySparkException
 
-    return rows.persist(StorageLevel.DISK_ONLY)
+    try:
+        return rows.persist(StorageLevel.DISK_ONLY)
+    except PySparkException as exc:
+        if exc.getCondition() != _SERVERLESS:
+            raise
+        raise OptionError(
+            "serverless compute refuses to keep the rows of a batch, which DeltaSinks needs for several tables or with "
+            "by, and DeltaSink with merge, dead_letters or persist=True. Nothing of the batch was written. Use classic "
+            "compute; or, for several tables, a query with one DeltaSink for each"
+        ) from exc
 
 
 @contextmanager

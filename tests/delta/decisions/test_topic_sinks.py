@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 import printed_commands
 import pytest
 from deltalake import DeltaTable
+from kit.frames import Frame
 from offset_model import SERVERS, OffsetModel
 from pyspark import cloudpickle
+from pyspark.errors import PySparkException
 from sink_helpers import Query, clone_of, commits, expire_log, next_offsets, offsets_in, one, records, rows
 from sink_source import offset
 from typer.testing import CliRunner
@@ -75,6 +77,23 @@ def test_topics_may_share_a_table(query: Query, lake: Path) -> None:
     assert tables(lake) == ["clicks", "orders"]
     assert rows(lake / "orders") == sorted(records(0, 3, topic="orders.eu") + records(0, 3, topic="orders.us"))
     assert len(commits(lake / "orders")) == 2
+
+
+def test_a_platform_that_keeps_no_rows_refuses_a_batch_for_several_tables(
+    query: Query, lake: Path, sinks: DeltaSinks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    condition = "NOT_SUPPORTED_WITH_SERVERLESS"
+
+    def persist(self: Frame, level: object) -> Frame:
+        raise PySparkException(f"[{condition}] PERSIST TABLE is not supported on serverless compute.", condition, {})
+
+    monkeypatch.setattr(Frame, "persist", persist)
+    with pytest.raises(OptionError, match="serverless compute refuses to keep the rows of a batch, which DeltaSinks"):
+        query.run(sinks, 0, offset(0, of(*TOPICS, start=0, end=5)))
+    assert tables(lake) == []
+    condition = "ANOTHER"
+    with pytest.raises(PySparkException, match="ANOTHER"):
+        query.run(sinks, 0, offset(0, of(*TOPICS, start=0, end=5)))
 
 
 @pytest.fixture
