@@ -530,13 +530,23 @@ class TableWriter:
         return self._source
 
     def _is_described(self) -> bool:
-        """Return whether there is a table, and keep what Delta reports about it."""
+        """Return whether there is a table, and keep what Delta reports about it.
+
+        Raises:
+            OptionError: the table has another format.
+        """
         if self._described is None and has_delta(self.spark):
             try:
                 self._described = self.spark.sql(f"DESCRIBE DETAIL {table_names.sql_name(self.table)}").first()
             except PySparkException as exc:
                 if exc.getCondition() not in NOT_A_TABLE:
                     raise
+            if self._described is not None and (kind := self._described["format"]) != "delta":
+                raise OptionError(
+                    f"table {self.table} is not a Delta table, but {kind}, whose commits cannot have a ledger. Name "
+                    "another table, which the first batch creates, or convert this one to Delta",
+                    table=self.table,
+                )
         return self._described is not None
 
 

@@ -218,6 +218,14 @@ def test_a_table_by_name_is_created_in_the_catalog_and_written_by_both_writers(q
         spark.sql("DROP DATABASE sink_test CASCADE")
 
 
+def test_a_table_of_another_format_is_refused_by_its_name(query: Query) -> None:
+    query.spark.sql("DROP TABLE IF EXISTS of_parquet")
+    query.spark.sql("CREATE TABLE of_parquet (topic string, partition int, offset long, value string) USING parquet")
+    with pytest.raises(OptionError, match="table of_parquet is not a Delta table, but parquet"):
+        query.run(query.sink("of_parquet"), 0, offset(0, one(0, 2)))
+    query.spark.sql("DROP TABLE of_parquet")
+
+
 def test_partition_columns_are_created_and_compared(query: Query, new_table: Path) -> None:
     from pyspark.errors import AnalysisException
 

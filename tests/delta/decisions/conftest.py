@@ -76,6 +76,7 @@ def described(monkeypatch: pytest.MonkeyPatch) -> Any:
     def describe(text: str) -> SimpleNamespace:
         opened = DeltaTable(text.removeprefix("DESCRIBE DETAIL delta.").strip("`"))
         detail = {"id": opened.metadata().id, "location": opened.table_uri, "properties": {}, "tableFeatures": []}
+        detail["format"] = "delta"
         return SimpleNamespace(first=lambda: detail)
 
     monkeypatch.setattr(session, "sql", describe, raising=False)

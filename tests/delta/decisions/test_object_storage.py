@@ -116,6 +116,7 @@ def test_commits_of_deltas_writer_on_s3_are_warned_of_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     detail: dict[str, Any] = {"id": "1", "location": location, "properties": {}, "tableFeatures": features}
+    detail["format"] = "delta"
     session = SimpleNamespace(
         sql=lambda text: SimpleNamespace(first=lambda: detail),
         conf=SimpleNamespace(get={STORE_SETTING: setting}.get),

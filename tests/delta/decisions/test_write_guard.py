@@ -89,8 +89,8 @@ def test_a_table_whose_log_cannot_be_read_is_identified_by_its_id(
     ids |= dict.fromkeys(("delta.`s3a://lake/orders`", "delta.`s3://lake/orders`"), "1")
 
     def sql(text: str) -> SimpleNamespace:
-        detail = {"id": ids[text.removeprefix("DESCRIBE DETAIL ")], "location": "s3a://lake/orders", "properties": {}}
-        return SimpleNamespace(first=lambda: detail)
+        detail = {"format": "delta", "location": "s3a://lake/orders", "properties": {}}
+        return SimpleNamespace(first=lambda: {**detail, "id": ids[text.removeprefix("DESCRIBE DETAIL ")]})
 
     monkeypatch.setattr(spark, "sql", sql, raising=False)
     monkeypatch.setattr(table_names, "qualified", lambda spark, table: table)
