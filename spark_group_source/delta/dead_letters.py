@@ -382,7 +382,10 @@ class LetterBox:
             if r is None or not r.start <= at < r.end:
                 raise OptionError(
                     f"a bad row for table {self.table.table} has topic {topic}, partition {partition} and offset {at}, "
-                    "a record that the batch does not have. Keep these columns as they are in the sink's transform",
+                    "a record that the batch does not have. Nothing was written. Keep these columns as they are in the "
+                    "sink's transform. A stateful query, such as a join of streams, also returns rows of earlier "
+                    "records, which cannot be bad: leave them out in the transform, and start the query with the same "
+                    "checkpoint",
                     table=self.table.table,
                 )
 

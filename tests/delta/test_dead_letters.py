@@ -389,7 +389,8 @@ def moved(df: "DataFrame") -> "DataFrame":
 
 
 @pytest.mark.parametrize(
-    ("transform", "message"), [(narrow, "no column partition"), (moved, "that the batch does not have")]
+    ("transform", "message"),
+    [(narrow, "no column partition"), (moved, "that the batch does not have.*A stateful query")],
 )
 def test_transform_that_hides_the_record_of_a_row_is_refused(
     query: Query, new_sink: NewSink, table: Path, transform: Any, message: str
