@@ -488,29 +488,28 @@ def flag(letters: DeadLetters, table: TableWriter, rows: "DataFrame") -> "tuple[
     keys = () if merge is None else merge.keys
     widens = table.merge_schema and merge is None  # MERGE widens no type
     casts = {} if widens else table_names.casts_of(table.schema(), letters.table_rows(rows), keys=keys)
-    # A deletion needs the columns that find its row and its record only: the table does not get its other values. The
-    # casts of those are the last ones, so that a deletion with only such faults is known by the number.
     finders = [] if merge is None else [*merge.keys, *filter(None, [merge.sequence_by])]
     of_deletion = dict.fromkeys([*finders, *_RECORD])
-    names = sorted(casts, key=lambda name: name not in of_deletion)
-    error = letters.error
-    rules = [] if error is None else [Rule(_TRANSFORM, error, f"{table_names.quoted(error)} IS NULL")]
-    rules += [Rule("CAST", casts[name].column, casts[name].is_same) for name in names]
-    first = F.coalesce(*_violated(rules, 0), F.lit(None).cast("int"))
-    typed = rows.withColumns({_RULE: first, **{name: F.expr(cast.text) for name, cast in casts.items()}})
-    others = [Rule("RULE", name, text) for name, text in letters.rules.items()] + _constraints(table, typed)
+    is_deletion = ""
     if merge is not None and merge.delete_when is not None:
         merge.table_rows(rows)
         has_finders = [f"{table_names.quoted(name)} IS NOT NULL" for name in finders]
-        is_deletion = " AND ".join([f"({merge.delete_when})", *has_finders])
-        others_from = len(rules) - len(casts.keys() - of_deletion)
-        is_good = (F.col(_RULE) >= others_from) & F.expr(is_deletion)
-        typed = typed.withColumn(_RULE, F.when(is_good, F.lit(None)).otherwise(F.col(_RULE)))
+        is_deletion = f"({' AND '.join([f'({merge.delete_when})', *has_finders])}) OR "
+    error = letters.error
+    rules = [] if error is None else [Rule(_TRANSFORM, error, f"{table_names.quoted(error)} IS NULL")]
+    for name, cast in casts.items():
+        # A deletion may have only what finds its row, and the table does not get its values.
+        excepted = is_deletion if name not in of_deletion else ""
+        rules.append(Rule("CAST", cast.column, f"{excepted}({cast.is_same})" if excepted else cast.is_same))
+    first = F.coalesce(*_violated(rules, 0), F.lit(None).cast("int"))
+    typed = rows.withColumns({_RULE: first, **{name: F.expr(cast.text) for name, cast in casts.items()}})
+    others = [Rule("RULE", name, text) for name, text in letters.rules.items()] + _constraints(table, typed)
+    if is_deletion:
         known = typed.select(*map(table_names.quoted, of_deletion))
         others = [
             rule
             if rule.error_class == "RULE" and _is_known(known, rule.expression)
-            else rule._replace(expression=f"({is_deletion}) OR ({rule.expression})")
+            else rule._replace(expression=f"{is_deletion}({rule.expression})")
             for rule in others
         ]
     return typed.withColumn(_RULE, F.coalesce(F.col(_RULE), *_violated(others, len(rules)))), rules + others

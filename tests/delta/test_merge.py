@@ -510,6 +510,19 @@ def test_a_deletion_is_asked_only_what_its_key_answers(query: Query, table: Path
     assert [row[2] for row in rows(tmp_path / "bad")] == [3, 4]
 
 
+def test_a_value_that_the_column_cannot_have_is_bad_and_makes_no_deletion(
+    query: Query, table: Path, tmp_path: Path
+) -> None:
+    """It is null in the column's type."""
+    query.spark.sql(f"CREATE TABLE delta.`{table}` (id int, name int, lsn long) USING delta")
+    changes = [Change(A, "i", "1", 1), Change(B, "i", "2", 2), Change(A, "u", "none", 3)]
+    merge = replace(PLAIN, delete_when="name IS NULL")
+    letters = DeadLetters(tmp_path / "bad", max_fraction=1)
+    query.run(query.sink(table, transform=changes_of(changes), merge=merge, dead_letters=letters), 0, batch(0, 0, 3))
+    assert rows(table) == [(A, 1, 1), (B, 2, 2)]
+    assert [row[2] for row in rows(tmp_path / "bad")] == [2]
+
+
 def test_a_sequence_may_have_a_dot(query: Query, spark: "SparkSession", table: Path) -> None:
     mapped = "TBLPROPERTIES ('delta.columnMapping.mode' = 'name')"
     spark.sql(f"CREATE TABLE delta.`{table}` (id long, `source.lsn` long) USING delta {mapped}")
