@@ -146,10 +146,12 @@ class MergeWriter:
             table_id: the id of the table, by which its deleted keys are found.
 
         Raises:
-            OptionError: a column is missing, a key or a sequence is null, or the table's type would change a value.
+            OptionError: a column is missing, a key or a sequence is null or a CHAR, or the table's type would change a
+                value.
             Exception: Delta's own, also for a concurrent commit.
         """
         schema = table_names.read(self._spark, self._table).schema
+        self._refuse_char(schema)
         with persisted(self._merge.latest(self._typed(rows, schema))) as latest:
             bounds, deletions = self._inspect(latest, schema)
             changes = latest.drop(_COUNT, _UNORDERED)
@@ -161,6 +163,18 @@ class MergeWriter:
                 for name, value in settings.items():
                     stack.enter_context(session_setting(self._spark, _PREFIX + name, str(value), must=True))
                 self._run(known, table_names.sql_name(self._table), self._clauses(changes), bounds)
+
+    def _refuse_char(self, schema: "StructType") -> None:
+        """Raise OptionError for a key or a sequence of type CHAR. Spark pads its values in the table only, and Delta
+        Lake 4.4 ends a statement that compares them with an internal error."""
+        names = {name.lower() for name in [*self._merge.keys, *filter(None, [self._merge.sequence_by])]}
+        for field in schema.fields:
+            kind = field.metadata.get("__CHAR_VARCHAR_TYPE_STRING", "")
+            if field.name.lower() in names and kind.startswith("char"):
+                raise OptionError(
+                    f"column {field.name} of table {self._table} is {kind}, whose padded values cannot be compared "
+                    "with those of changes. Nothing was written. Merge into a table in which it is STRING or VARCHAR"
+                )
 
     def _typed(self, rows: "DataFrame", schema: "StructType") -> "DataFrame":
         """Return the rows with keys and sequence as the table has them: text has another order than numbers, and of two

@@ -419,6 +419,16 @@ def test_a_key_may_have_any_value(query: Query, spark: "SparkSession", table: Pa
     assert os.environ["HOME"] not in json.dumps(parameters)
 
 
+@pytest.mark.parametrize("merge", [Merge(["name"]), Merge(["offset"], sequence_by="name")], ids=["key", "sequence"])
+def test_columns_of_type_char_order_and_identify_no_changes(
+    query: Query, spark: "SparkSession", table: Path, merge: Merge
+) -> None:
+    spark.sql(f"CREATE TABLE delta.`{table}` (offset long, name char(5)) USING delta")
+    sink = query.sink(table, transform=lambda df: df.selectExpr("offset", "'a' AS name"), merge=merge)
+    with pytest.raises(OptionError, match=r"column name of table .* is char\(5\), whose padded values"):
+        query.run(sink, 0, batch(0, 0, 2))
+
+
 def test_tables_share_a_table_of_deleted_keys(query: Query, tmp_path: Path) -> None:
     """Of two tables with one key, a deletion in one does not hold up changes of the other."""
     changes = [Change(A, "i", "a", 1), Change(A, "d", "", 100), Change(A, "u", "b", 50)]
