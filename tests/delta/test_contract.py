@@ -275,15 +275,20 @@ def create_with_computed_columns(spark: "SparkSession", table: Path, *, generate
     builder.addColumn(numbered.build()).execute()
 
 
-def test_constraints_and_generated_columns_hold_until_the_constraint_is_dropped(query: Query, new_table: Path) -> None:
+def test_constraints_generated_and_default_columns_hold_until_the_constraint_is_dropped(
+    query: Query, new_table: Path
+) -> None:
     spark = query.spark
     create_with_computed_columns(spark, new_table, generated=True)
     spark.sql(f"ALTER TABLE delta.`{new_table}` ADD CONSTRAINT small CHECK (offset < 100)")
+    defaults = "SET TBLPROPERTIES ('delta.feature.allowColumnDefaults' = 'supported')"
+    for change in (defaults, "ADD COLUMN note STRING", "ALTER COLUMN note SET DEFAULT 'none'"):
+        spark.sql(f"ALTER TABLE delta.`{new_table}` {change}")
     sink = query.sink(new_table)
     query.run(sink, 0, offset(0, one(19, 21)))
     query.run(sink, 1, offset(1, one(21, 22)))
     found = spark.read.format("delta").load(str(new_table)).orderBy("offset").collect()
-    assert [(r["offset"], r["tens"]) for r in found] == [(19, 1), (20, 2), (21, 2)]
+    assert [(r["offset"], r["tens"], r["note"]) for r in found] == [(19, 1, "none"), (20, 2, "none"), (21, 2, "none")]
     assert len({r["nr"] for r in found}) == 3
     before = len(commits(new_table))
     with pytest.raises(Exception, match="DELTA_VIOLATE_CONSTRAINT_WITH_VALUES"):
