@@ -68,10 +68,11 @@ def canonical(table: str | os.PathLike[str]) -> str:
 
 def comparable(table: str) -> str:
     """Return one text for the spellings of a table: catalogs ignore the case of names, and file systems a last slash.
-    The schemes of paths stay, as the default file system is the session's."""
+    The schemes of paths stay, as the default file system is the session's, and relative paths, as on Spark Connect
+    another process with another folder compares them, too."""
     if not is_path(table):
         return table.lower()
-    return table.rstrip("/") if re.match(_SCHEME, table) else os.path.abspath(table)
+    return table.rstrip("/") if re.match(_SCHEME, table) else os.path.normpath(table)
 
 
 def is_path(table: str) -> bool:

@@ -22,6 +22,7 @@ from spark_group_source import DeadLetters, DeltaSink, DeltaSinks, Merge
 from spark_group_source.cli.app import app
 from spark_group_source.command_line import UNKNOWN_SERVERS
 from spark_group_source.delta import topic_sinks
+from spark_group_source.delta.checkpoint import read_planned
 from spark_group_source.errors import LedgerConflict, OptionError
 from spark_group_source.host import run_files
 from spark_group_source.kafka.translation import CommittedOffset, Topic
@@ -414,11 +415,17 @@ def test_a_bounded_number_of_sinks_is_remembered(query: Query, lake: Path, monke
     assert [row[0] for row in rows(lake / "all")] == ["a", "a", "a", "b", "c"]
 
 
-def test_sinks_can_be_sent_to_another_process(query: Query, lake: Path, sinks: DeltaSinks) -> None:
-    """Spark Connect does so."""
+def test_sinks_can_be_sent_to_another_process(
+    query: Query, lake: Path, sinks: DeltaSinks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Spark Connect does so, to one that may have another working directory."""
     query.run(sinks, 0, offset(0, of("orders", start=0, end=5)))
-    there = cloudpickle.loads(cloudpickle.dumps(DeltaSinks({"orders": DeltaSink("/lake/orders")}, checkpoint="c/")))
-    assert there.checkpoint == "c"
+    sent = cloudpickle.dumps(DeltaSinks({"orders": DeltaSink("./orders")}, by="kind", checkpoint="c/"))
+    monkeypatch.chdir(tmp_path)
+    there = cloudpickle.loads(sent)
+    query.plan(1, offset(1, of("orders", start=5, end=6)))
+    planned = read_planned(query.spark, 1, str(query.root))
+    assert (there.checkpoint, [part.keys for part in there._parts_by_key(planned)]) == ("c", [("orders",)])
 
 
 def test_one_table_gets_the_rows_as_they_are(query: Query, lake: Path, monkeypatch: pytest.MonkeyPatch) -> None:
