@@ -16,7 +16,7 @@ from queue import Empty, Queue
 from typing import Any
 
 from spark_group_source.errors import AccessDenied, Fenced, GroupError, InvariantBroken, OptionError, SourceError
-from spark_group_source.kafka.consumer import MemberConsumer, RefusedOnce, take_over_membership
+from spark_group_source.kafka.consumer import GroupFull, MemberConsumer, RefusedOnce, take_over_membership
 from spark_group_source.kafka.environment import Environment, Thread
 from spark_group_source.kafka.retry import CONFIRM_S
 from spark_group_source.kafka.translation import MemberStale, Notes
@@ -220,7 +220,7 @@ class Member(SlotMember):
         except (OptionError, AccessDenied) as exc:  # rejoining cannot help; a refusal was confirmed
             self._report(ev.InternalFailure(error=exc))
         except SourceError as exc:
-            self._report(ev.MemberFailed(**self._ids(), reason=str(exc)))
+            self._report(ev.MemberFailed(**self._ids(), reason=str(exc), group_full=isinstance(exc, GroupFull)))
         except:  # noqa: E722 - a callback error that the library passes on may not be a BaseException
             group = self._settings["group.id"]
             log.exception("group %s: unexpected error in the thread of slot %d; the slot rejoins", group, self.slot)

@@ -56,11 +56,14 @@ _REFUSALS = {
 REFUSED_CODES = frozenset(
     {
         KafkaError.INCONSISTENT_GROUP_PROTOCOL,
-        KafkaError.GROUP_MAX_SIZE_REACHED,
         KafkaError.INVALID_GROUP_ID,
     }
 )
 """Errors of a join that persist until an operator or another member of the group changes something."""
+
+
+class GroupFull(GroupError):
+    """The group has as many members as the brokers allow."""
 
 
 class RefusedOnce(GroupError):
@@ -165,6 +168,8 @@ class MemberConsumer:
             )
         if error.code() in REFUSED_CODES:  # the library would retry forever without reporting it
             raise GroupError(f"the broker refuses the join: {error.str()}")
+        if error.code() == KafkaError.GROUP_MAX_SIZE_REACHED:
+            raise self._full(error)
         log.info("group %s: member error, the library retries: %s", self._client_info.group, error.str())
 
     def _refused(self, error: KafkaError, topic: str) -> None:
@@ -194,6 +199,13 @@ class MemberConsumer:
     def _denied(self, error: KafkaError, topic: str = "") -> GroupError:
         op = "joining the group"
         return translate(error, request=Request.JOIN, op=op, client_info=self._client_info, name=topic)
+
+    def _full(self, error: KafkaError) -> GroupFull:
+        limit = "group.consumer.max.size" if self.is_kip_848 else "group.max.size"
+        return GroupFull(
+            f"the group has as many members as the brokers' {limit} allows: raise it, or set a smaller groupMembers "
+            f"({error.str()})"
+        )
 
     def _brokers_settings(self) -> str:
         """The command of Kafka that shows the settings of the brokers."""
@@ -292,6 +304,8 @@ class MemberConsumer:
             )
         if "fenced" in text.lower():
             return Fenced(f"the member was fenced: {text}")
+        if "reached maximum size" in text:
+            return self._full(error)
         if "assignor or its version range is not supported" in text:
             return OptionError(
                 f"kafka.group.remote.assignor is {self._remote_assignor!r}, which the brokers do not have: choose one "

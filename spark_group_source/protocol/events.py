@@ -57,9 +57,13 @@ class Lost(MemberEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemberFailed(MemberEvent):
-    """The consumer failed for good. Its partitions count as lost, and its slot joins again."""
+    """The consumer failed for good. Its partitions count as lost, and its slot joins again.
+
+    ``group_full``: the group has as many members as the brokers allow.
+    """
 
     reason: str
+    group_full: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

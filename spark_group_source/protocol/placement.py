@@ -274,7 +274,7 @@ class Placement:
         if not self.transactional:
             self._recall_all()
         are_waiting = self._adjust_slot_count()
-        self._moving = {n for n in self._moving if self._is_on_the_move(self._slots.all[n])}
+        self._moving = {slot.number for slot in self._in_move() if self._is_on_the_move(slot)}
         if self._moves_since_ms is None and now_ms < self._next_check_ms:
             return
         for slot, agent in self._misplaced():
@@ -320,8 +320,7 @@ class Placement:
 
     def waits_until_ms(self) -> int | None:
         """Until when the next plan waits for moving slots and for moves that could not start; None: it does not."""
-        all_ = self._slots.all
-        until_ms = [(all_[n].moved_ms or 0) + RETURN_MS_MAX for n in self._moving]
+        until_ms = [(slot.moved_ms or 0) + RETURN_MS_MAX for slot in self._in_move()]
         if self._moves_since_ms is not None:
             until_ms.append(self._moves_since_ms + MOVE_START_MS_MAX)
         return max(until_ms, default=None)
@@ -340,6 +339,10 @@ class Placement:
 
     def _ready(self) -> list[AgentRecord]:
         return self.agents.ready() if self._may_place else []
+
+    def _in_move(self) -> list[Slot]:
+        slots = map(self._slots.get, self._moving)
+        return [slot for slot in slots if slot is not None]
 
     def _is_on_the_move(self, slot: Slot) -> bool:
         is_late = self._out.now_ms >= (slot.moved_ms or 0) + RETURN_MS_MAX
@@ -395,7 +398,7 @@ class Placement:
         now_ms, slots = self._out.now_ms, self._slots.all
         ready, most = len(self._ready()), self._slots.members_max
         wanted = max(1, min(ready, most))
-        if most not in (SLOTS_MAX, self._logged_max) and ready > most:
+        if most not in (SLOTS_MAX, self._slots.accepted_max, self._logged_max) and ready > most:
             self._logged_max = most
             self._out.log(
                 f"{ready} agents are ready, but only {most} members join: the topic names of more members might not "
@@ -412,13 +415,12 @@ class Placement:
             self._out.log(f"{wanted} agents are ready; adding {wanted - len(slots)} members")
             while len(slots) < wanted:
                 self._slots.add()
-        elif wanted < len(slots) and misfit_ms >= self._rules.shrink_ms:
+        elif wanted < len(slots) and (misfit_ms >= self._rules.shrink_ms or len(slots) > self._slots.accepted_max):
             before = len(slots)
             while len(slots) > wanted and self._may_leave(slots[-1]):
                 self._slots.remove_last()
             if left := before - len(slots):
                 self._out.log(f"{left} members were too many for the agents and topics; they leave the group")
-            self._moving.intersection_update(range(len(slots)))
             return wanted < len(slots) and self._slots.may_move(slots[-1])
         return False
 

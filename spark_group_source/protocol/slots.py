@@ -147,6 +147,8 @@ class Slot:
     """The topics that its member subscribes to, or the last one did."""
     is_rejoining: bool = False
     """Whether its members subscribe to the topics of the run before, until one has an assignment."""
+    is_surplus: bool = False
+    """Whether the group was full when its last member joined."""
     may_be_alive: bool = False
     """Whether the broker may still see its last member, because that did not report that it closed."""
     agent: str = IN_READER
@@ -211,6 +213,8 @@ class Slots:
         self._unlisted = Suspicions(GRACE_MS)  # subscribed topics that the last lists lack
         self._resubscribed_in: dict[int, int] = {}  # by slot: the generation in which it got the present topics
         self.all = [Slot(number) for number in range(rules.slots)]
+        self.accepted_max = SLOTS_MAX
+        """How many members the brokers accept in the group, as far as they have refused more."""
         self._removed: dict[int, int] = {}  # slots that left: their last client
         self._held: dict[int, RevokingState] = {}  # by slot, so that a tick does not visit thousands of others
         self._wake_at_ms: dict[int, int] = {}  # when a slot joins anyway, or checks again whether it was replaced
@@ -272,7 +276,9 @@ class Slots:
                 self._lose(slot, tuple(member.partitions), event.reason)
                 self._change(slot, ev.MemberFailed, ClosedState())
                 self._start_unassigned(slot)
-                return self._join_later(slot, event.reason)
+                if event.group_full and self._rules.auto_slots and len(self.all) > 1:
+                    self._do_with_fewer(slot, event.reason)
+                return self._join_later(slot, event.reason) if self.get(slot.number) is slot else None
             case ev.MemberFenced():
                 self._lose(slot, tuple(member.partitions), event.reason)
                 self._change(slot, ev.MemberFenced, CheckingState(event.confirmed, self._out.now_ms))
@@ -390,9 +396,7 @@ class Slots:
             leave: whether they leave the group.
         """
         for slot in self.all:
-            if not isinstance(slot.state, ClosedState):
-                self._change(slot, ev.Leave, ClosedState())
-                self._out.order(ev.Leave(slot=slot.number, leave=leave))
+            self._close(slot, leave=leave)
 
     def may_move(self, slot: Slot) -> bool:
         """Whether the state of the group allows the slot to close its member and join from another agent."""
@@ -423,10 +427,10 @@ class Slots:
         """Remove the last slot; its member leaves the group. All its positions must be committed."""
         slot = self.all[-1]
         self._drop(slot, tuple(slot.partitions), Cause.SLOT_MOVES)
-        self._change(slot, ev.Leave, ClosedState())
+        self._close(slot, leave=True)
+        self._wake_at_ms.pop(slot.number, None)
         self._removed[slot.number] = slot.client
         self.all.pop()
-        self._out.order(ev.Leave(slot=slot.number, leave=True))
 
     def agent_lost(self, slot: Slot, agent: str, why: str) -> None:
         """The agent of the slot's member is lost: the next member joins at once. If the old one still runs, the broker
@@ -462,7 +466,7 @@ class Slots:
     @property
     def members_max(self) -> int:
         """How many members with these topics the group may have; at least one."""
-        return max(1, self._fitting())
+        return max(1, min(self._fitting(), self.accepted_max))
 
     @property
     def all_assigned(self) -> bool:
@@ -599,7 +603,7 @@ class Slots:
             self.move(slot, slot.agent, leave=True)
             return
         self._change(slot, ev.Assigned, AssignedState(member))
-        slot.may_be_alive, slot.failure = False, ""
+        slot.may_be_alive, slot.is_surplus, slot.failure = False, False, ""
         has_restarted = event.generation < slot.generation
         slot.generation, slot.unassigned_since_ms = event.generation, None
         if member.assigned_since_ms is None:
@@ -711,6 +715,21 @@ class Slots:
         slot.failures += 1
         self._out.log(f"the member of slot {slot.number} failed ({reason}); it joins again", warn=slot.failures > 1)
         return None
+
+    def _do_with_fewer(self, slot: Slot, reason: str) -> None:
+        """The group is full: drop the slots that have no place in it. One that has another behind it with a place joins
+        again when the last one has left."""
+        slot.is_surplus, slot.failing_since_ms = True, None
+        self.accepted_max = len(self.all) - sum(other.is_surplus for other in self.all)
+        most = self.members_max
+        self._out.log(f"only {most} members of this query fit into the group until it restarts: {reason}", warn=True)
+        while len(self.all) > self.members_max and self.all[-1].is_surplus:
+            self.remove_last()
+
+    def _close(self, slot: Slot, *, leave: bool) -> None:
+        if not isinstance(slot.state, ClosedState):
+            self._change(slot, ev.Leave, ClosedState())
+            self._out.order(ev.Leave(slot=slot.number, leave=leave))
 
     def outage_ended(self) -> None:
         """An outage of the brokers, which has a bound of its own, is not part of the time for which slots fail."""

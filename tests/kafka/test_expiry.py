@@ -1,6 +1,7 @@
 """Expiry of committed offsets (KIP-211, KIP-496), on a broker with a retention of one minute.
 
 One minute with several groups is played once; each test checks one rule. Deletion is in ``tests/cli/test_offsets.py``.
+The same broker accepts one member in each group, for the test of a full one.
 """
 
 import time
@@ -13,9 +14,12 @@ from confluent_kafka import Consumer, Producer
 from confluent_kafka import TopicPartition as KafkaPartition
 from confluent_kafka.admin import AdminClient
 from kafka_helpers import await_until, committed_of, create_topic, produce_to, set_committed
+from manual_environment import member_consumer
 from streams import Engine, numbered, options_of, texts, values_of
 
 from spark_group_source.cli import report
+from spark_group_source.kafka.consumer import GroupFull
+from spark_group_source.kafka.environment import Environment
 from spark_group_source.kafka.group_admin import GroupAdmin
 from spark_group_source.local.broker import Broker, kafka_consumer_groups
 from spark_group_source.model import TopicPartition
@@ -38,8 +42,11 @@ class Member:
         self._consumer.subscribe([topic])
         await_until(self._joined, what=f"the partition of {group}")
 
-    def _joined(self) -> bool:
+    def poll(self) -> None:
         self._consumer.poll(0.1)
+
+    def _joined(self) -> bool:
+        self.poll()
         return bool(self._consumer.assignment())
 
     def close(self) -> None:
@@ -65,12 +72,18 @@ class Minute:
 
 
 @pytest.fixture(scope="module")
-def minute(jvm: None) -> Iterator[Minute]:
-    settings = {"offsets.retention.minutes": "1"}
-    with pytest.MonkeyPatch.context() as patch, Broker(settings=settings) as broker:
+def strict_broker(jvm: None) -> Iterator[str]:
+    sizes = {"group.max.size": "1", "group.consumer.max.size": "1"}
+    with Broker(settings={"offsets.retention.minutes": "1", **sizes}) as broker:
+        yield broker.bootstrap_servers
+
+
+@pytest.fixture(scope="module")
+def minute(strict_broker: str) -> Iterator[Minute]:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(partitions, "RENEW_MS", RETENTION_S * 1000 // 2)
         patch.setattr(run, "RENEW_CHECK_MS", 2_000)
-        yield played(broker.bootstrap_servers)
+        yield played(strict_broker)
 
 
 def played(servers: str) -> Minute:
@@ -127,6 +140,28 @@ def played(servers: str) -> Minute:
         seen.statistics["brief"] = again.coordinator._run.statistics()
         seen.rows = values_of(brief.rows + again.rows)
     return seen
+
+
+@pytest.mark.parametrize("protocol", ["classic", "consumer"])
+def test_a_member_that_finds_the_group_full_names_the_setting_of_the_brokers(strict_broker: str, protocol: str) -> None:
+    limit = {"classic": "group.max.size", "consumer": "group.consumer.max.size"}[protocol]
+    create_topic(AdminClient({"bootstrap.servers": strict_broker, "log_level": 3}), topic := f"full-{protocol}", 1)
+    first = Member(strict_broker, topic, topic, protocol)
+    settings = {"bootstrap.servers": strict_broker, "group.id": topic, "group.protocol": protocol}
+    second = member_consumer({**settings, "enable.auto.commit": "false"}, Environment())
+    second.subscribe([topic])
+
+    def refused() -> bool:
+        first.poll()
+        try:
+            second.poll(0.1)
+        except GroupFull as exc:
+            return f"the brokers' {limit} allows" in str(exc)
+        return False
+
+    await_until(refused, what="the refusal of the second member")
+    second.close(leave=True)
+    first.close()
 
 
 def test_offsets_of_subscribed_topics_do_not_expire(minute: Minute) -> None:

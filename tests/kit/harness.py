@@ -161,8 +161,8 @@ class GroupHarness:
     def lost(self, *partitions: TopicPartition, slot: int = 0) -> Commands:
         return self.feed(ev.Lost(**self._of(slot), partitions=partitions))
 
-    def failed(self, reason: str = "broker down", slot: int = 0) -> Commands:
-        return self.feed(ev.MemberFailed(**self._of(slot), reason=reason))
+    def failed(self, reason: str = "broker down", slot: int = 0, *, group_full: bool = False) -> Commands:
+        return self.feed(ev.MemberFailed(**self._of(slot), reason=reason, group_full=group_full))
 
     def fenced(self, slot: int = 0) -> Commands:
         return self.feed(ev.MemberFenced(**self._of(slot), reason="FENCED_INSTANCE_ID"))

@@ -167,7 +167,8 @@ class GroupRun:
             self.assign(slot, set(gone))
 
     def fail(self, slot: int, how: str) -> None:
-        """The consumer of a slot dies, or an older process of this stream fences it, or may have; the slot joins again.
+        """The consumer of a slot dies, or an older process of this stream fences it, or may have, or the group is full;
+        the slot joins again. The last one of a full group is dropped, until it is added again.
 
         Late events of the former consumer follow.
         """
@@ -175,7 +176,7 @@ class GroupRun:
         for tp in self.mine(slot, set(ALL)):
             self.model.drop(tp)
         self.model.leaving.pop(slot, None)
-        if how != "dead":
+        if how in ("fenced", "in doubt"):
             self.checks = []
             self.send(ev.MemberFenced(**self.of(slot), reason="test", confirmed=how == "fenced"))
             self.send(ev.ReplacedUnclear(slot=slot, reason="test"))
@@ -184,7 +185,10 @@ class GroupRun:
             assert self.checks == [again, again], "the request is repeated until it is answered"
             self.send(ev.NotReplaced(slot=slot))
         else:
-            self.send(ev.MemberFailed(**self.of(slot), reason="test"))
+            self.send(ev.MemberFailed(**self.of(slot), reason="test", group_full=how == "full"))
+            if how == "full" and slot == len(self.run.slots.all):
+                self.run.slots.add()
+                self.clients[slot] = self.run.slots.all[slot].client
         self.tick(LONGEST_PAUSE_MS)
         self.out.discard(slot)
         self.send(ev.Assigned(**self.of(slot), partitions=()))
@@ -429,7 +433,7 @@ MOVES: dict[str, Callable[[Random], tuple[Any, ...]]] = {
     "assign": lambda r: (slot(r), some(r)),
     "revoke": lambda r: (slot(r), some(r), r.random() < 0.2),
     "lose": lambda r: (some(r), r.choice((*OTHERS, STREAM, STREAM)), other_commits(r), r.random() < 0.7),
-    "fail": lambda r: (slot(r), r.choice(("dead", "fenced", "in doubt"))),
+    "fail": lambda r: (slot(r), r.choice(("dead", "fenced", "in doubt", "full"))),
     "plan": lambda r: (numbers(r, BATCH_MAX), r.random() < 0.5),
     "finish": lambda r: (r.random() < 0.3,),
     "restart": lambda r: (numbers(r, OFFSET_MAX) if r.random() < 0.3 else None, numbers(r, SLOTS)),

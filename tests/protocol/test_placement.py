@@ -21,6 +21,7 @@ from spark_group_source.protocol.placement import (
     READY_AFTER_MS,
     RETURN_MS_MAX,
 )
+from spark_group_source.protocol.request_schedule import RETRY_PAUSES_MS
 from spark_group_source.protocol.run import COMMIT_MS_MAX
 from spark_group_source.protocol.slots import CLOSE_MS_MAX
 from spark_group_source.protocol.states import SlotState
@@ -566,6 +567,42 @@ def test_no_more_slots_are_added_than_kafka_can_store(classic: bool, members: in
         g.start_moves()
     assert len(g.run.slots.all) == members
     assert sum("3 agents are ready, but only 2 members join" in text for text in g.logged()) == (members < 3)
+
+
+@pytest.mark.parametrize("refused", [(2,), (1, 2), (2, 1), (1,)], ids=str)
+def test_a_query_gets_on_with_the_members_that_the_brokers_accept(refused: tuple[int, ...]) -> None:
+    """The brokers' ``group.max.size`` is below the number of executors."""
+    g = growing("h1", "h2", "h3")
+    joins(g)  # slot 0 moves as well
+    g.member_ended()
+    g.settled(A)
+    for slot in {1, 2} - {*refused}:
+        g.settled((B, C)[slot - 1], slot=slot)
+    for slot in refused:
+        g.failed("the group is full", slot=slot, group_full=True)
+    members = 3 - len(refused)
+    for _ in range(3):
+        for leave in only(ev.Leave, g.start_moves()):
+            assert (leave.slot, leave.leave) == (2, True), "the last one gives its place to the slot that was refused"
+            g.send_heartbeats(RETRY_PAUSES_MS[0])
+            g.settled(B, slot=1)
+    assert [slot.state.kind for slot in g.run.slots.all] == [SlotState.ASSIGNED] * members
+    g.send_heartbeats(2 * SHRINK_MS)
+    assert joins(g) == [], "no member tries again in this run"
+    assert sum(f"only {members} members of this query fit" in text for text in g.logged()) == 1
+
+
+def test_a_full_group_without_place_for_any_member_is_an_error() -> None:
+    g = growing("h1", "h2")
+    joins(g)
+    for slot in (1, 0):
+        g.failed("the group is full", slot=slot, group_full=True)
+    assert len(g.run.slots.all) == 1
+    while not g.run.closed:
+        g.send_heartbeats(RETRY_PAUSES_MS[-1])
+        g.failed("the group is full", group_full=True)
+    (fail,) = only(ev.Fail, g.history)
+    assert isinstance(fail.error, RebalanceTimeout) and "the group is full" in str(fail.error)
 
 
 def test_last_slot_never_leaves() -> None:
