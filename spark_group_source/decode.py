@@ -96,7 +96,8 @@ class Registry:
         self._conf = {"timeout": 10, **_without_credentials(given), "max.retries": 0}  # this class retries
         self._wait_s = wait_s
         self._versions: dict[str, dict[int, WriterSchema]] = {}
-        """By subject and version. A version never changes."""
+        """By subject and version. One stays the same until it is deleted permanently: then the next one has its
+        number."""
         self._connect()
 
     def _connect(self) -> None:
@@ -154,6 +155,9 @@ class Registry:
                 f"subject {subject} of {self!r} has {len(versions)} versions; at most {VERSIONS_MAX} can be used. "
                 "Delete those permanently whose records do not exist any more"
             )
+        known, newest = self._versions.setdefault(subject, {}), max(versions, default=0)
+        if newest in known and self._registered(subject, newest).schema_id != known[newest].id:
+            known.clear()
         return versions
 
     def _known_version(self, subject: str, version: int) -> WriterSchema:
@@ -179,6 +183,7 @@ class Registry:
         return WriterSchema(_known(found.schema_id), _known(found.version), text)
 
     def _registered(self, subject: str, version: int | Literal["latest"]) -> "RegisteredSchema":
+        self._client.clear_caches()  # it would return a version that was replaced
         found = self._ask(
             f"version {version} of subject {subject}",
             lambda: self._client.get_version(subject, version, deleted=version != "latest"),
@@ -188,14 +193,15 @@ class Registry:
         return found
 
     def _add_references(self, schema: "RegisteredSchema", used: dict[str, Any]) -> None:
-        """Add the definitions of the types that a schema takes from other subjects, by full name."""
+        """Add the definitions of the types that a schema may take from other subjects, by full name: each one there,
+        also one inside another."""
         for reference in schema.schema.references or ():
             if (name := _known(reference.name)) in used:
                 continue
             if len(used) == REFERENCES_MAX:
                 raise OptionError(f"a schema of {self!r} uses more than {REFERENCES_MAX} others, among them {name}")
             found = self._registered(_known(reference.subject), _known(reference.version))
-            used[name] = _parsed(found)
+            used |= _named_types(_parsed(found)) | {name: _parsed(found)}
             self._add_references(found, used)
 
     def _ask(self, what: str, send: Callable[[], T]) -> T:
@@ -268,7 +274,7 @@ def avro(
 
     has_reasons = _has_reasons(df, error)
     if isinstance(reader, Path):
-        writers, text = registry.writer_schemas(subject), reader.read_text("utf-8")
+        writers, text = registry.writer_schemas(subject), reader.read_text("utf-8-sig")
     else:
         writers, text = registry.schemas(subject, reader)
     target = json.loads(text)
@@ -467,6 +473,28 @@ def _parsed(registered: "RegisteredSchema") -> Any:
     return text if text in _PRIMITIVE else json.loads(text)
 
 
+def _named_types(node: Any, namespace: str = "") -> dict[str, Any]:
+    """Return the definitions of the named types in a part of a schema, by full name."""
+    if isinstance(node, list):
+        return {name: found for part in node for name, found in _named_types(part, namespace).items()}
+    if not isinstance(node, dict):
+        return {}
+    kind = node["type"]
+    if not isinstance(kind, str) or kind not in _NAMED:
+        parts = [node.get("items"), node.get("values"), *([] if isinstance(kind, str) else [kind])]
+        return _named_types(parts, namespace)
+    full, own = _full_name(node, namespace)
+    inner = [field["type"] for field in node.get("fields", ())]
+    return {full: {**node, "namespace": own}} | _named_types(inner, own)
+
+
+def _full_name(node: Mapping[str, Any], namespace: str) -> tuple[str, str]:
+    """Return the full name of a named type, and its namespace."""
+    before, _, name = node["name"].rpartition(".")
+    own = before or node.get("namespace", namespace)
+    return f"{own}.{name}" if own else name, own
+
+
 def _with_definitions(node: Any, namespace: str, used: Mapping[str, Any], defined: set[str]) -> Any:
     """Return a part of a schema, in which the first use of a type of another schema is its definition.
 
@@ -493,11 +521,12 @@ def _with_definitions(node: Any, namespace: str, used: Mapping[str, Any], define
     ):  # an array, a map, a type with properties or a nested definition
         changed = {key: inside(node[key]) for key in ("items", "values") if key in node}
         return {**node, **changed} if changed else {**node, "type": inside(kind)}
-    before, _, name = node["name"].rpartition(".")
-    own = before or node.get("namespace", namespace)
-    defined.add(f"{own}.{name}" if own else name)
+    full, own = _full_name(node, namespace)
+    if full in defined:  # its first use was before that of the type around it
+        return full
+    defined.add(full)
     fields = {"fields": [{**f, "type": inside(f["type"], own)} for f in node["fields"]]} if "fields" in node else {}
-    return {**node, "name": name, "namespace": own, **fields}
+    return {**node, "name": full.rpartition(".")[2], "namespace": own, **fields}
 
 
 def _wrapped(schema: Any) -> dict[str, Any]:

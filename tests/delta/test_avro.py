@@ -21,6 +21,7 @@ from confluent_kafka.schema_registry.avro import AvroSerializer
 from confluent_kafka.schema_registry.json_schema import JSONSerializer
 from confluent_kafka.schema_registry.protobuf import ProtobufSerializer
 from confluent_kafka.serialization import MessageField, SerializationContext
+from fastavro import parse_schema
 from google.protobuf import descriptor_pb2
 from kit.schema_registry import SchemaRegistry
 from sink_helpers import Query, rows, values_from
@@ -235,6 +236,23 @@ def test_a_schema_may_use_types_of_other_subjects(
     assert [place.asDict(recursive=True) for place in (found["to"], found["bill"], *found["all"])] == [home] * 3
 
 
+def test_a_schema_may_use_a_type_inside_one_of_another_subject(
+    server: SchemaRegistry, registry: decode.Registry
+) -> None:
+    """Before the type around it, after it, or alone."""
+    client = SchemaRegistryClient({"url": server.url})
+    status = {"type": "enum", "name": "Status", "symbols": ["A", "B"]}
+    states = {"type": "array", "items": ["null", status]}
+    customer = record({"name": "all", "type": states}, {"name": "now", "type": "Status"}, name="Customer")
+    client.register_schema("customer", Schema(json.dumps(customer), "AVRO"))
+    to_customer = SchemaReference("shop.Customer", "customer", 1)
+    for at, names in enumerate((["Status"], ["Status", "Customer"], ["Customer", "shop.Status"])):
+        order = record(*({"name": f"f{n}", "type": name} for n, name in enumerate(names)))
+        client.register_schema(subject := f"order{at}", Schema(json.dumps(order), "AVRO", [to_customer]))
+        (schema,) = registry.writer_schemas(subject)
+        parse_schema(json.loads(schema.text))
+
+
 def test_a_short_name_may_be_that_of_a_type_without_a_namespace(
     spark: "SparkSession", server: SchemaRegistry, registry: decode.Registry
 ) -> None:
@@ -316,7 +334,7 @@ def test_a_version_that_is_deleted_permanently_while_the_others_are_read_is_left
     def listed(subject: str, with_deleted: bool) -> list[int]:
         found = versions(subject, with_deleted)
         if len(found) > 1:
-            del server._subjects[subject][1]
+            server.delete_permanently(subject, 1)
         return found
 
     monkeypatch.setattr(server, "_versions", listed)
@@ -326,11 +344,34 @@ def test_a_version_that_is_deleted_permanently_while_the_others_are_read_is_left
 
 
 def test_a_pinned_reader_is_read_once(server: SchemaRegistry, registry: decode.Registry) -> None:
-    SchemaRegistryClient({"url": server.url}).register_schema(SUBJECT, Schema(json.dumps(FIRST), "AVRO"))
+    for schema in (FIRST, SECOND):
+        SchemaRegistryClient({"url": server.url}).register_schema(SUBJECT, Schema(json.dumps(schema), "AVRO"))
     for _ in range(3):
-        (writer,), text = registry.schemas(SUBJECT, 1)
+        (writer, _), text = registry.schemas(SUBJECT, 1)
         assert writer.text == text
     assert sum("versions/1" in request for request in server.requests) == 1
+
+
+@pytest.mark.parametrize("left", [0, 1], ids=["subject", "newest version"])
+def test_a_schema_that_has_the_number_of_a_deleted_one_is_read(
+    server: SchemaRegistry, registry: decode.Registry, left: int
+) -> None:
+    """A registry numbers the next version after those that are left."""
+
+    def register(*schemas: Any) -> None:
+        client = SchemaRegistryClient({"url": server.url})
+        for schema in schemas:
+            client.register_schema(SUBJECT, Schema(json.dumps(schema), "AVRO"))
+
+    register(FIRST, SECOND)
+    assert [schema.id for schema in registry.writer_schemas(SUBJECT)] == [1, 2]
+    server.delete_permanently(SUBJECT, *range(left + 1, 3))
+    third = record(ID, {"name": "third", "type": "long"})
+    register(*[FIRST, third][left:])
+    writers, latest = registry.schemas(SUBJECT, "latest")
+    assert [(schema.version, schema.id) for schema in writers] == [(1, 1), (2, 3)]
+    assert json.loads(latest) == third
+    assert registry.schemas(SUBJECT, 2)[1] == latest
 
 
 def test_a_batch_waits_once_for_all_its_requests(server: SchemaRegistry, monkeypatch: pytest.MonkeyPatch) -> None:

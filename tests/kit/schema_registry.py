@@ -127,6 +127,10 @@ class SchemaRegistry:
             status, code, message = refused.args
             return status, {"error_code": code, "message": message}
 
+    def delete_permanently(self, subject: str, *versions: int) -> None:
+        for version in versions:
+            del self._subjects[subject][version]
+
     def _register(self, subject: str, given: dict[str, Any]) -> int:
         schema = {key: given[key] for key in ("schema", "schemaType", "references") if given.get(key)}
         if schema not in self._schemas:
