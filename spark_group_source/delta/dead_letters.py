@@ -687,9 +687,12 @@ class LetterReplay:
         left = all_letters.where(F.col("replay").isNull())
         number = done.number + 1
         for (topic_id,) in left.select("topic_id").distinct().orderBy("topic_id").collect():
-            while self._claim(left.where(F.col("topic_id") == topic_id), topic_id, number):
-                written += self._write(all_letters, number, done)
-                number += 1
+            claimed = BAD_MAX
+            while claimed == BAD_MAX:
+                claimed = self._claim(left.where(F.col("topic_id") == topic_id), topic_id, number)
+                if claimed:
+                    written += self._write(all_letters, number, done)
+                    number += 1
         self.left = left.count()
         return written
 
@@ -716,8 +719,8 @@ class LetterReplay:
             "again",
         )
 
-    def _claim(self, letters: "DataFrame", topic_id: str, number: int) -> bool:
-        """Give records that are good now a number. Returns whether there are any."""
+    def _claim(self, letters: "DataFrame", topic_id: str, number: int) -> int:
+        """Give records that are good now a number. Returns how many they are, at most :data:`BAD_MAX`."""
         from pyspark.sql import functions as F
 
         spark = self.table.spark
@@ -725,7 +728,7 @@ class LetterReplay:
             bad = flagged.where(F.col(_RULE).isNotNull()).select(*_RECORD).distinct()
             good = flagged.select(*_RECORD).distinct().join(bad, _RECORD, "left_anti")
             records = good.join(letters.select(*_RECORD), _RECORD, "left_semi").limit(BAD_MAX).collect()
-            if not (records or self.first_bad):
+            if len(records) < BAD_MAX and not self.first_bad:
                 first = flagged.where(F.col(_RULE).isNotNull()).dropna(subset=_RECORD).orderBy(*_RECORD).limit(1)
                 self.first_bad = examples_of(bad_records(first, rules, 1, self.table.table))
         if records:
@@ -740,7 +743,7 @@ class LetterReplay:
                 )
             finally:
                 spark.catalog.dropTempView(view)
-        return bool(records)
+        return len(records)
 
     def _write(self, all_letters: "DataFrame", number: int, done: Ledger) -> int:
         """Commit the rows of the records that have this number, unless another process has. They are read and
