@@ -70,6 +70,8 @@ class ManualEnvironment(Environment):
         self.admins: list[ManualAdmin] = []
         self.answers: dict[str, deque[Any]] = {}
         """By method of a client: the values that its next calls return, or errors that they raise."""
+        self.reporting: Any = None
+        """The client to which "error" belongs; None: any."""
         self.calls: list[tuple[str, Any]] = []
         """Every call of a producer and an admin client, and the calls of a consumer that a test may check."""
 
@@ -85,6 +87,11 @@ class ManualEnvironment(Environment):
         if isinstance(found, BaseException):
             raise found
         return found() if isinstance(found, FunctionType) else found
+
+    def report_errors(self, client: Any) -> None:
+        """A client runs its error callback with what :meth:`will` has for "error"."""
+        while self.answers.get("error") and self.reporting in (None, client):
+            client.settings["error_cb"](self.answers["error"].popleft())
 
     def wait(self, wait_s: float) -> None:
         self.clock_ms += int(wait_s * 1000)
@@ -120,16 +127,16 @@ class ManualEnvironment(Environment):
 
     def consumer(self, settings: Mapping[str, Any]) -> "ManualConsumer":
         self.answer("Consumer", settings)
-        self.consumers.append(ManualConsumer(self))
+        self.consumers.append(ManualConsumer(self, settings))
         return self.consumers[-1]
 
     def producer(self, settings: Mapping[str, Any]) -> "ManualProducer":
         self.answer("Producer", settings)
-        self.producers.append(ManualProducer(self))
+        self.producers.append(ManualProducer(self, settings))
         return self.producers[-1]
 
     def admin(self, settings: Mapping[str, Any]) -> "ManualAdmin":
-        self.admins.append(ManualAdmin(self))
+        self.admins.append(ManualAdmin(self, settings))
         return self.admins[-1]
 
 
@@ -158,8 +165,8 @@ class _Future(Future[Any]):
 class ManualConsumer:
     """The callbacks are called by lines of the script (``assign_callback`` and others), inside ``poll``."""
 
-    def __init__(self, environment: ManualEnvironment) -> None:
-        self.environment = environment
+    def __init__(self, environment: ManualEnvironment, settings: Mapping[str, Any]) -> None:
+        self.environment, self.settings = environment, settings
         self.metadata = NOT_A_MEMBER
         self.member_id = ""
         self.callbacks: dict[str, Callable[[Any, list[Any]], None]] = {}
@@ -169,6 +176,9 @@ class ManualConsumer:
         self.callbacks = callbacks
 
     def poll(self, timeout: float) -> Any:
+        if timeout == 0 and not self.callbacks:  # it does not join
+            self.environment.report_errors(self)
+            return None
         self.environment.wait(timeout)
         return self.environment.answer("poll")
 
@@ -224,11 +234,14 @@ class ManualConsumer:
 class ManualProducer:
     """Records each call; for offsets, the generation of the member and the committed offsets."""
 
-    def __init__(self, environment: ManualEnvironment) -> None:
-        self.environment = environment
+    def __init__(self, environment: ManualEnvironment, settings: Mapping[str, Any]) -> None:
+        self.environment, self.settings = environment, settings
 
     def init_transactions(self, timeout: float) -> None:
         self.environment.answer("init_transactions")
+
+    def poll(self, timeout: float) -> None:
+        self.environment.report_errors(self)
 
     def begin_transaction(self) -> None:
         self.environment.answer("begin_transaction")
@@ -247,14 +260,14 @@ class ManualProducer:
 class ManualAdmin:
     """Returns completed futures, or those of the test."""
 
-    def __init__(self, environment: ManualEnvironment) -> None:
-        self.environment = environment
+    def __init__(self, environment: ManualEnvironment, settings: Mapping[str, Any]) -> None:
+        self.environment, self.settings = environment, settings
         self.bounds_s: list[float] = []
         """One entry per request for offsets."""
         self.topic_bounds_s: list[float] = []
 
     def poll(self, timeout: float) -> None:
-        """There are no events."""
+        self.environment.report_errors(self)
         self.environment.clock_ms += int(timeout * 1000)
 
     def describe_topics(self, topics: Any, **bounds: float) -> dict[str, "Future[Any]"]:

@@ -449,6 +449,12 @@ class Admin:
         self._forget_errors()  # errors of the meantime are obsolete: the request succeeded
         return answer
 
+    def serve(self) -> None:
+        """Handle what the library reports between requests; otherwise that takes more and more memory during an
+        outage."""
+        for client in (self._client, *self._old_clients):
+            client.poll(0)
+
     def _on_error(self, error: KafkaError) -> None:
         self._refusal(error)
         if is_token_missing(error.code(), error.str()):

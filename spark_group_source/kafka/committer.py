@@ -14,6 +14,7 @@ from confluent_kafka import KafkaError, KafkaException
 from spark_group_source.error_codes import Meaning, Request, meaning
 from spark_group_source.errors import CommitFailed, OptionError, SourceError
 from spark_group_source.kafka.environment import NEVER_JOINS, Environment, coordinator_idle
+from spark_group_source.kafka.retry import RefusalWatch
 from spark_group_source.kafka.translation import ClientInfo, CommitSizes, Notes, stale_member, to_kafka, translate
 from spark_group_source.model import Identity, TopicPartition
 
@@ -101,6 +102,7 @@ class TransactionalCommitter:
             "transaction.timeout.ms": expires_ms,
             "socket.timeout.ms": str(request_ms),
         }
+        self._refusal = RefusalWatch()
         self._settings = {**settings, **coordinator_idle(settings), **own}
         self._client_info = ClientInfo.of(self._settings, group=group)
         self._group = group
@@ -112,6 +114,12 @@ class TransactionalCommitter:
         """Whether this process had the transactional id and may have lost it. Nothing is committed before
         :meth:`regain_id`."""
         return isinstance(self._state, _Uncertain)
+
+    def serve(self) -> None:
+        """Handle what the library reports between commits; otherwise that takes more and more memory during an
+        outage."""
+        if isinstance(self._state, _Owned):
+            self._state.producer.poll(0)
 
     def regain_id(self) -> None:
         """Take over the transactional id again, after a proof that this process still has its memberships.
@@ -199,6 +207,7 @@ class TransactionalCommitter:
                 sent = []
                 owned.transaction = Transaction.COMMITTING
                 self._end(owned)
+                self._refusal.clear()
                 self._sizes.accepted()
                 return
             except KafkaException as exc:
@@ -230,8 +239,13 @@ class TransactionalCommitter:
                 return self._take_over()
 
     def _take_over(self) -> _Owned:
-        producer = self._environment.producer(self._settings)
-        producer.init_transactions(TRANSACTION_TIMEOUT_S)
+        self._refusal.clear()
+        producer = self._environment.producer({**self._settings, "error_cb": self._refusal})
+        try:
+            producer.init_transactions(TRANSACTION_TIMEOUT_S)
+        except KafkaException:
+            producer.poll(0)
+            raise
         self._state = owned = _Owned(producer)
         return owned
 
@@ -273,7 +287,8 @@ class TransactionalCommitter:
                 "so no offset can be committed: set a value that is not above their transaction.max.timeout.ms "
                 "(900000 unless set)"
             )
-        return stale or CommitFailed(f"committing offsets failed: {error.str()}", code=error.code())
+        why = "" if self._refusal.error is None else f"; the brokers refuse the login: {self._refusal.error.str()}"
+        return stale or CommitFailed(f"committing offsets failed: {error.str()}{why}", code=error.code())
 
     def _clean_up(self, error: KafkaError) -> None:
         """Abort what was begun. A commit or abort that was not confirmed is repeated by the next call instead."""
@@ -289,7 +304,9 @@ class TransactionalCommitter:
             self._update_ownership(exc.args[0])
 
     def _update_ownership(self, error: KafkaError) -> None:
-        """Update the state by what an error says about the ownership of the id."""
+        """Update the state by what an error says about the ownership of the id. A producer whose login is refused is
+        given up: a new one reads the files of certificates again, which may have been replaced."""
+        self.serve()
         fenced = meaning(Request.TRANSACTION, error.code()) is Meaning.FENCED
         match self._state:
             case _Owned() as owned if fenced:
@@ -297,6 +314,8 @@ class TransactionalCommitter:
                 open_ms = self._environment.boot_ms() - owned.begun_ms  # also while the machine was suspended
                 expired = owned.transaction is not Transaction.NONE and open_ms >= expires_ms
                 self._state = _Uncertain() if expired else _Fenced(error)
+            case _Owned() if error.code() < 0 and self._refusal.error is not None:  # no answer
+                self._state = _Uncertain()
             case _Owned() if error.code() in FORGOTTEN or not (error.retriable() or error.txn_requires_abort()):
                 self._state = _Uncertain()
             case _ if fenced:

@@ -19,7 +19,7 @@ from confluent_kafka import KafkaError, KafkaException
 from spark_group_source.error_codes import Meaning, Request, meaning
 from spark_group_source.errors import CommitFailed
 from spark_group_source.kafka.environment import NEVER_JOINS, Environment, coordinator_idle
-from spark_group_source.kafka.retry import Retry
+from spark_group_source.kafka.retry import RefusalWatch, Retry
 from spark_group_source.kafka.translation import ClientInfo, CommittedOffset, request_batches, to_kafka
 from spark_group_source.model import TopicPartition
 
@@ -38,7 +38,9 @@ class GroupOffsets:
 
     def __init__(self, settings: Mapping[str, str], *, group: str, environment: Environment) -> None:
         self._environment = environment
-        self._settings = {**settings, **coordinator_idle(settings), **NEVER_JOINS, "group.id": group}
+        self._refusal = RefusalWatch()
+        own = {**coordinator_idle(settings), **NEVER_JOINS, "group.id": group, "error_cb": self._refusal}
+        self._settings = {**settings, **own}
         self._retry = Retry(ClientInfo.of(settings, group=group), environment)
         self._consumers: dict[bool, Any] = {}  # by whether its reads are stable
 
@@ -64,7 +66,21 @@ class GroupOffsets:
         self, batches: list[list[Any]], stable: bool, optional: Container[TopicPartition]
     ) -> dict[TopicPartition, CommittedOffset | None]:
         """Read once. A transient error of one partition does not affect the others: a broker may not know a new
-        partition yet, or its offset is part of an open transaction."""
+        partition yet, or its offset is part of an open transaction. After any other error new consumers are opened:
+        they read the files of certificates again, which may have been replaced."""
+        self._refusal.clear()
+        try:
+            return self._read_once(batches, stable, optional)
+        except KafkaException as exc:
+            self.serve()  # a refused login appears as a timeout
+            self.close()
+            if meaning(Request.COMMITTED, exc.args[0].code()) is Meaning.RETRY:
+                self._refusal.check()
+            raise
+
+    def _read_once(
+        self, batches: list[list[Any]], stable: bool, optional: Container[TopicPartition]
+    ) -> dict[TopicPartition, CommittedOffset | None]:
         answered: dict[TopicPartition, CommittedOffset | None] = {}
         for answer in self._answers(batches, stable):
             tp = TopicPartition(answer.topic, answer.partition)
@@ -104,6 +120,11 @@ class GroupOffsets:
                 )
             self._environment.pause(pause_s)
             pause_s = min(pause_s * 2, pause_s_max)
+
+    def serve(self) -> None:
+        """Handle what the library reports between reads; otherwise that takes more and more memory during an outage."""
+        for consumer in self._consumers.values():
+            consumer.poll(0)
 
     def close(self) -> None:
         """Close the connections; a later read reopens them."""

@@ -180,6 +180,8 @@ class GroupSweeper:
                 if self._failures and self._environment.now_ms() >= until_ms:
                     break
                 self._attempt(f"group {name}", partial(self._read_group, name))
+        else:  # clients that nobody uses in an outage would take more and more memory for what they report
+            self._close_readers()
         wall_ms = self._environment.wall_ms()
         tps = {tp for watched in self._watched.values() for tp in watched.committed}
         ends: dict[TopicPartition, int] = {}
@@ -200,11 +202,15 @@ class GroupSweeper:
 
     def close(self) -> None:
         """Close every connection."""
+        self._close_readers()
+        self._admin.close()
+
+    def _close_readers(self) -> None:
+        """Close the connections of clients that open new ones when they are used."""
         for watched in self._watched.values():
             if watched.offsets is not None:
                 watched.offsets.close()
         self._times.close()
-        self._admin.close()
 
     # --- requests ---------------------------------------------------------------------------------------------------
 

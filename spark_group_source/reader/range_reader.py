@@ -303,6 +303,8 @@ class ClientLease:
     def __init__(self, settings: _ClientSettings) -> None:
         self._settings = settings
         self.client = idle_clients.pop(settings) if settings in idle_clients else NativeClient(settings)
+        for other in idle_clients.values():  # the library reports an outage of their brokers again and again
+            other.serve()
 
     def renew(self) -> None:
         """Close the client and open a new one, with nothing assigned."""

@@ -119,6 +119,10 @@ class OffsetCommits:
         thread."""
         return self._denials >= DENIALS_CONFIRMED
 
+    def serve(self) -> None:
+        """As :meth:`TransactionalCommitter.serve`."""
+        self._committer.serve()
+
     def prepare(self) -> bool:
         """Take over the transactional id, so that an older driver of this stream (for example a frozen one) is fenced.
 

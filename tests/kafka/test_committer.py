@@ -113,6 +113,28 @@ def test_G6_a_failed_producer_is_replaced_only_after_a_proof_of_membership(
     assert len(environment.producers) == 2
 
 
+def test_G6_a_producer_whose_login_is_refused_is_replaced_after_a_proof_of_membership(
+    environment: ManualEnvironment, committer: TransactionalCommitter
+) -> None:
+    """For example because its certificate has expired; the next one reads the new files."""
+    committer.commit([(ONE, {A0: 5})], NOTES)
+    environment.will("error", KafkaError(KafkaError._SSL, "certificate expired"))
+    committer.serve()
+    environment.will("send_offsets", refusal(KafkaError.REBALANCE_IN_PROGRESS, abort=True))
+    with pytest.raises(CommitFailed):  # the coordinator has answered: another broker refused the login
+        committer.commit([(ONE, {A0: 6})], NOTES)
+    committer.commit([(ONE, {A0: 6})], NOTES)
+    assert len(environment.producers) == 1
+    environment.will("error", KafkaError(KafkaError._SSL, "certificate expired"))
+    environment.will("commit_transaction", TIMED_OUT)
+    with pytest.raises(CommitFailed, match="the brokers refuse the login: certificate expired"):
+        committer.commit([(ONE, {A0: 7})], NOTES)
+    assert committer.id_uncertain
+    committer.regain_id()
+    committer.commit([(ONE, {A0: 7})], NOTES)
+    assert len(environment.producers) == 2
+
+
 @pytest.mark.parametrize(("minutes", "lost"), [(0, False), (2, True)])
 @pytest.mark.parametrize("clock", ["clock_ms", "suspended_ms"])
 def test_G6_a_transaction_that_expired_in_an_outage_makes_the_id_uncertain(

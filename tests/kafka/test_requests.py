@@ -281,6 +281,29 @@ def test_an_error_of_the_whole_request_is_raised(environment: ManualEnvironment,
         offsets.read([A0])
 
 
+def test_after_an_unanswered_read_new_connections_are_opened(
+    environment: ManualEnvironment, offsets: GroupOffsets
+) -> None:
+    """Certificate files may have been replaced since, which a client reads once."""
+    environment.will("committed", refusal(KafkaError._TIMED_OUT), [at(A0, 5)])
+    with pytest.raises(BrokerUnavailable):
+        offsets.read([A0])
+    assert offsets.read([A0]) == {A0: CommittedOffset(5, "")}
+    assert environment.called("close") == [None] and len(environment.consumers) == 2
+
+
+def test_a_refused_login_is_the_reason_of_an_unanswered_read(
+    environment: ManualEnvironment, offsets: GroupOffsets
+) -> None:
+    def login_refused() -> None:
+        environment.will("error", KafkaError(KafkaError._AUTHENTICATION, "wrong password"))
+        raise refusal(KafkaError._TIMED_OUT)
+
+    environment.will("committed", login_refused, login_refused)
+    with pytest.raises(AccessDenied, match="wrong password"):
+        offsets.read([A0])
+
+
 def test_reading_back_waits_until_all_offsets_are_visible(
     environment: ManualEnvironment, offsets: GroupOffsets
 ) -> None:

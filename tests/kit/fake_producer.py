@@ -67,6 +67,10 @@ class FakeProducer:
             self._library.cluster.transactions.answered.add(name)
         self._state = "Ready"
 
+    def poll(self, timeout: float) -> int:
+        """There are no events: no login is refused here."""
+        return 0
+
     def begin_transaction(self) -> None:
         self._expect("Ready")
         self._state, self._registered, self._abortable = "InTransaction", False, None

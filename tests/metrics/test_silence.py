@@ -25,12 +25,15 @@ class Brokers:
     """Brokers with a thousand groups, each of which answers after some time; of some the coordinator is down."""
 
     def __init__(self, clock: Clock) -> None:
-        self._clock, self.down = clock, set[str]()
+        self._clock, self.down, self.closed = clock, set[str](), 0
+        self.are_gone = False
 
     def __call__(self, *_: object, **__: object) -> Any:
         return self
 
     def groups(self) -> list[SimpleNamespace]:
+        if self.are_gone:
+            raise BrokerUnavailable("no broker", servers="b:9092", waited_ms=SILENCE_MS)
         return [SimpleNamespace(group=name) for name in GROUPS]
 
     def list_topics(self) -> dict[str, object]:
@@ -46,7 +49,10 @@ class Brokers:
         return {}
 
     def close(self) -> None:
-        pass
+        self.closed += 1
+
+    def latest(self, *_: object, **__: object) -> dict[object, object]:
+        return {}
 
 
 @pytest.fixture
@@ -82,3 +88,14 @@ def test_a_group_that_was_not_asked_is_not_unreachable(brokers: Brokers, caplog:
     assert [group.group for group in seen.groups if group.unreachable_since_ms is not None] == sorted(brokers.down)
     assert len(seen.groups) == len(GROUPS), "the others are asked first, and nothing fails before they are"
     assert seen.unreachable_since_ms is None
+
+
+def test_clients_of_groups_are_closed_while_no_broker_answers(brokers: Brokers) -> None:
+    """The library would keep what it reports about each of them until the client is used."""
+    made = sweeper(brokers)
+    made.sweep()
+    brokers.closed, brokers.are_gone = 0, True
+    made.sweep()
+    assert brokers.closed == groups.OPEN_GROUPS_MAX + 1, "and that of the records' timestamps"
+    brokers.are_gone = False
+    assert len(made.sweep().groups) == len(GROUPS)

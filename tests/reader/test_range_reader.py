@@ -838,6 +838,23 @@ def test_a_renewed_client_is_closed_before_the_next_one_is_opened() -> None:
     assert lease.client not in range_reader.idle_clients.values()
 
 
+def test_idle_clients_are_served_when_another_one_is_needed() -> None:
+    """The library reports lost connections again and again, and keeps each report until somebody takes it."""
+    lost, other = (
+        range_reader._ClientSettings(range_reader._settings({"bootstrap.servers": f"127.0.0.1:{port}"}))
+        for port in (1, 2)
+    )
+    lease = range_reader.ClientLease(lost)
+    lease.release(is_reusable=True)
+
+    def is_served() -> bool:
+        range_reader.ClientLease(other).release(is_reusable=False)
+        return bool(lease.client.errors)
+
+    await_until(is_served, what="the reports of a client without brokers")
+    range_reader.close_idle_clients()
+
+
 def test_a_worker_that_runs_tasks_of_many_queries_keeps_the_clients_of_the_last_ones(
     topic: TopicFactory, produce: Produce, broker: BrokerCluster
 ) -> None:

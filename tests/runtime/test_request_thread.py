@@ -257,6 +257,21 @@ def test_the_death_of_the_request_thread_fails_the_run(scene: Scene) -> None:
     assert isinstance(broken, ev.InternalFailure)
 
 
+@pytest.mark.parametrize("client", ["offsets", "committer", "admin"])
+def test_idle_clients_are_served(scene: Scene, client: str) -> None:
+    """The library reports lost connections again and again, and keeps each report until somebody takes it."""
+    environment = scene.environment
+
+    def report() -> None:
+        clients: dict[str, Any] = {"offsets": environment.consumers[-1], "committer": environment.producers[-1]}
+        environment.reporting = clients.get(client, environment.admins[-1])
+        environment.will("error", KafkaError(KafkaError._ALL_BROKERS_DOWN, "down"))
+
+    scene.thread.submit(ev.FetchCommittedOffsets(partitions=(A0,)))
+    scene.run(report, lambda: None)
+    assert not environment.answers["error"]
+
+
 @pytest.mark.parametrize("subscription", [{"subscribe": "a,b"}, {"subscribePattern": "a|b"}])
 def test_topics_are_listed_periodically_and_failures_are_retried(subscription: dict[str, str]) -> None:
     scene = listing(BrokerUnavailable("no"), **subscription)

@@ -7,7 +7,8 @@ import base64
 import json
 import threading
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -20,6 +21,9 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined]  # its stubs h
     AclOperation,
     AclPermissionType,
     AdminClient,
+    AlterConfigOpType,
+    ConfigEntry,
+    ConfigResource,
     ResourcePatternType,
     ResourceType,
     ScramCredentialInfo,
@@ -179,6 +183,25 @@ class SecuredBroker:
             lambda: wanted <= set(map(str, self.admin.describe_acls(everything).result(ADMIN_S))),
             what="the new permissions",
         )
+
+    @contextmanager
+    def trusting(self, ca: Path) -> Iterator[None]:
+        """Let new connections with client certificates have one of this authority."""
+        self._trust(ca)
+        try:
+            yield
+        finally:
+            self._trust(self.authority.ca)
+
+    def _trust(self, ca: Path) -> None:
+        prefix, (broker,) = "listener.name.mutual.ssl.truststore.", self.admin.list_topics(timeout=ADMIN_S).brokers
+        values = {"type": "PEM", "location": str(ca)}
+        entries = [
+            ConfigEntry(prefix + name, value, incremental_operation=AlterConfigOpType.SET)
+            for name, value in values.items()
+        ]
+        resource = ConfigResource(ResourceType.BROKER, str(broker), incremental_configs=entries)
+        self.admin.incremental_alter_configs([resource])[resource].result(ADMIN_S)
 
     # --- settings of clients -----------------------------------------------------------------------------------------
 

@@ -11,10 +11,12 @@ from reading import read as read_batches
 from streams import Engine, numbered, texts, values_of
 
 from security import token_function
+from security.certificates import Authority
 from security.secured import CLIENT_SECRET, PASSWORD, SecuredBroker, query
 from spark_group_source.error_codes import CODES
 from spark_group_source.errors import AccessDenied, BrokerUnavailable, ReadTimeout
 from spark_group_source.kafka.admin import Admin
+from spark_group_source.kafka.environment import COORDINATOR_IDLE_MS
 from spark_group_source.kafka.group_admin import GroupAdmin
 from spark_group_source.model import OffsetRange, TopicPartition
 from spark_group_source.options.table import Options
@@ -93,6 +95,31 @@ def test_a_run_continues_after_its_tokens_expire(
         assert {m.member_id for m in Admin(engine.options.admin_settings()).describe_group(group_id).members} == member
     assert read(10) == 10
     assert committed_of(secured.admin, group_id) == {TopicPartition(topic, 0): 10}
+
+
+@pytest.mark.slow
+def test_G2_a_run_uses_a_certificate_that_was_replaced_on_disk(
+    secured: SecuredBroker, group_id: str, tmp_path: Path
+) -> None:
+    """A client reads its files once, and coordinators are connected again after a pause. The broker does not accept the
+    former certificate any more."""
+    topic, mine = secured.topic("replaced-certificate", 1), tmp_path / "mine.pem"
+    other = Authority(tmp_path, "other")
+    mine.write_bytes(secured.authority.issue("job").read_bytes())
+    secured.produce(topic, numbered(0, 4))
+    with Engine(query(secured.mutual(mine), group_id, topic)) as engine:
+        engine.run()
+        read = {TopicPartition(topic, 0): 5}
+        await_until(lambda: engine.step() is None and committed_of(secured.admin, group_id) == read, what="commits")
+        with secured.trusting(other.ca):
+            mine.write_bytes(other.issue("job").read_bytes())
+            idle = time.monotonic() + 2 * COORDINATOR_IDLE_MS / 1000
+            await_until(lambda: engine.step() is None and time.monotonic() > idle, what="the end of idle connections")
+            secured.produce(topic, numbered(5, 9))
+            engine.run()
+            read = {TopicPartition(topic, 0): 10}
+            await_until(lambda: engine.step() is None and committed_of(secured.admin, group_id) == read, what="commits")
+        assert values_of(engine.rows) == texts(0, 9)
 
 
 AWAY_S = 2.5 * SHORT_S

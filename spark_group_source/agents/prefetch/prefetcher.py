@@ -154,6 +154,7 @@ class Prefetcher:
                     self._seen_version = version
                 if self._assigned.keys() <= self._full:
                     self._buffers.wait_changed(version, ROOM_S)
+                    client.serve()
                 else:
                     self._poll(client)
         finally:

@@ -92,6 +92,10 @@ class PrefetchServer:
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
         self._listener.close()
 
+    def serve_client(self) -> None:
+        """As :meth:`TopicIdChecker.serve`."""
+        self._checker.serve()
+
     def _accept(self) -> None:
         """Accept connections until :meth:`stop`. Any other error is raised: the agent ends with this thread."""
         while not self._stopping.is_set():
@@ -226,6 +230,16 @@ class TopicIdChecker:
             return without_id | {name: self._last(name, id_) for name, id_ in with_id if self._last(name, id_) >= 0}
         finally:
             self._requesting.release()
+
+    def serve(self) -> None:
+        """Handle what the library reports between requests; otherwise that takes more and more memory during an
+        outage."""
+        if self._requesting.acquire(blocking=False):
+            try:
+                if self._client is not None:
+                    self._client.serve()
+            finally:
+                self._requesting.release()
 
     def _last(self, name: str, id_: str) -> int:
         return self._checked.get((name, id_), -1)
