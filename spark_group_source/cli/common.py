@@ -265,12 +265,10 @@ def session(*, avro: bool = False) -> "Iterator[SparkSession]":
     """
     from pyspark.sql import SparkSession
 
-    from spark_group_source.local.conf import local_spark_settings
-
     logging.getLogger("py4j").setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory(prefix="spark-group-") as scratch:
         builder = SparkSession.builder.master("local[1]").appName("spark-group")
-        builder = builder.config(map={**local_spark_settings(scratch, avro=avro)})
+        builder = builder.config(map={**session_settings(scratch, avro=avro)})
         spark: SparkSession | None = None
         try:
             with progress_console.status("starting Spark ..."), interrupts_deferred():
@@ -279,6 +277,40 @@ def session(*, avro: bool = False) -> "Iterator[SparkSession]":
         finally:
             if spark is not None:
                 spark.stop()
+
+
+_JOINED = {
+    "spark.jars": ",",
+    "spark.sql.extensions": ",",
+    "spark.driver.extraJavaOptions": " ",
+    "spark.executor.extraJavaOptions": " ",
+}
+"""Settings that both may have, and what is between the two values."""
+
+
+def session_settings(scratch: str, *, avro: bool = False) -> dict[str, str]:
+    """The settings of :func:`session`, which come before those of the user's ``spark-defaults.conf``: without what that
+    file has, and without a time zone, because a sink's transform gives the rows of its query in the query's one."""
+    from spark_group_source.local.conf import local_spark_settings
+
+    ours, folder = local_spark_settings(scratch, avro=avro), spark_conf_folder()
+    ours.pop("spark.sql.session.timeZone", None)
+    file = None if folder is None else folder / "spark-defaults.conf"
+    lines = file.read_text(encoding="utf-8").splitlines() if file is not None and file.is_file() else []
+    for line in lines:
+        key, *value = re.split(r"\s*[=:\s]\s*", line.strip(), maxsplit=1)
+        if key in ours and not key.startswith("spark.pyspark."):
+            own = ours.pop(key)
+            if key in _JOINED:
+                ours[key] = _JOINED[key].join([own, *value])
+    return ours
+
+
+def spark_conf_folder() -> Path | None:
+    """The folder with the user's settings of Spark; None if no environment variable names it."""
+    home = os.environ.get("SPARK_HOME")
+    folder = os.environ.get("SPARK_CONF_DIR") or (f"{home}/conf" if home else None)
+    return None if folder is None else Path(folder)
 
 
 @contextmanager

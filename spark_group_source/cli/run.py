@@ -34,7 +34,7 @@ import typer
 
 from spark_group_source import compatibility, errors
 from spark_group_source.cli import preview
-from spark_group_source.cli.common import FINAL, RETRIABLE, console, interrupts_deferred, settings_in
+from spark_group_source.cli.common import FINAL, RETRIABLE, console, interrupts_deferred, settings_in, spark_conf_folder
 from spark_group_source.cli.preview import ROWS_MAX
 from spark_group_source.delta import Writer, table_names
 from spark_group_source.errors import GroupError
@@ -476,9 +476,8 @@ def _start_jvm(settings: Mapping[str, str]) -> None:
 def _has_log_settings() -> bool:
     """Whether the user has set how the JVM logs, as in the folder of Spark's settings."""
     options = (os.environ.get(name, "") for name in ("SPARK_SUBMIT_OPTS", "JDK_JAVA_OPTIONS", "JAVA_TOOL_OPTIONS"))
-    home = os.environ.get("SPARK_HOME")
-    folder = os.environ.get("SPARK_CONF_DIR") or (f"{home}/conf" if home else None)
-    return any("log4j" in each for each in options) or (folder is not None and any(Path(folder).glob("log4j2.*")))
+    folder = spark_conf_folder()
+    return any("log4j" in each for each in options) or (folder is not None and any(folder.glob("log4j2.*")))
 
 
 def _check_delta(spark: "SparkSession") -> None:

@@ -44,7 +44,7 @@ from spark_group_source.delta.table_history import (
     TableHistory,
     note_of,
 )
-from spark_group_source.errors import LedgerConflict, OptionError
+from spark_group_source.errors import GroupError, LedgerConflict, OptionError
 from spark_group_source.model import TopicPartition
 
 if TYPE_CHECKING:
@@ -439,7 +439,14 @@ class TableWriter:
         from deltalake import DeltaTable
 
         assert self.log is not None
-        DeltaTable(self.log.opened.table_uri, storage_options=self.storage_options).optimize.compact()
+        table = DeltaTable(self.log.opened.table_uri, storage_options=self.storage_options)
+        # It would name the files after the columns, and Delta's VACUUM compares such names in two spellings.
+        if names := [name for name in table.metadata().partition_columns if not name.isascii()]:
+            raise GroupError(
+                f"deltalake writes files for the partition column {names[0]} that a later VACUUM deletes. Run "
+                "OPTIMIZE in a Spark with Delta Lake"
+            )
+        table.optimize.compact()
 
     def commit_ledger(
         self,

@@ -610,6 +610,37 @@ def test_output_with_characters_that_its_encoding_lacks_is_printed() -> None:
     assert done.returncode == 0 and b"host:port, ?" in done.stdout, done.stderr
 
 
+def test_settings_in_the_folder_of_the_user_come_before_those_of_the_commands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = {
+        "spark.jars": "delta.jar",
+        "spark.driver.memory": "1g",
+        "spark.driver.extraJavaOptions": "-Dours=1",
+        "spark.sql.extensions": "Delta",
+        "spark.sql.session.timeZone": "UTC",
+        "spark.pyspark.python": "/venv/python",
+        "spark.ui.enabled": "false",
+    }
+    monkeypatch.setattr(conf, "local_spark_settings", lambda *_, **__: dict(ours))
+    monkeypatch.setenv("SPARK_CONF_DIR", str(tmp_path))
+    theirs = (
+        "# theirs\n\nspark.driver.memory  8g\nspark.jars=s3.jar\nspark.hadoop.x y z\nspark.pyspark.python python3\n"
+    )
+    (tmp_path / "spark-defaults.conf").write_text(
+        theirs + "spark.driver.extraJavaOptions -Dtheirs=a b\nspark.sql.extensions: Other\n"
+    )
+    assert common.session_settings("/scratch") == {
+        "spark.jars": "delta.jar,s3.jar",
+        "spark.driver.extraJavaOptions": "-Dours=1 -Dtheirs=a b",
+        "spark.sql.extensions": "Delta,Other",
+        "spark.pyspark.python": "/venv/python",
+        "spark.ui.enabled": "false",
+    }
+    monkeypatch.setenv("SPARK_CONF_DIR", str(tmp_path / "none"))
+    assert common.session_settings("/scratch").items() == ours.items() - {("spark.sql.session.timeZone", "UTC")}
+
+
 def test_json_of_a_drain_is_alone_on_stdout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Although a terminal's spinner is forced, as in many CI systems; and one spinner at a time."""
     monkeypatch.setattr(common, "progress_console", Console(stderr=True, force_terminal=True))

@@ -4,8 +4,11 @@ the rows and the ledger stay. Deliberately absent: what ``OPTIMIZE`` chooses."""
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 from delta_files import living_files
+from deltalake import DeltaTable
+from deltalake import Schema as DeltaSchema
 from sink_helpers import Query, next_offsets, records, rows
 from sink_source import offset
 
@@ -78,6 +81,23 @@ def test_without_delta_lake_deltalake_combines_files(
     monkeypatch.setattr("spark_group_source.delta.table_writer.has_delta", lambda _: False)
     writer.compact()
     assert len(living_files(table)) == 1 and rows(table) == records(0, 8)
+
+
+def test_deltalake_combines_no_files_whose_names_a_vacuum_does_not_recognise(
+    query: Query, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    table = tmp_path / "table"
+    DeltaTable.create(
+        table, DeltaSchema.from_arrow(pa.schema({"offset": pa.int64(), "größe": pa.string()})), partition_by=["größe"]
+    )
+    monkeypatch.setattr("spark_group_source.delta.table_writer.has_delta", lambda _: False)
+
+    def sized(df: Any) -> Any:
+        return df.selectExpr("offset", "'M' AS `größe`")
+
+    write(query, query.sink(table, writer="native", transform=sized, optimize_every=1), range(2))
+    assert "not combined" in caplog.text and "partition column größe" in caplog.text
+    assert len(living_files(table)) >= 2
 
 
 def test_a_negative_number_is_refused() -> None:
