@@ -22,7 +22,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
-from types import CellType, FunctionType, MappingProxyType
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from spark_group_source import command_line, compatibility
@@ -189,13 +189,6 @@ class DeltaSink:
 
     def __repr__(self) -> str:
         return f"DeltaSink({self.table!r}, writer={self.writer!r})"
-
-    def settings(self) -> dict[str, object]:
-        """Return what the sink was given besides its table and the query's checkpoint, by name."""
-        names = ("partition_by", "merge_schema", "writer", "storage_options", "persist", "merge", "optimize_every")
-        letters = None if self.dead_letters is None else self.dead_letters.settings()
-        found = {"transform": content_of(self.transform), **{name: getattr(self, name) for name in names}}
-        return found | {"dead_letters": letters}
 
     def identity(self) -> object:
         """Return what the sinks that a function creates for each call have in common."""
@@ -374,41 +367,6 @@ class DeltaSink:
 
     def _transformed(self, df: "DataFrame") -> "DataFrame":
         return df if self.transform is None else self.transform(df)
-
-
-def content_of(transform: object) -> object:
-    """Return what makes two transforms the same, such as those that a function of the topic makes anew."""
-    if isinstance(transform, partial):
-        values, names = transform.args, transform.keywords
-        code = content_of(transform.func)
-    elif isinstance(transform, FunctionType):
-        cells = [cell for cell in transform.__closure__ or () if cell != _EMPTY]
-        values = (*(transform.__defaults__ or ()), *(cell.cell_contents for cell in cells))
-        names, code = transform.__kwdefaults__ or {}, transform.__code__
-    else:
-        return transform
-    return code, [_Value(value) for value in values], {name: _Value(value) for name, value in names.items()}
-
-
-_EMPTY = CellType()
-"""That of a variable without a value."""
-
-
-class _Value:
-    """A value of a transform. It is the same as an equal one; a value that cannot be compared, such as a Column, is the
-    same as itself only."""
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __init__(self, value: object) -> None:
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Value):
-            return False
-        with suppress(Exception):
-            return self.value is other.value or bool(self.value == other.value)
-        return False
 
 
 def report(

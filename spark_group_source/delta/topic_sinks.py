@@ -20,13 +20,14 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, nullcontext, suppress
-from types import MappingProxyType
+from functools import partial
+from types import CellType, FunctionType, MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from spark_group_source.delta import persisted
 from spark_group_source.delta.checkpoint import PlannedBatch, has_state, read_planned
 from spark_group_source.delta.ledger_format import Ledger
-from spark_group_source.delta.sink import DeltaSink, content_of, is_called_by_spark, refused_after_failure, report
+from spark_group_source.delta.sink import DeltaSink, is_called_by_spark, refused_after_failure, report
 from spark_group_source.delta.table_names import comparable
 from spark_group_source.errors import OptionError
 from spark_group_source.protocol.offsets import StreamOffset
@@ -309,13 +310,62 @@ class DeltaSinks:
     def _shared(self, sink: DeltaSink) -> DeltaSink:
         """Return the sink that writes this sink's table. Raises OptionError if it would write it in another way."""
         first = self._by_table.setdefault(comparable(sink.table), sink)
-        settings = first.settings()
-        if differing := [name for name, value in sink.settings().items() if settings[name] != value]:
+        settings = settings_of(first)
+        if differing := [name for name, value in settings_of(sink).items() if settings[name] != value]:
             raise OptionError(
                 f"two sinks of DeltaSinks write table {sink.table}, with different {' and '.join(differing)}. Give one "
                 "DeltaSink for all that goes to this table"
             )
         return first
+
+
+# --- sinks of one table -----------------------------------------------------------------------------------------------
+
+
+def settings_of(sink: DeltaSink) -> dict[str, object]:
+    """Return what a sink was given besides its table and the query's checkpoint, by name."""
+    names = ("partition_by", "merge_schema", "writer", "storage_options", "persist", "merge", "optimize_every")
+    letters = None if sink.dead_letters is None else sink.dead_letters.settings()
+    found = {"transform": content_of(sink.transform), **{name: getattr(sink, name) for name in names}}
+    return found | {"dead_letters": letters}
+
+
+def content_of(transform: object) -> object:
+    """Return what makes two transforms the same, such as those that a function of the topic makes anew."""
+    if isinstance(transform, partial):
+        values, names = transform.args, transform.keywords
+        code = content_of(transform.func)
+    elif isinstance(transform, FunctionType):
+        cells = [cell for cell in transform.__closure__ or () if cell != _EMPTY]
+        values = (*(transform.__defaults__ or ()), *(cell.cell_contents for cell in cells))
+        names, code = transform.__kwdefaults__ or {}, transform.__code__
+    else:
+        return transform
+    return code, [_Value(value) for value in values], {name: _Value(value) for name, value in names.items()}
+
+
+_EMPTY = CellType()
+"""That of a variable without a value."""
+
+
+class _Value:
+    """A value of a transform. It is the same as an equal one; a value that cannot be compared, such as a Column, is the
+    same as itself only."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Value):
+            return False
+        with suppress(Exception):
+            return self.value is other.value or bool(self.value == other.value)
+        return False
+
+
+# --- the rows of each table -------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -450,6 +500,9 @@ def rows_of(rows: "DataFrame", topics: Sequence[str]) -> "DataFrame":
     from pyspark.sql import functions as F
 
     return rows.where(F.col("topic").isin(*topics))
+
+
+# --- writing ----------------------------------------------------------------------------------------------------------
 
 
 def write_side_by_side(

@@ -23,6 +23,7 @@ from spark_group_source.cli.app import app
 from spark_group_source.command_line import UNKNOWN_SERVERS
 from spark_group_source.delta import topic_sinks
 from spark_group_source.delta.checkpoint import read_planned
+from spark_group_source.delta.topic_sinks import settings_of
 from spark_group_source.errors import LedgerConflict, OptionError
 from spark_group_source.host import run_files
 from spark_group_source.kafka.translation import CommittedOffset, Topic
@@ -362,12 +363,12 @@ def test_a_function_may_make_the_same_transform_for_each_topic(query: Query, lak
     sinks = DeltaSinks(sink, checkpoint=str(query.root))
     query.run(sinks, 0, offset(0, of("clicks", "orders", start=0, end=3)))
     assert rows(lake / "all") == sorted(records(0, 3, topic="clicks") + records(0, 3, topic="orders"))
-    assert sink("a").settings() == sink("b").settings() != sink("clicks").settings()
+    assert settings_of(sink("a")) == settings_of(sink("b")) != settings_of(sink("clicks"))
 
     def made_of(value: int) -> DeltaSink:
         return DeltaSink("/lake/all", transform=lambda df: df.limit(value))
 
-    assert made_of(1).settings() == made_of(1).settings() != made_of(2).settings()
+    assert settings_of(made_of(1)) == settings_of(made_of(1)) != settings_of(made_of(2))
 
 
 class Column:
