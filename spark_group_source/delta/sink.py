@@ -16,19 +16,17 @@ import logging
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from spark_group_source import command_line, compatibility
 from spark_group_source.delta import (
     Writer,
-    checkpoint_status,
     constant_rows,
     ledger_decision,
     ledger_store,
@@ -38,15 +36,13 @@ from spark_group_source.delta import (
     table_writer,
 )
 from spark_group_source.delta.checkpoint import (
-    ONLY_RUN,
     PlannedBatch,
-    is_finished,
     keep_state,
     read_planned,
     running_query,
-    spark_files,
 )
 from spark_group_source.delta.dead_letters import DeadLetters, LetterBox, LetterReplay
+from spark_group_source.delta.durable_batches import report
 from spark_group_source.delta.ledger_decision import SHOWN_MAX, AlreadyWritten, WriteBatch, listed
 from spark_group_source.delta.ledger_format import APP_PREFIX, Ledger
 from spark_group_source.delta.merge import Merge
@@ -66,8 +62,6 @@ from spark_group_source.model import OffsetRange, TopicPartition
 from spark_group_source.protocol.offsets import StreamOffset
 
 if TYPE_CHECKING:
-    from types import FrameType
-
     from pyspark.sql import DataFrame, SparkSession
 
     from spark_group_source.delta.topic_sinks import DeltaSinks
@@ -84,11 +78,6 @@ again from its next batch on."""
 
 RECENT_COMMITS_MAX = 20
 """In how many commits a starting query looks for other groups, for a log line; one ``DESCRIBE HISTORY`` reads them."""
-
-POLL_S = 0.25
-"""The interval at which the checkpoint is checked for a batch: each check is a request to its file system."""
-FINISH_S = 600.0
-"""How long it is checked. After that, the run learns from Spark's next call that the batch is durable."""
 
 
 class DeltaSink:
@@ -200,7 +189,7 @@ class DeltaSink:
             call.planned = planned = read_planned(df.sparkSession, batch_id, self.checkpoint)
             with persisted(df) if self.persist else nullcontext(df) as rows:
                 durable = self.write(rows, planned)
-        report(df.sparkSession, planned, durable, is_whole_sink=is_called_by_spark(sys._getframe(1)))
+        report(df.sparkSession, planned, durable, sys._getframe(1))
         self.optimize_if_due(df.sparkSession)
 
     def optimize_if_due(self, spark: "SparkSession") -> None:
@@ -367,36 +356,6 @@ class DeltaSink:
 
     def _transformed(self, df: "DataFrame") -> "DataFrame":
         return df if self.transform is None else self.transform(df)
-
-
-def report(
-    spark: "SparkSession", planned: PlannedBatch, durable: Sequence[StreamOffset], *, is_whole_sink: bool
-) -> None:
-    """Mark the batch as durable for the run on this host, and keep the run's statistics in its checkpoint.
-
-    Args:
-        durable: the offsets whose rows all tables have.
-        is_whole_sink: whether the batch is complete when the sink returns.
-    """
-    if not is_whole_sink and planned.run_id not in (None, ONLY_RUN):
-        _finished.watch(planned.query_id, durable, lambda: is_finished(spark, planned.root, planned.batch_id))
-    for offset in durable:
-        if is_whole_sink:
-            run_files.mark_durable_and_wait(offset)
-        if planned.run_id not in (None, ONLY_RUN):
-            status = checkpoint_status.StatusFiles(spark_files(spark), planned.root)
-            run = f"{planned.run_id}-{os.getpid()}"  # a user's function may set the id, which is that of a job group
-            checkpoint_status.start_reporting(run, offset.group, offset.stream, status)
-
-
-def is_called_by_spark(caller: "FrameType") -> bool:
-    """Return whether Spark itself calls the sink, so that the batch is complete when the call returns.
-
-    A user's function may write the batch to other tables after the call.
-    """
-    spec = caller.f_globals.get("__spec__")  # Spark Connect runs its module as __main__
-    name = caller.f_globals.get("__name__") if spec is None else spec.name
-    return str(name).startswith("pyspark.")
 
 
 class BatchCommit:
@@ -1046,76 +1005,3 @@ def _to_start(planned: PlannedBatch, group: str) -> tuple[str, ...]:
     if not planned.root:
         return table_names.to_offsets(planned.starts(group))
     return "--to-checkpoint", planned.root, "--batch", str(planned.batch_id), *planned.scope
-
-
-# --- batches of a user's function ------------------------------------------------------------------------------------
-
-
-class WrittenBatch(NamedTuple):
-    """A batch that a sink has written, and Spark may not have finished."""
-
-    offsets: Sequence[StreamOffset]
-    """Those whose rows the table has."""
-    is_finished: Callable[[], bool]
-    """Whether Spark's commit log has the batch."""
-    deadline_s: float
-    """When checking ends; monotonic seconds."""
-
-
-class FinishedBatches:
-    """Watches the newest batch of each query of this process, and marks it as durable when Spark has noted it in
-    ``commits/<batch id>`` of the checkpoint, right after the user's function has returned.
-
-    One thread serves all queries: a thread that used the JVM keeps its connection open. Spark Connect has none, because
-    its workers cannot use Spark's file systems.
-    """
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._batches: dict[str, WrittenBatch] = {}
-        self._has_thread = False
-
-    def watch(self, query_id: str, offsets: Sequence[StreamOffset], is_finished: Callable[[], bool]) -> None:
-        """Mark the batch as durable when it is finished. A later batch of the query takes its place."""
-        with self._changed:
-            self._batches[query_id] = WrittenBatch(offsets, is_finished, time.monotonic() + FINISH_S)
-            self._changed.notify()
-            if not self._has_thread:
-                threading.Thread(target=self._run, name="spark-group finished batches", daemon=True).start()
-                self._has_thread = True
-
-    def _run(self) -> None:
-        pause = threading.Event()
-        while True:
-            with self._changed:
-                if not self._batches:
-                    self._changed.wait(FINISH_S)
-            self._mark_finished()
-            pause.wait(POLL_S)
-
-    def _mark_finished(self) -> None:
-        """Check every batch once."""
-        with self._changed:
-            batches = list(self._batches.items())
-        for query_id, batch in batches:
-            if _mark_if_finished(batch):
-                with self._changed:
-                    if self._batches.get(query_id) is batch:
-                        del self._batches[query_id]
-
-
-def _mark_if_finished(batch: WrittenBatch) -> bool:
-    """Mark a finished batch. Returns whether it need not be checked again."""
-    try:
-        if not batch.is_finished():
-            return time.monotonic() > batch.deadline_s
-    except Exception as exc:  # noqa: BLE001 - of Spark, Hadoop or py4j: the session may be stopped
-        log.debug("a finished batch is not marked as durable: %s", str(exc).partition("\n")[0])
-        return True
-    for offset in batch.offsets:
-        if not run_files.void_by(offset.stream, offset.seq):  # void in another table of the query
-            run_files.mark_durable(offset)
-    return True
-
-
-_finished = FinishedBatches()

@@ -26,8 +26,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from spark_group_source.delta import persisted
 from spark_group_source.delta.checkpoint import PlannedBatch, has_state, read_planned
+from spark_group_source.delta.durable_batches import report
 from spark_group_source.delta.ledger_format import Ledger
-from spark_group_source.delta.sink import DeltaSink, is_called_by_spark, refused_after_failure, report
+from spark_group_source.delta.sink import DeltaSink, refused_after_failure
 from spark_group_source.delta.table_names import comparable
 from spark_group_source.errors import OptionError
 from spark_group_source.protocol.offsets import StreamOffset
@@ -189,7 +190,7 @@ class DeltaSinks:
             if offset not in durable
         }
         durable = [offset for offset in planned.offsets if offset.stream not in void]
-        report(spark, planned, durable, is_whole_sink=is_called_by_spark(sys._getframe(1)))
+        report(spark, planned, durable, sys._getframe(1))
         for part in parts:
             part.sink.optimize_if_due(spark)
 

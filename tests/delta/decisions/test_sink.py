@@ -42,6 +42,7 @@ from sink_source import SCHEMA, offset
 from spark_group_source.delta import Writer, session_setting, table_names, table_writer
 from spark_group_source.delta import sink as sink_module
 from spark_group_source.delta.checkpoint import parse_planned
+from spark_group_source.delta.durable_batches import is_called_by_spark
 from spark_group_source.delta.ledger_store import set_ledger
 from spark_group_source.delta.native_writer import (
     NativeWriter,
@@ -49,7 +50,7 @@ from spark_group_source.delta.native_writer import (
     new_columns,
     reason_not_native,
 )
-from spark_group_source.delta.sink import DeltaSink, is_called_by_spark
+from spark_group_source.delta.sink import DeltaSink
 from spark_group_source.delta.table_history import CommitRace, LogFiles, OpenedLogs
 from spark_group_source.delta.table_writer import OptionsWriter, TableWriter
 from spark_group_source.errors import CheckpointMismatch, LedgerConflict, OptionError

@@ -17,8 +17,9 @@ from sink_source import offset
 
 from spark_group_source.delta import checkpoint, table_names, table_writer
 from spark_group_source.delta.checkpoint import QUERY_ID, PlannedBatch
+from spark_group_source.delta.durable_batches import _finished
 from spark_group_source.delta.ledger_store import set_ledger
-from spark_group_source.delta.sink import DeltaSink, _finished
+from spark_group_source.delta.sink import DeltaSink
 from spark_group_source.delta.table_history import TableHistory
 from spark_group_source.delta.table_writer import TableWriter
 from spark_group_source.delta.topic_sinks import DeltaSinks, TablePart
