@@ -63,6 +63,12 @@ class PlannedBatch:
         offsets = (offset for offset in self.offsets if offset.group == group)
         return {tp: start for offset in offsets for tp, (start, _) in offset.ranges.items()}
 
+    def to_start(self, group: str) -> tuple[str, ...]:
+        """Return the position of ``spark-group reset`` where the batch starts. The checkpoint names it in few words."""
+        if not self.root:
+            return table_names.to_offsets(self.starts(group))
+        return "--to-checkpoint", self.root, "--batch", str(self.batch_id), *self.scope
+
     def of_topics(self, topics: Collection[str]) -> "PlannedBatch":
         """Return the part of the batch that has these topics."""
         parts = (offset.of_topics(topics) for offset in self.offsets)

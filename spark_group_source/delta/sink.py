@@ -35,12 +35,7 @@ from spark_group_source.delta import (
     table_names,
     table_writer,
 )
-from spark_group_source.delta.checkpoint import (
-    PlannedBatch,
-    keep_state,
-    read_planned,
-    running_query,
-)
+from spark_group_source.delta.checkpoint import PlannedBatch, keep_state, read_planned, running_query
 from spark_group_source.delta.dead_letters import DeadLetters, LetterBox, LetterReplay
 from spark_group_source.delta.durable_batches import report
 from spark_group_source.delta.ledger_decision import SHOWN_MAX, AlreadyWritten, WriteBatch, listed
@@ -68,9 +63,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_Run = TypeVar("_Run")
-_Key = TypeVar("_Key")
-_Kept = TypeVar("_Kept")
+_T = TypeVar("_T")
 
 QUERIES_MAX = 1_000
 """Of how many queries the newest run is kept; the one whose run started first is forgotten first. It is then known
@@ -182,6 +175,10 @@ class DeltaSink:
     def identity(self) -> object:
         """Return what the sinks that a function creates for each call have in common."""
         return self.table
+
+    def tables_of(self, planned: PlannedBatch) -> "list[tuple[DeltaSink | None, PlannedBatch]]":
+        """As :meth:`DeltaSinks.tables_of`: the table, with the whole batch."""
+        return [(self, planned)]
 
     def __call__(self, df: "DataFrame", batch_id: int) -> None:
         """Write one batch; ``foreachBatch`` calls this."""
@@ -319,7 +316,7 @@ class DeltaSink:
             self._check_properties(table)
             # Since an earlier run the table may have been deleted, replaced, or copied back from a backup.
             self._table_id, self._ledgers, self._idle_logs = (table_id := table.identity()), {}, OpenedLogs()
-            _keep_run(self._runs, planned.query_id, (planned.run_id, table_id))
+            store_newest(self._runs, planned.query_id, (planned.run_id, table_id))
             log.info("table %s: written %s", self.table, table.described_writer())
         elif table.log is not None:  # the properties are read already
             self._check_properties(table)
@@ -658,7 +655,7 @@ class BatchCommit:
             counted: the next offset of each partition that the ledger knows.
         """
         table, batch_id, starts = self.table.table, self.planned.batch_id, self.planned.starts(group)
-        here = table_names.reset_command(group, table, *_to_start(self.planned, group))
+        here = table_names.reset_command(group, table, *self.planned.to_start(group))
         if not any(end > starts[tp] for tp, end in (ends or {}).items()):
             return {f"continue where batch {batch_id} starts": here}
         # Of all partitions: after a reset the query reads the committed offsets of those that are not named, which may
@@ -788,7 +785,7 @@ def without_ranges(df: "DataFrame", drop: Sequence[OffsetRange], table: str) -> 
     return df.join(F.broadcast(ranges), is_dropped, "left_anti")
 
 
-# --- the write guard --------------------------------------------------------------------------------------------------
+# --- what sinks did in the runs of queries ---------------------------------------------------------------------------
 
 
 @dataclass
@@ -797,12 +794,56 @@ class TableWrite:
 
     batch_id: int
     find_version: Callable[[], int | None] = field(default=lambda: None, repr=False)
-    """As in :class:`BatchCommit`."""
+    """As in :class:`sink.BatchCommit`."""
+
+
+@dataclass
+class SinkCall:
+    """The newest call of a sink in a run."""
+
+    sink: "DeltaSink | DeltaSinks"
+    batch_id: int
+    planned: PlannedBatch | None = None
+    """None until it is read."""
+    error: str | None = None
+    """The first line of the error that it raised; None: the batch was written."""
+
+
+@dataclass
+class QueryRun:
+    """What sinks did in the newest run of a query."""
+
+    run_id: str
+    writes: dict[str, TableWrite] = field(default_factory=dict)
+    """The newest write to each table, by table id."""
+    calls: "dict[DeltaSink | DeltaSinks, SinkCall]" = field(default_factory=dict)
+    """The calls in its newest batch, or its failed one, by sink: the first one of those that a function creates for
+    each call."""
 
 
 _lock = threading.Lock()
-_runs: dict[str, tuple[str, dict[str, TableWrite]]] = {}
-"""By query id: the id of the newest run, and its newest write to each table, by table id."""
+_runs: dict[str, QueryRun] = {}
+"""By query id."""
+
+
+def store_newest(runs: dict[str, _T], query_id: str, run: _T) -> None:
+    """Store the newest run of a query, of QUERIES_MAX queries at most."""
+    runs.pop(query_id, None)
+    runs[query_id] = run
+    for oldest in list(runs)[:-QUERIES_MAX]:
+        runs.pop(oldest, None)
+
+
+def _run_of(query_id: str, run_id: str) -> QueryRun:
+    """Return what is kept of a run."""
+    run = _runs.get(query_id)
+    if run is None or run.run_id != run_id:
+        run = QueryRun(run_id)
+        store_newest(_runs, query_id, run)
+    return run
+
+
+# --- a second write of a batch ----------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -814,12 +855,11 @@ def guarded_write(table_id: str, table: str, planned: PlannedBatch) -> Iterator[
     """
     write = TableWrite(planned.batch_id)
     with _lock:
-        writes = {} if planned.run_id is None else _of_run(_runs, planned.query_id, planned.run_id)
+        writes = {} if planned.run_id is None else _run_of(planned.query_id, planned.run_id).writes
         former = writes.get(table_id)
-        is_second = former is not None and former.batch_id == write.batch_id
-        if not is_second:
-            writes[table_id] = write
-    if former is not None and is_second:
+        if former is None or former.batch_id != write.batch_id:
+            former, writes[table_id] = None, write
+    if former is not None:
         raise _second_write(table, planned, former)
     try:
         yield write
@@ -832,26 +872,9 @@ def guarded_write(table_id: str, table: str, planned: PlannedBatch) -> Iterator[
 def release_write(table_id: str, planned: PlannedBatch) -> None:
     """Let a run write a batch to a table again, because another table of it failed; what has the batch is left out."""
     with _lock:
-        run_id, writes = _runs.get(planned.query_id, ("", {}))
-        if run_id == planned.run_id:
-            writes.pop(table_id, None)
-
-
-def _of_run(runs: dict[str, tuple[str, dict[_Key, _Kept]]], query_id: str, run_id: str) -> dict[_Key, _Kept]:
-    """Return what is kept of a run."""
-    known_id, kept = runs.get(query_id, ("", {}))
-    if known_id != run_id:
-        kept = {}
-        _keep_run(runs, query_id, (run_id, kept))
-    return kept
-
-
-def _keep_run(runs: dict[str, _Run], query_id: str, run: _Run) -> None:
-    """Store the newest run of a query, of QUERIES_MAX queries at most."""
-    runs.pop(query_id, None)
-    runs[query_id] = run
-    for oldest in list(runs)[:-QUERIES_MAX]:
-        runs.pop(oldest, None)
+        run = _runs.get(planned.query_id)
+        if run is not None and run.run_id == planned.run_id:
+            run.writes.pop(table_id, None)
 
 
 def _second_write(table: str, planned: PlannedBatch, former: TableWrite) -> OptionError:
@@ -883,24 +906,7 @@ def _second_write(table: str, planned: PlannedBatch, former: TableWrite) -> Opti
     )
 
 
-# --- errors that a function catches -----------------------------------------------------------------------------------
-
-
-@dataclass
-class SinkCall:
-    """The newest call of a sink in a run."""
-
-    sink: "DeltaSink | DeltaSinks"
-    batch_id: int
-    planned: PlannedBatch | None = None
-    """None until it is read."""
-    error: str | None = None
-    """The first line of the error that it raised; None: the batch was written."""
-
-
-_calls: "dict[str, tuple[str, dict[DeltaSink | DeltaSinks, SinkCall]]]" = {}
-"""By query id: the id of the newest run, and the calls in its newest batch, or its failed one, by sink: the first one
-of those that a function creates for each call."""
+# --- errors that a function catches ---------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -917,7 +923,7 @@ def refused_after_failure(spark: "SparkSession", batch_id: int, sink: "DeltaSink
     """
     running, call = running_query(spark), SinkCall(sink, batch_id)
     with _lock:
-        calls = {} if running is None else _of_run(_calls, *running)
+        calls = {} if running is None else _run_of(*running).calls
         failed = next((old for old in calls.values() if old.error is not None and old.batch_id != batch_id), None)
         if failed is None:
             for other in [other for other, old in calls.items() if old.batch_id != batch_id]:
@@ -958,10 +964,8 @@ def _batch_missing(spark: "SparkSession", failed: SinkCall, batch_id: int) -> Le
             batch_id=failed.batch_id,
         )
     groups = sorted({offset.group for offset in missing.offsets})
-    one = failed.sink if isinstance(failed.sink, DeltaSink) else None
     commands, is_new = [], False
-    for sink, topics in [(one, None)] if isinstance(failed.sink, DeltaSink) else failed.sink.tables_of(missing):
-        part = missing if topics is None else missing.of_topics(topics)
+    for sink, part in failed.sink.tables_of(missing):
         table, known = None, set[str]()
         if sink is not None:
             table, known = sink.table, set(groups)
@@ -969,11 +973,12 @@ def _batch_missing(spark: "SparkSession", failed: SinkCall, batch_id: int) -> Le
                 known = set(sink.read_ledgers(spark, groups))
                 table = table if sink.new_writer(spark).exists() else None
         for group in groups:
-            position = ("--to-ledger",) if group in known else _to_start(part, group)
-            if group in known or topics is None or part.starts(group):
+            position = ("--to-ledger",) if group in known else part.to_start(group)
+            if group in known or part is missing or part.starts(group):
                 commands.append(table_names.reset_command(group, table, *position))
                 is_new = is_new or table is None
-    where = "all of its tables" if one is None else f"table {one.table}"
+    only_table = getattr(failed.sink, "table", None)  # DeltaSinks has several
+    where = "all of its tables" if only_table is None else f"table {only_table}"
     run = "this" if len(commands) == 1 else "these commands"
     return LedgerConflict(
         f"batch {missing.batch_id} could not be written to {where}: {failed.error}. The function of foreachBatch "
@@ -981,7 +986,7 @@ def _batch_missing(spark: "SparkSession", failed: SinkCall, batch_id: int) -> Le
         f"{missing.batch_id} would be missing without a sign. Let errors of the sink end the query. To write these "
         f"records: stop the query, run {run}, and start the corrected query with "
         f"{'a new checkpointLocation' if is_new else 'the same checkpoint'}:{command_line.sequence(commands)}",
-        table=None if one is None else one.table,
+        table=only_table,
         query_id=missing.query_id,
         batch_id=missing.batch_id,
     )
@@ -995,13 +1000,3 @@ def _plan_of(spark: "SparkSession", failed: SinkCall) -> PlannedBatch | None:
     except Exception:  # noqa: BLE001 - of the storage, too: the error is another one
         return None if failed.planned is None else replace(failed.planned, root="")
     return failed.planned or planned
-
-
-# --- where a batch starts --------------------------------------------------------------------------------------------
-
-
-def _to_start(planned: PlannedBatch, group: str) -> tuple[str, ...]:
-    """Return the position of ``spark-group reset`` where a batch starts. The checkpoint names it in few words."""
-    if not planned.root:
-        return table_names.to_offsets(planned.starts(group))
-    return "--to-checkpoint", planned.root, "--batch", str(planned.batch_id), *planned.scope

@@ -161,12 +161,12 @@ class DeltaSinks:
         sinks = {key: sink.table for key, sink in given.items()} if isinstance(given, dict) else content_of(given)
         return sinks, content_of(self.by), None if self.others is None else self.others.table
 
-    def tables_of(self, planned: PlannedBatch) -> list[tuple[DeltaSink | None, tuple[str, ...] | None]]:
-        """Return the tables that are reset after a failed batch, each with its topics of the batch: all that are known,
+    def tables_of(self, planned: PlannedBatch) -> list[tuple[DeltaSink | None, PlannedBatch]]:
+        """Return the tables that are reset after a failed batch, each with its part of the batch: all that are known,
         because a later batch that Spark runs again must be void in each of them. None: topics without a table. With
-        ``by`` no table, and all topics (None)."""
+        ``by`` no table, and the whole batch."""
         if self.by is not None:
-            return [(None, None)]
+            return [(None, planned)]
         found: dict[DeltaSink | None, list[str]] = {}
         for topic in sorted({r.tp.topic for offset in planned.offsets for r in offset.batch()}):
             sink = None
@@ -175,7 +175,7 @@ class DeltaSinks:
             found.setdefault(sink, []).append(topic)
         for sink in self._by_table.values():
             found.setdefault(sink, [])
-        return [(sink, tuple(topics)) for sink, topics in found.items()]
+        return [(sink, planned.of_topics(topics)) for sink, topics in found.items()]
 
     def __call__(self, df: "DataFrame", batch_id: int) -> None:
         """Write one batch; ``foreachBatch`` calls this."""
