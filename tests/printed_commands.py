@@ -118,7 +118,7 @@ TESTED: dict[str, tuple[int, str]] = {
         1,
         f"{SINK}test_command_for_a_batch_whose_error_the_users_function_caught",
     ),
-    "delta/sink.py: _second_write": (2, f"{SINK}test_commands_for_a_second_write_of_a_batch"),
+    "delta/write_guard.py: _second_write": (2, f"{SINK}test_commands_for_a_second_write_of_a_batch"),
     # groups and brokers
     "cli/migrate.py: _offsets": (1, BROKER),
     "cli/migrate.py: _starting_offsets": (1, BROKER),

@@ -7,22 +7,19 @@ its log (:mod:`table_history`), and :func:`ledger_decision.decide` decides what 
 The steps of a batch, in their order, are "A DeltaSink commit" in ``docs/architecture.md``. A killed driver, a replay, a
 fenced driver, a deleted checkpoint and a second query of the group all end with each record in the table once.
 
-The write guard (:func:`guarded_write`) is for what the ledger cannot see: a table identifies a batch by its stream and
-its number, so a second write of one batch in one run cannot be told from a replay of the first. It would be skipped,
-and its rows lost.
+What the ledger cannot see, :mod:`write_guard` refuses.
 """
 
 import logging
 import os
 import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from types import MappingProxyType
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from spark_group_source import command_line, compatibility
 from spark_group_source.delta import (
@@ -51,6 +48,7 @@ from spark_group_source.delta.table_history import (
     note_without_ledger,
 )
 from spark_group_source.delta.table_writer import TableWriter
+from spark_group_source.delta.write_guard import SinkCall, _lock, _run_of, guarded_write, release_write, store_newest
 from spark_group_source.errors import LedgerConflict, OptionError
 from spark_group_source.host import run_files
 from spark_group_source.model import OffsetRange, TopicPartition
@@ -62,12 +60,6 @@ if TYPE_CHECKING:
     from spark_group_source.delta.topic_sinks import DeltaSinks
 
 log = logging.getLogger(__name__)
-
-_T = TypeVar("_T")
-
-QUERIES_MAX = 1_000
-"""Of how many queries the newest run is kept; the one whose run started first is forgotten first. It is then known
-again from its next batch on."""
 
 RECENT_COMMITS_MAX = 20
 """In how many commits a starting query looks for other groups, for a log line; one ``DESCRIBE HISTORY`` reads them."""
@@ -783,127 +775,6 @@ def without_ranges(df: "DataFrame", drop: Sequence[OffsetRange], table: str) -> 
         & (F.col("offset") < F.col("_drop_b"))
     )
     return df.join(F.broadcast(ranges), is_dropped, "left_anti")
-
-
-# --- what sinks did in the runs of queries ---------------------------------------------------------------------------
-
-
-@dataclass
-class TableWrite:
-    """The newest batch that a run writes, or wrote, to one table."""
-
-    batch_id: int
-    find_version: Callable[[], int | None] = field(default=lambda: None, repr=False)
-    """As in :class:`sink.BatchCommit`."""
-
-
-@dataclass
-class SinkCall:
-    """The newest call of a sink in a run."""
-
-    sink: "DeltaSink | DeltaSinks"
-    batch_id: int
-    planned: PlannedBatch | None = None
-    """None until it is read."""
-    error: str | None = None
-    """The first line of the error that it raised; None: the batch was written."""
-
-
-@dataclass
-class QueryRun:
-    """What sinks did in the newest run of a query."""
-
-    run_id: str
-    writes: dict[str, TableWrite] = field(default_factory=dict)
-    """The newest write to each table, by table id."""
-    calls: "dict[DeltaSink | DeltaSinks, SinkCall]" = field(default_factory=dict)
-    """The calls in its newest batch, or its failed one, by sink: the first one of those that a function creates for
-    each call."""
-
-
-_lock = threading.Lock()
-_runs: dict[str, QueryRun] = {}
-"""By query id."""
-
-
-def store_newest(runs: dict[str, _T], query_id: str, run: _T) -> None:
-    """Store the newest run of a query, of QUERIES_MAX queries at most."""
-    runs.pop(query_id, None)
-    runs[query_id] = run
-    for oldest in list(runs)[:-QUERIES_MAX]:
-        runs.pop(oldest, None)
-
-
-def _run_of(query_id: str, run_id: str) -> QueryRun:
-    """Return what is kept of a run."""
-    run = _runs.get(query_id)
-    if run is None or run.run_id != run_id:
-        run = QueryRun(run_id)
-        store_newest(_runs, query_id, run)
-    return run
-
-
-# --- a second write of a batch ----------------------------------------------------------------------------------------
-
-
-@contextmanager
-def guarded_write(table_id: str, table: str, planned: PlannedBatch) -> Iterator[TableWrite]:
-    """Guard one write of a batch to a table. After a failed write the batch may be written again.
-
-    Raises:
-        OptionError: this run has written the batch to the table already, or is writing it.
-    """
-    write = TableWrite(planned.batch_id)
-    with _lock:
-        writes = {} if planned.run_id is None else _run_of(planned.query_id, planned.run_id).writes
-        former = writes.get(table_id)
-        if former is None or former.batch_id != write.batch_id:
-            former, writes[table_id] = None, write
-    if former is not None:
-        raise _second_write(table, planned, former)
-    try:
-        yield write
-    except BaseException:
-        with _lock:
-            del writes[table_id]
-        raise
-
-
-def release_write(table_id: str, planned: PlannedBatch) -> None:
-    """Let a run write a batch to a table again, because another table of it failed; what has the batch is left out."""
-    with _lock:
-        run = _runs.get(planned.query_id)
-        if run is not None and run.run_id == planned.run_id:
-            run.writes.pop(table_id, None)
-
-
-def _second_write(table: str, planned: PlannedBatch, former: TableWrite) -> OptionError:
-    version = None
-    with suppress(Exception):  # of the storage: the error is another one
-        version = former.find_version()
-    if version is None:
-        remedy = "The table has no rows of the second write in any version"
-    else:
-        groups = sorted({offset.group for offset in planned.offsets})
-        remedy = (
-            f"Version {version} of the table has the batch without the second write. To write the whole batch: "
-            "stop the query, run these commands, and start the corrected query with the same checkpoint:"
-        ) + command_line.sequence(
-            (
-                table_names.restore_command(table, version - 1),
-                *(table_names.reset_command(group, table, "--to-ledger") for group in groups),
-            )
-        )
-    return OptionError(
-        f"batch {planned.batch_id} was written to table {table} a second time in one run of its query, by two "
-        "DeltaSinks in one foreachBatch or by two calls of one. A batch is one commit of a table, because a "
-        "second write looks like a replay; nothing of the second write was committed. Use one DeltaSink whose "
-        f"transform returns all rows: lambda df: a(df).unionByName(b(df)). {remedy}",
-        table=table,
-        query_id=planned.query_id,
-        batch_id=planned.batch_id,
-        version=version,
-    )
 
 
 # --- errors that a function catches ---------------------------------------------------------------------------------

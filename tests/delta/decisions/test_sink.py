@@ -39,7 +39,7 @@ from sink_helpers import (
 )
 from sink_source import SCHEMA, offset
 
-from spark_group_source.delta import Writer, session_setting, table_names, table_writer
+from spark_group_source.delta import Writer, session_setting, table_names, table_writer, write_guard
 from spark_group_source.delta import sink as sink_module
 from spark_group_source.delta.checkpoint import parse_planned
 from spark_group_source.delta.durable_batches import is_called_by_spark
@@ -802,15 +802,15 @@ def test_another_thread_may_take_the_last_opened_log(query: Query, table: Path) 
 def test_a_sink_keeps_one_opened_log_and_few_runs(
     new_query: NewQuery, table: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sink_module, "QUERIES_MAX", 2)
+    monkeypatch.setattr(write_guard, "QUERIES_MAX", 2)
     sink = DeltaSink(table)
-    monkeypatch.setattr(sink_module, "_runs", {})
+    monkeypatch.setattr(write_guard, "_runs", {})
     for n in range(4):
         query = new_query(f"q{n}")
         sink.checkpoint = str(query.root)
         query.run(sink, 0, offset(0, one(n * 5, n * 5 + 5), stream=f"s{n}"))
     assert (len(sink._idle_logs), list(sink._runs)) == (1, ["query-q2", "query-q3"])
-    assert list(sink_module._runs) in ([], ["query-q2", "query-q3"])
+    assert list(write_guard._runs) in ([], ["query-q2", "query-q3"])
     assert rows(table) == records(0, 20)
 
 
