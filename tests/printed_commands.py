@@ -114,7 +114,7 @@ TESTED: dict[str, tuple[int, str]] = {
         f"{SINK}test_commands_for_an_expired_ledger_whose_rows_end_behind_the_batch",
     ),
     "delta/sink.py: BatchCommit._log_decision": (1, f"{SINK}test_command_that_writes_left_out_rows_again"),
-    "delta/sink.py: _batch_missing": (
+    "delta/write_guard.py: _batch_missing": (
         1,
         f"{SINK}test_command_for_a_batch_whose_error_the_users_function_caught",
     ),

@@ -13,9 +13,8 @@ What the ledger cannot see, :mod:`write_guard` refuses.
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from itertools import islice
 from types import MappingProxyType
@@ -32,7 +31,7 @@ from spark_group_source.delta import (
     table_names,
     table_writer,
 )
-from spark_group_source.delta.checkpoint import PlannedBatch, keep_state, read_planned, running_query
+from spark_group_source.delta.checkpoint import PlannedBatch, keep_state, read_planned
 from spark_group_source.delta.dead_letters import DeadLetters, LetterBox, LetterReplay
 from spark_group_source.delta.durable_batches import report
 from spark_group_source.delta.ledger_decision import SHOWN_MAX, AlreadyWritten, WriteBatch, listed
@@ -48,7 +47,7 @@ from spark_group_source.delta.table_history import (
     note_without_ledger,
 )
 from spark_group_source.delta.table_writer import TableWriter
-from spark_group_source.delta.write_guard import SinkCall, _lock, _run_of, guarded_write, release_write, store_newest
+from spark_group_source.delta.write_guard import guarded_write, refused_after_failure, release_write, store_newest
 from spark_group_source.errors import LedgerConflict, OptionError
 from spark_group_source.host import run_files
 from spark_group_source.model import OffsetRange, TopicPartition
@@ -56,8 +55,6 @@ from spark_group_source.protocol.offsets import StreamOffset
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
-
-    from spark_group_source.delta.topic_sinks import DeltaSinks
 
 log = logging.getLogger(__name__)
 
@@ -775,99 +772,3 @@ def without_ranges(df: "DataFrame", drop: Sequence[OffsetRange], table: str) -> 
         & (F.col("offset") < F.col("_drop_b"))
     )
     return df.join(F.broadcast(ranges), is_dropped, "left_anti")
-
-
-# --- errors that a function catches ---------------------------------------------------------------------------------
-
-
-@contextmanager
-def refused_after_failure(spark: "SparkSession", batch_id: int, sink: "DeltaSink | DeltaSinks") -> Iterator[SinkCall]:
-    """Refuse a batch of a run in which a sink failed to write an earlier one. If the user's function caught the error,
-    Spark takes that batch for written, and the next commit would move a ledger, or Kafka's offsets, beyond its records.
-    A sink may write the same batch again.
-
-    Returns:
-        The call, which gets the plan of the batch when it is read.
-
-    Raises:
-        LedgerConflict: an earlier batch is missing; the message has the command that settles it.
-    """
-    running, call = running_query(spark), SinkCall(sink, batch_id)
-    with _lock:
-        calls = {} if running is None else _run_of(*running).calls
-        failed = next((old for old in calls.values() if old.error is not None and old.batch_id != batch_id), None)
-        if failed is None:
-            for other in [other for other, old in calls.items() if old.batch_id != batch_id]:
-                del calls[other]
-    if failed is not None:
-        raise _batch_missing(spark, failed, batch_id)
-    try:
-        yield call
-    except BaseException as exc:
-        call.error = str(exc).partition("\n")[0] or type(exc).__name__
-        _keep_call(calls, call)
-        raise
-    _keep_call(calls, call)
-
-
-def _keep_call(calls: "dict[DeltaSink | DeltaSinks, SinkCall]", call: SinkCall) -> None:
-    sink, identity = call.sink, call.sink.identity()
-    with _lock:
-        same = (other for other in calls if type(other) is type(sink) and other.identity() == identity)
-        key = next(same, sink)
-        former = calls.get(key)
-        if former is not None and former.batch_id == call.batch_id and call.planned is None:
-            call.planned = former.planned
-        if former is None or former.error is not None or call.error is None:
-            calls[key] = call  # else the error is that of a second write
-
-
-def _batch_missing(spark: "SparkSession", failed: SinkCall, batch_id: int) -> LedgerConflict:
-    missing = _plan_of(spark, failed)
-    if missing is None:
-        return LedgerConflict(
-            f"batch {failed.batch_id} could not be written to all of its tables: {failed.error}. The function of "
-            f"foreachBatch caught that error, so Spark goes on. Batch {batch_id} was not written either, because the "
-            f"records of batch {failed.batch_id} would be missing without a sign. Its plan could not be read, and "
-            "cannot be read now (Spark keeps those of the newest batches), so it is not known where these records "
-            "start. Let errors of the sink end the query. To write these records: stop the query, and reset the group "
-            "to the ledger of each table (--to-ledger)",
-            batch_id=failed.batch_id,
-        )
-    groups = sorted({offset.group for offset in missing.offsets})
-    commands, is_new = [], False
-    for sink, part in failed.sink.tables_of(missing):
-        table, known = None, set[str]()
-        if sink is not None:
-            table, known = sink.table, set(groups)
-            with suppress(Exception):  # of the storage: the error is another one
-                known = set(sink.read_ledgers(spark, groups))
-                table = table if sink.new_writer(spark).exists() else None
-        for group in groups:
-            position = ("--to-ledger",) if group in known else part.to_start(group)
-            if group in known or part is missing or part.starts(group):
-                commands.append(table_names.reset_command(group, table, *position))
-                is_new = is_new or table is None
-    only_table = getattr(failed.sink, "table", None)  # DeltaSinks has several
-    where = "all of its tables" if only_table is None else f"table {only_table}"
-    run = "this" if len(commands) == 1 else "these commands"
-    return LedgerConflict(
-        f"batch {missing.batch_id} could not be written to {where}: {failed.error}. The function of foreachBatch "
-        f"caught that error, so Spark goes on. Batch {batch_id} was not written either, because the records of batch "
-        f"{missing.batch_id} would be missing without a sign. Let errors of the sink end the query. To write these "
-        f"records: stop the query, run {run}, and start the corrected query with "
-        f"{'a new checkpointLocation' if is_new else 'the same checkpoint'}:{command_line.sequence(commands)}",
-        table=only_table,
-        query_id=missing.query_id,
-        batch_id=missing.batch_id,
-    )
-
-
-def _plan_of(spark: "SparkSession", failed: SinkCall) -> PlannedBatch | None:
-    """Return the plan of a failed batch: without its checkpoint if that has no such batch any more, because Spark
-    keeps the newest ones (``spark.sql.streaming.minBatchesToRetain``); None if it was never read."""
-    try:
-        planned = read_planned(spark, failed.batch_id, failed.sink.checkpoint)
-    except Exception:  # noqa: BLE001 - of the storage, too: the error is another one
-        return None if failed.planned is None else replace(failed.planned, root="")
-    return failed.planned or planned

@@ -28,8 +28,9 @@ from spark_group_source.delta import persisted
 from spark_group_source.delta.checkpoint import PlannedBatch, has_state, read_planned
 from spark_group_source.delta.durable_batches import report
 from spark_group_source.delta.ledger_format import Ledger
-from spark_group_source.delta.sink import DeltaSink, refused_after_failure
+from spark_group_source.delta.sink import DeltaSink
 from spark_group_source.delta.table_names import comparable
+from spark_group_source.delta.write_guard import refused_after_failure
 from spark_group_source.errors import OptionError
 from spark_group_source.protocol.offsets import StreamOffset
 
