@@ -7,7 +7,7 @@ The ledger and its format: :mod:`ledger_format`.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from types import MappingProxyType
@@ -60,26 +60,28 @@ class Comparison:
 
 
 def compare(batch: StreamOffset, ledger: Ledger | None) -> Comparison:
-    """Compare a batch, range by range ``[from, until)``, with the next offset L in the ledger.
+    """Compare a batch, range by range ``[from, until)``, with the next offset L in the ledger. The first of these rules
+    that fits a range applies:
 
     - The batch was planned before a reset that the ledger knows: void. The ledger does not move; partitions that it
       does not know get the offset at which the batch starts, so that a reset to the ledger loses nothing.
-    - L is unknown, or from == L: the records are new.
-    - from > L, and the group had no committed offset, so that ``startingOffsets``, or a checkpoint that is older than a
-      reset, decided: refused. No consumer read [L, from).
-    - from > L otherwise: another consumer of the group read [L, from).
-    - from < L, and the batch says that the log was truncated at from after a leader epoch, and L is not from after that
-      truncation: the records are new. An unclean leader election removed the records that the table has of these
-      offsets, and other records have these offsets now. The ledger keeps the leader epoch after the truncation, by
-      which a replay, or another query, after the same truncation is compared like any other batch. So it is if all
-      that the table has was read under later epochs. If that holds from an offset on, the table has the records from
-      there on: L moves to their end, or, if the batch does not reach them, a later batch leaves them out.
+    - The batch says that the log was truncated at from after a leader epoch, and L is not from after that truncation:
+      the records are new. An unclean leader election removed the records that the table has of these offsets, and
+      other records have these offsets now. The ledger keeps the leader epoch after the truncation, by which a replay,
+      or another query, after the same truncation is compared like any other batch. So it is if all that the table has
+      was read under later epochs. If that holds from an offset on, the table has the records from there on: L moves to
+      their end, or, if the batch does not reach them, a later batch leaves them out. Offsets between L and from are
+      refused or skipped, as below.
+    - L is unknown: the records are new.
     - The batch was planned under a leader epoch before a truncation that the ledger knows: its records are below L, or
       no longer in the log. They are left out, and L stays, because other records have these offsets.
+    - from > L, and the group had no committed offset, so that ``startingOffsets``, or a checkpoint that is older than a
+      reset, decided: refused. No consumer read [L, from).
     - from < L, and the position came from a foreign commit: refused. An operator must move Kafka and the ledger
       together, or the table would hold records twice.
-    - from < L otherwise: the offsets were not committed to Kafka before a checkpoint was lost, or another query of the
-      group wrote first. [from, min(L, until)) is in the table; the rest is new.
+    - from > L: another consumer of the group read [L, from).
+    - from <= L: the offsets were not committed to Kafka before a checkpoint was lost, or another query of the group
+      wrote first. [from, min(L, until)) is in the table; the rest is new.
 
     L belongs to the topic id by which the batch was planned: the ledger keeps former topics. The resulting ledger is
     never below the given one, except where a log was truncated.
@@ -95,77 +97,97 @@ def compare(batch: StreamOffset, ledger: Ledger | None) -> Comparison:
         if batch.reset_number <= known.reset_number
         else replace(known, reset_number=batch.reset_number, void=frozenset())
     )
-    drop: list[OffsetRange] = []
-    removed: list[OffsetRange] = []
-    skipped: list[OffsetRange] = []
-    refused: list[RefusedPartition] = []
+    found = _Found([], [], [], [])
     topics: list[LedgerTopic] = []
-    for name, ranges in groupby(sorted(batch.ranges.items()), key=lambda item: item[0].topic):
-        id_ = batch.topic_ids.get(name, "")
+    for name, id_, ranges in _by_topic(batch):
         if void and id_ in known.former:
             continue
         topic = known.topic(name, id_)
         changed: dict[int, LedgerPartition] = {}
-        for tp, (start, end) in ranges:
-            rows = changed[tp.partition] = topic.partition(tp.partition)
-            recorded, rows_end = rows.offset, rows.end
-            if void:
-                rows.offset = start if recorded is None else recorded
-                continue
-            before, epoch = batch.truncated_after.get(tp, RECREATED), batch.leader_epochs.get(tp, 0)
-            has_epoch = bool(id_) and tp in batch.leader_epochs
-            later = _rows_after(rows, before, epoch)
-            new_from = later[0].start if later else None
-            is_truncated = before != RECREATED and before >= rows.epoch and (new_from is None or start < new_from)
-            if is_truncated:
-                _move_back(rows, end, before, epoch, later)
-                if new_from is not None:
-                    if new_from < end:
-                        drop.append(OffsetRange(tp, new_from, min(rows_end, end)))
-                    if rows_end < end:
-                        _add_rows(rows, rows_end, epoch if has_epoch else None)
-                    continue
-            elif has_epoch:
-                is_proven = tp not in batch.followed and tp not in batch.started
-                if recorded is None:
-                    if is_proven and start < end:
-                        rows.epoch = epoch
-                elif is_proven and rows.gone is not None and epoch <= rows.gone:
-                    if start < end:
-                        removed.append(OffsetRange(tp, start, end))
-                    continue
-            if recorded is None or start >= recorded or is_truncated:
-                if recorded is not None and start > recorded:
-                    if tp in batch.started:
-                        refused.append(RefusedPartition(tp, start, recorded))
-                        continue
-                    skipped.append(OffsetRange(tp, recorded, start))
-                rows.offset = end
-            elif tp in batch.followed:
-                refused.append(RefusedPartition(tp, start, recorded))
-                continue
-            else:
-                if start < end:
-                    drop.append(OffsetRange(tp, start, min(recorded, end)))
-                rows.offset = max(recorded, end)
-            if recorded is None or is_truncated:
-                continue
-            if rows.ahead is not None and end >= (first := rows.later[0].start):
-                if max(start, first) < min(rows.ahead, end):
-                    drop.append(OffsetRange(tp, max(start, first), min(rows.ahead, end)))
-                rows.offset, rows.ahead = max(rows.ahead, end), None
-            if max(start, rows_end) < end:
-                _add_rows(rows, max(start, rows_end), epoch if has_epoch else None)
+        for r in ranges:
+            rows = changed[r.tp.partition] = topic.partition(r.tp.partition)
+            if not void:
+                _compare_range(batch, r, rows, found)
+            elif rows.offset is None:
+                rows.offset = r.start
         topics.append(topic.with_partitions(changed))
     return Comparison(
         ledger=after.with_batch(batch, void=void).with_topics(topics),
-        drop=tuple(batch.batch() if void else drop),
-        removed=tuple(removed),
-        skipped=tuple(skipped),
-        refused=tuple(refused),
+        drop=tuple(batch.batch() if void else found.drop),
+        removed=tuple(found.removed),
+        skipped=tuple(found.skipped),
+        refused=tuple(found.refused),
         recreated=() if void else tuple(topic.name for topic in topics if not known.knows_topic(topic.name, topic.id)),
         void=void,
     )
+
+
+def _by_topic(batch: StreamOffset) -> Iterator[tuple[str, str, list[OffsetRange]]]:
+    """Yield each topic of a batch with its id and its ranges, also those without offsets."""
+    for name, ranges in groupby(sorted(batch.ranges.items()), key=lambda item: item[0].topic):
+        yield name, batch.topic_ids.get(name, ""), [OffsetRange(tp, start, end) for tp, (start, end) in ranges]
+
+
+class _Found(NamedTuple):
+    """The ranges of a :class:`Comparison`."""
+
+    drop: list[OffsetRange]
+    removed: list[OffsetRange]
+    skipped: list[OffsetRange]
+    refused: list[RefusedPartition]
+
+
+def _compare_range(batch: StreamOffset, r: OffsetRange, rows: LedgerPartition, found: _Found) -> None:
+    """Move the rows of a partition to what they are after the batch, by the rules of :func:`compare`."""
+    tp, start, end = r.tp, r.start, r.end
+    recorded, rows_end = rows.offset, rows.end
+    before, epoch = batch.truncated_after.get(tp, RECREATED), batch.leader_epochs.get(tp, 0)
+    known_epoch = epoch if batch.topic_ids.get(tp.topic) and tp in batch.leader_epochs else None
+    later = _rows_after(rows, before, epoch)
+    if before != RECREATED and before >= rows.epoch and not (later and start >= later[0].start):
+        _move_back(rows, end, before, epoch, later)
+        if later:
+            _add(found.drop, tp, later[0].start, min(rows_end, end))
+            if rows_end < end:
+                _add_rows(rows, rows_end, known_epoch)
+        elif recorded is not None and start > recorded:
+            _add_gap(batch, tp, recorded, start, found)
+        return
+    is_proven = known_epoch is not None and tp not in batch.followed and tp not in batch.started
+    if recorded is None:
+        rows.offset = end
+        if is_proven and start < end:
+            rows.epoch = epoch
+        return
+    if is_proven and rows.gone is not None and epoch <= rows.gone:
+        _add(found.removed, tp, start, end)
+        return
+    if start > recorded:
+        _add_gap(batch, tp, recorded, start, found)
+    elif start < recorded and tp in batch.followed:
+        found.refused.append(RefusedPartition(tp, start, recorded))
+    else:
+        _add(found.drop, tp, start, min(recorded, end))
+    rows.offset = max(recorded, end)
+    if rows.ahead is not None and end >= (first := rows.later[0].start):
+        _add(found.drop, tp, max(start, first), min(rows.ahead, end))
+        rows.offset, rows.ahead = max(rows.ahead, end), None
+    if max(start, rows_end) < end:
+        _add_rows(rows, max(start, rows_end), known_epoch)
+
+
+def _add(ranges: list[OffsetRange], tp: TopicPartition, start: int, end: int) -> None:
+    """Add a range that has offsets."""
+    if start < end:
+        ranges.append(OffsetRange(tp, start, end))
+
+
+def _add_gap(batch: StreamOffset, tp: TopicPartition, recorded: int, start: int, found: _Found) -> None:
+    """Add the offsets between the ledger and a batch."""
+    if tp in batch.started:
+        found.refused.append(RefusedPartition(tp, start, recorded))
+    else:
+        found.skipped.append(OffsetRange(tp, recorded, start))
 
 
 def _rows_after(rows: LedgerPartition, before: int, now: int) -> tuple[LaterRows, ...]:
@@ -235,20 +257,19 @@ def catch_up(ledger: Ledger, common: Ledger, batch: StreamOffset) -> Ledger:
         common: the group's ledger in the table that gets each batch after all others, as read before this batch.
     """
     topics = []
-    for name, ranges in groupby(sorted(batch.ranges.items()), key=lambda item: item[0].topic):
-        id_ = batch.topic_ids.get(name, "")
+    for name, id_, ranges in _by_topic(batch):
         topic, other = ledger.topic(name, id_), common.topic(name, id_)
         changed: dict[int, LedgerPartition] = {}
-        for tp, (start, _) in ranges:
-            rows = changed[tp.partition] = topic.partition(tp.partition)
-            all_rows = other.partition(tp.partition)
+        for r in ranges:
+            rows = changed[r.tp.partition] = topic.partition(r.tp.partition)
+            all_rows = other.partition(r.tp.partition)
             truncated, all_have = RECREATED if all_rows.gone is None else all_rows.gone, all_rows.offset or 0
             if truncated > max(RECREATED if rows.gone is None else rows.gone, rows.epoch - 1):
                 to, epoch = None if rows.offset is None else min(rows.offset, all_have), all_rows.epoch
                 now = max([epoch, *(each.epoch for each in all_rows.later)])
                 _move_back(rows, to, truncated, epoch, _rows_after(rows, truncated, now))
             if rows.offset is not None:
-                rows.offset = max(rows.offset, min(start, all_have))
+                rows.offset = max(rows.offset, min(r.start, all_have))
         if ledger.knows_topic(name, id_):
             topics.append(topic.with_partitions(changed))
     return ledger.with_topics(topics)

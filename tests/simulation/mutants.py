@@ -436,8 +436,8 @@ MUTANTS = [
     Mutant(
         "writes-rows-twice",
         "delta/ledger_decision.py",
-        "                drop.append(OffsetRange(tp, start, min(recorded, end)))",
-        "                pass",
+        "        _add(found.drop, tp, start, min(recorded, end))",
+        "        pass",
         "rows that the table has are dropped",
     ),
     Mutant(
