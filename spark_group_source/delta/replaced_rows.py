@@ -150,38 +150,68 @@ def _find_ledger_of_rows(
         return replacement
     if replacement.concurrent_batch is not None:
         raise _batch_behind_restore(history.table, group, replacement)
-    starts: dict[TopicPartition, int] = {}
-    lowest: dict[TopicPartition, int] = {}
-    oldest_read, first_number, next_ledger = replacement.version, 0, None
-    set_at = -1  # the version whose rows the oldest of these ledgers fits, if an operator set it
-    for commit in history.at(replacement.version - 1).commits(after=replacement.restored_to):  # newest first
-        oldest_read = commit.version
-        if commit.unsettles_ledger:
-            next_ledger = None  # it was set to what fitted the rows
-        if (entry := commit.ledger_entry(group)) is not None:
-            new = first_offsets(entry["ledger"])
-            starts = new | starts  # an older one is of a former topic of that name
-            first_number = entry["ledger"]["number"]
-            set_at = commit.read if any(new.values()) and "reason" in entry else -1  # one at 0 counts no rows
-            ledger = Ledger.from_json(group, entry["ledger"], table=history.table, table_version=commit.version)
-            lowest |= _moved_back(ledger, next_ledger, lowest)
-            next_ledger = ledger
-    if oldest_read > replacement.restored_to + 1:
+    undone = _undone_by(history, group, replacement.version, replacement.restored_to)
+    if undone is None:
         return replacement
-    if first_number == 1 and replacement.restored_to < set_at:
-        return replacement  # an operator's first ledger counts rows that no commit of the group wrote
+    then = history.at(replacement.restored_to)
     try:
-        is_before_first = first_number == 1  # then the log need not reach back further
-        restored = None if is_before_first else _find_ledger_of_rows(history.at(replacement.restored_to), group)
+        # If all of the group's commits are undone, the log need not reach back further.
+        restored = Ledger(group=group) if undone.is_all else _find_ledger_of_rows(then, group) or Ledger(group=group)
     except LedgerExpired:
         return replacement
     if isinstance(restored, Replacement):
         return restored
-    restored = restored or Ledger(group=group)
-    lowest |= _moved_back(restored, next_ledger, lowest)
+    lowest = undone.lowest | _moved_back(restored, undone.oldest, undone.lowest)
     moved = {tp: lowest[tp] for tp, n in restored.offsets.items() if n > lowest.get(tp, n)}
-    if moved and not _has_rows_above(moved, history.at(replacement.restored_to), group):
+    if moved and not _has_rows_above(moved, then, group):
         return replacement
+    return _with_rows_of(restored, newest, undone.starts).at_version(history.version)
+
+
+class _Undone(NamedTuple):
+    """The commits of a group that a ``RESTORE`` undid."""
+
+    starts: dict[TopicPartition, int]
+    """Where the rows start of each partition that was new in one of them."""
+    lowest: dict[TopicPartition, int]
+    """The lowest offset of each partition that moved back between two of them."""
+    oldest: Ledger | None
+    """The ledger of the oldest one; None if there is none, or if rows were replaced before it: it was set to these."""
+    is_all: bool
+    """Whether the group's first commit is among them."""
+
+
+def _undone_by(history: TableHistory, group: str, restore: int, restored_to: int) -> _Undone | None:
+    """Return the commits of a group that a ``RESTORE`` undid; None if the log lacks one, or the oldest is the group's
+    first, by which an operator counted rows that the restored version lacks and that no commit of the group wrote."""
+    starts: dict[TopicPartition, int] = {}
+    lowest: dict[TopicPartition, int] = {}
+    oldest_read, oldest, is_all = restore, None, False
+    operator_read = -1  # the version whose rows the oldest ledger fits, if an operator set it
+    for commit in history.at(restore - 1).commits(after=restored_to):  # newest first
+        oldest_read = commit.version
+        if commit.unsettles_ledger:
+            oldest = None
+        if (entry := commit.ledger_entry(group)) is not None:
+            ledger = Ledger.from_json(group, entry["ledger"], table=history.table, table_version=commit.version)
+            new = first_offsets(entry["ledger"])
+            starts = new | starts  # an older one is of a former topic of that name
+            is_all = ledger.number == 1
+            operator_read = commit.read if "reason" in entry and any(new.values()) else -1  # one at 0 counts no rows
+            lowest |= _moved_back(ledger, oldest, lowest)
+            oldest = ledger
+    if oldest_read > restored_to + 1 or (is_all and restored_to < operator_read):
+        return None
+    return _Undone(starts, lowest, oldest, is_all)
+
+
+def _with_rows_of(restored: Ledger, newest: Ledger, starts: Mapping[TopicPartition, int]) -> Ledger:
+    """Return the newest ledger with the offsets of a restored version.
+
+    Args:
+        restored: the ledger of the restored version.
+        starts: where the rows start of partitions that are new since then.
+    """
     same_topics = {
         name: topic.id
         for name, topic in restored.topics.items()
@@ -191,8 +221,7 @@ def _find_ledger_of_rows(
         tp: n for tp, n in restored.offsets.items() if tp.topic in same_topics
     }
     recreated = {topic.id: topic for name, topic in restored.topics.items() if name not in same_topics}
-    ledger = replace(newest, former={**restored.former, **recreated}, table_version=history.version)
-    ledger = ledger.with_offsets(offsets, same_topics)
+    ledger = replace(newest, former={**restored.former, **recreated}).with_offsets(offsets, same_topics)
     known = {name: restored.topics[name] for name in same_topics}  # the rows behind the ledger are there again
     topics = [ledger.topics[name]._replace(ahead=of.ahead, later=of.later) for name, of in known.items()]
     return ledger.with_topics(topics, present=True)
@@ -222,14 +251,13 @@ def _has_rows_above(offsets: Mapping[TopicPartition, int], history: TableHistory
     and the ledger never was there."""
     set_to: dict[TopicPartition, int] = {}  # by the next commit of the group, if it is an operator's
     for commit in history.commits():
-        if (entry := commit.ledger_entry(group)) is not None:
-            ledger = Ledger.from_json(group, entry["ledger"], table=history.table, table_version=commit.version)
+        if (ledger := commit.ledger(group, history.table)) is not None:
             at = {tp: ledger.offsets.get(tp, 0) for tp in offsets}
             if any(n < set_to.get(tp, n) for tp, n in at.items()):
                 return False
             if all(n <= offsets[tp] for tp, n in at.items()):
                 return True
-            set_to = at if "reason" in entry else {}
+            set_to = at if "reason" in (commit.ledger_entry(group) or ()) else {}
             if ledger.number == 1:
                 return min(offsets.values()) >= 0 and not set_to
         elif commit.unsettles_ledger or (commit.operation in REMOVING and not commit.entries):

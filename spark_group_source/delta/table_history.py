@@ -170,6 +170,13 @@ class Commit(NamedTuple):
         """Return the entry of a group, with its ``ledger``; None if the commit has none."""
         return next((entry for entry in self.entries if entry["group"] == group), None)
 
+    def ledger(self, group: str, table: str) -> Ledger | None:
+        """Return the ledger of a group; None if the commit has none. Raises as :meth:`Ledger.from_json`."""
+        entry = self.ledger_entry(group)
+        if entry is None:
+            return None
+        return Ledger.from_json(group, entry["ledger"], table=table, table_version=self.version)
+
 
 class LedgerExpired(Exception):
     """The group wrote to the table, and the table's log does not reach back to the group's newest commit, or to the
@@ -265,8 +272,8 @@ class TableHistory:
         oldest_read = self.version + 1
         for commit in self.commits(after=after):
             oldest_read = commit.version
-            if (entry := commit.ledger_entry(group)) is not None:
-                return Ledger.from_json(group, entry["ledger"], table=self.table, table_version=commit.version)
+            if (found := commit.ledger(group, self.table)) is not None:
+                return found
         if oldest_read > after + 1:
             raise LedgerExpired(group)
         return known

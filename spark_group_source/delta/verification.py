@@ -144,14 +144,13 @@ def _check_history(table: str, group: str, commits: Iterable[Commit], again: set
     """
     before: Ledger | None = None
     for commit in commits:
-        entry = commit.ledger_entry(group)
-        if entry is None:
-            continue
         try:
-            ledger = Ledger.from_json(group, entry["ledger"], table=table, table_version=commit.version)
+            ledger = commit.ledger(group, table)
         except LedgerConflict as exc:
             yield Finding("ledger", f"a ledger of group {group} cannot be read: {exc}", commit.version)
             before = None
+            continue
+        if ledger is None:
             continue
         if before is not None:
             if ledger.number <= before.number:
