@@ -11,7 +11,8 @@ moved or renamed has its log with it, and so its ledgers.
 """
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
@@ -51,10 +52,18 @@ def read_ledger(
         LedgerConflict: the ledger is damaged, a newer release wrote it, it expired with the table's log, or which
             ledger fits the rows is unknown.
     """
+    with _opened(spark, table, group, topics) as writer:
+        return (ledger_to_reset if to_reset else ledger_of_rows)(writer.history(), group)
+
+
+@contextmanager
+def _opened(
+    spark: "SparkSession", table: str, group: str, topics: Collection[str] | None
+) -> Iterator[table_writer.TableWriter]:
+    """Open a table that must exist, and report where the ledger of the group has expired."""
     writer = table_writer.open_existing(spark, table)
     try:
-        history = writer.history()
-        return ledger_to_reset(history, group) if to_reset else ledger_of_rows(history, group)
+        yield writer
     except LedgerExpired as exc:
         raise LedgerDamaged(
             f"the last commit of group {group!r} in table {table} is older than the table's log "
@@ -85,36 +94,28 @@ def counted_ledger(spark: "SparkSession", table: str, group: str, topics: Collec
     Raises:
         OptionError, LedgerConflict: as :func:`require_ledger`.
     """
-    newest = require_ledger(spark, table, group, to_reset=True, topics=topics)
-    writer = table_writer.open_existing(spark, table)
-    history = writer.history()
-    try:
-        fitting = ledger_of_rows(history, group) or newest
-        ends = {
-            tp: n for tp, n in fitting.offsets.items() if newest.topics[tp.topic].is_same(fitting.topics[tp.topic].id)
-        }
-    except RowsReplaced:  # rows of a former topic, or of another group, cannot be distinguished
-        former = {topic.name for topic in newest.former.values()}
-        others = {name for other, topics in history.topics().items() if other != group for name in topics}
-        found = writer.row_ends() or {}
-        ends = {tp: n for tp, n in found.items() if tp in newest.offsets and tp.topic not in former | others}
-    newest = history.ledger(group) or newest
+    with _opened(spark, table, group, topics) as writer:
+        history = writer.history()
+        newest = _require(history.ledger(group), table, group)
+        try:
+            ends = (ledger_of_rows(history, group) or newest).offsets
+        except RowsReplaced:  # rows of a former topic, or of another group, cannot be distinguished
+            former = {topic.name for topic in newest.former.values()}
+            others = {name for other, topics in history.topics().items() if other != group for name in topics}
+            found = writer.row_ends() or {}
+            ends = {tp: n for tp, n in found.items() if tp in newest.offsets and tp.topic not in former | others}
     return newest.with_offsets({tp: n for tp, n in ends.items() if n > newest.offsets.get(tp, 0)})
 
 
-def require_ledger(
-    spark: "SparkSession", table: str, group: str, *, to_reset: bool = False, topics: Collection[str] | None = None
-) -> Ledger:
-    """Read the ledger of one group, like :func:`read_ledger`.
+def require_ledger(spark: "SparkSession", table: str, group: str, *, topics: Collection[str]) -> Ledger:
+    """Read the ledger of one group as :func:`read_ledger`. Raises OptionError also if the group never wrote."""
+    return _require(read_ledger(spark, table, group, topics=topics), table, group)
 
-    Raises:
-        OptionError: the group never wrote to the table; and as :func:`read_ledger`.
-        LedgerConflict: as :func:`read_ledger`.
-    """
-    found = read_ledger(spark, table, group, to_reset=to_reset, topics=topics)
-    if found is None:
+
+def _require(ledger: Ledger | None, table: str, group: str) -> Ledger:
+    if ledger is None:
         raise OptionError(f"group {group!r} never wrote to table {table}, so the table has no ledger of it")
-    return found
+    return ledger
 
 
 def ledger_to_reset(history: TableHistory, group: str) -> Ledger | None:
@@ -219,8 +220,7 @@ def _refuse_replacement_since(history: TableHistory, since: int) -> None:
 def _replaced_ledger(writer: table_writer.TableWriter, history: TableHistory, group: str) -> Ledger:
     """Return the ledger that is about to be replaced; if it cannot be read, an empty one with its number."""
     try:
-        newest = history.ledger(group)
-        return Ledger(group=group) if newest is None else ledger_to_reset(history, group) or newest
+        return ledger_to_reset(history, group) or Ledger(group=group)
     except LedgerDamaged as exc:
         log.warning("group %s: the ledger in table %s is replaced: %s", group, writer.table, exc)
     except LedgerExpired:
