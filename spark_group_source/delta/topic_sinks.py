@@ -148,7 +148,7 @@ class DeltaSinks:
         self.checkpoint = checkpoint.rstrip("/") if checkpoint else None
         self._state: tuple[tuple[str, str | None], bool] | None = None
         """A query and its run, and whether the query is stateful; None until that is known."""
-        self._by_name: dict[str, DeltaSink] = {}
+        self._by_name: dict[str | None, DeltaSink] = {}
         """By topic, or by key."""
         self._by_table: dict[str, DeltaSink] = {}
         for sink in [*sinks.values()] if isinstance(sinks, dict) else ():
@@ -224,22 +224,41 @@ class DeltaSinks:
     ) -> "Iterator[tuple[Sequence[TablePart], Sequence[DataFrame]]]":
         """Return the tables of the batch and the rows of each."""
         if self.by is None:
-            parts = self._parts_by_topic(df, planned)
+            require_topics(df)
+            topics = sorted({r.tp.topic for offset in planned.offsets for r in offset.batch()})
+            parts = self._parts(df.sparkSession, planned, topics)
             persist = any(part.sink.persist for part in parts)
-            topics = {tuple(str(topic) for topic in part.keys): part.ranges for part in parts}
+            tasks_of = {part.planned.topics: part.ranges for part in parts}
             is_stateful = len(parts) < 2 and self._has_state(df.sparkSession, planned)
-            with rows_by_topics(df, topics, persist=persist, is_stateful=is_stateful) as rows:
+            with rows_by_topics(df, tasks_of, persist=persist, is_stateful=is_stateful) as rows:
                 yield parts, rows
             return
+        others = [] if self.others is None else [OTHERS]
         with rows_with_key(df, self.by) as keyed:
             if isinstance(self._given, dict):
                 counts = count_known_keys(keyed, self._given.keys(), has_others=self.others is not None)
-                parts = self._parts_by_key(planned)
+                parts = self._parts(df.sparkSession, planned, [*self._given, *others])
             else:
                 counts = count_keys(keyed)
-                parts = self._parts_by_function(df.sparkSession, planned, counts)
+                keys = sorted(key for key in counts if key is not OTHERS)
+                parts = self._parts(df.sparkSession, planned, [*keys, *others])
             tasks = max(part.ranges for part in parts)
             yield parts, divide_by_key(df, keyed, counts, [part.keys for part in parts], tasks=tasks)
+
+    def _parts(self, spark: "SparkSession", planned: PlannedBatch, names: Iterable[str | None]) -> list[TablePart]:
+        """Return the tables of these topics or keys; that of others is the last one where a function names them."""
+        found: dict[DeltaSink, list[str | None]] = {}
+        for name in names:
+            found.setdefault(self._sink_of(name), []).append(name)
+        if self.by is None:
+            return [TablePart(sink, tuple(some), planned.of_topics([*map(str, some)])) for sink, some in found.items()]
+        common: Mapping[str, Ledger] = {}
+        if self._is_by_function and self.others is not None:
+            common = self.others.read_ledgers(spark, {offset.group: None for offset in planned.offsets})
+            found[self.others] = found.pop(self.others)
+        return [
+            TablePart(sink, tuple(some), planned, {} if sink is self.others else common) for sink, some in found.items()
+        ]
 
     def _has_state(self, spark: "SparkSession", planned: PlannedBatch) -> bool:
         """Return whether the query is stateful. The first batch of a query may not have stored its state yet."""
@@ -248,47 +267,13 @@ class DeltaSinks:
             self._state = run, has_state(spark, planned.root)
         return self._state[1]
 
-    def _parts_by_key(self, planned: PlannedBatch) -> list[TablePart]:
-        """Return all tables."""
-        assert isinstance(self._given, dict)
-        others = [] if self.others is None else [(OTHERS, self.others)]
-        keys: dict[DeltaSink, list[str | None]] = {}
-        for key, sink in [*self._given.items(), *others]:
-            keys.setdefault(self._by_table[comparable(sink.table)], []).append(key)
-        return [TablePart(sink, tuple(some), planned) for sink, some in keys.items()]
-
-    def _parts_by_function(
-        self, spark: "SparkSession", planned: PlannedBatch, keys: Iterable[str | None]
-    ) -> list[TablePart]:
-        """Return the tables for which the batch has rows, and others as the last one."""
-        assert self.others is not None
-        groups = {offset.group: None for offset in planned.offsets}
-        common = self.others.read_ledgers(spark, groups)
-        found: dict[DeltaSink, list[str]] = {}
-        for key in sorted(key for key in keys if key is not OTHERS):
-            if (sink := self._sink_of(key)) is not self.others:
-                found.setdefault(sink, []).append(key)
-        named = [TablePart(sink, tuple(some), planned, common) for sink, some in found.items()]
-        return [*named, TablePart(self.others, (OTHERS,), planned)]
-
-    def _parts_by_topic(self, df: "DataFrame", planned: PlannedBatch) -> list[TablePart]:
-        """Return the tables for which the batch has records."""
-        types = [field.dataType.simpleString() for field in df.schema.fields if field.name == "topic"]
-        if types != ["string"]:
-            raise OptionError(
-                f"the rows have {len(types)} columns topic of type {types}, and DeltaSinks needs one of type string. "
-                "Select and rename columns in DeltaSink(..., transform=...), not before writeStream"
-            )
-        topics: dict[DeltaSink, list[str]] = {}
-        for topic in sorted({r.tp.topic for offset in planned.offsets for r in offset.batch()}):
-            topics.setdefault(self._sink_of(topic), []).append(topic)
-        return [TablePart(sink, tuple(some), planned.of_topics(some)) for sink, some in topics.items()]
-
-    def _sink_of(self, name: str) -> DeltaSink:
-        """Return the sink of a topic or key."""
+    def _sink_of(self, name: str | None) -> DeltaSink:
+        """Return the sink of a topic or key, or of OTHERS."""
         what = "topic" if self.by is None else "key"
         if name not in self._by_name:
-            sink = self._given(name) if callable(self._given) else self._given.get(name)
+            sink = None
+            if name is not OTHERS:
+                sink = self._given(name) if callable(self._given) else self._given.get(name)
             sink = self.others if sink is None else sink
             if not isinstance(sink, DeltaSink):
                 raise OptionError(
@@ -368,6 +353,16 @@ class _Value:
 
 
 # --- the rows of each table -------------------------------------------------------------------------------------------
+
+
+def require_topics(rows: "DataFrame") -> None:
+    """Raise OptionError for rows without the column by which they are divided."""
+    types = [field.dataType.simpleString() for field in rows.schema.fields if field.name == "topic"]
+    if types != ["string"]:
+        raise OptionError(
+            f"the rows have {len(types)} columns topic of type {types}, and DeltaSinks needs one of type string. "
+            "Select and rename columns in DeltaSink(..., transform=...), not before writeStream"
+        )
 
 
 @contextmanager
