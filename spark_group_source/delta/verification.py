@@ -112,10 +112,15 @@ def verify(spark: "SparkSession", table: str, *, rows_per_record: int = 1) -> Ve
             ledgers[group] = ledger
     found = _read_log(history, commits)
     row_findings, notes, row_count, own_count = _check_rows(spark, history, ledgers, again, found, rows_per_record)
-    count_findings, count_notes = _check_row_count(history, commits, found, own_count)
-    return Verification(
-        findings + row_findings + count_findings, groups, len(commits), row_count, notes + count_notes, ledgers
-    )
+    findings += row_findings
+    if why := _not_counted(history, commits, found):
+        notes.append(f"the number of rows is not compared: {why}")
+    elif own_count != found.added:
+        kind, what = ("missing", "are missing") if own_count < found.added else ("doubled", "were never written")
+        difference = f"{abs(found.added - own_count):,} {what}"
+        text = f"{found.added:,} rows were written and the table has {own_count:,}: {difference}"
+        findings.append(Finding(kind, text))
+    return Verification(findings, groups, len(commits), row_count, notes, ledgers)
 
 
 def _check_ledger(history: TableHistory, group: str) -> tuple[list[Finding], Ledger | None]:
@@ -213,17 +218,21 @@ def _check_rows(
     found: _Rows,
     rows_per_record: int,
 ) -> tuple[list[Finding], list[str], int, int]:
-    """Find records with too many rows or that no ledger counts.
-
-    Returns:
-        The findings; notes; the number of rows; the number of rows that groups wrote.
-    """
+    """Find records with too many rows or that no ledger counts. Returns the findings, notes, the number of rows and
+    the number of rows that groups wrote."""
     from pyspark.sql import functions as F
 
-    rows = table_names.read(spark, history.table, version=history.version)  # a query may write meanwhile
-    own, notes = rows, []
-    row_count = rows.count()
-    own_count = row_count
+    findings: list[Finding] = []
+    notes: list[str] = []
+
+    def add(kind: str, text: str, more: str = "") -> None:
+        if found.foreign_versions and not found.foreign:
+            notes.append(f"{text}; other writers added rows (versions {listed(found.foreign_versions)})")
+        else:
+            findings.append(Finding(kind, text + more))
+
+    own = rows = table_names.read(spark, history.table, version=history.version)  # a query may write meanwhile
+    own_count = row_count = rows.count()
     if found.foreign:
         own = rows.where(~F.col("_metadata.file_name").isin(sorted(found.foreign)))
         own_count = own.count()
@@ -235,12 +244,8 @@ def _check_rows(
     types = dict(rows.dtypes)
     if not table_names.RECORD_COLUMNS.items() <= types.items():
         lacking = ", ".join(sorted(table_names.RECORD_COLUMNS.keys() - types.keys())) or "of the source's types"
-        return (
-            [],
-            [*notes, f"doubled records are not searched: the table has no columns {lacking}"],
-            row_count,
-            own_count,
-        )
+        notes.append(f"doubled records are not searched: the table has no columns {lacking}")
+        return findings, notes, row_count, own_count
     records = own.groupBy("topic", "partition", "offset").agg(F.count("*").alias("n"))
     partitions: list[Any] = (
         records.groupBy("topic", "partition", "n", F.col("offset").isNull().alias("is_none"))
@@ -249,7 +254,6 @@ def _check_rows(
         .orderBy("topic", "partition", "n")
         .collect()
     )
-    findings: list[Finding] = []
     unknown: Counter[str] = Counter()
     highest: dict[TopicPartition, int] = {}
     counts: dict[TopicPartition, dict[int, int]] = {}
@@ -270,20 +274,14 @@ def _check_rows(
         text = f"{sum(by_number.values()):,} records of {tp} have up to {max(by_number)} rows, and may have {expected}"
         if tp in again:
             notes.append(f"{text}; a reset or a truncated log moved it back, so they were read again")
-        elif found.foreign_versions and not found.foreign:
-            notes.append(f"{text}; other writers added rows (versions {listed(found.foreign_versions)})")
         else:
-            text += " for each group" if len(ledgers) > 1 else ""
-            findings.append(Finding("doubled", f"{text}. If a transform writes several, state it: --rows-per-record"))
+            of_each = " for each group" if len(ledgers) > 1 else ""
+            add("doubled", text, f"{of_each}. If a transform writes several, state it: --rows-per-record")
     for tp, last in highest.items():
         counted = max((ledger.offsets[tp] for ledger in ledgers.values() if tp in ledger.offsets), default=None)
         if counted is None or last < counted or tp in again or _generations(tp, ledgers, former=True):
             continue
-        text = f"{tp} has rows up to offset {last}, but the next offset in its ledger is {counted}"
-        if found.foreign_versions and not found.foreign:
-            notes.append(f"{text}; other writers added rows (versions {listed(found.foreign_versions)})")
-        else:
-            findings.append(Finding("behind", text))
+        add("behind", f"{tp} has rows up to offset {last}, but the next offset in its ledger is {counted}")
     if without_offset:
         notes.append(f"{without_offset:,} rows without an offset are not compared: they are of no Kafka record")
     if unknown:
@@ -294,11 +292,8 @@ def _check_rows(
 
 
 def _generations(tp: TopicPartition, ledgers: Mapping[str, Ledger], *, former: bool = False) -> int:
-    """Return how often a partition may have been read: by each group, under each id that its topic had.
-
-    Args:
-        former: count former ids only.
-    """
+    """Return how often a partition may have been read: by each group, under each id that its topic had, or each former
+    one."""
     return sum(
         (not former and tp in ledger.offsets)
         + sum(topic.name == tp.topic and tp.partition in topic.offsets for topic in ledger.former.values())
@@ -306,21 +301,12 @@ def _generations(tp: TopicPartition, ledgers: Mapping[str, Ledger], *, former: b
     )
 
 
-def _check_row_count(
-    history: TableHistory, commits: list[Commit], found: _Rows, own_count: int
-) -> tuple[list[Finding], list[str]]:
-    """Compare the number of rows of the groups with the number that their commits added."""
-    not_compared = "the number of rows is not compared"
+def _not_counted(history: TableHistory, commits: list[Commit], found: _Rows) -> str:
+    """Return why the log does not show how many rows the groups have; empty if it does."""
     if not isinstance(history.source, LogFiles):
-        return [], [f"{not_compared}: the files of the table's log cannot be read from here"]
+        return "the files of the table's log cannot be read from here"
     if not found.are_counted:
-        return [], [f"{not_compared}: the log has files without statistics"]
-    if found.removing or commits[0].version > 0:
-        operations = ", ".join(sorted(found.removing))
-        why = f"the log has {operations}" if found.removing else "the log does not reach back to version 0"
-        return [], [f"{not_compared}: {why}"]
-    if own_count == found.added:
-        return [], []
-    kind, what = ("missing", "are missing") if own_count < found.added else ("doubled", "were never written")
-    text = f"{found.added:,} rows were written and the table has {own_count:,}: {abs(found.added - own_count):,} {what}"
-    return [Finding(kind, text)], []
+        return "the log has files without statistics"
+    if found.removing:
+        return f"the log has {', '.join(sorted(found.removing))}"
+    return "the log does not reach back to version 0" if commits[0].version > 0 else ""
