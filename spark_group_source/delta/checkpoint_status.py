@@ -172,11 +172,7 @@ class _StatusReporter:
 
 
 def last_status(status: StatusFiles, group: str) -> dict[str, Any]:
-    """Return what the newest run of a query reported.
-
-    Raises:
-        GroupError: no run reported to this checkpoint.
-    """
+    """Return what the newest run of a query reported. Raises GroupError if none reported to this checkpoint."""
     doc = status.read(group, "run")
     if doc is None:
         raise GroupError(

@@ -212,11 +212,7 @@ class DeadLetters:
         return own
 
     def table_rows(self, rows: "DataFrame") -> "DataFrame":
-        """Return the rows without the column of errors.
-
-        Raises:
-            OptionError: they have none.
-        """
+        """Return the rows without the column of errors. Raises OptionError if they have none."""
         if self.error is not None and self.error not in rows.columns:
             raise OptionError(
                 f"error is {self.error!r}, but the sink's transform returns the columns {', '.join(rows.columns)}"
@@ -346,11 +342,7 @@ class LetterBox:
         return _without_records(good, found) if found else good
 
     def _require_few(self, counted: int, bad: int, found: "Mapping[Record, Rule]") -> None:
-        """Require that few of the counted rows are bad.
-
-        Raises:
-            BadRecords: too many are bad.
-        """
+        """Raise BadRecords if too many of the counted rows are bad."""
         letters, table = self.letters, self.table.table
         if counted >= letters.min_rows and bad > letters.max_fraction * counted:
             raise BadRecords(
@@ -747,11 +739,7 @@ class LetterReplay:
 
     def _write(self, all_letters: "DataFrame", number: int, done: Ledger) -> int:
         """Commit the rows of the records that have this number, unless another process has. They are read and
-        transformed again, because the update of the dead-letter table has changed them.
-
-        Args:
-            done: the number of the last replay before this run.
-        """
+        transformed again, because the update of the dead-letter table has changed them."""
         from pyspark.sql import functions as F
 
         letters = all_letters.where(F.col("replay") == number)

@@ -206,12 +206,8 @@ def _undone_by(history: TableHistory, group: str, restore: int, restored_to: int
 
 
 def _with_rows_of(restored: Ledger, newest: Ledger, starts: Mapping[TopicPartition, int]) -> Ledger:
-    """Return the newest ledger with the offsets of a restored version.
-
-    Args:
-        restored: the ledger of the restored version.
-        starts: where the rows start of partitions that are new since then.
-    """
+    """Return the newest ledger with the offsets of a restored version, and where the rows start of partitions that are
+    new since then."""
     same_topics = {
         name: topic.id
         for name, topic in restored.topics.items()

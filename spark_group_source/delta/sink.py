@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from itertools import islice
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from spark_group_source import command_line, compatibility
 from spark_group_source.delta import (
@@ -131,7 +131,8 @@ class DeltaSink:
         merge: Merge | None = None,
         optimize_every: int = 0,
     ) -> None:
-        table_writer.check_writer(writer)
+        if writer not in get_args(Writer):
+            raise OptionError(f"writer is {writer!r}; it must be one of {', '.join(get_args(Writer))}", writer=writer)
         if optimize_every < 0:
             raise OptionError(f"optimize_every is {optimize_every}; it must be 0 or more")
         self.table = table_names.canonical(table)
@@ -312,11 +313,7 @@ class DeltaSink:
         return table
 
     def new_writer(self, spark: "SparkSession", opened: LogFiles | None = None) -> TableWriter:
-        """Return what reads and writes the table; nothing is opened before it is used.
-
-        Args:
-            opened: the table's log, if it is open already.
-        """
+        """Return what reads and writes the table, with its log if that is open. Nothing is opened before it is used."""
         return TableWriter(
             spark,
             self.table,
@@ -375,10 +372,7 @@ class BatchCommit:
         longer has it."""
 
     def attempt(self) -> tuple[StreamOffset, ...]:
-        """Decide about the batch and commit it once.
-
-        Returns:
-            The offsets whose rows the table has now.
+        """Decide about the batch and commit it once, and return the offsets whose rows the table has now.
 
         Raises:
             CommitRace: another writer committed first; the next attempt decides again.
@@ -402,10 +396,7 @@ class BatchCommit:
 
     def decide(self, history: TableHistory) -> tuple[dict[str, Ledger | None], AlreadyWritten | WriteBatch]:
         """Return the ledgers of the batch's groups in this version of the table, and what is done with the batch.
-
-        Raises:
-            LedgerConflict: nothing may be written.
-        """
+        Raises LedgerConflict if nothing may be written."""
         planned = self.planned
         ledgers = {group: self._read_ledger(history, group) for group in {o.group: None for o in planned.offsets}}
         return ledgers, ledger_decision.decide(
@@ -457,11 +448,8 @@ class BatchCommit:
         return number is not None and number >= self.planned.batch_id
 
     def _read_ledger(self, history: TableHistory, group: str) -> Ledger | None:
-        """Read the ledger of a group; None if the group never wrote to the table.
-
-        Raises:
-            LedgerConflict: rows that the ledger counts were replaced, or the ledger cannot be determined.
-        """
+        """Read the ledger of a group; None if the group never wrote to the table. Raises LedgerConflict if rows that it
+        counts were replaced, or it cannot be determined."""
         known = self._known.get(group)
         try:
             ledger = history.ledger(group, known)
@@ -480,12 +468,8 @@ class BatchCommit:
         return ledger
 
     def _check_new_group(self, history: TableHistory, group: str) -> None:
-        """Check the first batch of a group: the table has no ledger of it, or one that :meth:`_new_ledger` started and
-        no batch followed.
-
-        Raises:
-            LedgerConflict: rows could be written twice.
-        """
+        """Raise LedgerConflict if rows of a group's first batch could be written twice: the table has no ledger of the
+        group, or one that :meth:`_new_ledger` started and no batch followed."""
 
         def ways() -> dict[str, str]:
             return self._ways_to_continue(group, self.table.row_ends(self.planned.starts(group)))
@@ -500,14 +484,11 @@ class BatchCommit:
         )
 
     def _check_new_partitions(self, history: TableHistory, ledger: Ledger) -> None:
-        """Check partitions that the ledger does not know: it may have begun anew after an older one expired, with the
-        partitions of one batch, so other partitions may have rows that no ledger counts.
+        """Raise LedgerConflict if rows of partitions that the ledger does not know would be written twice: it may have
+        begun anew after an older one expired, with the partitions of one batch, so others may have uncounted rows.
 
         Not those of a topic of which a former one had the name: its rows cannot be distinguished. Nor those of a batch
         that was planned before a reset, of which no row is written.
-
-        Raises:
-            LedgerConflict: rows would be written twice.
         """
         former = {topic.name for topic in ledger.former.values()}
         new = {}
@@ -531,17 +512,13 @@ class BatchCommit:
         why: str,
         counted: Mapping[TopicPartition, int] = MappingProxyType({}),
     ) -> None:
-        """Refuse a batch if the table has rows at or behind the start of a partition that its ledger does not know, and
-        the table's log does not reach back to its creation.
+        """Raise LedgerConflict if the table, whose log does not reach back to its creation, has rows at or behind the
+        starts of partitions that the ledger does not know.
 
         Args:
-            starts: where the ranges of these partitions start.
             found: what the table has of the ledger.
             why: where the rows may come from.
             counted: the next offset of each partition that the ledger knows.
-
-        Raises:
-            LedgerConflict: rows would be written twice.
         """
         ends = self.table.row_ends(starts)
         behind = sorted((tp, end) for tp, end in (ends or {}).items() if end > starts[tp])

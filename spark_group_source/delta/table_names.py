@@ -81,11 +81,7 @@ def is_path(table: str) -> bool:
 
 
 def require_separate_folders(table: str, checkpoint: str) -> None:
-    """Require that a table and a query's checkpoint have different folders: Delta finds no table among other files.
-
-    Raises:
-        OptionError: they are one folder.
-    """
+    """Raise OptionError if a table and a query's checkpoint are one folder: Delta finds no table among other files."""
     if is_path(table) and _absolute(table) == _absolute(checkpoint):
         raise OptionError(
             f"the table and the query's checkpoint are one folder, {table}, in which Delta cannot create a table. Set "
@@ -102,7 +98,7 @@ def _absolute(path: str) -> str:
 def qualified(spark: "SparkSession", table: str) -> str:
     """Return a relative path as Hadoop completes it (on a local file system, with the driver's working directory),
     because SQL takes only absolute paths. Other tables, and all tables on Spark Connect, are returned unchanged."""
-    is_absolute = table.startswith("/") or re.match(r"[a-zA-Z][\w+.-]*:", table) is not None
+    is_absolute = table.startswith("/") or re.match(_SCHEME, table) is not None
     return table if not is_path(table) or is_absolute else location(spark, table) or table
 
 

@@ -22,7 +22,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
 from pyspark.errors import PySparkException
@@ -497,11 +497,7 @@ class TableWriter:
         return Ledger(group=group, number=number)
 
     def warn_of_other_drivers(self, reason: str) -> None:
-        """Log once that Delta's commits of this table replace those of another driver, if they do.
-
-        Args:
-            reason: why Delta's writer commits.
-        """
+        """Log once that Delta's commits of this table replace those of another driver, if they do."""
         scheme = urlsplit(str(self._described["location"]) if self._described is not None else self.table).scheme
         if scheme not in S3_SCHEMES or "DATABRICKS_RUNTIME_VERSION" in os.environ:
             return
@@ -537,11 +533,8 @@ class TableWriter:
         return self._source
 
     def _is_described(self) -> bool:
-        """Return whether there is a table, and keep what Delta reports about it.
-
-        Raises:
-            OptionError: the table has another format.
-        """
+        """Return whether there is a table, and keep what Delta reports about it. Raises OptionError for one of another
+        format."""
         if self._described is None and has_delta(self.spark):
             try:
                 self._described = self.spark.sql(f"DESCRIBE DETAIL {table_names.sql_name(self.table)}").first()
@@ -562,12 +555,6 @@ def now_ms() -> int:
     return int(time.time() * 1000)
 
 
-def check_writer(writer: str) -> None:
-    """Raise OptionError for a writer that does not exist."""
-    if writer not in get_args(Writer):
-        raise OptionError(f"writer is {writer!r}; it must be one of {', '.join(get_args(Writer))}", writer=writer)
-
-
 def has_delta(spark: "SparkSession") -> bool:
     """Return whether the session has Delta Lake. On Spark Connect, where its classes cannot be checked, it has unless
     Delta Lake has no release for this Spark and the session's catalog is not Delta's."""
@@ -585,11 +572,8 @@ def has_other_hosts(spark: "SparkSession") -> bool:
 
 
 def open_log(table: str, location: str, storage_options: Mapping[str, str] | None) -> LogFiles | None:
-    """Open the log of a table with ``deltalake``; None where that is not possible or would miss commits.
-
-    Raises:
-        OptionError: ``deltalake`` would open another folder.
-    """
+    """Open the log of a table with ``deltalake``; None where that is not possible or would miss commits. Raises
+    OptionError where ``deltalake`` would open another folder."""
     local = native_writer.local_path(location)
     if local is None and storage_options is None:
         return None
@@ -630,11 +614,7 @@ def _uri(location: str) -> str:
 
 
 def open_existing(spark: "SparkSession", table: str) -> TableWriter:
-    """Open a table that must exist.
-
-    Raises:
-        OptionError: there is no such Delta table.
-    """
+    """Open a table; raise OptionError if it does not exist."""
     writer = TableWriter(spark, table_names.canonical(table))
     if not writer.exists():
         raise OptionError(table_names.no_table(spark, writer.table), table=writer.table)
@@ -706,11 +686,7 @@ class OptionsWriter:
         self._spark, self._table, self._owner = owner.spark, owner.table, owner
 
     def create(self, rows: "DataFrame") -> None:
-        """Create the table with the columns of these rows, unless it exists. Other writers may do so at the same time.
-
-        Raises:
-            OptionError: the folder has other files.
-        """
+        """Create the table as :meth:`TableWriter.create`. Raises OptionError if the folder has other files."""
         # Not by writeTo().create(): it writes a file before the log, and Delta takes the folder that a kill in between
         # leaves for one with other data.
         statement = (

@@ -408,11 +408,8 @@ def rows_with_key(df: "DataFrame", by: str | Key) -> "Iterator[DataFrame]":
 
 
 def count_known_keys(rows: "DataFrame", known: Collection[str], *, has_others: bool) -> dict[str | None, int]:
-    """Return how many rows have each of these keys, and how many another one: OTHERS.
-
-    Raises:
-        OptionError: a row has another key, and there are no others.
-    """
+    """Return how many rows have each of these keys, and how many another one: OTHERS. Raises OptionError if a row has
+    another key, and there are no others."""
     from pyspark.sql import functions as F
 
     is_known = F.coalesce(F.col(_KEY).isin(*known), F.lit(False))
@@ -429,11 +426,7 @@ def count_known_keys(rows: "DataFrame", known: Collection[str], *, has_others: b
 
 
 def count_keys(rows: "DataFrame") -> dict[str | None, int]:
-    """Return how many rows have each key; OTHERS: none.
-
-    Raises:
-        OptionError: there are more than KEYS_MAX keys.
-    """
+    """Return how many rows have each key; OTHERS: none. Raises OptionError for more than KEYS_MAX keys."""
     counts = _counted(rows.groupBy(_KEY).count().limit(KEYS_MAX + 2))
     if len(counts.keys() - {OTHERS}) > KEYS_MAX:
         some = ", ".join(sorted(repr(key) for key in counts if key is not OTHERS)[:NAMED_MAX])
@@ -505,11 +498,8 @@ def rows_of(rows: "DataFrame", topics: Sequence[str]) -> "DataFrame":
 def write_side_by_side(
     spark: "SparkSession", parts: Sequence[TablePart], rows: "Sequence[DataFrame]"
 ) -> list[tuple[StreamOffset, ...]]:
-    """Write each part to its table. Returns when none is being written any more, with the durable offsets of each.
-
-    Raises:
-        Exception: that of the first part that failed.
-    """
+    """Write each part to its table. Returns when none is being written any more, with the durable offsets of each, or
+    raises the exception of the first part that failed."""
     if len(parts) < 2:
         return [_write(part, df) for part, df in zip(parts, rows, strict=True)]
     from pyspark.util import inheritable_thread_target
