@@ -214,8 +214,8 @@ def _starts_by_commits(
     if ledger is not None:
         topics = admin.existing_topics({tp.topic for tp in tps})
         for tp in of_former_topics(committed, None, topics):
-            in_table = ledger.offsets_of(tp.topic, topics[tp.topic].id)
-            current[tp] = in_table.get(tp.partition, current[tp])
+            in_table = ledger.offset_of(tp, topics[tp.topic].id)
+            current[tp] = current[tp] if in_table is None else in_table
     if to == "current":  # without a committed offset the end, like Kafka's own tool
         return {tp: StartAt("offset", current[tp]) if tp in current else LATEST for tp in tps}
     if without := [tp for tp in tps if tp not in current]:
@@ -231,7 +231,7 @@ def of_former_topics(
 
     def is_former(tp: TopicPartition, id_: str) -> bool:
         now = topics[tp.topic].id
-        is_known = ledger is not None and tp.partition in ledger.offsets_of(tp.topic, now)
+        is_known = ledger is not None and ledger.offset_of(tp, now) is not None
         return "" not in (id_, now) and id_ != now and not is_known
 
     return {

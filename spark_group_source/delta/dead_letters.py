@@ -233,15 +233,14 @@ class LetterRange(NamedTuple):
     @classmethod
     def of(cls, r: OffsetRange, topic_id: str, before: Ledger | None, after: Ledger) -> "LetterRange":
         """Build it from the ledgers before and after the batch."""
-        topic, partition = after.topic(r.tp.topic, topic_id), r.tp.partition
-        epoch = topic.epochs.get(partition, 0)
-        if (gone := topic.gone.get(partition)) is not None:
-            oldest = gone + 1
-        elif before is None or partition not in before.offsets_of(r.tp.topic, topic_id):
+        rows = after.topic(r.tp.topic, topic_id).partition(r.tp.partition)
+        if rows.gone is not None:
+            oldest = rows.gone + 1
+        elif before is None or before.offset_of(r.tp, topic_id) is None:
             oldest = 0  # an attempt that did not get to the rows may have read it under another leader
         else:
-            oldest = epoch  # a reset forgets what is gone
-        return cls(r.start, r.end, epoch, oldest)
+            oldest = rows.epoch  # a reset forgets what is gone
+        return cls(r.start, r.end, rows.epoch, oldest)
 
 
 def _id_and_epoch(topic_id: str) -> tuple[str, int]:

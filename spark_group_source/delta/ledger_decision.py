@@ -381,8 +381,7 @@ def missing_from_ledger(batch: StreamOffset, ledger: Ledger) -> list[OffsetRange
         return []
     missing = []
     for r in batch.batch():
-        offsets = ledger.offsets_of(r.tp.topic, batch.topic_ids.get(r.tp.topic, ""))
-        recorded = offsets.get(r.tp.partition, 0)
+        recorded = ledger.offset_of(r.tp, batch.topic_ids.get(r.tp.topic, "")) or 0
         if recorded < r.end:
             missing.append(OffsetRange(r.tp, max(r.start, recorded), r.end))
     return missing

@@ -23,7 +23,7 @@ import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from spark_group_source import command_line
 from spark_group_source.errors import LedgerConflict
@@ -55,9 +55,6 @@ COMPRESSED = "zlib:"
 LATER_MAX = 2
 """How many later leader epochs a ledger keeps of a partition: each of them takes as many bytes as the offset."""
 
-_OPTIONAL = ("epochs", "gone", "ahead")
-"""Numbers of a topic that are left out if empty, in the order of LedgerTopic."""
-
 _RUNS = re.compile(r"(?:\d+(?:,-?\d+)+(?:;(?=\d)|$))*")
 
 
@@ -76,18 +73,30 @@ class LaterRows(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class LedgerPartition:
-    """The records of one partition that a table holds; the members as in :class:`LedgerTopic`."""
+    """The records of one partition that a table holds."""
 
-    offset: int | None
-    epoch: int
-    gone: int | None
-    ahead: int | None
-    later: tuple[LaterRows, ...]
+    offset: int | None = None
+    """The next offset to write; None if the table has no rows of the partition."""
+    epoch: int = 0
+    """The earliest leader epoch under which rows from the present log were read, which is that of the first range, or
+    of the newest truncation that the offset follows; 0 if it is unknown."""
+    gone: int | None = None
+    """If the log was truncated: the last leader epoch that was known before the newest truncation. What the log has of
+    such epochs ends there."""
+    ahead: int | None = None
+    """If the offset followed a truncation back to below rows of the present log, which another stream had read before:
+    the end of these rows. They begin where those in ``later`` do."""
+    later: tuple[LaterRows, ...] = ()
+    """The rows that were read under later leader epochs than ``epoch``, at most LATER_MAX, the newest last. Each of
+    them has an offset and an epoch above those of the one before."""
 
     @property
     def end(self) -> int:
         """The offset after the last row."""
         return max(self.offset or 0, self.ahead or 0)
+
+
+_UNKNOWN = LedgerPartition()
 
 
 class LedgerTopic(NamedTuple):
@@ -96,56 +105,26 @@ class LedgerTopic(NamedTuple):
     name: str
     id: str
     """The topic id; empty where brokers do not report ids (before 2.8): then every topic of that name is the same."""
-    offsets: dict[int, int]
-    """The next offset to write of every partition that was ever read, by partition."""
-    epochs: Mapping[int, int] = MappingProxyType({})
-    """By partition, where it is not 0: the earliest leader epoch under which rows from the present log were read, which
-    is that of the first range, or of the newest truncation that the offset follows."""
-    gone: Mapping[int, int] = MappingProxyType({})
-    """Of partitions whose log was truncated, by partition: the last leader epoch that was known before the newest
-    truncation. What the log has of such epochs ends there."""
-    ahead: Mapping[int, int] = MappingProxyType({})
-    """By partition, where the offset followed a truncation back to below rows of the present log, which another stream
-    had read before: the end of these rows. They begin where those in ``later`` do."""
-    later: Mapping[int, tuple[LaterRows, ...]] = MappingProxyType({})
-    """By partition: the rows that were read under later leader epochs than that in ``epochs``, at most LATER_MAX, the
-    newest last. Each of them has an offset and an epoch above those of the one before."""
+    partitions: Mapping[int, LedgerPartition] = MappingProxyType({})
+    """What is known of every partition that was ever read, by number. They are not changed."""
+
+    @property
+    def offsets(self) -> dict[int, int]:
+        """The next offset to write of every partition, by number."""
+        return {p: rows.offset for p, rows in self.partitions.items() if rows.offset is not None}
 
     def partition(self, number: int) -> LedgerPartition:
-        """Return what the ledger knows of one partition."""
-        return LedgerPartition(
-            offset=self.offsets.get(number),
-            epoch=self.epochs.get(number, 0),
-            gone=self.gone.get(number),
-            ahead=self.ahead.get(number),
-            later=self.later.get(number, ()),
-        )
+        """Return a copy of what is known of one partition."""
+        return replace(self.partitions.get(number, _UNKNOWN))
 
     def with_partitions(self, changed: Mapping[int, LedgerPartition]) -> "LedgerTopic":
         """Return the topic with other members of some partitions."""
-        offsets, epochs, gone = dict(self.offsets), dict(self.epochs), dict(self.gone)
-        ahead, later = dict(self.ahead), dict(self.later)
-        for number, known in changed.items():
-            _store(offsets, number, known.offset)
-            _store(epochs, number, known.epoch or None)
-            _store(gone, number, known.gone)
-            _store(ahead, number, known.ahead)
-            _store(later, number, known.later or None)
-        return LedgerTopic(self.name, self.id, offsets, epochs, gone, ahead, later)
+        partitions = {**self.partitions, **changed}
+        return self._replace(partitions={p: rows for p, rows in partitions.items() if rows != _UNKNOWN})
 
     def is_same(self, id_: str) -> bool:
         """Return whether a topic of this name with that id is this topic."""
         return not self.id or not id_ or self.id == id_
-
-
-_Member = TypeVar("_Member")
-
-
-def _store(members: dict[int, _Member], number: int, value: _Member | None) -> None:
-    if value is None:
-        members.pop(number, None)
-    else:
-        members[number] = value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -292,7 +271,11 @@ class Ledger:
         present = self.topics.get(name)
         if present is not None and present.is_same(id_):
             return present._replace(id=id_)
-        return self.former.get(id_) or LedgerTopic(name, id_, {}, {})
+        return self.former.get(id_) or LedgerTopic(name, id_)
+
+    def offset_of(self, tp: TopicPartition, id_: str) -> int | None:
+        """Return the next offset of a partition under an id of its topic; None if it is new."""
+        return self.topic(tp.topic, id_).partition(tp.partition).offset
 
     def offsets_of(self, name: str, id_: str) -> Mapping[int, int]:
         """Return the next offsets of a topic by partition; none for a new topic."""
@@ -352,7 +335,10 @@ class Ledger:
                 be a new topic of that name.
         """
         moved = self.with_offsets(offsets, ids)
-        topics = {name: topic._replace(gone={}) for name, topic in moved.topics.items()}
+        topics = {
+            name: topic.with_partitions({p: replace(rows, gone=None) for p, rows in topic.partitions.items()})
+            for name, topic in moved.topics.items()
+        }
         former = dict(moved.former)
         for name in deleted:
             if name in topics and (id_ := topics[name].id):
@@ -435,11 +421,17 @@ def _parse_runs(text: str) -> dict[int, int]:
 
 
 def _numbers_of(topic: LedgerTopic) -> dict[str, Any]:
-    found: dict[str, Any] = {name: _runs(of) for name in _OPTIONAL if (of := getattr(topic, name))}
+    rows = topic.partitions
+    numbers = {
+        "epochs": {p: of.epoch for p, of in rows.items() if of.epoch},
+        "gone": {p: of.gone for p, of in rows.items() if of.gone is not None},
+        "ahead": {p: of.ahead for p, of in rows.items() if of.ahead is not None},
+    }
     later = []
-    for n in range(1, max(map(len, topic.later.values()), default=0) + 1):  # the newest ones first
-        rows = {p: of[-n] for p, of in topic.later.items() if n <= len(of)}
-        later.append([_runs({p: each[i] for p, each in rows.items()}) for i in (0, 1)])
+    for n in range(1, max((len(of.later) for of in rows.values()), default=0) + 1):  # the newest ones first
+        of_epochs = {p: of.later[-n] for p, of in rows.items() if n <= len(of.later)}
+        later.append([_runs({p: each[i] for p, each in of_epochs.items()}) for i in (0, 1)])
+    found: dict[str, Any] = {name: _runs(of) for name, of in numbers.items() if of}
     return {**found, **({"later": later} if later else {}), "offsets": _runs(topic.offsets)}
 
 
@@ -449,8 +441,14 @@ def _topic(name: str, id_: str, entry: Mapping[str, Any]) -> LedgerTopic:
     for epochs, starts in entry.get("later", ()):  # the newest ones first
         start_of = _parse_runs(starts)
         later |= {p: (LaterRows(n, start_of[p]), *later.get(p, ())) for p, n in _parse_runs(epochs).items()}
-    numbers = {of: _parse_runs(entry.get(of, "")) for of in _OPTIONAL}
-    return LedgerTopic(name, id_, offsets, **numbers, later=later)
+    epoch, gone, ahead = (_parse_runs(entry.get(of, "")) for of in ("epochs", "gone", "ahead"))
+    partitions = {
+        p: LedgerPartition(
+            offset=offsets.get(p), epoch=epoch.get(p, 0), gone=gone.get(p), ahead=ahead.get(p), later=later.get(p, ())
+        )
+        for p in offsets | epoch | gone | ahead | later
+    }
+    return LedgerTopic(name, id_, partitions)
 
 
 def _number(value: object) -> int:

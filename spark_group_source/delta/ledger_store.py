@@ -336,9 +336,8 @@ def _renamed(
         except (LedgerConflict, LedgerExpired):  # the commands report it
             ledger = None
         if ledger is not None:
-            ends = {tp: ledger.offsets_of(tp.topic, batch.topic_ids.get(tp.topic, "")) for tp in batch.ranges}
-            known = {tp: n[tp.partition] for tp, n in ends.items() if tp.partition in n}
-            if not known or all(batch.ranges[tp][0] == n for tp, n in known.items()):
+            ends = ((ledger.offset_of(tp, batch.topic_ids.get(tp.topic, "")), r[0]) for tp, r in batch.ranges.items())
+            if all(end in (None, start) for end, start in ends):
                 continue
         commands = [table_names.ledger_command("rename", table, "--group", other, "--to", group)]
         if source is not None:

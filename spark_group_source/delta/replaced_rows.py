@@ -218,8 +218,13 @@ def _with_rows_of(restored: Ledger, newest: Ledger, starts: Mapping[TopicPartiti
     }
     recreated = {topic.id: topic for name, topic in restored.topics.items() if name not in same_topics}
     ledger = replace(newest, former={**restored.former, **recreated}).with_offsets(offsets, same_topics)
-    known = {name: restored.topics[name] for name in same_topics}  # the rows behind the ledger are there again
-    topics = [ledger.topics[name]._replace(ahead=of.ahead, later=of.later) for name, of in known.items()]
+    topics = []
+    for name in same_topics:
+        changed = dict(ledger.topics[name].partitions)
+        for p, rows in changed.items():  # the rows behind the ledger are there again
+            then = restored.topics[name].partition(p)
+            changed[p] = replace(rows, ahead=then.ahead, later=then.later)
+        topics.append(ledger.topics[name].with_partitions(changed))
     return ledger.with_topics(topics, present=True)
 
 
@@ -235,7 +240,8 @@ def _moved_back(
     for name, topic in ledger.topics.items():
         later = next_ledger.topic(name, topic.id)
         for p, n in topic.offsets.items():
-            to = -1 if later.epochs.get(p, 0) > topic.epochs.get(p, 0) else later.offsets.get(p, n)
+            rows = later.partition(p)
+            to = -1 if rows.epoch > topic.partitions[p].epoch else n if rows.offset is None else rows.offset
             if to < n:
                 found[TopicPartition(name, p)] = min(to, lowest.get(TopicPartition(name, p), to))
     return found

@@ -498,7 +498,7 @@ class BatchCommit:
             for tp, (start, _) in offset.ranges.items():
                 topic = ledger.topic(tp.topic, offset.topic_ids.get(tp.topic, ""))
                 is_former = tp.topic in former or not ledger.knows_topic(tp.topic, topic.id)
-                if not is_former and tp.partition not in topic.offsets:
+                if not is_former and topic.partition(tp.partition).offset is None:
                     new[tp] = start
         if new and not history.has_creation():
             why = "the ledger may have begun anew after an older one expired"

@@ -165,8 +165,9 @@ def _check_history(table: str, group: str, commits: Iterable[Commit], again: set
             again |= {
                 TopicPartition(name, p)
                 for name, topic in ledger.topics.items()
-                for p, epoch in topic.epochs.items()
-                if (known := before.topic(name, topic.id)).epochs.get(p) != epoch and p in known.offsets
+                for p, rows in topic.partitions.items()
+                if (known := before.topic(name, topic.id).partition(p)).offset is not None
+                and rows.epoch not in (0, known.epoch)
             }
         before = ledger
 
@@ -296,7 +297,10 @@ def _generations(tp: TopicPartition, ledgers: Mapping[str, Ledger], *, former: b
     one."""
     return sum(
         (not former and tp in ledger.offsets)
-        + sum(topic.name == tp.topic and tp.partition in topic.offsets for topic in ledger.former.values())
+        + sum(
+            topic.name == tp.topic and topic.partition(tp.partition).offset is not None
+            for topic in ledger.former.values()
+        )
         for ledger in ledgers.values()
     )
 

@@ -198,8 +198,8 @@ def _held(
         return {}
     found = {}
     for r in drop:
-        recorded = ledger.offsets_of(r.tp.topic, offset.topic_ids.get(r.tp.topic, "")).get(r.tp.partition, r.start)
-        if r.start < (end := min(r.end, recorded)):
+        recorded = ledger.offset_of(r.tp, offset.topic_ids.get(r.tp.topic, ""))
+        if recorded is not None and r.start < (end := min(r.end, recorded)):
             found[r.tp] = (r.start, end)
     return found
 

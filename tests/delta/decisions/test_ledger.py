@@ -23,7 +23,7 @@ from spark_group_source.delta.ledger_decision import (
     decide,
     missing_from_ledger,
 )
-from spark_group_source.delta.ledger_format import LATER_MAX, LaterRows, Ledger, LedgerTopic
+from spark_group_source.delta.ledger_format import LATER_MAX, LaterRows, Ledger, LedgerPartition, LedgerTopic
 from spark_group_source.delta.ledger_store import read_ledger, read_ledgers, set_ledger
 from spark_group_source.errors import LedgerConflict, OptionError
 from spark_group_source.model import OffsetRange, TopicPartition
@@ -183,9 +183,10 @@ def test_records_that_another_stream_read_after_a_truncation_are_not_written_aga
     assert [(r.start, r.end) for r in comparison.drop] == ([drop] if drop else [])
     assert comparison.ledger.offsets == {P0: max(80, claim.ranges[P0][1])}
     if claim.ranges[P0][0] < max(recorded, 60) or not drop:
-        assert not comparison.ledger.topics["orders"].later, "the truncation is known now"
+        assert not comparison.ledger.topics["orders"].partitions[0].later, "the truncation is known now"
         assert compare(claim, comparison.ledger).drop == tuple(claim.batch())
-    assert not known.after_reset(1, {P0: 50}).topics["orders"].later, "a restored cluster may have earlier epochs"
+    known = known.after_reset(1, {P0: 50})
+    assert not known.topics["orders"].partitions[0].later, "a restored cluster may have earlier epochs"
 
 
 def under(batch: StreamOffset, epoch: int) -> StreamOffset:
@@ -218,7 +219,7 @@ def test_rows_behind_a_batch_that_follows_a_truncation_are_not_written_again(end
     comparison = compare(second, known)
     assert comparison.drop == ((OffsetRange(P0, max(60, end), 80),) if end < 80 else ())
     assert comparison.ledger.offsets == {P0: 90}
-    assert not comparison.ledger.topics["orders"].ahead
+    assert comparison.ledger.topics["orders"].partitions[0].ahead is None
 
 
 @pytest.mark.proves("G4", level="core")
@@ -295,7 +296,7 @@ def test_rows_under_an_epoch_before_that_of_the_batch_may_be_gone() -> None:
 def test_only_the_newest_epochs_of_a_partition_are_kept() -> None:
     known = played(*(under(offset(n, ranges((n * 10, n * 10 + 10)), stream="s2"), n) for n in range(1, 9)))
     newest = tuple(LaterRows(n, n * 10) for n in range(9 - LATER_MAX, 9))
-    assert known.topics["orders"].later == {0: newest}
+    assert known.topics["orders"].partitions[0].later == newest
 
 
 @pytest.mark.parametrize(
@@ -411,7 +412,7 @@ def test_a_recreated_topic_starts_again_and_other_topics_do_not() -> None:
 def test_an_unknown_topic_id_is_not_another_topic(old: str, new: str) -> None:
     comparison = compare(offset(4, ranges((0, 30)), topic_id=new), ledger({P0: 100}, topic_id=old))
     assert comparison.recreated == ()
-    assert comparison.ledger.topics == {"orders": LedgerTopic("orders", "id-1", {0: 100})}
+    assert comparison.ledger.topics == {"orders": LedgerTopic("orders", "id-1", {0: LedgerPartition(offset=100)})}
 
 
 def test_offsets_of_a_topic_are_kept_when_a_batch_with_its_former_id_follows() -> None:
@@ -421,8 +422,8 @@ def test_offsets_of_a_topic_are_kept_when_a_batch_with_its_former_id_follows() -
     late = compare(offset(7, ranges((95, 120)), topic_id="id-1", stream="s2"), now)
     assert late.drop == (OffsetRange(P0, 95, 100),), "compared with the offsets of the former topic"
     assert late.recreated == ()
-    assert late.ledger.topics == {"orders": LedgerTopic("orders", "id-2", {0: 30})}
-    assert late.ledger.former == {"id-1": LedgerTopic("orders", "id-1", {0: 120})}
+    assert late.ledger.topics == {"orders": LedgerTopic("orders", "id-2", {0: LedgerPartition(offset=30)})}
+    assert late.ledger.former == {"id-1": LedgerTopic("orders", "id-1", {0: LedgerPartition(offset=120)})}
     again = compare(offset(6, ranges((20, 40)), topic_id="id-2"), late.ledger)
     assert again.drop == (OffsetRange(P0, 20, 30),)
     assert compare(offset(8, ranges((95, 120)), topic_id="id-1", stream="s2"), again.ledger).drop == (
@@ -455,7 +456,9 @@ def test_former_topics_are_kept_through_resets_up_to_a_maximum(monkeypatch: pyte
     for n in range(8):
         now = compare(offset(n, ranges((0, n + 1)), topic_id=f"id-{n}", reset_number=n), now).ledger
     assert now is not None
-    assert now.former == {f"id-{n}": LedgerTopic("orders", f"id-{n}", {0: n + 1}) for n in range(3, 7)}
+    assert now.former == {
+        f"id-{n}": LedgerTopic("orders", f"id-{n}", {0: LedgerPartition(offset=n + 1)}) for n in range(3, 7)
+    }
 
 
 def test_records_of_a_topic_that_a_reset_found_deleted_are_not_written_again() -> None:
@@ -638,9 +641,12 @@ def test_a_refusal_names_table_group_both_offsets_and_both_commands_and_stays_sh
 
 names = st.sampled_from(["a", "b", "c'\"\\ü"])
 ids, numbers = st.text(max_size=3), st.integers(0, 2**63 - 1)
-by_partition = st.dictionaries(st.integers(0, 3), numbers)
-later = st.lists(st.builds(LaterRows, numbers, numbers), min_size=1, max_size=LATER_MAX).map(tuple)
-topics = st.builds(LedgerTopic, names, ids, *[by_partition] * 4, st.dictionaries(st.integers(0, 3), later))
+later = st.lists(st.builds(LaterRows, numbers, numbers), max_size=LATER_MAX).map(tuple)
+maybe = st.none() | numbers
+partition = st.builds(LedgerPartition, offset=maybe, epoch=numbers, gone=maybe, ahead=maybe, later=later).filter(
+    lambda found: found != LedgerPartition()
+)
+topics = st.builds(LedgerTopic, names, ids, st.dictionaries(st.integers(0, 3), partition))
 
 
 @given(

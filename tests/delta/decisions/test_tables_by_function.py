@@ -10,7 +10,7 @@ import pytest
 from sink_source import offset
 
 from spark_group_source.delta.ledger_decision import AlreadyWritten, WriteBatch, catch_up, decide
-from spark_group_source.delta.ledger_format import Ledger, LedgerTopic
+from spark_group_source.delta.ledger_format import Ledger, LedgerPartition, LedgerTopic
 from spark_group_source.model import TopicPartition
 from spark_group_source.protocol.offsets import StreamOffset
 
@@ -198,11 +198,12 @@ def test_a_table_that_an_operator_moved_back_is_not_taken_for_one_without_rows()
 
 
 def test_a_truncation_that_a_reset_made_a_table_forget_is_older_than_its_rows() -> None:
-    tp = TopicPartition("orders", 0)
-    common = Ledger(group="etl").with_topics([LedgerTopic("orders", "id-1", {0: 90}, {0: 1}, {0: 0})])
-    ahead = Ledger(group="etl").with_topics([LedgerTopic("orders", "id-1", {0: 95}, {0: 1})])
+    def ledger(rows: LedgerPartition) -> Ledger:
+        return Ledger(group="etl").with_topics([LedgerTopic("orders", "id-1", {0: rows})])
+
+    tp, common = TopicPartition("orders", 0), ledger(LedgerPartition(offset=90, epoch=1, gone=0))
+    ahead, older = ledger(LedgerPartition(offset=95, epoch=1)), ledger(LedgerPartition(offset=95))
     assert catch_up(ahead, common, offset(0, {("orders", 0): (90, 99)})).offsets == {tp: 95}
-    older = Ledger(group="etl").with_topics([LedgerTopic("orders", "id-1", {0: 95})])
     assert catch_up(older, common, offset(0, {("orders", 0): (90, 99)})).offsets == {tp: 90}
 
 
