@@ -233,15 +233,14 @@ class DeltaSinks:
             with rows_by_topics(df, tasks_of, persist=persist, is_stateful=is_stateful) as rows:
                 yield parts, rows
             return
-        others = [] if self.others is None else [OTHERS]
         with rows_with_key(df, self.by) as keyed:
             if isinstance(self._given, dict):
                 counts = count_known_keys(keyed, self._given.keys(), has_others=self.others is not None)
+                others = [] if self.others is None else [OTHERS]
                 parts = self._parts(df.sparkSession, planned, [*self._given, *others])
             else:
                 counts = count_keys(keyed)
-                keys = sorted(key for key in counts if key is not OTHERS)
-                parts = self._parts(df.sparkSession, planned, [*keys, *others])
+                parts = self._parts(df.sparkSession, planned, sorted(key for key in counts if key is not OTHERS))
             tasks = max(part.ranges for part in parts)
             yield parts, divide_by_key(df, keyed, counts, [part.keys for part in parts], tasks=tasks)
 
@@ -255,7 +254,8 @@ class DeltaSinks:
         common: Mapping[str, Ledger] = {}
         if self._is_by_function and self.others is not None:
             common = self.others.read_ledgers(spark, {offset.group: None for offset in planned.offsets})
-            found[self.others] = found.pop(self.others)
+            found.pop(self.others, None)
+            found[self.others] = [OTHERS]
         return [
             TablePart(sink, tuple(some), planned, {} if sink is self.others else common) for sink, some in found.items()
         ]
