@@ -76,10 +76,7 @@ class PlannedBatch:
 
 
 def parse_planned(query_id: str, batch_id: int, text: str, previous: str | None) -> PlannedBatch:
-    """Parse the text of ``offsets/<batch id>``.
-
-    Args:
-        previous: the text of the batch before; None for the first batch.
+    """Parse the text of ``offsets/<batch id>``, with that of the batch before.
 
     Raises:
         CheckpointMismatch: the query has no kafka-group source, or its offset cannot be read.
@@ -105,11 +102,8 @@ def parse_planned(query_id: str, batch_id: int, text: str, previous: str | None)
 
 
 def source_lines(text: str) -> dict[str, str]:
-    """Return the offset of each source in the text of ``offsets/<batch id>``, by the source's number or name.
-
-    Raises:
-        CheckpointMismatch: the format is unknown.
-    """
+    """Return the offset of each source in the text of ``offsets/<batch id>``, by the source's number or name. Raises
+    CheckpointMismatch for an unknown format."""
     version, _, rest = text.partition("\n")
     lines = rest.splitlines()[1:]
     if version == "v1":

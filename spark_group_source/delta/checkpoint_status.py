@@ -94,13 +94,8 @@ _reported: set[tuple[str, str]] = set()
 
 
 def start_reporting(run: str, group: str, stream: str, status: StatusFiles) -> None:
-    """Report a run's statistics, and forward drain requests to it, until the run ends. A second call does nothing.
-
-    Args:
-        run: the name of the run, new with every start.
-        group, stream: identify the run's statistics on this host.
-        status: the status files in the query's checkpoint.
-    """
+    """Report a run's statistics, and forward drain requests to it, until the run ends. A second call with the name of a
+    run, which is new with every start, does nothing. Group and stream identify its statistics on this host."""
     if (run, group) in _reported:
         return
     doc = next((doc for doc in run_files.read(group) if doc["stream"] == stream), None)

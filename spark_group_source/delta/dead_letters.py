@@ -759,12 +759,7 @@ class LetterReplay:
         return letters.count()
 
     def _commit_number(self, number: int, done: Ledger, rows: "DataFrame | None", reason: str | None = None) -> None:
-        """Commit a number, unless it is there.
-
-        Args:
-            done: the last number that was there before this run.
-            rows, reason: as in :meth:`TableWriter.commit_ledger`.
-        """
+        """Commit a number, unless it is there; ``done`` was the last one before this run."""
 
         def attempt() -> None:
             history = self.table.history()

@@ -161,14 +161,8 @@ class Ledger:
         *,
         now_ms: int = 0,
     ) -> dict[str, Any]:
-        """Return the ledger as JSON in the commit that writes it.
-
-        Args:
-            before: the group's ledger before that commit; None: there is none.
-            starts: where the ranges of the commit start.
-            now_ms: the time, in ms since 1970. It distinguishes the commits of two writers with one number and equal
-                ledgers.
-        """
+        """Return the ledger as JSON in the commit that writes it, whose ranges begin at ``starts``. The time, in ms
+        since 1970, distinguishes the commits of two writers with one number and equal ledgers."""
         new = self._new(before, starts)
         return {
             "number": self.number,
@@ -196,12 +190,7 @@ class Ledger:
     def from_json(
         cls, group: str, doc: Mapping[str, Any], *, table: str = "TABLE", table_version: int = -1
     ) -> "Ledger":
-        """Read a ledger.
-
-        Args:
-            doc: its parsed JSON.
-            table: where it was found, for the message of an error.
-            table_version: the version of the table that has it.
+        """Read a ledger from its parsed JSON in a version of a table.
 
         Raises:
             LedgerDamaged: it cannot be read. No value is assumed in its place.
@@ -248,11 +237,7 @@ class Ledger:
         return self.topics, self.former, self.reset_number, self.void
 
     def with_batch(self, offset: StreamOffset, *, void: bool) -> "Ledger":
-        """Return the ledger with a batch as the newest one of its stream.
-
-        Args:
-            void: whether the batch was planned before the newest reset.
-        """
+        """Return the ledger with a batch as the newest one of its stream."""
         streams = {stream: batch for stream, batch in self.streams.items() if stream != offset.stream}
         streams[offset.stream] = BatchKey.of(offset)
         known_void = self.void | {offset.stream} if void else self.void
@@ -329,7 +314,6 @@ class Ledger:
         restored cluster may have earlier epochs, so it forgets which ones are ``gone``.
 
         Args:
-            reset_number: the number of the reset: batches that were planned before it are void.
             offsets, ids: as in :meth:`with_offsets`.
             deleted: topics that no longer exist; they become former ones. One without an id is kept, because it could
                 be a new topic of that name.

@@ -215,8 +215,7 @@ class DeltaSink:
         """Write the rows of a planned batch, and mark it as void for the run on this host if the table leaves it out.
 
         Args:
-            common: by group, the ledgers of the table that gets each batch after this one; none for a table that gets
-                all batches with records of its topics.
+            common: as in :func:`ledger_decision.decide`.
 
         Returns:
             The offsets whose rows the table has now: all but void ones.
@@ -614,12 +613,8 @@ class BatchCommit:
         ends: Mapping[TopicPartition, int] | None,
         counted: Mapping[TopicPartition, int] = MappingProxyType({}),
     ) -> dict[str, str]:
-        """Return the commands by which a group continues whose ledger is unknown, by purpose.
-
-        Args:
-            ends: the offset after the last row of each partition; None if it is unknown.
-            counted: the next offset of each partition that the ledger knows.
-        """
+        """Return the commands by which a group continues whose ledger is unknown, by purpose: from the offset after the
+        last row of each partition, where known, and the next offset of each one that the ledger knows."""
         table, batch_id, starts = self.table.table, self.planned.batch_id, self.planned.starts(group)
         here = table_names.reset_command(group, table, *self.planned.to_start(group))
         if not any(end > starts[tp] for tp, end in (ends or {}).items()):

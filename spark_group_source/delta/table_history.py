@@ -59,13 +59,8 @@ NOT_A_TABLE = {
 
 
 def note_of(ledgers: Mapping[str, Mapping[str, Any]], *, read: int, reason: str | None = None) -> str:
-    """Return the note of a commit: the ledgers after it.
-
-    Args:
-        ledgers: each group's ledger as JSON (:meth:`Ledger.to_json_dict`).
-        read: the version of the table by which the commit was decided.
-        reason: of an operator's commit: what set the ledger.
-    """
+    """Return the note of a commit: each group's ledger after it (:meth:`Ledger.to_json_dict`), the version of the table
+    by which it was decided, and, in an operator's commit, what set the ledger."""
     more = {} if reason is None else {"reason": reason}
     entries = [{"group": group, "ledger": doc, "read": read, **more, "v": VERSION} for group, doc in ledgers.items()]
     return json.dumps(entries, separators=(",", ":"))
@@ -132,11 +127,8 @@ class Commit(NamedTuple):
 
     @classmethod
     def of(cls, version: int, info: Mapping[str, Any], removes_rows: bool | None = None) -> "Commit":
-        """Build it from the commit's ``commitInfo`` or a row of ``DESCRIBE HISTORY``.
-
-        Args:
-            removes_rows: whether an action of the commit removes rows; None: the operation decides.
-        """
+        """Build it from the commit's ``commitInfo`` or a row of ``DESCRIBE HISTORY``, and from whether an action of it
+        removes rows; None: the operation decides."""
         operation, note, read = str(info.get("operation") or ""), info.get("userMetadata"), info.get("readVersion")
         if operation == "OPTIMIZE":
             note = None  # auto compaction after a merge has its settings, and so its note
@@ -210,11 +202,7 @@ class CommitSource(Protocol):
 
 
 class TableHistory:
-    """One version of a table and the commits up to it.
-
-    Args:
-        version: the version; None reads the newest one.
-    """
+    """One version of a table, the newest one by default, and the commits up to it."""
 
     def __init__(self, source: CommitSource, version: int | None = None) -> None:
         self.source = source

@@ -275,11 +275,8 @@ class TableWriter:
         return {tp: end for tp, end in ends.items() if starts is None or (tp in starts and end >= starts[tp])}
 
     def select(self, columns: str, more: str) -> list[tuple[Any, ...]]:
-        """Return columns of the rows of the table. Spark and DataFusion, by which ``deltalake`` reads the table in a
-        session without Delta Lake, must both understand the SQL; both know names in backticks.
-
-        Args:
-            columns, more: the SQL before and after the name of the table.
+        """Return columns of the rows of the table, by the SQL before and after its name. Spark and DataFusion, by which
+        ``deltalake`` reads the table in a session without Delta Lake, must both understand it, as names in backticks.
         """
         if not has_delta(self.spark):
             return self._select_by_deltalake(columns, more)
