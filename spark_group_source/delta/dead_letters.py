@@ -390,8 +390,13 @@ class LetterBox:
             known.ends = self._read_ends()
         known.version = history.version
         begun = [r.start for place, r in self._ranges.items() if r.start < known.ends.get(place, 0)]
+        if not begun:
+            return []
         found = set()
-        for group, topic, partition, at, topic_id in self._read_records(min(begun)) if begun else ():
+        of_table = f"WHERE table_id = '{self.table.identity()}' AND `offset` >= {min(begun)}"
+        for group, topic, partition, at, topic_id in self.own.select(
+            "group_id, topic, `partition`, `offset`, topic_id", of_table
+        ):
             id_, epoch = _id_and_epoch(topic_id)
             r = self._ranges.get((group, topic, id_, partition))
             if r is not None and r.start <= at < r.end and r.oldest_epoch <= epoch:
@@ -408,12 +413,6 @@ class LetterBox:
             place = group, topic, _id_and_epoch(topic_id)[0], partition
             ends[place] = max(ends.get(place, 0), last + 1)
         return ends
-
-    def _read_records(self, lowest: int) -> list[tuple[str, str, int, int, str]]:
-        """Return the bad records of the sink's table from this offset on, with their groups and the ids of their
-        topics."""
-        of_table = f"WHERE table_id = '{self.table.identity()}' AND `offset` >= {lowest}"
-        return self.own.select("group_id, topic, `partition`, `offset`, topic_id", of_table)
 
     def _letters(self, source: "DataFrame", found: "Mapping[Record, Rule]") -> "DataFrame":
         """Return the rows of the dead-letter table for the bad records.

@@ -164,8 +164,8 @@ class TableWriter:
         """
         location = table_names.location(self.spark, self.table) if table_names.is_path(self.table) else None
         location = location or self.table
-        is_remote = native_writer.local_path(location) is None
-        is_native = is_remote and self.storage_options is not None and self.writer != "options"
+        local = native_writer.local_path(location)
+        is_native = local is None and self.storage_options is not None and self.writer != "options"
         if has_delta(self.spark) and not is_native:
             OptionsWriter(self).create(rows)
             return
@@ -174,7 +174,7 @@ class TableWriter:
                 f"table {self.table} does not exist, and this Spark session has no Delta Lake, which is needed to "
                 "create a table by name. Add Delta Lake to the session, or pass a path"
             )
-        if is_remote and self.storage_options is None:
+        if local is None and self.storage_options is None:
             raise OptionError(
                 f"table {self.table} is not on a local file system, and this Spark session has no Delta Lake. Pass "
                 "storage_options, with which deltalake creates and writes the table",
@@ -194,7 +194,7 @@ class TableWriter:
         schema = native_writer.nullable_types(json.loads(rows.schema.json()))
         try:
             DeltaTable.create(
-                _uri(location),
+                local or location,
                 Schema.from_json(json.dumps(schema)),
                 "ignore",
                 partition_by=list(self.partition_by) or None,
@@ -588,7 +588,7 @@ def open_log(table: str, location: str, storage_options: Mapping[str, str] | Non
     from deltalake.exceptions import DeltaError, TableNotFoundError
 
     try:
-        opened = DeltaTable(_uri(location), storage_options=dict(storage_options or {}) or None)
+        opened = DeltaTable(local or location, storage_options=dict(storage_options or {}) or None)
     except TableNotFoundError:
         return None
     except DeltaError as exc:
@@ -604,10 +604,6 @@ def open_log(table: str, location: str, storage_options: Mapping[str, str] | Non
 @functools.cache
 def _warn_once(text: str) -> None:
     log.warning("%s", text)
-
-
-def _uri(location: str) -> str:
-    return native_writer.local_path(location) or location
 
 
 def open_existing(spark: "SparkSession", table: str) -> TableWriter:
