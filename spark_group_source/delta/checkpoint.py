@@ -250,8 +250,8 @@ def batch_lines(
     planned, finished = batch_numbers(files, f"{root}/offsets"), batch_numbers(files, f"{root}/commits")
     if not planned:
         raise OptionError(
-            f"{root} has no planned batch: it is not the checkpointLocation of a query, or the query never planned one. "
-            "A path without a scheme is one of this host: write hdfs:///... for another file system",
+            f"{root} has no planned batch: it is not the checkpointLocation of a query, or the query never planned "
+            "one. A path without a scheme is one of this host: write hdfs:///... for another file system",
             checkpoint=root,
         )
     last = max(finished, default=-1)

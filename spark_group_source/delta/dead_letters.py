@@ -754,7 +754,11 @@ class LetterReplay:
                     "record each time: leave out functions such as rand() and current_timestamp(), and run the replay "
                     "again"
                 )
-            self._commit_number(number, done, self.letters.table_rows(flagged.drop(_RULE)))
+            rows = self.letters.table_rows(flagged.drop(_RULE))
+            # The query may read fewer columns, and its transform return all that it gets.
+            known = {name.lower() for name in self.table.schema().names}
+            more = [name for name in _OF_RECORD if name.lower() not in known]
+            self._commit_number(number, done, rows.drop(*more))
         return letters.count()
 
     def _commit_number(self, number: int, done: Ledger, rows: "DataFrame | None", reason: str | None = None) -> None:

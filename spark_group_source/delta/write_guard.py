@@ -36,6 +36,8 @@ _T = TypeVar("_T")
 class TableWrite:
     """The newest batch that a run writes, or wrote, to one table."""
 
+    table: str
+    """As the sink names it."""
     batch_id: int
     find_version: Callable[[], int | None] = field(default=lambda: None, repr=False)
     """As in :class:`sink.BatchCommit`."""
@@ -97,7 +99,7 @@ def guarded_write(table_id: str, table: str, planned: PlannedBatch) -> Iterator[
     Raises:
         OptionError: this run has written the batch to the table already, or is writing it.
     """
-    write = TableWrite(planned.batch_id)
+    write = TableWrite(table, planned.batch_id)
     with _lock:
         writes = {} if planned.run_id is None else _run_of(planned.query_id, planned.run_id).writes
         former = writes.get(table_id)
@@ -125,7 +127,13 @@ def _second_write(table: str, planned: PlannedBatch, former: TableWrite) -> Opti
     version = None
     with suppress(Exception):  # of the storage: the error is another one
         version = former.find_version()
-    if version is None:
+    if former.table != table:
+        remedy = (
+            f"The first write was to table {former.table}, which has the same id. If one of them was copied with its "
+            "log, they are one table for Delta: write the copy by another query, or make it anew with CREATE TABLE ... "
+            "CLONE"
+        )
+    elif version is None:
         remedy = "The table has no rows of the second write in any version"
     else:
         groups = sorted({offset.group for offset in planned.offsets})

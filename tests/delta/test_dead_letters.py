@@ -589,6 +589,21 @@ def test_replay_ends_although_the_transform_hides_or_drops_records(
     assert (offsets(table), replays(bad)) == ([0, 1, 2], {1: 1, 3: None})
 
 
+def test_replay_writes_no_column_of_the_record_that_the_table_lacks(
+    query: Query, new_sink: NewSink, table: Path, bad: Path
+) -> None:
+    """The query does not read headers and other columns, and its transform returns all that it gets."""
+    query.run(new_sink(), 0, offset(0, one(0, 4)))
+    columns = DeltaTable(table).schema().to_arrow().names
+
+    def whole(df: "DataFrame") -> "DataFrame":
+        return df.withColumn("value", F.col("value").cast("string"))
+
+    assert new_sink("true", transform=whole, merge_schema=True).replay(query.spark) == 2
+    assert DeltaTable(table).schema().to_arrow().names == columns
+    assert rows(table) == records(0, 4)
+
+
 def test_replay_needs_dead_letters_and_a_table(query: Query, new_sink: NewSink, table: Path, tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="has no dead_letters"):
         query.sink(table).replay(query.spark)

@@ -81,6 +81,18 @@ def test_a_second_write_is_refused_however_the_table_is_spelled(
         query.run(query.sink(spelled.format(table)), 0, batch)
 
 
+def test_a_copy_of_a_table_with_its_log_is_refused_without_a_command_for_the_other_table(
+    query: Query, table: Path, tmp_path: Path, enter: Enter
+) -> None:
+    """The version is that of the first one."""
+    query.run(query.sink(table), 0, offset(0, one(0, 10)))
+    copytree(table, copy := tmp_path / "copy")
+    enter(query, "only")
+    query.run(query.sink(table), 1, offset(1, one(10, 20)))
+    with pytest.raises(OptionError, match=f"was to table {table}, which has the same id.*CLONE$"):
+        query.run(query.sink(copy), 1, offset(1, one(10, 20)))
+
+
 @pytest.mark.parametrize("first", ["/lake/orders", "s3a://lake/orders"])
 def test_a_table_whose_log_cannot_be_read_is_identified_by_its_id(
     first: str, spark: Session, monkeypatch: pytest.MonkeyPatch
