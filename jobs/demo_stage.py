@@ -12,10 +12,11 @@ from demo_consumer import NAME as ORDINARY
 from demo_processes import SCHEMA, Child, Orders, start_consumer, start_job
 from demo_proof import DeltaLog, Evidence
 from demo_screen import Described, View, shown
+from kafka_tool import kafka_consumer_groups, parse_group_table
 
 from spark_group_source import GroupError, describe
 from spark_group_source.local.background import create_topics
-from spark_group_source.local.broker import Broker, kafka_consumer_groups, parse_group_table
+from spark_group_source.local.broker import Broker
 
 TOPIC, GROUP = "orders", "orders-to-delta"
 EXECUTORS = 2

@@ -35,6 +35,7 @@ from kafka_helpers import (
     end_offsets_of,
     produce_to,
 )
+from kafka_tool import kafka_tools_jars
 from kit.broker_cluster import BrokerCluster
 from kit.spark_kafka import spark_kafka_jars
 from rich.console import ConsoleDimensions
@@ -44,7 +45,7 @@ from spark_group_source.cli import common
 from spark_group_source.errors import SetupError
 from spark_group_source.local import jars
 from spark_group_source.local.conf import local_spark_settings
-from spark_group_source.local.jars import delta_jars, kafka_tools_jars
+from spark_group_source.local.jars import delta_jars
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

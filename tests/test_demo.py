@@ -20,14 +20,6 @@ DEMO_S = 900
 """Bound on a busy machine; alone the short demo takes about a minute."""
 
 
-@pytest.fixture(scope="module", autouse=True)
-def programs() -> Any:
-    """Programs of ``jobs/`` import each other from the same folder."""
-    sys.path.insert(0, str(ROOT / "jobs"))
-    yield
-    sys.path.remove(str(ROOT / "jobs"))
-
-
 @pytest.fixture
 def proof() -> ModuleType:
     import demo_proof

@@ -1,8 +1,8 @@
-"""Kafka on this machine: a broker with one node for the demo, notebooks and development, and Kafka's group tool.
+"""Kafka on this machine: a broker with one node for the demo, notebooks and development.
 
 Runs in: the process that starts it. The node is a JVM below a small supervisor (``supervise.py``), so it ends with this
 process, also if that is killed. Deliberately absent: production features (encryption, replicas), clusters and faults
-(in the test kit), topics and records (use Kafka's clients), and Kafka's other commands.
+(in the test kit), topics and records (use Kafka's clients), and Kafka's own commands.
 
 ::
 
@@ -14,7 +14,6 @@ import contextlib
 import hashlib
 import os
 import random
-import re
 import shutil
 import signal
 import socket
@@ -33,7 +32,7 @@ from typing import Self
 from spark_group_source.errors import BrokerUnavailable, OptionError, SetupError
 from spark_group_source.local import supervise
 from spark_group_source.local.conf import conf_path, read_conf
-from spark_group_source.local.jars import cache_dir, java_path, kafka_jars, kafka_tools_jars, locked
+from spark_group_source.local.jars import cache_dir, java_path, kafka_jars, locked
 
 START_S = 120
 """Bound of a start until the node answers: 4 s on an idle machine with two cores, several times that beside a busy
@@ -473,39 +472,3 @@ def free_ports(count: int) -> list[int]:
         if len(ports) < count:
             raise BrokerUnavailable(f"no {count} free ports in {_PORTS.start}..{_PORTS.stop - 1}", op="start")
         return ports
-
-
-# --- kafka-consumer-groups ------------------------------------------------------------------------------------------
-
-TOOL_S = 60
-"""Bound of one call of the tool."""
-TOOL_CLASS = "org.apache.kafka.tools.consumer.group.ConsumerGroupCommand"
-TOOL_JAVA_OPTIONS = ("-Xshare:auto", "-XX:TieredStopAtLevel=1", "-XX:+UseSerialGC", "-Dlog4j2.level=OFF")
-
-
-def kafka_consumer_groups(servers: str, *arguments: str) -> str:
-    """Run ``kafka-consumer-groups.sh --bootstrap-server SERVERS …`` and return its output with errors.
-
-    Raises:
-        subprocess.TimeoutExpired: after 60 s.
-        SetupError: Java is missing, or the tool's jars cannot be downloaded.
-    """
-    class_path = os.pathsep.join(map(str, kafka_tools_jars()))
-    java = [str(java_path()), *TOOL_JAVA_OPTIONS, "-cp", class_path]
-    command = [*java, TOOL_CLASS, "--bootstrap-server", servers, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=TOOL_S, check=False)
-    return done.stdout + done.stderr
-
-
-def parse_group_table(printed: str) -> list[dict[str, str]]:
-    """Parse a table of the tool: a dict for each line, keyed by column name (``CLIENT-ID``, ``#PARTITIONS``)."""
-    lines = [line for line in printed.splitlines() if line.strip()]
-    at = next((number for number, line in enumerate(lines) if line.startswith("GROUP ")), None)
-    if at is None:
-        return []
-    names = list(re.finditer(r"\S+", lines[at]))  # columns are padded, and cells may be empty
-    ends = [name.start() for name in names[1:]] + [None]
-    return [
-        {n.group(): line[n.start() : end].strip() for n, end in zip(names, ends, strict=True)}
-        for line in lines[at + 1 :]
-    ]

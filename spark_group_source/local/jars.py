@@ -46,12 +46,6 @@ KAFKA_COORDINATES = (
     f"org.apache.kafka:kafka_{SCALA}:{KAFKA_VERSION}",
     "org.apache.logging.log4j:log4j-slf4j-impl:2.25.4",  # Kafka logs through SLF4J 1.7 and brings no backend
 )
-KAFKA_TOOLS_COORDINATES = (f"org.apache.kafka:kafka-tools:{KAFKA_VERSION}", KAFKA_COORDINATES[1])
-KAFKA_TOOLS_EXCLUDE = tuple(
-    f"org.apache.kafka:{artifact}"
-    for artifact in ("connect-api", "connect-json", "connect-runtime", "connect-transforms")
-)
-"""Kafka Connect with a web server; the group tools do not need it."""
 SPARKS_JARS = (
     "at.yawk.lz4:lz4-java",
     "com.fasterxml.jackson.core:jackson-annotations",
@@ -175,11 +169,6 @@ def contains_delta() -> bool:
 def kafka_jars() -> list[Path]:
     """The class path of a Kafka broker."""
     return resolve(KAFKA_COORDINATES, mb=45)
-
-
-def kafka_tools_jars() -> list[Path]:
-    """The class path of Kafka's own command line, such as ``kafka-consumer-groups``, for comparisons in tests."""
-    return resolve(KAFKA_TOOLS_COORDINATES, exclude=KAFKA_TOOLS_EXCLUDE, mb=33)
 
 
 def _spark_jars() -> Path:

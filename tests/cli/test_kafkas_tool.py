@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 from kafka_helpers import await_until, set_committed
+from kafka_tool import kafka_consumer_groups, kafka_tools_jars, parse_group_table
 from scenes import Scene
 from streams import OtherMember, numbered
 
-from spark_group_source.local.broker import kafka_consumer_groups, parse_group_table
-from spark_group_source.local.jars import kafka_tools_jars
 from spark_group_source.model import TopicPartition
 
 Tool = Callable[..., str]

@@ -8,6 +8,7 @@ import json
 import pytest
 from delta_files import living_rows
 from kafka_helpers import SASL_PASSWORD, SASL_USER, await_until, set_committed
+from kafka_tool import kafka_consumer_groups
 from rebalance.accounts import describe
 from scenes import Scene, Shown
 from streams import PROTOCOLS, OtherMember, numbered
@@ -20,7 +21,6 @@ from spark_group_source.errors import BrokerUnavailable, GroupError, OptionError
 from spark_group_source.kafka import group_admin
 from spark_group_source.kafka.group_admin import GroupAdmin
 from spark_group_source.kafka.translation import CommittedOffset, GroupDescription, GroupMember
-from spark_group_source.local.broker import kafka_consumer_groups
 from spark_group_source.model import TopicPartition
 
 A0, A1, B0 = TopicPartition("a", 0), TopicPartition("a", 1), TopicPartition("b", 0)

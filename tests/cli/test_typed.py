@@ -13,6 +13,7 @@ import sys
 
 import pytest
 from kafka_helpers import await_until, set_committed
+from kafka_tool import kafka_consumer_groups
 from metrics.scrapes import scrape, values
 from rebalance.accounts import describe
 from scenes import Scene
@@ -20,7 +21,6 @@ from streams import numbered
 from test_docs import commands
 
 from spark_group_source import DeltaSink
-from spark_group_source.local.broker import kafka_consumer_groups
 from spark_group_source.model import TopicPartition
 
 pytestmark = pytest.mark.spark

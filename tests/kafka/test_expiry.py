@@ -14,6 +14,7 @@ from confluent_kafka import Consumer, Producer
 from confluent_kafka import TopicPartition as KafkaPartition
 from confluent_kafka.admin import AdminClient
 from kafka_helpers import await_until, committed_of, create_topic, produce_to, set_committed
+from kafka_tool import kafka_consumer_groups
 from manual_environment import member_consumer
 from streams import Engine, numbered, options_of, texts, values_of
 
@@ -21,7 +22,7 @@ from spark_group_source.cli import report
 from spark_group_source.kafka.consumer import GroupFull
 from spark_group_source.kafka.environment import Environment
 from spark_group_source.kafka.group_admin import GroupAdmin
-from spark_group_source.local.broker import Broker, kafka_consumer_groups
+from spark_group_source.local.broker import Broker
 from spark_group_source.model import TopicPartition
 from spark_group_source.protocol import partitions, run
 from spark_group_source.protocol.statistics import Statistics

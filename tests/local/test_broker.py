@@ -17,6 +17,7 @@ import pytest
 from confluent_kafka import Producer
 from confluent_kafka.admin import AdminClient
 from kafka_helpers import await_until, create_topic, end_offsets_of, produce_to
+from kafka_tool import kafka_tools_jars
 from kit.spark_kafka import spark_kafka_jars
 from printed_commands import commands
 from streams import alive
@@ -382,7 +383,7 @@ def test_reported_sizes_are_those_of_the_downloads(monkeypatch: pytest.MonkeyPat
         return found
 
     monkeypatch.setattr(jars, "resolve", measured)
-    for used in (jars.kafka_jars, jars.delta_jars, jars.kafka_tools_jars, spark_kafka_jars):
+    for used in (jars.kafka_jars, jars.delta_jars, kafka_tools_jars, spark_kafka_jars):
         used()
     assert len(sizes) == 4 and all(abs(reported - real) < 2 for reported, real in sizes), sizes
 
