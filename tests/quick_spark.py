@@ -5,7 +5,7 @@
 - Its Python processes import the installed package: this ``SPARK_HOME`` has no ``pyspark.zip``, whose modules each of
   them would compile anew.
 - Its classes are mapped into memory from an archive (class data sharing), as those of brokers are
-  (``local.broker.prepare``). The first run that needs it makes it, beside its tests: a Spark that begins before it is
+  (``.ci/jars.py``). The first run that needs it makes it, beside its tests: a Spark that begins before it is
   there begins without it.
 """
 

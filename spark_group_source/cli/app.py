@@ -241,17 +241,6 @@ def broker_run(
             raise SourceError(f"the broker stopped unexpectedly; see its log in {broker.log_dir}")
 
 
-@app.command(hidden=True)
-def jars() -> None:
-    """Download the jars of the demo and most tests, print their location, and speed up later broker starts."""
-    from spark_group_source.local.broker import prepare
-    from spark_group_source.local.jars import delta_jars, kafka_jars
-
-    for name, found in (("Kafka", kafka_jars()), ("Delta Lake", delta_jars())):
-        typer.echo(f"{name}: {len(found)} jars" + (f" in {found[0].parent}" if found else ""))
-    prepare()
-
-
 # --- spark-group drain -----------------------------------------------------------------------------------------------
 
 

@@ -373,35 +373,14 @@ def serves_groups(servers: str, settings: Mapping[str, str]) -> bool:
     return ready
 
 
-def prepare() -> None:
-    """Start and stop a broker once, so that later ones start in about half the time.
-
-    Loading several thousand classes takes most of the time. This stores them in the cache folder as a class data
-    sharing archive, which the JVM maps into memory. Does nothing if the archive exists; it is optional.
-
-    Raises:
-        SetupError, BrokerUnavailable: as :meth:`Broker.start`.
-    """
-    archive = _archive(java_path(), _class_path())
-    if archive.is_file():
-        return
-    with tempfile.TemporaryDirectory(dir=cache_dir(), prefix=".prepare-") as scratch:
-        unfinished = Path(scratch) / "classes.jsa"
-        options = (*JAVA_OPTIONS, f"-XX:ArchiveClassesAtExit={unfinished}")
-        with Broker(java_options=options, data_dir=Path(scratch) / "broker"):
-            pass  # a clean stop: the JVM writes the archive at its end
-        if unfinished.is_file():  # the storage tool wrote one too, and the node replaced it
-            unfinished.replace(archive)
-
-
 def _java_command(options: Sequence[str]) -> list[str]:
     """A JVM with Kafka's classes.
 
     Raises:
         SetupError: no usable Java, or Kafka's jars cannot be downloaded.
     """
-    java, class_path = java_path(), _class_path()
-    archive = _archive(java, class_path)
+    java, class_path = java_path(), os.pathsep.join(map(str, kafka_jars()))
+    archive = class_archive(java, class_path)
     return [
         str(java),
         *([f"-XX:SharedArchiveFile={archive}"] if archive.is_file() else []),
@@ -413,12 +392,11 @@ def _java_command(options: Sequence[str]) -> list[str]:
     ]
 
 
-def _class_path() -> str:
-    return os.pathsep.join(map(str, kafka_jars()))
+def class_archive(java: Path, class_path: str) -> Path:
+    """The archive of Kafka's classes for this Java and these jars, with which a node starts in about half the time.
 
-
-def _archive(java: Path, class_path: str) -> Path:
-    """The class archive for this Java and these jars. The JVM ignores an archive that does not match."""
+    It is optional: ``.ci/jars.py`` writes it. The JVM ignores an archive that does not match.
+    """
     digest = hashlib.sha256(f"{java.resolve()} {class_path}".encode()).hexdigest()[:8]
     return cache_dir() / f"kafka-classes-{digest}.jsa"
 
