@@ -100,17 +100,14 @@ def mark_void(stream: str, seq: int, reset_number: int) -> None:
     void batch.
     """
     with _write_lock, contextlib.suppress(OSError):
-        if stream.isalnum() and _is_usable():
-            last = max(reset_number, void_by(stream, seq))
-            write_atomically(directory() / f"{stream}{VOID}", f"{seq} {last}")
+        write_atomically(_stream_file(stream, VOID), f"{seq} {max(reset_number, void_by(stream, seq))}")
 
 
 def void_by(stream: str, seq: int) -> int:
     """Return the number of the reset that made batch ``seq`` void; 0 if no sink of this host reported one."""
     with contextlib.suppress(OSError, ValueError):
-        if stream.isalnum() and _is_usable():
-            marked, reset_number = map(int, (directory() / f"{stream}{VOID}").read_text().split())
-            return reset_number if marked == seq else 0
+        marked, reset_number = map(int, _stream_file(stream, VOID).read_text().split())
+        return reset_number if marked == seq else 0
     return 0
 
 
@@ -124,20 +121,18 @@ def count_rows(stream: str, table: str, rows: Mapping[str, int]) -> None:
     Does nothing where no run of this user publishes, and never raises.
     """
     with _write_lock, contextlib.suppress(OSError):
-        tables = _table_rows.setdefault(stream, {})
-        if (table not in tables and len(tables) == TABLES_MAX) or not (stream.isalnum() and _is_usable()):
-            return
-        known = tables.setdefault(table, {})
-        known |= {name: known.get(name, 0) + count for name, count in rows.items()}
-        write_atomically(directory() / f"{stream}{TABLES}", json.dumps(tables))
+        path, tables = _stream_file(stream, TABLES), _table_rows.setdefault(stream, {})
+        if table in tables or len(tables) < TABLES_MAX:
+            known = tables.setdefault(table, {})
+            known |= {name: known.get(name, 0) + count for name, count in rows.items()}
+            write_atomically(path, json.dumps(tables))
 
 
 def table_rows(stream: str) -> dict[str, dict[str, int]]:
     """Return the rows that sinks of this host wrote for a stream, by table."""
     with contextlib.suppress(OSError, ValueError):
-        if stream.isalnum() and _is_usable():
-            found: dict[str, dict[str, int]] = json.loads((directory() / f"{stream}{TABLES}").read_text())
-            return found
+        found: dict[str, dict[str, int]] = json.loads(_stream_file(stream, TABLES).read_text())
+        return found
     return {}
 
 
@@ -148,17 +143,23 @@ def durable_mark(stream: str) -> BatchKey:
 
 def _mark(kind: str, offset: StreamOffset) -> None:
     with contextlib.suppress(OSError):
-        if offset.stream.isalnum() and _is_usable():  # it becomes a file's name
-            seq, digest = BatchKey.of(offset)
-            write_atomically(directory() / f"{offset.stream}{kind}", f"{seq} {digest}")
+        seq, digest = BatchKey.of(offset)
+        write_atomically(_stream_file(offset.stream, kind), f"{seq} {digest}")
 
 
 def _marked(stream: str, kind: str) -> BatchKey:
     with contextlib.suppress(OSError, ValueError):
-        if stream.isalnum() and _is_usable():
-            seq, digest = (directory() / f"{stream}{kind}").read_text().split()
-            return BatchKey(int(seq), digest)
+        seq, digest = _stream_file(stream, kind).read_text().split()
+        return BatchKey(int(seq), digest)
     return NO_MARK
+
+
+def _stream_file(stream: str, kind: str) -> Path:
+    """The file of this kind of a stream. Raises FileNotFoundError where no run of this user publishes, and for a stream
+    whose id is no name of a file."""
+    if not (stream.isalnum() and _is_usable()):
+        raise FileNotFoundError(f"stream {stream!r} has no run files")
+    return directory() / f"{stream}{kind}"
 
 
 class LoadLock:
@@ -324,12 +325,9 @@ class Publisher:
             _mark(COMMITTED, committed)
         self._remove()  # after that mark, by which a drain sees that nothing is left
         stream = self.last.stream if self.last is not None else ""
-        if stream and _is_usable():
+        for kind in (TABLES,) if is_later(durable_mark(stream), seq) else (TABLES, DURABLE):
             with contextlib.suppress(OSError):
-                (directory() / f"{stream}{TABLES}").unlink()
-        if (mark := durable_mark(stream)) != NO_MARK and not is_later(mark, seq):
-            with contextlib.suppress(OSError):
-                (directory() / f"{stream}{DURABLE}").unlink()
+                _stream_file(stream, kind).unlink()
 
     def _remove(self) -> None:
         if not _is_usable():
