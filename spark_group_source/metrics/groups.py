@@ -493,21 +493,19 @@ _Row = Metric[SweepResult]
 
 
 def _metric(name: str, read: Callable[[SweepResult, int], float], doc: str) -> _Row:
-    def samples(seen: SweepResult, now_ms: int) -> Iterator[Sample]:
-        yield (), read(seen, now_ms)
-
-    return Metric(PREFIX + name, (), samples, doc)
+    return Metric(PREFIX + name, (), lambda seen, now_ms: [((), read(seen, now_ms))], doc)
 
 
 def _by_group(name: str, read: Callable[[GroupSnapshot, int], float], doc: str, *, always: bool = False) -> _Row:
     """``always``: also for groups that did not answer."""
-
-    def samples(seen: SweepResult, now_ms: int) -> Iterator[Sample]:
-        for group in seen.groups:
-            if always or group.unreachable_since_ms is None:
-                yield (group.group,), read(group, now_ms)
-
-    return Metric(PREFIX + name, ("group",), samples, doc)
+    return Metric(
+        PREFIX + name,
+        ("group",),
+        lambda seen, now_ms: [
+            ((one.group,), read(one, now_ms)) for one in seen.groups if always or one.unreachable_since_ms is None
+        ],
+        doc,
+    )
 
 
 def _by_partition(name: str, read: Callable[[PartitionSnapshot], float | None], doc: str) -> _Row:

@@ -5,8 +5,7 @@ exporter reads it from Kafka, also while no run is active), and state: every scr
 """
 
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from spark_group_source.metrics.endpoint import Metric, Sample, since_s
 from spark_group_source.protocol.states import RunState, SlotState
@@ -18,13 +17,19 @@ RUN = ("group", "stream")
 _Row = Metric[Statistics]
 
 
+def _by(labels: tuple[str, ...], name: str, read: Callable[[Statistics, int], Iterable[Sample]], doc: str) -> _Row:
+    """A metric with a sample for each value of the labels, to which those of the run are added."""
+    return Metric(
+        PREFIX + name,
+        (*RUN, *labels),
+        lambda of, now_ms: [((of.group, of.stream, *key), value) for key, value in read(of, now_ms)],
+        doc,
+    )
+
+
 def _metric(name: str, read: Callable[[Statistics, int], float], doc: str) -> _Row:
     """A metric of the whole run."""
-
-    def samples(of: Statistics, now_ms: int) -> Iterator[Sample]:
-        yield (of.group, of.stream), read(of, now_ms)
-
-    return Metric(PREFIX + name, RUN, samples, doc)
+    return _by((), name, lambda of, now_ms: [((), read(of, now_ms))], doc)
 
 
 def _count(name: str, field: str, doc: str) -> _Row:
@@ -35,58 +40,42 @@ def _seconds(name: str, field: str, doc: str) -> _Row:
     return _metric(name, lambda of, _: getattr(of, field) / 1000, doc)
 
 
-def _by_slot(name: str, read: Callable[[Statistics], Sequence[float]], doc: str) -> _Row:
-    def samples(of: Statistics, _now_ms: int) -> Iterator[Sample]:
-        for slot, value in enumerate(read(of)):
-            yield (of.group, of.stream, str(slot)), value
-
-    return Metric(PREFIX + name, (*RUN, "slot"), samples, doc)
-
-
-def _states(of: Statistics, _now_ms: int) -> Iterator[Sample]:
-    for state in RunState:
-        yield (of.group, of.stream, state.value), float(of.state == state.value)
-
-
-def _slots(of: Statistics, _now_ms: int) -> Iterator[Sample]:
-    counted = Counter(of.slots)
-    for state in SlotState:
-        yield (of.group, of.stream, state.value), counted[state.value]
+def _by_slot(name: str, field: str, doc: str) -> _Row:
+    return _by(("slot",), name, lambda of, _: [((str(n),), value) for n, value in enumerate(getattr(of, field))], doc)
 
 
 def _rows(of: Statistics, _now_ms: int) -> Iterator[Sample]:
     for source, by_slot in (("memory", of.rows_from_memory), ("brokers", of.rows_from_brokers)):
         for slot, rows in enumerate(by_slot):
-            yield (of.group, of.stream, str(slot), source), rows
+            yield (str(slot), source), rows
 
 
 def _by_table(name: str, kinds: Sequence[str], doc: str) -> _Row:
     def samples(of: Statistics, _now_ms: int) -> Iterator[Sample]:
         for table, rows in of.tables.items():
-            yield (of.group, of.stream, table), sum(rows.get(kind, 0) for kind in kinds)
+            yield (table,), sum(rows.get(kind, 0) for kind in kinds)
 
-    return Metric(PREFIX + name, (*RUN, "table"), samples, doc)
+    return _by(("table",), name, samples, doc)
 
 
 METRICS: tuple[_Row, ...] = (
-    Metric(PREFIX + "state", (*RUN, "state"), _states,
-           "1 for the run's current state, 0 for every other state ([states](states.md#run))."),
+    _by(("state",), "state", lambda of, _: [((state.value,), float(of.state == state.value)) for state in RunState],
+        "1 for the run's current state, 0 for every other state ([states](states.md#run))."),
     _count("durable_batch", "seq", "Number of the last durable batch; -1 before the first."),
     _count("generation", "generation",
            "Group generation (classic) or member epoch (KIP-848) of the last assignment; -1 before."),
-    Metric(PREFIX + "slots", (*RUN, "state"), _slots, "Slots (memberships of the run) in each state."),
-    _by_slot("assigned_partitions", lambda of: of.assigned, "Partitions assigned to each slot."),
+    _by(("state",), "slots", lambda of, _: [((state.value,), of.slots.count(state.value)) for state in SlotState],
+        "Slots (memberships of the run) in each state."),
+    _by_slot("assigned_partitions", "assigned", "Partitions assigned to each slot."),
     _metric("placed_slots", lambda of, _: sum(map(bool, of.agents)), "Slots whose member is placed on an agent."),
-    _by_slot("buffered_bytes", lambda of: of.buffered_bytes,
-             "Bytes of the slot's partitions that its agent has prefetched."),
-    _by_slot("buffered_rows", lambda of: of.buffered_rows,
-             "Rows of the slot's partitions that its agent has prefetched."),
-    Metric(PREFIX + "rows_read_total", (*RUN, "slot", "source"), _rows,
-           "Rows of the slot's partitions that tasks read, from an agent's memory or from brokers, including failed "
-           "attempts. With `memberHost=driver`, and with `auto` in local mode, only tasks that skipped records report, "
-           "or all if `maxBytesPerTrigger` is set."),
+    _by_slot("buffered_bytes", "buffered_bytes", "Bytes of the slot's partitions that its agent has prefetched."),
+    _by_slot("buffered_rows", "buffered_rows", "Rows of the slot's partitions that its agent has prefetched."),
+    _by(("slot", "source"), "rows_read_total", _rows,
+        "Rows of the slot's partitions that tasks read, from an agent's memory or from brokers, including failed "
+        "attempts. With `memberHost=driver`, and with `auto` in local mode, only tasks that skipped records report, "
+        "or all if `maxBytesPerTrigger` is set."),
     _count("moves_total", "moves", "Moves of a slot between agents or between an agent and the stream reader."),
-    _by_slot("recalls_total", lambda of: of.slot_recalls,
+    _by_slot("recalls_total", "slot_recalls",
              "How often the slot was recalled from an agent: it had ended or could not join, or transactions are "
              "refused."),
     _metric("missing_topics", lambda of, _: len(of.missing_topics),
