@@ -228,9 +228,7 @@ class GroupStreamReader(compatibility.CheckedPickle, DataSourceStreamReader):
                 f"the checkpoint belongs to group {offset.group!r}, but kafka.group.id is {self._options.group_id!r}. "
                 f"Set kafka.group.id back to {offset.group!r}. A query of group {self._options.group_id!r} needs a "
                 "checkpointLocation of its own; it starts at the offsets of that group, or at startingOffsets if it "
-                "has none",
-                found=offset.group,
-                wanted=self._options.group_id,
+                "has none"
             )
         return offset
 

@@ -432,8 +432,7 @@ def show_letters(
         if missing := sorted(dead_letters.COLUMNS.keys() - {field.name for field in writer.schema().fields}):
             raise OptionError(
                 f"table {table} is no dead-letter table: it lacks the column {missing[0]}. Name the table that "
-                "DeadLetters of the sink has",
-                table=table,
+                "DeadLetters of the sink has"
             )
         is_left, at = F.col("replay").isNull(), F.struct("topic", "partition", "offset")
         found = (

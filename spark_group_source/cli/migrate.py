@@ -149,7 +149,7 @@ def progress(
 
     number, lines = batch_lines(files, root, all_finished=True)
     if unknown := sorted(set(sources) - lines.keys()):
-        raise OptionError(f"{root} has no source {unknown[0]!r}; it has {', '.join(sorted(lines))}", checkpoint=root)
+        raise OptionError(f"{root} has no source {unknown[0]!r}; it has {', '.join(sorted(lines))}")
     found = Progress(number, {}, {}, stateful=bool(files.names(f"{root}/state")))
     others = 0
     for source, line in sorted(lines.items()):
@@ -164,13 +164,12 @@ def progress(
                 raise CheckpointMismatch(
                     f"{root}: sources {found.source[tp]} and {source} both read {tp}, up to {found.offsets[tp]} and up "
                     f"to {at}. A group has one offset for each partition: migrate one source at a time, each to its "
-                    f"own group, with --source {found.source[tp]} and --source {source}",
-                    checkpoint=root,
+                    f"own group, with --source {found.source[tp]} and --source {source}"
                 )
             found.source.setdefault(tp, source)
     if not found.offsets:
         why = f"it has {others} other sources" if others else "the query has read no partition yet"
-        raise OptionError(f"{root} has no position of Spark's Kafka connector: {why}", checkpoint=root)
+        raise OptionError(f"{root} has no position of Spark's Kafka connector: {why}")
     return found._replace(others=others)
 
 
@@ -182,14 +181,11 @@ def _offsets(line: str, root: str, to_brokers: command_line.Connection) -> dict[
         try:
             group = str(json.loads(line)["group"])
         except ValueError as exc:
-            raise CheckpointMismatch(
-                f"{root}: the offset of its kafka-group source is damaged", checkpoint=root
-            ) from exc
+            raise CheckpointMismatch(f"{root}: the offset of its kafka-group source is damaged") from exc
         back = command_line.spark_group("reset", to_brokers, group, "--to-checkpoint", root, "--execute")
         raise OptionError(
             f"{root} is the checkpoint of a kafka-group query: its group {group!r} has its offsets. To move the "
-            f"group back to the checkpoint: {command_line.in_sentence(back)}",
-            checkpoint=root,
+            f"group back to the checkpoint: {command_line.in_sentence(back)}"
         )
     try:
         doc = json.loads(line)
@@ -232,8 +228,7 @@ def _require_read(scope: Scope, known: Collection[str], where: str) -> None:
     if unread := sorted(scope.keys() - set(known)):
         raise OptionError(
             f"{where} has no offset of topic {', '.join(unread)}; it has {', '.join(sorted(known)) or 'none'}. Correct "
-            "--topic, or leave it out",
-            topics=unread,
+            "--topic, or leave it out"
         )
 
 

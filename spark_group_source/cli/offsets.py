@@ -195,7 +195,7 @@ def delete_offsets(
         why = "; ".join(sorted({results[tp].reason for tp in stay}))
         silent = all(results[tp].outcome is Outcome.NOT_ANSWERED for tp in stay)
         kind = BrokerUnavailable if silent else GroupError
-        raise kind(f"{len(stay)} of {len(results)} offsets of group {group!r} were not deleted: {why}", group=group)
+        raise kind(f"{len(stay)} of {len(results)} offsets of group {group!r} were not deleted: {why}")
 
 
 def delete_group(
@@ -217,8 +217,7 @@ def delete_group(
         if found.members:
             raise GroupError(
                 f"group {group!r} has {counted(len(found.members), 'member')}, and Kafka deletes only groups without "
-                "members. Stop its queries and consumers, and wait for their session timeout",
-                group=group,
+                "members. Stop its queries and consumers, and wait for their session timeout"
             )
         if execute:
             admin.delete_group(group)

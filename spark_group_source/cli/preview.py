@@ -258,7 +258,7 @@ def read_last_batch(files: CheckpointFiles, root: str, group: str) -> Checkpoint
     ours = [parse(line) for line in lines.values() if checkpoints.is_kafka_group(line)]
     found = next((offset for offset in ours if offset.group == group), None)
     if found is None:
-        raise OptionError(f"batch {number} in {root} has no partition of group {group!r}", checkpoint=root)
+        raise OptionError(f"batch {number} in {root} has no partition of group {group!r}")
     return CheckpointBatch(number, found, number not in checkpoints.batch_numbers(files, f"{root}/commits"))
 
 

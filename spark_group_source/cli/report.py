@@ -123,8 +123,7 @@ def missing_group(admin: GroupAdmin, group: str, then: str = "") -> GroupError:
     then = then or f"to see the existing groups: {command_line.in_sentence(list_groups)}"
     return GroupError(
         f"group {group!r} does not exist: it has no members and no committed offsets. It was never used, it was "
-        f"deleted, its offsets expired, or the name is that of a share group or a streams group; {then}",
-        group=group,
+        f"deleted, its offsets expired, or the name is that of a share group or a streams group; {then}"
     )
 
 
@@ -137,8 +136,7 @@ def group_with_members(group: str, has_members: str, stop: str) -> GroupError:
     """
     exc = GroupError(
         f"group {group!r} {has_members}. {stop}, and run this command again: the memberships of a stopped continuous "
-        "query end within its session timeout (45 s by default)",
-        group=group,
+        "query end within its session timeout (45 s by default)"
     )
     exc.failure_code = RETRIABLE  # type: ignore[attr-defined]
     return exc

@@ -197,8 +197,7 @@ def _require_known(scope: Scope, known: Set[TopicPartition]) -> None:
     if unknown := [*(scope.keys() - topics), *(str(tp) for tp in selected if tp not in known)]:
         raise OptionError(
             f"this position has no offset of {min(unknown)}, or it does not exist any more, so it cannot be moved "
-            "there. Correct the selected topics, or select none",
-            unknown=sorted(unknown),
+            "there. Correct the selected topics, or select none"
         )
 
 
@@ -287,9 +286,7 @@ def refuse_former_topics(
                 "read a recreated topic from its first record": command("--to-earliest"),
                 "keep offsets that are right in another cluster": command("--to-current"),
             }
-        ),
-        group=group,
-        topics=sorted({tp.topic for tp in former}),
+        )
     )
 
 
@@ -345,9 +342,7 @@ def recorded_offsets(
             f"topic with id {record.topics[first].id}, and in Kafka the topic has id {topics[first].id}. At these "
             "offsets records of the new topic would never be read, so nothing was changed. To read the new topic from "
             "its first record that is not in the table, and the other topics from these offsets:"
-            + command_line.sequence(commands),
-            group=record.group,
-            topics=recreated,
+            + command_line.sequence(commands)
         )
     return Offsets(
         {

@@ -445,8 +445,7 @@ def drain_runs(
         found = runs()
         if found.keys() - requested.keys():
             raise GroupError(
-                f"a query of group {group!r} was started during the drain, so it is not drained. Run the command again",
-                group=group,
+                f"a query of group {group!r} was started during the drain, so it is not drained. Run the command again"
             )
         late = [doc for doc in found.values() if not doc["drained"]]
         if not late:
@@ -485,7 +484,7 @@ def drain(group: str, *, driver: int | None = None, timeout_s: float = DRAIN_S) 
             the directory of the run files.
     """
     if reason := unusable_reason(directory()):
-        raise GroupError(f"{reason}. {_CONSEQUENCE}", group=group)
+        raise GroupError(f"{reason}. {_CONSEQUENCE}")
 
     seen: dict[int, dict[str, Any]] = {}
 
@@ -501,8 +500,7 @@ def drain(group: str, *, driver: int | None = None, timeout_s: float = DRAIN_S) 
                 raise GroupError(
                     f"the query of group {group!r} in process {pid} {'was killed' if pid in killed else 'ended'} "
                     "during the drain: its last batch may be in the sink without a commit of its offsets. Start it "
-                    "again, then run the command again",
-                    group=group,
+                    "again, then run the command again"
                 )
         seen.update(live)
         return {str(pid): doc for pid, doc in live.items()}
@@ -513,8 +511,7 @@ def drain(group: str, *, driver: int | None = None, timeout_s: float = DRAIN_S) 
         raise GroupError(
             f"no query of group {group!r} runs on this host. Run `{again}` on the host of its driver, or here with "
             "--checkpoint and the query's checkpointLocation. To see the hosts of its members: "
-            f"{command_line.in_sentence(describe)}",
-            group=group,
+            f"{command_line.in_sentence(describe)}"
         )
     return drain_runs(group, runs, lambda pid: request_drain(int(pid)), poll_s=POLL_S, timeout_s=timeout_s)
 

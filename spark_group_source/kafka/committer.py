@@ -288,7 +288,7 @@ class TransactionalCommitter:
                 "(900000 unless set)"
             )
         why = "" if self._refusal.error is None else f"; the brokers refuse the login: {self._refusal.error.str()}"
-        return stale or CommitFailed(f"committing offsets failed: {error.str()}{why}", code=error.code())
+        return stale or CommitFailed(f"committing offsets failed: {error.str()}{why}")
 
     def _clean_up(self, error: KafkaError) -> None:
         """Abort what was begun. A commit or abort that was not confirmed is repeated by the next call instead."""

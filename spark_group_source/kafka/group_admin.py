@@ -64,8 +64,7 @@ class GroupAdmin(Admin):
         if blank := sorted(name for name, topic in listed.items() if not topic.partitions):
             raise BrokerUnavailable(
                 f"group {group!r}: brokers returned no partitions of topic {blank[0]}, so not all of the group's "
-                "offsets can be read. Try again in a moment",
-                group=group,
+                "offsets can be read. Try again in a moment"
             )
         tps = [TopicPartition(name, p) for name, topic in listed.items() for p in topic.partitions]
         found = self.read_offsets(group, tps, stable=stable)
@@ -73,8 +72,7 @@ class GroupAdmin(Admin):
             raise BrokerUnavailable(
                 f"group {group!r}: no answer for {len(unanswered)} partitions, such as {unanswered[0]}: "
                 f"{'a transaction with its offset is open, or ' if stable else ''}brokers do not know the partition "
-                "yet. Try again in a moment",
-                group=group,
+                "yet. Try again in a moment"
             )
         return {tp: at for tp, at in found.items() if at is not None}
 

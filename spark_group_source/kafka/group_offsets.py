@@ -115,9 +115,7 @@ class GroupOffsets:
                 return
             if self._environment.now_ms() > deadline_ms:
                 tp = late[0]
-                raise CommitFailed(
-                    f"{tp}: committed offset {offsets[tp]}, but a read returns {seen.get(tp)}", late=len(late)
-                )
+                raise CommitFailed(f"{tp}: committed offset {offsets[tp]}, but a read returns {seen.get(tp)}")
             self._environment.pause(pause_s)
             pause_s = min(pause_s * 2, pause_s_max)
 

@@ -146,11 +146,11 @@ def translate(
                 op=op,
             )
         case Meaning.FENCED:
-            return Fenced(f"{op} was refused: {text}. A newer process has taken over from this one", op=op)
+            return Fenced(f"{op} was refused: {text}. A newer process has taken over from this one")
         case Meaning.GONE if request is Request.DELETE:
-            return GroupError(f"{op} failed: group {client_info.group or name!r} does not exist on {servers}", op=op)
+            return GroupError(f"{op} failed: group {client_info.group or name!r} does not exist on {servers}")
         case Meaning.FATAL:
-            return GroupError(f"{op} failed on {servers}: {text}", op=op, code=error.code())
+            return GroupError(f"{op} failed on {servers}: {text}")
     if is_token_missing(error.code(), text):
         message = (
             f"{op} failed on {servers} for {waited_s:.0f} s because the client has no token: {text}. Check the token "

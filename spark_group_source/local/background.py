@@ -85,8 +85,7 @@ def start(*, port: int = 9092, data_dir: Path | None = None) -> BrokerState:
         if already is not None:
             raise OptionError(
                 f"a broker is already running at {already.bootstrap_servers}; stop it with `spark-group broker stop`"
-                + ("" if already.place == here() else f" at {already.place}: this is {here()}, with the same home"),
-                op="start",
+                + ("" if already.place == here() else f" at {already.place}: this is {here()}, with the same home")
             )
         check_free(port)
         _state_file().unlink(missing_ok=True)
@@ -109,7 +108,7 @@ def start(*, port: int = 9092, data_dir: Path | None = None) -> BrokerState:
         state = running()
         if state is None:
             tail = log.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_TAIL_LINES:]
-            raise BrokerUnavailable(f"the broker did not start; the end of {log}:\n" + "\n".join(tail), op="start")
+            raise BrokerUnavailable(f"the broker did not start; the end of {log}:\n" + "\n".join(tail))
         return state
 
 
@@ -137,8 +136,7 @@ def stop() -> BrokerState | None:
         if state is not None and state.place != here():
             raise OptionError(
                 f"the broker at {state.bootstrap_servers} runs at {state.place}, and this is {here()}, with the same "
-                "home: stop it there, with the same command",
-                op="stop",
+                "home: stop it there, with the same command"
             )
         if state is not None:
             for number, bound_s in ((signal.SIGTERM, STOP_S + KILL_S), (signal.SIGKILL, KILL_S)):
@@ -189,19 +187,17 @@ def parse_topics(texts: Sequence[str]) -> dict[str, int]:
     for text in texts:
         name, _, count = text.partition(":")
         if not name or (count and not (count.isdecimal() and int(count) > 0)) or text.endswith(":"):
-            raise OptionError(f"--topic {text!r} must be NAME or NAME:PARTITIONS, for example orders:6", topic=text)
+            raise OptionError(f"--topic {text!r} must be NAME or NAME:PARTITIONS, for example orders:6")
         if not TOPIC_NAME.fullmatch(name) or name in (".", ".."):
             raise OptionError(
                 f"--topic {text!r}: Kafka does not allow the name {name!r}. A name has up to 249 ASCII letters, "
-                "digits, dots, underscores and hyphens",
-                topic=text,
+                "digits, dots, underscores and hyphens"
             )
         topics[name] = int(count or 1)
         if sum(topics.values()) > PARTITIONS_MAX:
             raise OptionError(
                 f"--topic {text!r}: Kafka creates at most {PARTITIONS_MAX:,} partitions at once, and these topics have "
-                f"{sum(topics.values()):,}",
-                topic=text,
+                f"{sum(topics.values()):,}"
             )
     return topics
 
@@ -226,7 +222,7 @@ def create_topics(bootstrap_servers: str, topics: Mapping[str, int]) -> None:
             error = exc.args[0] if exc.args else None
             if isinstance(error, KafkaError) and error.code() == KafkaError.TOPIC_ALREADY_EXISTS:
                 continue
-            raise BrokerUnavailable(f"cannot create topic {name}: {exc}", op="create_topics", topic=name) from exc
+            raise BrokerUnavailable(f"cannot create topic {name}: {exc}") from exc
 
 
 def _state_file() -> Path:

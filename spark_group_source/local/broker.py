@@ -118,7 +118,7 @@ class Broker:
             BrokerUnavailable: the node ended or did not answer in time; the message ends with its log.
         """
         if self._base is not None:
-            raise BrokerUnavailable("this broker is already started", op="start")
+            raise BrokerUnavailable("this broker is already started")
         self._java = _java_command(self._java_options)
         if self._data_dir is None:
             self._base = Path(tempfile.mkdtemp(prefix="spark-group-broker-"))
@@ -177,7 +177,7 @@ class Broker:
     @property
     def _home(self) -> Path:
         if self._base is None:
-            raise BrokerUnavailable("this broker is not started; call start(), or use it in a with block", op="use")
+            raise BrokerUnavailable("this broker is not started; call start(), or use it in a with block")
         return self._base
 
     def _boot(self) -> None:
@@ -214,11 +214,9 @@ class Broker:
         try:
             run = subprocess.run(command, capture_output=True, text=True, timeout=START_S, check=False)
         except subprocess.TimeoutExpired as exc:
-            raise BrokerUnavailable(
-                f"formatting the storage took longer than {START_S} s", op="format", waited_ms=START_S * 1000
-            ) from exc
+            raise BrokerUnavailable(f"formatting the storage took longer than {START_S} s") from exc
         if run.returncode != 0:
-            raise BrokerUnavailable(f"cannot format {home}:\n{run.stdout}{run.stderr}", op="format")
+            raise BrokerUnavailable(f"cannot format {home}:\n{run.stdout}{run.stderr}")
 
     def _launch(self, number: int) -> None:
         crash = f"-XX:ErrorFile={self.log_dir}/node-{number}-crash.log"
@@ -239,15 +237,12 @@ class Broker:
             is_ready = ready()
             for number, node in nodes.items():  # also if another process answers at the port
                 if not node.running:
-                    raise BrokerUnavailable(f"node {number} ended with code {node.code}{node.tail()}", op="start")
+                    raise BrokerUnavailable(f"node {number} ended with code {node.code}{node.tail()}")
             if is_ready:
                 return
-            waited_s = time.monotonic() - started
-            if waited_s > START_S:
+            if time.monotonic() - started > START_S:
                 tails = "".join(node.tail() for node in nodes.values())
-                raise BrokerUnavailable(
-                    f"no answer within {START_S} s{tails}", op="start", waited_ms=int(waited_s * 1000)
-                )
+                raise BrokerUnavailable(f"no answer within {START_S} s{tails}")
             pause.wait(POLL_S)
 
     def _end(self, wait_s: float) -> None:
@@ -293,7 +288,7 @@ class Node:
         line = self._supervisor.stdout.readline()
         if not line:
             code = self._supervisor.wait(KILL_S)
-            raise BrokerUnavailable(f"cannot run {command[0]}: its supervisor ended with code {code}", op="start")
+            raise BrokerUnavailable(f"cannot run {command[0]}: its supervisor ended with code {code}")
         self.pid = int(line)
 
     @property
@@ -420,7 +415,7 @@ def check_free(port: int) -> None:
         try:
             probe.bind(("127.0.0.1", port))
         except OSError as exc:
-            raise OptionError(f"port {port} of 127.0.0.1 is in use; choose another one with --port", port=port) from exc
+            raise OptionError(f"port {port} of 127.0.0.1 is in use; choose another one with --port") from exc
 
 
 def check_folder(folder: Path) -> None:
@@ -448,5 +443,5 @@ def free_ports(count: int) -> list[int]:
                 probe.bind(("127.0.0.1", port))
                 ports.append(port)
         if len(ports) < count:
-            raise BrokerUnavailable(f"no {count} free ports in {_PORTS.start}..{_PORTS.stop - 1}", op="start")
+            raise BrokerUnavailable(f"no {count} free ports in {_PORTS.start}..{_PORTS.stop - 1}")
         return ports

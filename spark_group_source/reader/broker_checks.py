@@ -133,7 +133,7 @@ class RequestFailures:
                 raise access_denied(topic, self._servers, event.text, request.value, self._user)
         if verdict is Meaning.FATAL:
             what = "fatal error of the reading client" if event.code == _FATAL else f"request refused: {request.value}"
-            raise GroupError(f"{what}, at {self._servers}: {event.text}", op=request.value)
+            raise GroupError(f"{what}, at {self._servers}: {event.text}")
 
     def clear_refusals(self, tp: TopicPartition) -> None:
         """Note that records of this partition came: access to it works."""

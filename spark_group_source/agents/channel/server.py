@@ -460,8 +460,7 @@ def _cannot_listen(hosts: Sequence[str], port: int, exc: OSError) -> ChannelBrok
     where = ", ".join(hosts) or "all addresses of this host"
     return ChannelBroken(
         f"the control channel cannot listen at {where}, port {port or 'any'}: {exc.strerror or exc}. Set "
-        "coordinatorPort to a free port, and coordinatorHost to an address of the driver's host",
-        port=port,
+        "coordinatorPort to a free port, and coordinatorHost to an address of the driver's host"
     )
 
 
