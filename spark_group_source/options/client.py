@@ -226,11 +226,10 @@ def check_heartbeats(settings: Mapping[str, str]) -> None:
     remove the member.
 
     Raises:
-        OptionError: the interval is too long, or a timeout of the classic protocol is not a positive integer.
+        OptionError: the interval is too long, or one of the two is not a positive integer.
     """
     session = setting_ms(settings, "session.timeout.ms", SESSION_TIMEOUT_MS)
     heartbeat = setting_ms(settings, "heartbeat.interval.ms", HEARTBEAT_INTERVAL_MS)
-    setting_ms(settings, "max.poll.interval.ms", MAX_POLL_INTERVAL_MS)
     if heartbeat >= session:
         raise OptionError(
             f"kafka.heartbeat.interval.ms ({heartbeat}) must be below kafka.session.timeout.ms ({session}), usually a "

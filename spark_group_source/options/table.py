@@ -84,12 +84,8 @@ class Option(NamedTuple):
 def _option(
     name: str, parse: Callable[[str], object], unit: str, *, doc: str, default: object = ..., shown: str = ""
 ) -> Any:  # Any: a field of a dataclass, whatever its type
-    """Declare a field of :class:`Options`.
-
-    Args:
-        default: required if missing.
-        shown: the default as the docs print it, if the value is not self-explanatory.
-    """
+    """Declare a field of :class:`Options`; without a ``default`` it is required. ``shown``: the default as the docs
+    print it, if the value is not self-explanatory."""
     text = str(default).lower() if isinstance(default, bool) else str(default)
     row = {"row": Option(name, "", parse, unit, shown or ("none" if default is None else text), doc)}
     return field(metadata=row) if default is ... else field(default=default, metadata=row)
@@ -211,13 +207,12 @@ def topic_names(text: str) -> tuple[str, ...]:
 
 def regex(text: str) -> str:
     """Parse a regular expression of Python's ``re``."""
-    if not text.strip():
-        raise ValueError("it must not be empty")
+    pattern = non_empty(text)
     try:
-        re.compile(text.strip())
+        re.compile(pattern)
     except (re.error, OverflowError) as exc:
         raise ValueError(f"it must be a regular expression in Python's syntax ({exc})") from None
-    return text.strip()
+    return pattern
 
 
 def duration_ms(text: str) -> int:
@@ -229,17 +224,12 @@ def duration_ms(text: str) -> int:
     return int(match[1]) * unit_us // 1_000
 
 
-def member_count(at_most: int) -> Callable[[str], int | str]:
-    """A parser for an integer in [1, at_most], or the word auto."""
-    number = integer(1, at_most)
-
-    def parse(text: str) -> int | str:
-        try:
-            return "auto" if text.strip().lower() == "auto" else number(text)
-        except ValueError as exc:
-            raise ValueError(f"{exc}, or auto") from None
-
-    return parse
+def member_count(text: str) -> int | str:
+    """Parse an integer from 1 to :data:`GROUP_MEMBERS_MAX`, or the word auto."""
+    try:
+        return "auto" if text.strip().lower() == "auto" else integer(1, GROUP_MEMBERS_MAX)(text)
+    except ValueError as exc:
+        raise ValueError(f"{exc}, or auto") from None
 
 
 def memory_bytes(at_least: int, at_most: int) -> Callable[[str], int]:
@@ -422,7 +412,7 @@ class Options:
         doc="The columns of the rows. Spark reads every column of a Python source, so a query is faster if it names "
         "those that it uses. `DeltaSink` needs `topic`, `partition` and `offset` to leave out rows that the table has.")
     group_members: int | Literal["auto"] = _option(
-        "groupMembers", member_count(GROUP_MEMBERS_MAX), "members or auto", default="auto",
+        "groupMembers", member_count, "members or auto", default="auto",
         doc="The number of group members that this query has, 1 to 1000. auto: one for each executor with an agent if "
         "members run beside executors, but only as many as fit into the record of a classic group with long lists of "
         "topics; otherwise 1.")
@@ -512,7 +502,8 @@ class Options:
         """
         values: dict[str, Any] = {}
         kafka: dict[str, str] = {}
-        for name, text in _unique(given).items():
+        _refuse_duplicates(given)
+        for name, text in given.items():
             row = _BY_NAME.get(name.lower())
             if row is not None:
                 values[row.field] = _parsed(row, text)
@@ -680,14 +671,13 @@ OPTIONS: Final = tuple(f.metadata["row"]._replace(field=f.name) for f in fields(
 _BY_NAME: Final = {row.name.lower(): row for row in OPTIONS if row.name != "kafka.*"}
 
 
-def _unique(given: Mapping[str, str]) -> dict[str, str]:
-    """Return the options as given; refuse one that is given twice in different cases."""
+def _refuse_duplicates(given: Mapping[str, str]) -> None:
+    """Refuse an option that is given twice, in different cases."""
     seen: dict[str, str] = {}
     for name in given:
         if name.lower() in seen:
             raise OptionError(f"option {name!r} is given twice, also as {seen[name.lower()]!r}", option=name)
         seen[name.lower()] = name
-    return dict(given)
 
 
 def _parsed(row: Option, text: str) -> object:
