@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-WORDS = {"earliest": EARLIEST, "latest": LATEST}
+WORDS: Mapping[str, Destination] = {"earliest": EARLIEST, "latest": LATEST, "ledger": "ledger"}
 
 
 def describe(
@@ -85,22 +85,11 @@ def reset(
     """
     if to == "ledger" and table is None:
         raise OptionError("to='ledger' needs table=, the Delta table with the ledger")
-    destination = None if to == "ledger" else _destination(to)
+    destination = _destination(to)
     scope: resetting.Scope = dict.fromkeys([topics] if isinstance(topics, str) else topics, frozenset())
     session = _session(spark) if table is not None else None
     with common.admin_of(bootstrap_servers, group, options=options) as admin:
-        if execute:
-            resetting.require_inactive(admin, group)
-        since = resetting.table_version(session, table) if execute else None
-        again: tuple[str, ...] = ()
-        if destination is None:
-            assert table is not None
-            destination = resetting.of_ledger(admin, group, table, _session(spark), scope)
-            again = ("--to-ledger", *resetting.scope_words(scope))
-        targets = resetting.resolve_targets(admin, group, destination, scope)
-        return resetting.reset(
-            admin, group, targets, spark=session, table=table, since=since, again=again, execute=execute
-        )
+        return resetting.move(admin, group, destination, scope, spark=session, table=table, execute=execute)
 
 
 def _destination(to: Any) -> Destination:

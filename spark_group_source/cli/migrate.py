@@ -242,15 +242,15 @@ def _starting_offsets(admin: GroupAdmin, group: str, table: str | None, scope: S
             f"Drain its queries (`{command_line.spark_group('drain', (), group)}`), stop them",
         )
     committed = admin.committed(group)
-    ledger = None
+    ledger = reset.NO_LEDGER
     if table is not None:
         from spark_group_source.delta.ledger_store import require_ledger
 
         with common.session() as spark:
             ledger = require_ledger(spark, table, group, topics={tp.topic for tp in committed})
-    if described.state == DEAD and not committed and ledger is None:
+    if described.state == DEAD and not committed and table is None:
         raise missing_group(admin, group)
-    known = {tp.topic for tp in (*committed, *(ledger.offsets if ledger else ()))}
+    known = {tp.topic for tp in (*committed, *ledger.offsets)}
     _require_read(scope, known, f"group {group!r}")
     partitions_of(admin, group, scope)  # refuses partitions that do not exist
     topics = admin.existing_topics(known)

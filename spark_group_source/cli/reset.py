@@ -71,6 +71,8 @@ Scope = Mapping[str, frozenset[int]]
 
 SHOWN_MAX = 5
 """How many clamped partitions are listed."""
+NO_LEDGER = Ledger(group="")
+"""In place of a table's ledger, if there is no table, or no ledger in it."""
 
 
 class Shift(NamedTuple):
@@ -87,7 +89,15 @@ class Offsets(NamedTuple):
     explicit: bool = True
 
 
-Destination = StartAt | Shift | Offsets | Literal["current"]
+class Checkpoint(NamedTuple):
+    """The end of the last finished batch of a checkpoint; or the start of ``batch``."""
+
+    root: str
+    batch: int | None = None
+
+
+Position = StartAt | Shift | Offsets | Literal["current"]
+Destination = Position | Checkpoint | Literal["ledger", "further"]
 """Where a group is moved to."""
 
 
@@ -109,11 +119,12 @@ class Move:
 @dataclass(frozen=True, slots=True)
 class GroupReset(JupyterMixin):
     """A planned or executed reset; notebooks show it as a table. ``number``: the reset number; None if nothing was
-    changed."""
+    changed. ``is_new``: whether the group did not exist before."""
 
     group: str
     moves: tuple[Move, ...]
     number: int | None
+    is_new: bool = False
 
     def as_dict(self) -> dict[str, Any]:
         """The reset as ``--json`` prints it. ``executed`` is false, and ``reset`` None, if nothing was changed."""
@@ -137,15 +148,14 @@ class GroupReset(JupyterMixin):
 
     def clamped(self) -> list[str]:
         """One line for each partition whose requested offset is outside the log, at most SHOWN_MAX."""
-        moves = [one for one in self.moves if one.clamped_from is not None]
         lines = [
-            f"{one.topic}-{one.partition}: offset {one.clamped_from:,} is "
-            f"{'after the end' if one.clamped_from > one.then else 'before the first record'} of the log; clamped to "
-            f"{one.then:,}"
-            for one in moves[:SHOWN_MAX]
-            if one.clamped_from is not None
+            f"{one.topic}-{one.partition}: offset {wanted:,} is "
+            f"{'after the end' if wanted > one.then else 'before the first record'} of the log; clamped to {one.then:,}"
+            for one in self.moves
+            if (wanted := one.clamped_from) is not None
         ]
-        return lines + ([f"and {len(moves) - SHOWN_MAX} more clamped partitions"] if len(moves) > SHOWN_MAX else [])
+        more = [f"and {len(lines) - SHOWN_MAX} more clamped partitions"] if len(lines) > SHOWN_MAX else []
+        return lines[:SHOWN_MAX] + more
 
 
 class Targets(NamedTuple):
@@ -159,14 +169,12 @@ class Targets(NamedTuple):
     """Topics that the user named."""
 
 
-def resolve_targets(
-    admin: GroupAdmin, group: str, to: Destination, scope: Scope, ledger: Ledger | None = None
-) -> Targets:
+def resolve_targets(admin: GroupAdmin, group: str, to: Position, scope: Scope, ledger: Ledger = NO_LEDGER) -> Targets:
     """The new offset of each partition. Partitions that do not exist any more are left out.
 
     Args:
-        ledger: of the table that is reset too, or None. Its offset is the current one of a partition whose committed
-            offset is of a former topic.
+        ledger: of the table that is reset too. Its offset is the current one of a partition whose committed offset is
+            of a former topic.
 
     Raises:
         OptionError: a named partition does not exist, has no committed offset to shift, or none at this position.
@@ -206,13 +214,13 @@ def _starts_by_commits(
     group: str,
     to: Shift | Literal["current"],
     tps: Sequence[TopicPartition],
-    ledger: Ledger | None,
+    ledger: Ledger,
 ) -> dict[TopicPartition, StartAt]:
     committed = admin.committed(group)
     current = {tp: at.offset for tp, at in committed.items()}
-    if ledger is not None:
+    if ledger.topics:
         topics = admin.existing_topics({tp.topic for tp in tps})
-        for tp in of_former_topics(committed, None, topics):
+        for tp in of_former_topics(committed, NO_LEDGER, topics):
             in_table = ledger.offset_of(tp, topics[tp.topic].id)
             current[tp] = current[tp] if in_table is None else in_table
     if to == "current":  # without a committed offset the end, like Kafka's own tool
@@ -223,15 +231,14 @@ def _starts_by_commits(
 
 
 def of_former_topics(
-    committed: Mapping[TopicPartition, CommittedOffset], ledger: Ledger | None, topics: Mapping[str, Topic]
+    committed: Mapping[TopicPartition, CommittedOffset], ledger: Ledger, topics: Mapping[str, Topic]
 ) -> dict[TopicPartition, int]:
     """The committed offsets whose notes have another topic id than the topic has now, and of which the ledger does not
     know better."""
 
     def is_former(tp: TopicPartition, id_: str) -> bool:
         now = topics[tp.topic].id
-        is_known = ledger is not None and ledger.offset_of(tp, now) is not None
-        return "" not in (id_, now) and id_ != now and not is_known
+        return "" not in (id_, now) and id_ != now and ledger.offset_of(tp, now) is None
 
     return {
         tp: at.offset
@@ -246,7 +253,7 @@ def refuse_former_topics(
     admin: GroupAdmin,
     group: str,
     committed: Mapping[TopicPartition, CommittedOffset],
-    ledger: Ledger | None,
+    ledger: Ledger,
     topics: Mapping[str, Topic],
     table: str | None,
     *,
@@ -266,8 +273,7 @@ def refuse_former_topics(
         return
     tp = min(former)
     read = {tp.topic for tp in committed.keys() - former.keys()}
-    if ledger is not None:
-        read |= {name for name, topic in topics.items() if ledger.offsets_of(name, topic.id)}
+    read |= {name for name, topic in topics.items() if ledger.offsets_of(name, topic.id)}
     of_all = scope_words(
         {name: frozenset(tp.partition for tp in former if tp.topic == name and name in read) for name, _ in former}
     )
@@ -296,8 +302,8 @@ def recorded_offsets(
     position: tuple[str, ...],
     scope: Scope,
     *,
-    table: str | None = None,
-    ledger: Ledger | None = None,
+    table: str | None,
+    ledger: Ledger,
 ) -> Offsets:
     """The offsets that a ledger or a checkpoint has of the topics that exist now, which Kafka identifies by their ids.
 
@@ -314,11 +320,7 @@ def recorded_offsets(
     topics = admin.existing_topics(names)
     recreated = [name for name, topic in topics.items() if not record.knows_topic(name, topic.id)]
     if recreated:
-        in_table = [
-            name
-            for name in recreated
-            if ledger is not None and name in ledger.topics and ledger.knows_topic(name, topics[name].id)
-        ]
+        in_table = [n for n in recreated if n in ledger.topics and ledger.knows_topic(n, topics[n].id)]
         commands = [
             command_line.spark_group(
                 "reset",
@@ -453,7 +455,7 @@ class PlannedReset(NamedTuple):
 def plan_reset(
     targets: Mapping[TopicPartition, int],
     committed: Mapping[TopicPartition, CommittedOffset],
-    ledger: Ledger | None,
+    ledger: Ledger,
     topics: Mapping[str, Topic],
 ) -> PlannedReset:
     """The reset that moves a group to ``targets`` and keeps the position of every other partition.
@@ -466,21 +468,17 @@ def plan_reset(
     is older than that of Kafka's offset, as after a reset with another table.
 
     Args:
-        ledger: of the table that is reset too, or None.
+        ledger: of the table that is reset too.
         topics: existing topics. Other partitions are left out: Kafka would refuse the whole commit for one of them.
     """
     notes = {tp: identifiers.parse_note(at.metadata) for tp, at in committed.items()}
-    reset_number = 1 + max(
-        [note.reset_number for note in notes.values()] + [0 if ledger is None else ledger.reset_number]
-    )
-    former = of_former_topics(committed, None, topics)  # of those, only the ledger's offsets count
+    reset_number = 1 + max([note.reset_number for note in notes.values()] + [ledger.reset_number])
+    former = of_former_topics(committed, NO_LEDGER, topics)  # of those, only the ledger's offsets count
     offsets = {tp: at.offset for tp, at in committed.items() if tp not in former}
-    if ledger is not None:
-        for tp, at in ledger.offsets.items():
-            if tp.topic in topics and ledger.topics[tp.topic].is_same(topics[tp.topic].id):
-                note = notes.get(tp)
-                if note is not None and note.reset_number > ledger.reset_number and tp not in former:
-                    continue
+    for tp, at in ledger.offsets.items():
+        if tp.topic in topics and ledger.topics[tp.topic].is_same(topics[tp.topic].id):
+            note = notes.get(tp)
+            if note is None or note.reset_number <= ledger.reset_number or tp in former:
                 offsets[tp] = at if _is_before_reset(note, ledger) else max(at, offsets.get(tp, 0))
     offsets |= targets
     offsets = {
@@ -490,7 +488,7 @@ def plan_reset(
     moved = {
         tp
         for tp, at in targets.items()
-        if tp not in committed or at != committed[tp].offset or ledger is None or tp.topic in (ledger.topics or topics)
+        if tp not in committed or at != committed[tp].offset or tp.topic in (ledger.topics or topics)
     }
     for tp in offsets.keys() & notes.keys() - moved:
         note = notes[tp]
@@ -526,16 +524,47 @@ def table_version(spark: "SparkSession | None", table: str | None) -> int | None
     return open_existing(spark, table).history().version
 
 
-def ledger_beside(spark: "SparkSession | None", table: str | None, group: str) -> Ledger | None:
-    """The ledger of the table that is reset too; None without a table or a ledger, or if the ledger is unreadable: the
-    reset replaces it."""
+def ledger_beside(spark: "SparkSession | None", table: str | None, group: str) -> Ledger:
+    """The ledger of the table that is reset too; an unreadable one counts as none, because the reset replaces it."""
     if spark is None or table is None:
-        return None
+        return NO_LEDGER
     from spark_group_source.delta import ledger_store
 
     with contextlib.suppress(LedgerDamaged):
-        return ledger_store.read_ledger(spark, table, group, to_reset=True)
-    return None
+        return ledger_store.read_ledger(spark, table, group, to_reset=True) or NO_LEDGER
+    return NO_LEDGER
+
+
+def move(
+    admin: GroupAdmin,
+    group: str,
+    to: Destination,
+    scope: Scope,
+    *,
+    spark: "SparkSession | None",
+    table: str | None,
+    execute: bool,
+) -> GroupReset:
+    """Resolve a destination, and :func:`reset` the group to it. By a ledger only with a table. Raises as both."""
+    if execute:
+        require_inactive(admin, group)
+    since = table_version(spark, table) if execute else None
+    again: tuple[str, ...] = ()
+    ledger = NO_LEDGER
+    match to:
+        case Checkpoint(root, batch):
+            to = _of_checkpoint(admin, group, root, batch, scope, spark, table)
+        case "ledger" | "further":
+            assert spark is not None and table is not None
+            again = (f"--to-{to}", *scope_words(scope))
+            to = (_of_ledger if to == "ledger" else _of_further)(admin, group, table, spark, scope)
+        case "current" | Shift():
+            ledger = ledger_beside(spark, table, group)
+    targets = resolve_targets(admin, group, to, scope, ledger)
+    is_new = not admin.committed(group) and admin.describe_group(group).state == DEAD
+    return reset(
+        admin, group, targets, spark=spark, table=table, since=since, again=again, is_new=is_new, execute=execute
+    )
 
 
 def reset(
@@ -547,6 +576,7 @@ def reset(
     table: str | None = None,
     since: int | None = None,
     again: tuple[str, ...] = (),
+    is_new: bool = False,
     execute: bool,
 ) -> GroupReset:
     """Plan a reset to these offsets; with ``execute``, move the group and then, with a table, its ledger.
@@ -559,6 +589,7 @@ def reset(
         since: the version of the table when the offsets were planned; None without a table.
         again: the options of a position that is read from the table, for the command that completes the reset after a
             failure; empty: the command names the offsets. (A relative position would move the group twice.)
+        is_new: whether the group does not exist.
 
     Raises:
         GroupError: the group has members; stop them first, and retry. Or a topic that is not named has another id than
@@ -568,31 +599,26 @@ def reset(
         LedgerConflict: the table's ledger is of a newer release.
     """
     if execute:
-        _require_movable(admin, group, targets.offsets)
+        if not targets.offsets:
+            raise OptionError(f"group {group!r} has no offsets to move; name the topics with --topic")
+        require_inactive(admin, group)
     committed = admin.committed(group)
     ledger = ledger_beside(spark, table, group)
-    known = [*targets.offsets, *committed, *({} if ledger is None else ledger.offsets)]
+    known = [*targets.offsets, *committed, *ledger.offsets]
     topics = admin.existing_topics(tp.topic for tp in known)
     moved = targets.offsets.keys() - targets.by_commit
     refuse_former_topics(admin, group, committed, ledger, topics, table, moved=moved)
     held = {
         TopicPartition(name, p): n
         for name, topic in topics.items()
-        for p, n in ({} if ledger is None else ledger.offsets_of(name, topic.id)).items()
+        for p, n in ledger.offsets_of(name, topic.id).items()
     }
     moves = tuple(
-        Move(
-            tp.topic,
-            tp.partition,
-            committed[tp].offset if tp in committed else None,
-            at,
-            targets.clamped.get(tp),
-            held.get(tp),
-        )
+        Move(*tp, committed[tp].offset if tp in committed else None, at, targets.clamped.get(tp), held.get(tp))
         for tp, at in sorted(targets.offsets.items())
     )
     if not execute:
-        return GroupReset(group, moves, None)
+        return GroupReset(group, moves, None, is_new)
     found = plan_reset(targets.offsets, committed, ledger, topics)
     completion = _completion(admin, group, again or table_names.to_offsets(targets.offsets), table)
     try:
@@ -606,9 +632,7 @@ def reset(
 
         # With a table for each topic, no batch of this one would move the others' offsets: a later reset to its ledger
         # would read their records again.
-        stored = {tp.topic for tp in targets.offsets}
-        if ledger is not None and ledger.topics:
-            stored = ledger.topics.keys() | targets.named
+        stored = ledger.topics.keys() | targets.named if ledger.topics else {tp.topic for tp in targets.offsets}
         offsets = {tp: at for tp, at in found.offsets.items() if tp.topic in stored}
         ids = {tp.topic: topics[tp.topic].id for tp in offsets}
         gone = {tp.topic for tp in known} - topics.keys()
@@ -628,7 +652,7 @@ def reset(
         except BaseException as exc:
             exc.add_note(f"The offsets of group {group} are moved in Kafka already. {completion}")
             raise
-    return GroupReset(group, moves, found.reset_number)
+    return GroupReset(group, moves, found.reset_number, is_new)
 
 
 def _completion(admin: GroupAdmin, group: str, position: tuple[str, ...], table: str | None) -> str:
@@ -642,12 +666,6 @@ def scope_words(scope: Scope) -> tuple[str, ...]:
     """The options that select these topics and partitions."""
     texts = (f"{name}:{','.join(map(str, sorted(each)))}" if each else name for name, each in sorted(scope.items()))
     return tuple(word for text in texts for word in ("--topic", text))
-
-
-def _require_movable(admin: GroupAdmin, group: str, targets: Mapping[TopicPartition, int]) -> None:
-    if not targets:
-        raise OptionError(f"group {group!r} has no offsets to move; name the topics with --topic")
-    require_inactive(admin, group)
 
 
 def require_inactive(admin: GroupAdmin, group: str) -> None:
@@ -742,6 +760,7 @@ def reset_command(
             "--to-checkpoint": to_checkpoint,
         },
         group,
+        batch,
     )
     if (to_ledger or to_further) and table is None:
         raise common.UsageError(f"--to-{to} needs --table, the Delta table with the ledger")
@@ -755,24 +774,9 @@ def reset_command(
         common.admin_of(bootstrap_servers, group, command_config) as admin,
         contextlib.nullcontext() if table is None else common.session() as spark,
     ):
-        if execute:
-            require_inactive(admin, group)
-        since = table_version(spark, table) if execute else None
-        again = (f"--to-{to}", *scope_words(scope)) if to in ("ledger", "further") else ()
-        if to == "checkpoint":
-            to = _of_checkpoint(admin, group, str(to_checkpoint), batch, scope, spark, table)
-        elif to == "ledger":
-            assert spark is not None and table is not None
-            to = of_ledger(admin, group, table, spark, scope)
-        elif to == "further":
-            assert spark is not None and table is not None
-            to = _of_further(admin, group, table, spark, scope)
-        ledger = ledger_beside(spark, table, group) if to == "current" or isinstance(to, Shift) else None
-        targets = resolve_targets(admin, group, to, scope, ledger)
-        new = not admin.committed(group) and admin.describe_group(group).state == DEAD
-        done = reset(admin, group, targets, spark=spark, table=table, since=since, again=again, execute=execute)
+        done = move(admin, group, to, scope, spark=spark, table=table, execute=execute)
     if export:
-        typer.echo(plan_text(targets.offsets), nl=False)
+        typer.echo(plan_text({TopicPartition(one.topic, one.partition): one.then for one in done.moves}), nl=False)
         for line in done.warnings():
             typer.echo(line, err=True)
     elif as_json:
@@ -780,7 +784,7 @@ def reset_command(
         return
     else:
         console.print(done)
-    if new:
+    if done.is_new:
         typer.echo(f"group {group} does not exist yet; the reset creates it", err=export)
     elif table is None and any(one.now is None or one.then < one.now for one in done.moves):
         text = "if a DeltaSink writes this group's records to a table, add --table, or its next batch is refused"
@@ -792,7 +796,7 @@ def reset_command(
         typer.echo(f"{'nothing was changed; ' if export else ''}add --execute to do it", err=export)
 
 
-def of_ledger(admin: GroupAdmin, group: str, table: str, spark: "SparkSession", scope: Scope) -> Offsets:
+def _of_ledger(admin: GroupAdmin, group: str, table: str, spark: "SparkSession", scope: Scope) -> Offsets:
     """The offsets of a table's ledger. Raises GroupError as :func:`recorded_offsets`."""
     from spark_group_source.delta.ledger_store import require_ledger
 
@@ -813,7 +817,7 @@ def _of_further(admin: GroupAdmin, group: str, table: str, spark: "SparkSession"
     ledger = counted_ledger(spark, table, group, {tp.topic for tp in committed})
     topics = admin.existing_topics({tp.topic for tp in [*committed, *ledger.offsets]})
     refuse_former_topics(admin, group, committed, ledger, topics, table)
-    former = of_former_topics(committed, None, topics)  # the ledger has those partitions, or they were refused
+    former = of_former_topics(committed, NO_LEDGER, topics)  # the ledger has those partitions, or they were refused
     offsets = {tp: at.offset for tp, at in committed.items() if tp.topic in topics and tp not in former}
     for tp, at in ledger.offsets.items():
         if tp.topic not in topics:
@@ -849,12 +853,13 @@ def _refuse_both(given: Mapping[str, bool]) -> None:
         raise common.UsageError(f"{' and '.join(given)} contradict each other; give one of them")
 
 
-def parse_destination(given: Mapping[str, Any], group: str) -> Destination | Literal["ledger", "further", "checkpoint"]:
+def parse_destination(given: Mapping[str, Any], group: str, batch: int | None = None) -> Destination:
     """The destination, from the one option that was given.
 
     Args:
         given: all options that name a destination, with their values.
         group: the group whose lines of a file are used.
+        batch: of a checkpoint.
 
     Raises:
         UsageError: no or several options are given, or the value is invalid.
@@ -876,7 +881,7 @@ def parse_destination(given: Mapping[str, Any], group: str) -> Destination | Lit
         case "--to-further":
             return "further"
         case "--to-checkpoint":
-            return "checkpoint"
+            return Checkpoint(value, batch)
         case "--to-offset":
             return StartAt("offset", value)
         case "--to-offsets":

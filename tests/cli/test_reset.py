@@ -20,7 +20,7 @@ from spark_group_source.cli import common
 from spark_group_source.cli import reset as resetting
 from spark_group_source.cli.app import app
 from spark_group_source.cli.migrate import Progress, group_offsets
-from spark_group_source.cli.reset import Targets, plan_reset, resolve
+from spark_group_source.cli.reset import NO_LEDGER, Targets, plan_reset, resolve
 from spark_group_source.delta import ledger_store
 from spark_group_source.delta.ledger_format import Ledger
 from spark_group_source.errors import BrokerUnavailable, GroupError, OptionError, TopicMissing
@@ -42,7 +42,7 @@ def ledger(offsets: dict[TopicPartition, int], *, reset_number: int = 0, topic_i
 
 
 def test_first_reset_has_number_1_in_all_commit_metadata() -> None:
-    found = plan_reset({P0: 5}, committed({P0: (9, "anyone"), P1: (7, "")}), None, TOPICS)
+    found = plan_reset({P0: 5}, committed({P0: (9, "anyone"), P1: (7, "")}), NO_LEDGER, TOPICS)
     assert found.reset_number == 1
     assert found.offsets == {P0: 5, P1: 7}
     assert found.notes == {P0: reset_text(1), P1: reset_text(1)}
@@ -52,27 +52,27 @@ def test_reset_number_follows_the_highest_of_kafka_and_table() -> None:
     before = committed(
         {P0: (9, note_text(Note("s1", 4, 2))), P1: (7, reset_text(3)), P2: (7, note_text(Note("s1", 4)))}
     )
-    assert plan_reset({P0: 5}, before, None, TOPICS).reset_number == 4
+    assert plan_reset({P0: 5}, before, NO_LEDGER, TOPICS).reset_number == 4
     assert plan_reset({P0: 5}, before, ledger({}, reset_number=2), TOPICS).reset_number == 4
     assert plan_reset({P0: 5}, before, ledger({}, reset_number=6), TOPICS).reset_number == 7
-    assert plan_reset({P0: 5}, {}, None, TOPICS).reset_number == 1
+    assert plan_reset({P0: 5}, {}, NO_LEDGER, TOPICS).reset_number == 1
 
 
 def test_unmoved_partition_keeps_stream_id_with_new_reset_number() -> None:
     before = committed(
         {P0: (9, note_text(Note("s1", 4))), P1: (7, note_text(Note("s1", 3))), P2: (8, note_text(Note("s1", 3, 1)))}
     )
-    found = plan_reset({P0: 5}, before, None, TOPICS)
+    found = plan_reset({P0: 5}, before, NO_LEDGER, TOPICS)
     assert found.notes[P0] == reset_text(2)
     assert [parse_note(found.notes[tp]) for tp in (P1, P2)] == [Note("s1", 3, 2)] * 2
     more = note_text(Note("s1", 3, followed=True, truncated_after=90))
-    kept = plan_reset({P0: 5}, committed({P1: (7, more)}), None, TOPICS)
+    kept = plan_reset({P0: 5}, committed({P1: (7, more)}), NO_LEDGER, TOPICS)
     assert parse_note(kept.notes[P1]) == Note("s1", 3, 1, followed=True, truncated_after=90)
 
 
 @pytest.mark.parametrize(("recorded", "started"), [(None, True), (7, True), (8, False)])
 def test_unmoved_partition_still_starts_there_unless_the_ledger_moves_it(recorded: int | None, started: bool) -> None:
-    of_table = None if recorded is None else ledger({P1: recorded})
+    of_table = NO_LEDGER if recorded is None else ledger({P1: recorded})
     found = plan_reset({P0: 5}, committed({P1: (7, note_text(Note("s1", -1, started=True)))}), of_table, TOPICS)
     assert found.offsets[P1] == (recorded or 7)
     assert parse_note(found.notes[P1]).started is started
@@ -247,11 +247,12 @@ def test_the_topics_of_a_reset_may_be_one_name(topics: Any, monkeypatch: pytest.
         latest=lambda tps, *, committed=True: dict.fromkeys(tps, 5),
         offsets_at_time=lambda _: {},
         committed=lambda _: {},
+        describe_group=lambda _: GroupDescription("dead", "", "", ()),
         existing_topics=lambda _: {},
     )
     monkeypatch.setattr(common, "admin_of", lambda *_, **__: nullcontext(admin))
     done = reset("etl", "nowhere:1", to="earliest", topics=topics)
-    assert [(move.topic, move.partition) for move in done.moves] == [("ab", 0), ("ab", 1)]
+    assert [(move.topic, move.partition) for move in done.moves] == [("ab", 0), ("ab", 1)] and done.is_new
 
 
 def test_a_reset_to_the_ledger_needs_a_table() -> None:
