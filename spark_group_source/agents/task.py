@@ -197,11 +197,7 @@ class _Worker:
         warn_once(self._folder, "reader", text)
 
     def claim(self, claim: Claim) -> Piece:
-        """Claim the piece of a late binding.
-
-        Raises:
-            ChannelBroken: no piece was granted in time.
-        """
+        """Claim the piece of a late binding. Raises ChannelBroken if none is granted in time."""
         until_s = time.monotonic() + CLAIM_S
         while True:
             try:
@@ -221,12 +217,8 @@ class _Worker:
         raise ChannelBroken(f"the stream reader refused this task's claim: {reason}")
 
     def report(self, message: TaskEnded, *, connect: bool = False) -> None:
-        """Report what a task read, if the stream reader can be reached. A report that is too long is sent without
-        counts.
-
-        Args:
-            connect: also if no task of this worker has connected before.
-        """
+        """Report what a task read, if the stream reader can be reached; ``connect``: also if no task of this worker has
+        connected before. A report that is too long is sent without counts."""
         began_s = time.time()
         if not (connect or self._client) or not (self.is_connected or self._unreached.is_due):
             return

@@ -205,12 +205,11 @@ def broker_status(as_json: JsonOption = False) -> None:
         typer.echo(json.dumps(None if state is None else asdict(state), indent=2))
     elif state is None:
         typer.echo("no broker is running")
+    else:
+        row = (state.bootstrap_servers, str(state.pid), str(state.node), state.log_dir)
+        console.print(table_of("bootstrap servers", "pid", "Kafka's pid", "logs", rows=[row]))
     if state is None:
         raise typer.Exit(3)
-    if as_json:
-        return
-    row = (state.bootstrap_servers, str(state.pid), str(state.node), state.log_dir)
-    console.print(table_of("bootstrap servers", "pid", "Kafka's pid", "logs", rows=[row]))
 
 
 @broker_app.command("run")

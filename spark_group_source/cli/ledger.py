@@ -482,11 +482,7 @@ def replay(
 
 
 def _import_sink(text: str) -> "DeltaSink":
-    """Import a sink.
-
-    Raises:
-        UsageError: it cannot be imported, or is no DeltaSink.
-    """
+    """Import a sink. Raises UsageError if it cannot be imported, or is no DeltaSink."""
     from spark_group_source.delta.sink import DeltaSink
 
     module, _, name = text.partition(":")

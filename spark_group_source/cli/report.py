@@ -189,10 +189,12 @@ def read_group(
     if described.state == DEAD and not (described.members or committed or ledger or running):
         return None
     owner = {tp: m.name for m in described.members for tp in m.partitions}
-    tps = sorted(committed.keys() | owner.keys() | (ledger or {}).keys()) if offsets else []
+    ledger = ledger or {}
+    tps = sorted(committed.keys() | owner.keys() | ledger.keys()) if offsets else []
     ends = admin.latest(tps, require_all=False)
     retention_ms = _retention_ms(admin, described.coordinator_id) if committed and expiry else None
-    times = {tp: parse_note(at.metadata).at_ms for tp, at in committed.items()}
+    notes = {tp: parse_note(at.metadata) for tp, at in committed.items()}
+    times = {tp: note.at_ms for tp, note in notes.items()}
     expiring = expiries(described, times, retention_ms=retention_ms) if expiry else {}
     rows = []
     for tp in tps:
@@ -206,9 +208,9 @@ def read_group(
                 committed=None if at is None else at.offset,
                 end=end,
                 lag=None if at is None or end is None else max(0, end - at.offset),
-                ledger=(ledger or {}).get(tp),
+                ledger=ledger.get(tp),
                 member=owner.get(tp, ""),
-                stream="" if at is None else parse_note(at.metadata).stream or "",
+                stream="" if at is None else notes[tp].stream or "",
                 expires="" if expiry_of is None else expiry_of.counts_from.value,
                 expires_after_ms=None if expiry_of is None else expiry_of.earliest_ms,
             )

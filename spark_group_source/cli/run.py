@@ -244,16 +244,8 @@ def _from_command_line(pairs: Iterable[str]) -> dict[str, str]:
 
 
 def _without_arguments(more: Mapping[str, str], given: Mapping[str, str | None], where: str) -> dict[str, str]:
-    """Return options without those that repeat an argument.
-
-    Args:
-        given: the options that have an argument, by name; None: the argument is not given.
-        where: what has the options, for the error.
-
-    Raises:
-        typer.BadParameter: an option has another value than its argument: the job would read other topics, or commit
-            for another group, than its command line says.
-    """
+    """Return the options of ``where`` without those that repeat an argument. Refuse another value than the argument's:
+    the job would read other topics, or commit for another group, than its command line says."""
     own = {name.lower(): (argument, given[name]) for name, argument in ARGUMENTS.items()}
     for name, value in more.items():
         argument, wanted = own.get(name.lower(), ("", value))
@@ -378,11 +370,8 @@ def _log_signal(group: str) -> None:
 
 
 def _drain(query: "StreamingQuery") -> bool:
-    """Finish the batch in flight. Otherwise the next owner of a partition could read its rows again.
-
-    Returns:
-        Whether it is finished.
-    """
+    """Finish the batch in flight, and return whether it is finished. Otherwise the next owner of a partition could read
+    its rows again."""
     from pyspark.sql import SparkSession
 
     jvm: Any = SparkSession.active()._jvm

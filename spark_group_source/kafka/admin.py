@@ -320,11 +320,8 @@ class Admin:
     def _list_offsets(
         self, specs: Mapping[TopicPartition, Any], *, committed: bool = False, require_all: bool, offset_min: int = 0
     ) -> dict[TopicPartition, Any]:
-        """Return the library's answer for each partition, without missing partitions.
-
-        Args:
-            offset_min: a response with a smaller offset counts as unanswered.
-        """
+        """Return the library's answer for each partition, without missing partitions. A smaller offset than
+        ``offset_min`` counts as unanswered."""
         if not specs:
             return {}
         level = IsolationLevel.READ_COMMITTED if committed else IsolationLevel.READ_UNCOMMITTED

@@ -192,11 +192,8 @@ class GroupAdmin(Admin):
                 raise self._refused(group, failed, _Moved(len(offsets) - len(left), len(offsets)))
 
     def _move(self, group: str, entries: list[Any], moved: "_Moved") -> list[Any]:
-        """Send one request; return the partitions whose offsets were refused, each with its error.
-
-        Args:
-            moved: the offsets that were moved by other requests.
-        """
+        """Send one request, after those that moved ``moved``; return the partitions whose offsets were refused, each
+        with its error."""
         request = [ConsumerGroupTopicPartitions(group, entries)]
         try:
             future = self._client.alter_consumer_group_offsets(request, **COORDINATOR_BOUND)[group]

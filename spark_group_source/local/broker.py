@@ -225,11 +225,7 @@ class Broker:
         self._nodes[number] = Node(command, log, remove=remove)
 
     def _await(self, numbers: Sequence[int], ready: Callable[[], bool]) -> None:
-        """Wait until nodes are ready.
-
-        Raises:
-            BrokerUnavailable: a node ended, or was not ready within :data:`START_S`; the message ends with the logs.
-        """
+        """Wait until nodes are ready. Raises BrokerUnavailable with the end of their logs."""
         started = time.monotonic()
         pause = threading.Event()
         nodes = {number: self._nodes[number] for number in numbers}
@@ -369,11 +365,7 @@ def serves_groups(servers: str, settings: Mapping[str, str]) -> bool:
 
 
 def _java_command(options: Sequence[str]) -> list[str]:
-    """A JVM with Kafka's classes.
-
-    Raises:
-        SetupError: no usable Java, or Kafka's jars cannot be downloaded.
-    """
+    """A JVM with Kafka's classes."""
     java, class_path = java_path(), os.pathsep.join(map(str, kafka_jars()))
     archive = class_archive(java, class_path)
     return [

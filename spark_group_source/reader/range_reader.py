@@ -235,11 +235,7 @@ def read_ranges(piece: Piece, options: ReadOptions, counts: ReadCounts | None = 
 
 
 def _non_empty(ranges: tuple[OffsetRange, ...]) -> tuple[OffsetRange, ...]:
-    """The ranges that are not empty.
-
-    Raises:
-        ValueError: a range is invalid, or two are of one partition.
-    """
+    """The ranges that are not empty. Raises ValueError if one is invalid, or two are of one partition."""
     found = tuple(sorted(r for r in ranges if r.size))
     for r in found:
         if not 0 <= r.start <= r.end:

@@ -91,11 +91,7 @@ TIMESTAMP_MS_MAX = (2**63 - 1) // 1000
 
 
 def _check_pyarrow() -> None:
-    """Refuse an older pyarrow when this module is imported: at ``load()``, and in each executor.
-
-    Raises:
-        SetupError: with the command that installs another version.
-    """
+    """Refuse an older pyarrow when this module is imported: at ``load()``, and in each executor."""
     if int(pa.__version__.partition(".")[0]) < 19:
         raise SetupError(
             f"pyarrow {pa.__version__} ({pa.__file__}) is too old, columns cannot be built with it. Run "

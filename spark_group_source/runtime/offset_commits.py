@@ -204,18 +204,10 @@ class OffsetCommits:
         return [part for part in parts if part.member.slot not in skipped]
 
     def _commit_together(self, parts: Sequence[MemberCommit], notes: Notes, *, complete: bool) -> bool:
-        """Commit all parts in one transaction or, where transactions are denied, each part by its member.
+        """Commit all parts in one transaction or, where transactions are denied, each part by its member. Return
+        whether the members committed. ``complete``: no member's part is skipped.
 
-        Args:
-            complete: no member's part is skipped.
-
-        Returns:
-            Whether the members committed.
-
-        Raises:
-            MemberStale: a member has changed.
-            AccessDenied: neither a transaction nor a member may commit, refused twice.
-            CommitFailed: nothing was committed; the protocol orders the commit again.
+        Raises as :meth:`commit`, and MemberStale if a member has changed.
         """
         placed = [part for part in parts if part.member.agent]
         if self._committer.id_uncertain and placed:
@@ -267,11 +259,7 @@ class OffsetCommits:
     # --- where transactions are denied --------------------------------------------------------------------------------
 
     def _count_denial(self, exc: AccessDenied) -> None:
-        """Count a refused transaction.
-
-        Raises:
-            CommitFailed: it was the first one; the protocol orders the commit again.
-        """
+        """Count a refused transaction. Raises CommitFailed for the first one: the protocol orders the commit again."""
         self._denials += 1
         if not self.members_commit:
             raise CommitFailed(f"{exc}; retrying once") from exc
@@ -343,11 +331,8 @@ class OffsetCommits:
         return ev.ReplacedUnclear(slot=slot, reason=reason)
 
     def _foreign_member(self, found: Iterable[GroupMember] | None = None) -> GroupMember | None:
-        """Return a member that has an instance id of this run but is not one of the run's members.
-
-        Args:
-            found: the members of the group; None: they are requested.
-        """
+        """Return a member of the group that has an instance id of this run but is not one of the run's members;
+        ``found``: the group's members, which are requested otherwise."""
         found = self._admin.describe_group(self._group).members if found is None else found
         own = frozenset(self._own_member_ids)
         return next(
@@ -362,11 +347,8 @@ class OffsetCommits:
 
     def _regain_by_group(self, parts: Sequence[MemberCommit], *, complete: bool) -> AccessDenied | None:
         """Take the transactional id back if the group contains all of these members: a newer driver of this stream
-        would have their memberships. Needed where members are placed on agents, since those do not commit.
-
-        Returns:
-            The error if transactions are denied: a refusal in the middle of a commit makes the id uncertain.
-        """
+        would have their memberships. Needed where members are placed on agents, since those do not commit. Return the
+        error if transactions are denied: a refusal in the middle of a commit makes the id uncertain."""
         began_ms = self._environment.boot_ms()
         found = self._admin.describe_group(self._group).members
         present = {member.member_id for member in found}
@@ -383,11 +365,7 @@ class OffsetCommits:
     def _regain_id(self) -> None:
         """Take the transactional id back if it is uncertain: the brokers have just accepted the members' commits, and
         no other client has a membership of this run. (A process that was frozen may have taken back some of those of
-        its successor.)
-
-        Raises:
-            Fenced: a newer driver commits for this stream.
-        """
+        its successor.) Raises Fenced if a newer driver commits for this stream."""
         if self._committer.id_uncertain:
             began_ms = self._environment.boot_ms()
             try:

@@ -129,11 +129,7 @@ def receive(connection: socket.socket, wanted: type[MessageT], until_s: float) -
 
 
 def _rest(ranges: Sequence[OffsetRange], served: Sequence[ServedRange]) -> list[OffsetRange]:
-    """What is left of the ranges.
-
-    Raises:
-        WireError: the agent's response does not fit the ranges.
-    """
+    """What is left of the ranges. Raises WireError if the agent's response does not fit them."""
     ends = {one.index: one.until for one in served}
     if not ends.keys() <= set(range(len(ranges))):
         raise WireError(f"the agent served ranges {sorted(ends)} of {len(ranges)}")

@@ -264,15 +264,10 @@ class Prefetcher:
         ends: dict[TopicPartition, int],
         stopped: set[TopicPartition],
     ) -> AcceptedRows | None:
-        """Reserve memory for the rows of a slice that are the next ones of their partition.
+        """Reserve memory for the rows of a slice that are the next ones of their partition, if there are any.
 
-        Args:
-            offsets: the offsets of the slice's rows.
-            ends: where the rows end that are accepted for the same batch already, by partition.
-            stopped: receives the partition if a later leader wrote the next record, or if not all rows fit.
-
-        Returns:
-            The rows; None if there are none.
+        ``ends``: where the rows end that are accepted for the same batch already. ``stopped`` receives the partition if
+        a later leader wrote the next record, or if not all rows fit.
         """
         partition = buffers.partitions.get(row_slice.tp)
         if partition is None or partition.halted or partition.seek != self._assigned.get(row_slice.tp):
