@@ -168,10 +168,7 @@ TopicOption = Annotated[
 
 @broker_app.command("start")
 def broker_start(
-    port: PortOption = 9092,
-    data_dir: DataOption = None,
-    topic: TopicOption = None,
-    as_json: JsonOption = False,
+    port: PortOption = 9092, data_dir: DataOption = None, topic: TopicOption = None, as_json: JsonOption = False
 ) -> None:
     """Start a broker in the background and print its bootstrap servers."""
     from spark_group_source.local import background as local_broker

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -99,8 +99,7 @@ TableOption = Annotated[
     str | None, typer.Option("--table", help="A Delta table, by path or name; includes its ledger.")
 ]
 CheckpointOption = Annotated[
-    str | None,
-    typer.Option("--checkpoint", metavar="DIR", help="The checkpointLocation of a query on another host."),
+    str | None, typer.Option("--checkpoint", metavar="DIR", help="The checkpointLocation of a query on another host.")
 ]
 ExecuteOption = Annotated[
     bool, typer.Option("--execute", help="Do it; without this the command only shows what it would do.")
@@ -137,11 +136,8 @@ def admin_of(
     if config is not None or options:
         with settings_exit():
             check_settings(found)
-    admin = GroupAdmin(found.admin_settings(), config_file=file, retries=0)
-    try:
+    with closing(GroupAdmin(found.admin_settings(), config_file=file, retries=0)) as admin:
         yield admin
-    finally:
-        admin.close()
 
 
 def options_of(

@@ -146,7 +146,8 @@ def describe(
 def _show(found: list[GroupReport], *, offsets: bool, members: bool, state: bool, verbose: bool) -> None:
     everything = not (offsets or members or state)
     if state or (everything and verbose):
-        _show_states(found)
+        rows = [(g.group, g.coordinator, g.protocol, g.assignor, g.state, len(g.members)) for g in found]
+        console.print(table_of("group", "coordinator", "protocol", "assignor", "state", "members", rows=rows))
     for one in found:
         if not state:
             console.print(report.heading(one), highlight=False)
@@ -171,11 +172,6 @@ def _states(text: str) -> set[str]:
     if wrong := [word for word in wanted if word not in known]:
         raise common.UsageError(f"unknown state {wrong[0]!r}; the states are {', '.join(GROUP_STATES)}")
     return {known[word] for word in wanted}
-
-
-def _show_states(found: list[GroupReport]) -> None:
-    rows = [(g.group, g.coordinator, g.protocol, g.assignor, g.state, len(g.members)) for g in found]
-    console.print(table_of("group", "coordinator", "protocol", "assignor", "state", "members", rows=rows))
 
 
 def _show_runs(described: GroupReport) -> None:

@@ -269,24 +269,25 @@ def _replaced(history: "TableHistory", group: str) -> dict[str, Any] | None:
 
 
 def _group(group: str, ledger: "Ledger | None", commit: "Commit | None") -> dict[str, Any]:
-    version = None if commit is None else commit.version
     written_ms = None if commit is None else commit.written_ms
-    written = (
-        None if written_ms is None else f"{datetime.fromtimestamp(written_ms / 1000).astimezone():%Y-%m-%d %H:%M:%S%z}"
-    )
+    at = None if written_ms is None else datetime.fromtimestamp(written_ms / 1000).astimezone()
+    shown: dict[str, Any] = {
+        "group": group,
+        "number": None,
+        "version": None if commit is None else commit.version,
+        "written": None if at is None else f"{at:%Y-%m-%d %H:%M:%S%z}",
+        "by": "older than the table's log",
+        "reset": None,
+        "streams": {},
+        "topics": {},
+    }
     if ledger is None or commit is None:
-        gone = "older than the table's log"
-        return {"group": group, "number": None, "version": version, "written": written, "by": gone} | {
-            "reset": None, "streams": {}, "topics": {}
-        }  # fmt: skip
+        return shown
     entry = commit.ledger_entry(group) or {}
     newest = list(ledger.streams.items())[-1:]  # the stream that wrote last
     batches = [] if "reason" in entry else [f"batch {batch.seq} of stream {stream}" for stream, batch in newest]
-    return {
-        "group": group,
+    return shown | {
         "number": ledger.number,
-        "version": version,
-        "written": written,
         "by": ", ".join(batches) or "an operator",
         "reset": ledger.reset_number,
         "streams": {stream: batch.seq for stream, batch in ledger.streams.items()},

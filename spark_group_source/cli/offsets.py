@@ -151,9 +151,7 @@ def _result_of(
         return DeletionResult(offset, Outcome.REFUSED, f"{name_of(code)}: {REASONS.get(code, 'see docs/answers.md')}")
     if tp not in after:
         return DeletionResult(
-            offset,
-            Outcome.NOT_ANSWERED,
-            f"it was deleted, but reading it back timed out; check with {check}",
+            offset, Outcome.NOT_ANSWERED, f"it was deleted, but reading it back timed out; check with {check}"
         )
     now = after[tp]
     return (

@@ -6,6 +6,7 @@ read by the code of a task, in this process.
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -201,8 +202,7 @@ def plan(options: Options, files: CheckpointFiles, root: str) -> Plan:
         CheckpointMismatch, OptionError: the checkpoint is not one of this group, or the starting options do not name
             the topics' partitions.
     """
-    admin = GroupAdmin(options.admin_settings(), retries=0)
-    try:
+    with closing(GroupAdmin(options.admin_settings(), retries=0)) as admin:
         by_pattern = options.topic_pattern is not None
         if by_pattern:
             topics = admin.matching_topics(options.is_subscribed)
@@ -215,18 +215,7 @@ def plan(options: Options, files: CheckpointFiles, root: str) -> Plan:
                 topics |= admin.existing_topics(last.offset.unlisted_topics(topics, options.is_subscribed))
             deleted = last.offset.unlisted_topics(topics, options.is_subscribed)
         starts, batch = find_starts(admin, options, topics, last)
-        return Plan(
-            options,
-            admin.describe_group(options.group_id),
-            topics,
-            starts,
-            batch,
-            root,
-            last,
-            tuple(deleted),
-        )
-    finally:
-        admin.close()
+        return Plan(options, admin.describe_group(options.group_id), topics, starts, batch, root, last, tuple(deleted))
 
 
 class CheckpointBatch(NamedTuple):

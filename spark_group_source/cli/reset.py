@@ -210,11 +210,7 @@ def _require_known(scope: Scope, known: Set[TopicPartition]) -> None:
 
 
 def _starts_by_commits(
-    admin: GroupAdmin,
-    group: str,
-    to: Shift | Literal["current"],
-    tps: Sequence[TopicPartition],
-    ledger: Ledger,
+    admin: GroupAdmin, group: str, to: Shift | Literal["current"], tps: Sequence[TopicPartition], ledger: Ledger
 ) -> dict[TopicPartition, StartAt]:
     committed = admin.committed(group)
     current = {tp: at.offset for tp, at in committed.items()}
@@ -297,13 +293,7 @@ def refuse_former_topics(
 
 
 def recorded_offsets(
-    admin: GroupAdmin,
-    record: Ledger,
-    position: tuple[str, ...],
-    scope: Scope,
-    *,
-    table: str | None,
-    ledger: Ledger,
+    admin: GroupAdmin, record: Ledger, position: tuple[str, ...], scope: Scope, *, table: str | None, ledger: Ledger
 ) -> Offsets:
     """The offsets that a ledger or a checkpoint has of the topics that exist now, which Kafka identifies by their ids.
 
@@ -730,8 +720,7 @@ def reset_command(
         str | None, typer.Option("--to-checkpoint", help="To the end of the last finished batch of a checkpoint.")
     ] = None,
     batch: Annotated[
-        int | None,
-        typer.Option("--batch", min=0, help="With --to-checkpoint: to the start of this batch."),
+        int | None, typer.Option("--batch", min=0, help="With --to-checkpoint: to the start of this batch.")
     ] = None,
     table: TableOption = None,
     execute: common.ExecuteOption = False,

@@ -179,11 +179,7 @@ class TransactionalCommitter:
                 raise failure from exc
         return True
 
-    def commit(
-        self,
-        parts: Sequence[tuple[Identity, Mapping[TopicPartition, int]]],
-        notes: Notes,
-    ) -> None:
+    def commit(self, parts: Sequence[tuple[Identity, Mapping[TopicPartition, int]]], notes: Notes) -> None:
         """Commit the *next* offset of each partition in one transaction, with as many requests as their size needs.
 
         Args:

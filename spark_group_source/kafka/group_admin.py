@@ -9,6 +9,7 @@ import ctypes as c
 import functools
 import time
 from collections.abc import Collection, Iterable, Mapping
+from contextlib import closing
 from typing import Any, NamedTuple
 
 from confluent_kafka import ConsumerGroupTopicPartitions, KafkaError, KafkaException
@@ -134,11 +135,8 @@ class GroupAdmin(Admin):
         Raises:
             BrokerUnavailable: no answer.
         """
-        offsets = GroupOffsets(self._settings, group=group, environment=self._environment)
-        try:
+        with closing(GroupOffsets(self._settings, group=group, environment=self._environment)) as offsets:
             return offsets.read(tps, stable=stable)
-        finally:
-            offsets.close()
 
     def delete_group(self, group: str) -> None:
         """Delete a group that has no members, with all of its offsets.

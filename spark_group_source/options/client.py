@@ -168,8 +168,7 @@ def check_integers(settings: Mapping[str, str]) -> None:
         looks_so = _INTEGERS.search(name) and re.match(r"\s*[+-]?[0-9]", text) and name not in _NOT_CHECKED
         if (name in _READ_HERE or looks_so) and not re.fullmatch(r"\s*[+-]?(0|[1-9][0-9]{0,9})\s*", text):
             raise OptionError(
-                f"option 'kafka.{name}' is {text!r}; it must be a decimal integer",
-                option=f"kafka.{name}",
+                f"option 'kafka.{name}' is {text!r}; it must be a decimal integer", option=f"kafka.{name}"
             )
 
 

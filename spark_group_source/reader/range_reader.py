@@ -37,13 +37,7 @@ from spark_group_source.model import OffsetRange, Piece, TaskCounts, TopicPartit
 from spark_group_source.options.client import principal
 from spark_group_source.options.table import COLUMNS
 from spark_group_source.reader import broker_checks
-from spark_group_source.reader.broker_checks import (
-    RangeCheck,
-    ReadDeadline,
-    RequestFailures,
-    TopicCheck,
-    TopicChecks,
-)
+from spark_group_source.reader.broker_checks import RangeCheck, ReadDeadline, RequestFailures, TopicCheck, TopicChecks
 from spark_group_source.reader.native_client import NativeChunk, NativeClient
 from spark_group_source.reader.records import (
     DAMAGED,

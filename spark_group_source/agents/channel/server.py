@@ -441,7 +441,11 @@ def listen(hosts: Sequence[str], port: int, *, wait_s: float = 0.0) -> list[sock
             return _listen(hosts, port)
         except OSError as exc:
             if exc.errno != errno.EADDRINUSE or time.monotonic() >= until_s:
-                raise _cannot_listen(hosts, port, exc) from exc
+                where = ", ".join(hosts) or "all addresses of this host"
+                raise ChannelBroken(
+                    f"the control channel cannot listen at {where}, port {port or 'any'}: {exc.strerror or exc}. Set "
+                    "coordinatorPort to a free port, and coordinatorHost to an address of the driver's host"
+                ) from exc
         pause.wait(PORT_RETRY_S)
 
 
@@ -454,14 +458,6 @@ def _listen(hosts: Sequence[str], port: int) -> list[socket.socket]:
         chosen = sockets[0].getsockname()[1] if sockets else port
         sockets.append(socket.create_server((host, chosen), family=family, backlog=BACKLOG))
     return sockets
-
-
-def _cannot_listen(hosts: Sequence[str], port: int, exc: OSError) -> ChannelBroken:
-    where = ", ".join(hosts) or "all addresses of this host"
-    return ChannelBroken(
-        f"the control channel cannot listen at {where}, port {port or 'any'}: {exc.strerror or exc}. Set "
-        "coordinatorPort to a free port, and coordinatorHost to an address of the driver's host"
-    )
 
 
 def _listen_everywhere(port: int) -> socket.socket:

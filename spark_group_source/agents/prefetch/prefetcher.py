@@ -15,12 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 import numpy as np
 
 from spark_group_source.agents.messages import PrefetchPositions
-from spark_group_source.agents.prefetch.buffers import (
-    UNKNOWN,
-    AcceptedRows,
-    BufferedRange,
-    PrefetchBuffers,
-)
+from spark_group_source.agents.prefetch.buffers import UNKNOWN, AcceptedRows, BufferedRange, PrefetchBuffers
 from spark_group_source.errors import SourceError
 from spark_group_source.model import TopicPartition
 from spark_group_source.reader.native_client import NativeChunk, NativeClient
