@@ -101,7 +101,7 @@ class BrokerCluster(Broker):
             self._nodes[node].signal(signal.SIGTERM)
         for node in nodes:
             if not self._nodes[node].wait(STOP_S):
-                raise BrokerUnavailable(f"node {node} did not stop within {STOP_S} s", op="stop")
+                raise BrokerUnavailable(f"node {node} did not stop within {STOP_S} s")
 
     def start_node(self, *nodes: int) -> None:
         """Start nodes that were killed or stopped, with their former ports and data; return when all of them answer.
@@ -110,7 +110,7 @@ class BrokerCluster(Broker):
             BrokerUnavailable: a node ended, or did not answer in time; the message ends with its log.
         """
         if running := [node for node in nodes if self._nodes[node].running]:
-            raise BrokerUnavailable(f"node {running[0]} already runs", op="start")
+            raise BrokerUnavailable(f"node {running[0]} already runs")
         for node in nodes:
             self._nodes[node].kill()
             self._launch(node)

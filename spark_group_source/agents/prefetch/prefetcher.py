@@ -131,14 +131,14 @@ class Prefetcher:
             self._stopping.wait(REOPEN_S)
 
     def _prefetch(self) -> None:
-        with self._buffers.locked() as buffers:
-            idle = not buffers.partitions
-        while idle and not self._stopping.is_set():  # a client costs memory and threads even when it reads nothing
-            self._buffers.wait_changed(self._buffers.version, ROOM_S)
+        while True:  # a client costs memory and threads even when it reads nothing
+            version = self._buffers.version
+            if self._stopping.is_set():
+                return
             with self._buffers.locked() as buffers:
-                idle = not buffers.partitions
-        if self._stopping.is_set():
-            return
+                if buffers.partitions:
+                    break
+            self._buffers.wait_changed(version, ROOM_S)
         client = self._open_client()
         self._assigned, self._full, self._seen_version = {}, set(), -1
         try:
