@@ -71,9 +71,9 @@ JVM_MARKERS = ("broker", "spark", "crash")
 
 ROOT = Path(__file__).resolve().parent.parent
 
-SHARED_SPARK = ("tests/delta/", "tests/rebalance/test_spark.py", "tests/security/test_spark.py")
-"""Spark tests that share one session. The others share a second one, or start programs with their own Spark: with the
-tests of the source here, too, all other workers had ended when these began."""
+SHARED_SPARK = ("tests/delta/", "tests/source/", "tests/rebalance/test_spark.py", "tests/security/test_spark.py")
+"""Spark tests that share one session. The others share a second one, or start programs with their own Spark: both take
+about the same time."""
 
 LANES = ("tables", "programs", "platforms", "versions", "cluster", "security")
 """Groups of tests that run one after another in one worker, because they share expensive processes; the longest first.

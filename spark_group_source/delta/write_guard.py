@@ -130,8 +130,7 @@ def _second_write(table: str, planned: PlannedBatch, former: TableWrite) -> Opti
     if former.table != table:
         remedy = (
             f"The first write was to table {former.table}, which has the same id. If one of them was copied with its "
-            "log, they are one table for Delta: write the copy by another query, or make it anew with CREATE TABLE ... "
-            "CLONE"
+            "log, they are one table for Delta: write the copy by another query, or make it anew as a clone"
         )
     elif version is None:
         remedy = "The table has no rows of the second write in any version"

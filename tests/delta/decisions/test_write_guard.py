@@ -89,7 +89,7 @@ def test_a_copy_of_a_table_with_its_log_is_refused_without_a_command_for_the_oth
     copytree(table, copy := tmp_path / "copy")
     enter(query, "only")
     query.run(query.sink(table), 1, offset(1, one(10, 20)))
-    with pytest.raises(OptionError, match=f"was to table {table}, which has the same id.*CLONE$"):
+    with pytest.raises(OptionError, match=f"was to table {table}, which has the same id.*as a clone$"):
         query.run(query.sink(copy), 1, offset(1, one(10, 20)))
 
 
