@@ -205,6 +205,7 @@ class Ledger:
                     found=doc["v"],
                 )
             _number(doc["written"])  # no member may be damaged, this one neither
+            first_offsets(doc)  # for RESTORE
             streams = {stream: BatchKey(_number(seq), str(digest)) for stream, (seq, digest) in doc["streams"].items()}
             return cls(
                 group=group,

@@ -693,6 +693,9 @@ TEXT = f'{{"former":{{}},"number":1,"reset":0,"streams":{{"s":[1,"d"]}},"topics"
         ('[1,"d"]', '[-1,"d"]'),
         ('[1,"d"]', "1"),
         ('"void":[]', '"void":7'),
+        ('"v":1', '"v":1,"new":7'),
+        ('"v":1', '"v":1,"new":{"b":"0,1"}'),
+        ('"v":1', '"v":1,"new":{"a":"3,1"}'),
     ],
 )
 def test_a_damaged_ledger_is_refused(part: str, damaged: str) -> None:
