@@ -71,15 +71,17 @@ JVM_MARKERS = ("broker", "spark", "crash")
 
 ROOT = Path(__file__).resolve().parent.parent
 
-SHARED_SPARK = ("tests/delta/", "tests/source/", "tests/rebalance/test_spark.py", "tests/security/test_spark.py")
-"""Spark tests that share one session. The others share a second one, or start programs with their own Spark: both take
-about the same time."""
+VERSIONS = "tests/matrix/test_smoke.py"
 
-LANES = ("tables", "programs", "platforms", "versions", "cluster", "security")
+LANES = ("versions", "cluster", "security")
 """Groups of tests that run one after another in one worker, because they share expensive processes; the longest first.
-All tests that start the installed Spark are in the first two, so at most two run at a time; in `make test-all` in the
-first three: otherwise one worker would still run those of "platforms" when the others have ended. "versions" has other
-Sparks, and waits for their downloads first."""
+"versions" has other Sparks, and waits for their downloads first."""
+
+SPARK_WORKERS, SPARK_WORKERS_OF_ALL = 2, 3
+"""How many workers run the tests that start the installed Spark, in `make test` and in `make test-all`. Each has a
+session that its tests share, and takes the next file when it is free."""
+LONG_SPARK = ("tests/delta/", "tests/crash/")
+"""Where the longest of them are: those begin first."""
 
 SHARED_JAVA_OPTIONS = ("-Xms256m", "-Xmx1g", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-Xshare:auto")
 """For the broker that all workers share; at the end it has the topics of all tests."""
@@ -108,12 +110,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if "jvm" in getattr(item, "fixturenames", ()) or any(map(item.get_closest_marker, JVM_MARKERS)):
             item.add_marker("jvm")
         _check_levels(item)
-    items.sort(
-        key=lambda item: (
-            LANES.index(lane) if (lane := _lane(_file(item.nodeid), config.option.markexpr)) else len(LANES),
-            item.get_closest_marker("slow") is None,
-        )
-    )
+    items.sort(key=lambda item: (_order(_file(item.nodeid)), item.get_closest_marker("slow") is None))
+
+
+def _order(file: str) -> int:
+    if _starts_spark(file):
+        return 0 if file.startswith(LONG_SPARK) else 1
+    lane = _lane(file)
+    return 2 + (len(LANES) if lane is None else LANES.index(lane))
 
 
 def _check_levels(item: pytest.Item) -> None:
@@ -132,16 +136,19 @@ def _file(nodeid: str) -> str:
 
 
 @functools.cache
-def _lane(file: str, selected: str) -> str | None:
-    """The lane of a file's tests, from its text: the scheduler of pytest-xdist knows only names."""
-    if file == "tests/matrix/test_smoke.py":
-        return "versions"
+def _starts_spark(file: str) -> bool:
+    """Whether tests of a file start the installed Spark, from its text: the scheduler of pytest-xdist knows only
+    names."""
     text = (ROOT / file).read_text()
-    if "mark.spark" in text or "mark.crash" in text:
-        if file.startswith(SHARED_SPARK):
-            return "tables"
-        return "platforms" if "mark.full" in text and "not full" not in selected else "programs"
-    if file.startswith("tests/faults/") or re.search(r"\bcluster: ", text):
+    return file != VERSIONS and ("mark.spark" in text or "mark.crash" in text)
+
+
+@functools.cache
+def _lane(file: str) -> str | None:
+    """The lane of a file's tests, from its text."""
+    if file == VERSIONS:
+        return "versions"
+    if file.startswith("tests/faults/") or re.search(r"\bcluster: ", (ROOT / file).read_text()):
         return "cluster"
     return "security" if file.startswith("tests/security/") else None
 
@@ -157,12 +164,25 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Assign each lane to one worker, and other tests one by one to idle workers, in the order of the collection."""
+    """Assign each file that starts Spark to one of few workers, each lane to one worker, and other tests one by one to
+    idle workers, in the order of the collection."""
     from xdist.scheduler import LoadScopeScheduling
+
+    sparks = SPARK_WORKERS if "not full" in config.option.markexpr else SPARK_WORKERS_OF_ALL
 
     class Lanes(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types
         def _split_scope(self, nodeid: str) -> str:
-            return _lane(_file(nodeid), config.option.markexpr) or nodeid
+            file = _file(nodeid)
+            return file if _starts_spark(file) else _lane(file) or nodeid
+
+        def _assign_work_unit(self, node: Any) -> None:
+            may_have_spark = node in self.nodes[:sparks]
+            scope = next((s for s in self.workqueue if may_have_spark or not s.endswith(".py")), None)
+            if scope is None:  # only files that start Spark are left
+                node.shutdown()
+                return
+            self.workqueue.move_to_end(scope, last=False)
+            super()._assign_work_unit(node)
 
     config.option.loadscopereorder = False  # otherwise the lane with the most tests starts first
     return Lanes(config, log)

@@ -129,7 +129,7 @@ class Scene:
 
     @cached_property
     def spark(self) -> "SparkSession":
-        # Two lanes of tests have a Spark each; a test elsewhere would start a third one.
+        # Few workers have a Spark; a test elsewhere would start another one.
         assert self._request.node.get_closest_marker("spark"), "mark this test with pytest.mark.spark"
         spark: SparkSession = self._request.getfixturevalue("spark")
         return spark
