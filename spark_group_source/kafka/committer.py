@@ -3,6 +3,7 @@
 Runs in: the stream reader's request thread. Deliberately absent: which offsets are committed and when (``protocol``).
 """
 
+import contextlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -119,7 +120,7 @@ class TransactionalCommitter:
         """Handle what the library reports between commits; otherwise that takes more and more memory during an
         outage."""
         if isinstance(self._state, _Owned):
-            self._state.producer.poll(0)
+            _serve(self._state.producer)
 
     def regain_id(self) -> None:
         """Take over the transactional id again, after a proof that this process still has its memberships.
@@ -240,7 +241,7 @@ class TransactionalCommitter:
         try:
             producer.init_transactions(TRANSACTION_TIMEOUT_S)
         except KafkaException:
-            producer.poll(0)
+            _serve(producer)
             raise
         self._state = owned = _Owned(producer)
         return owned
@@ -316,6 +317,11 @@ class TransactionalCommitter:
                 self._state = _Uncertain()
             case _ if fenced:
                 self._state = _Fenced(error)
+
+
+def _serve(producer: Any) -> None:
+    with contextlib.suppress(KafkaException):  # a fatal error is raised here once, and again by the next request
+        producer.poll(0)
 
 
 def memberless(settings: Mapping[str, Any], group: str, *, environment: Environment) -> Identity:

@@ -122,7 +122,8 @@ class GroupOffsets:
     def serve(self) -> None:
         """Handle what the library reports between reads; otherwise that takes more and more memory during an outage."""
         for consumer in self._consumers.values():
-            consumer.poll(0)
+            with contextlib.suppress(KafkaException, RuntimeError):
+                consumer.poll(0)
 
     def close(self) -> None:
         """Close the connections; a later read reopens them."""

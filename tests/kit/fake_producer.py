@@ -44,6 +44,7 @@ class FakeProducer:
         self._registered = False  # whether the coordinator knows the transaction, or may know it: an abort is sent
         self._abortable: KafkaError | None = None
         self._fatal: KafkaError | None = None
+        self._has_raised_fatal = False
 
     def init_transactions(self, timeout: float = -1.0) -> None:
         self._expect("Init")
@@ -68,7 +69,10 @@ class FakeProducer:
         self._state = "Ready"
 
     def poll(self, timeout: float) -> int:
-        """There are no events: no login is refused here."""
+        """There are no events but a fatal error, which is raised once: no login is refused here."""
+        if self._fatal is not None and not self._has_raised_fatal:
+            self._has_raised_fatal = True
+            raise KafkaException(self._fatal)
         return 0
 
     def begin_transaction(self) -> None:

@@ -97,6 +97,8 @@ def test_a_newer_producer_of_the_transactional_id_fences_the_older_one(play: Sta
     error = refused(lambda: old.commit_transaction(30))
     assert error.code() == KafkaError._FENCED and error.fatal()
     assert refused(old.begin_transaction).code() == KafkaError._FENCED
+    assert refused(lambda: old.poll(10)).code() == KafkaError._FENCED
+    assert old.poll(0) == 0, "it is raised once"
     assert play.committed([KafkaPartition(topic, 0)], stable=True) == [(-1001, "")]
     new.begin_transaction()
     new.send_offsets_to_transaction([KafkaPartition(topic, 0, 2)], metadata, 10)
