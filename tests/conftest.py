@@ -7,6 +7,7 @@ import contextlib
 import functools
 import gc
 import itertools
+import logging
 import os
 import re
 import signal
@@ -355,6 +356,7 @@ def end_offsets(admin: AdminClient) -> Callable[[str], Offsets]:
 def spark(jvm: None, tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Iterator["SparkSession"]:
     """One local session with Delta for the whole run. Its JVM ends with this process, whose pipe it reads. With tests
     marked full it has Spark's defaults."""
+    from pyspark.logger import PySparkLogger
     from pyspark.sql import SparkSession
 
     scratch: Path = tmp_path_factory.mktemp("spark")
@@ -366,6 +368,8 @@ def spark(jvm: None, tmp_path_factory: pytest.TempPathFactory, pytestconfig: pyt
     quick = quick_spark.SMALL_STATEMENTS if "not full" in pytestconfig.option.markexpr else {}
     session = builder.config(map={**settings, **quick}).getOrCreate()
     session.sparkContext.setLogLevel("WARN")
+    # PySpark's logger of failed statements would set its format for pytest's handler, for all later tests.
+    PySparkLogger.addHandler = logging.Logger.addHandler  # type: ignore[assignment, method-assign]
     yield session
     for query in session.streams.active:
         query.stop()

@@ -755,10 +755,11 @@ class LetterReplay:
                     "again"
                 )
             rows = self.letters.table_rows(flagged.drop(_RULE))
-            # The query may read fewer columns, and its transform return all that it gets.
-            known = {name.lower() for name in self.table.schema().names}
-            more = [name for name in _OF_RECORD if name.lower() not in known]
-            self._commit_number(number, done, rows.drop(*more))
+            if self.table.merge is None:  # which may need columns that the table does not have
+                # The query may read fewer columns, and its transform return all that it gets.
+                known = {name.lower() for name in self.table.schema().names}
+                rows = rows.drop(*(name for name in _OF_RECORD if name.lower() not in known))
+            self._commit_number(number, done, rows)
         return letters.count()
 
     def _commit_number(self, number: int, done: Ledger, rows: "DataFrame | None", reason: str | None = None) -> None:
