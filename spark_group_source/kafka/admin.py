@@ -112,6 +112,7 @@ class Admin:
         self._refusal = RefusalWatch()
         self._token_error: KafkaError | None = None  # the client's last error about a missing token
         self._renewed_ms: float = -math.inf
+        self._clients = 0  # how many were created
         self._slow = 0  # requests in a row that took longer than FIRST_TIMEOUT_S
         self._old_clients: deque[Any] = deque(maxlen=OLD_CLIENTS_MAX)
         # Old clients are kept because a garbage-collected AdminClient fails its pending futures.
@@ -473,7 +474,13 @@ class Admin:
         self._token_error = None
 
     def _new_client(self) -> Any:
-        return self._environment.admin({**self._settings, "error_cb": self._on_error})
+        number = self._clients = self._clients + 1
+
+        def on_error(error: KafkaError) -> None:
+            if number == self._clients:  # an old one may have a token that has expired, or a replaced certificate
+                self._on_error(error)
+
+        return self._environment.admin({**self._settings, "error_cb": on_error})
 
 
 def _no_answer() -> KafkaException:

@@ -123,6 +123,19 @@ def test_a_blocking_request_reports_why_no_connection_came_about(
         admin.list_topics()
 
 
+def test_a_client_that_was_replaced_refuses_nothing(environment: ManualEnvironment, scripted_admin: Admin) -> None:
+    """Its token may have expired, with which it connects again and again."""
+    environment.will("list_topics", *[refusal(KafkaError._TRANSPORT)] * 2)
+    with pytest.raises(BrokerUnavailable):
+        scripted_admin.list_topics()
+    environment.reporting = environment.admins[0]
+    environment.will("error", KafkaError(KafkaError._AUTHENTICATION, "invalid_token"))
+    scripted_admin.serve()
+    assert not environment.answers["error"], "the report was taken"
+    with pytest.raises(BrokerUnavailable):
+        scripted_admin.list_topics()
+
+
 def test_topics_of_brokers_without_ids_have_none(environment: ManualEnvironment) -> None:
     """The library answers with the text of the zero id."""
     found = [SimpleNamespace(topic_id=Uuid(*id_), partitions=[None]) for id_ in ((0, 0), (0, 7))]
