@@ -88,7 +88,7 @@ class Agent:
         log.info("agent %d of executor %d is ready", os.getpid(), self._executor.pid)
         started_s = touched_s = time.monotonic()
         while not self._end_reason:
-            self._server.serve_client()
+            self._server.close_unused_client()
             if watch.wait_ended(CHECK_S, self._wake_pipe[0]):
                 self.end("its executor ended")
             elif not (self._folder.has_lock(self._lock) and (self._folder.path / "socket").exists()):

@@ -562,6 +562,8 @@ class NativeClient(Client):
         """Whether headers are read with the public function."""
         self.described: dict[str, tuple[TopicDescription, float]] = {}
         """The last description of each topic, and when its request was sent, in monotonic seconds. Readers set it."""
+        self.used_s = 0.0
+        """When a reader last used it, in monotonic seconds. Readers set it."""
         self._topics: set[str] = set()
         """Topics whose metadata was requested."""
         self._queue = self.lib.queue_get_consumer(self.rk)

@@ -273,6 +273,11 @@ IDLE_CLIENTS_MAX = 4
 """Clients that a worker keeps for later tasks. Each has four threads or more, and up to 20 MiB after large records; a
 worker that is reused runs tasks of many queries, each with its own settings."""
 
+IDLE_S_MAX = 60.0
+"""How long they are kept without a use: during an outage the library reports lost connections again and again, and
+keeps each report until the client is used. Checked when a reader begins; Spark ends a worker without tasks after a
+minute."""
+
 idle_clients: dict[_ClientSettings, NativeClient] = {}
 """Clients that no reader uses, at most one for each set of settings; the one that was used last is the last."""
 
@@ -293,8 +298,8 @@ class ClientLease:
     def __init__(self, settings: _ClientSettings) -> None:
         self._settings = settings
         self.client = idle_clients.pop(settings) if settings in idle_clients else NativeClient(settings)
-        for other in idle_clients.values():  # the library reports an outage of their brokers again and again
-            other.serve()
+        for unused in [of for of, client in idle_clients.items() if time.monotonic() >= client.used_s + IDLE_S_MAX]:
+            idle_clients.pop(unused).close()
 
     def renew(self) -> None:
         """Close the client and open a new one, with nothing assigned."""
@@ -309,6 +314,7 @@ class ClientLease:
         except RuntimeError:
             log.warning("cannot clear the assignment of the reading client; closing it", exc_info=True)
             is_reusable = False
+        self.client.used_s = time.monotonic()
         if is_reusable and self.client.rk is not None and self._settings not in idle_clients:
             idle_clients[self._settings] = self.client
             while len(idle_clients) > IDLE_CLIENTS_MAX:

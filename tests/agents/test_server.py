@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import agent_helpers
@@ -75,6 +76,36 @@ def test_garbage_closes_only_its_own_connection(folder: AgentFolder, sent: bytes
             while connection.recv(4096):
                 pass
     assert agent_helpers.state(folder)
+
+
+def test_the_client_of_checks_is_closed_if_it_is_not_used_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library would keep what it reports about lost connections until the client is used."""
+    now_s, made = [1_000.0], list[Any]()
+
+    class Client:
+        closed = False
+
+        def __init__(self) -> None:
+            made.append(self)
+
+        def describe_topics(self, names: list[str]) -> Any:
+            topics = {name: SimpleNamespace(code=0, id="id") for name in names}
+            return SimpleNamespace(receive=lambda _: (topics,), cancel=lambda: None)
+
+        def close(self) -> None:
+            self.closed = True
+
+    monkeypatch.setattr(server, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    checker = server.TopicIdChecker(SharedBuffers(1 << 20), Client)  # type: ignore[arg-type]
+    for after_s, closed in ((server.UNUSED_S_MAX - 1, [False]), (server.UNUSED_S_MAX, [True])):
+        checker._checked.clear()
+        assert checker.checked({"a": -1, "b": 0}, {"b": "id"})
+        now_s[0] += after_s
+        checker.close_unused()
+        assert [client.closed for client in made] == closed
+    checker._checked.clear()
+    checker.checked({"b": 0}, {"b": "id"})
+    assert len(made) == 2, "the next check opens another one"
 
 
 def test_a_message_that_is_too_long_is_refused_by_its_length(folder: AgentFolder) -> None:

@@ -838,21 +838,22 @@ def test_a_renewed_client_is_closed_before_the_next_one_is_opened() -> None:
     assert lease.client not in range_reader.idle_clients.values()
 
 
-def test_idle_clients_are_served_when_another_one_is_needed() -> None:
-    """The library reports lost connections again and again, and keeps each report until somebody takes it."""
-    lost, other = (
+def test_clients_that_were_not_used_for_long_are_closed() -> None:
+    """The library would keep what it reports about lost connections until the client is used."""
+    unused, recent, next_ = (
         range_reader._ClientSettings(range_reader._settings({"bootstrap.servers": f"127.0.0.1:{port}"}))
-        for port in (1, 2)
+        for port in (1, 2, 3)
     )
-    lease = range_reader.ClientLease(lost)
-    lease.release(is_reusable=True)
-
-    def is_served() -> bool:
-        range_reader.ClientLease(other).release(is_reusable=False)
-        return bool(lease.client.errors)
-
-    await_until(is_served, what="the reports of a client without brokers")
     range_reader.close_idle_clients()
+    leases = [range_reader.ClientLease(settings) for settings in (unused, recent)]
+    for lease in leases:
+        lease.release(is_reusable=True)
+    leases[0].client.used_s -= range_reader.IDLE_S_MAX
+    range_reader.ClientLease(next_).release(is_reusable=False)
+    assert leases[0].client.rk is None and list(range_reader.idle_clients) == [recent]
+    leases[1].client.used_s -= range_reader.IDLE_S_MAX
+    assert range_reader.ClientLease(recent).client is leases[1].client, "its own is used again, however late"
+    leases[1].release(is_reusable=False)
 
 
 def test_a_worker_that_runs_tasks_of_many_queries_keeps_the_clients_of_the_last_ones(

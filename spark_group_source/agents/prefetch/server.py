@@ -52,6 +52,8 @@ CHECK_S = 0.9
 brokers, which wait for outages."""
 CHECK_PAUSE_S = 2.0
 """Pause after a check without a response, so that not every task waits for one."""
+UNUSED_S_MAX = 60.0
+"""How long the client of the checks stays open without a check. Opening it takes some milliseconds of the next one."""
 WRITE_BYTES = 64 << 10
 """Larger columns are written from their own memory; a larger buffer would hold a copy of each."""
 
@@ -92,9 +94,9 @@ class PrefetchServer:
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
         self._listener.close()
 
-    def serve_client(self) -> None:
-        """As :meth:`TopicIdChecker.serve`."""
-        self._checker.serve()
+    def close_unused_client(self) -> None:
+        """As :meth:`TopicIdChecker.close_unused`."""
+        self._checker.close_unused()
 
     def _accept(self) -> None:
         """Accept connections until :meth:`stop`. Any other error is raised: the agent ends with this thread."""
@@ -209,6 +211,8 @@ class TopicIdChecker:
         self._checked: dict[tuple[str, str], int] = {}
         """By topic name and id, the last arrival (:attr:`PrefetchBuffers.last_arrival`) that is known to belong to that
         topic."""
+        self._requested_s = 0.0
+        """When the last request was sent, on the clock of ``time.monotonic``."""
         self._not_before_s = 0.0
         """When the next request may be sent, on the clock of ``time.monotonic``."""
 
@@ -231,13 +235,13 @@ class TopicIdChecker:
         finally:
             self._requesting.release()
 
-    def serve(self) -> None:
-        """Handle what the library reports between requests; otherwise that takes more and more memory during an
-        outage."""
+    def close_unused(self) -> None:
+        """Close the client if it was not used for :data:`UNUSED_S_MAX`: during an outage the library reports lost
+        connections again and again, and keeps each report until the client is used."""
         if self._requesting.acquire(blocking=False):
             try:
-                if self._client is not None:
-                    self._client.serve()
+                if time.monotonic() >= self._requested_s + UNUSED_S_MAX:
+                    self._close()
             finally:
                 self._requesting.release()
 
@@ -247,6 +251,7 @@ class TopicIdChecker:
     def _request(self, names: list[str], ids: Mapping[str, str]) -> None:
         with self._buffers.locked() as buffers:
             arrival = buffers.last_arrival
+        self._requested_s = time.monotonic()
         try:
             self._client = self._client or self._open_client()
             request = self._client.describe_topics(names)
