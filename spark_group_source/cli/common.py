@@ -25,7 +25,7 @@ from rich.text import Text
 from spark_group_source.errors import OptionError
 from spark_group_source.kafka.environment import check_settings
 from spark_group_source.kafka.group_admin import GroupAdmin
-from spark_group_source.local.conf import pairs_in
+from spark_group_source.local.conf import numbered_lines, pairs_in
 from spark_group_source.options.table import Options
 
 if TYPE_CHECKING:
@@ -285,16 +285,16 @@ _JOINED = {
 
 
 def session_settings(scratch: str, *, avro: bool = False) -> dict[str, str]:
-    """The settings of :func:`session`, which come before those of the user's ``spark-defaults.conf``: without what that
-    file has, and without a time zone, because a sink's transform gives the rows of its query in the query's one."""
+    """The settings of :func:`session` without those that the user's ``spark-defaults.conf`` has, because Spark would
+    prefer these. A time zone is left out as well: a sink's transform may depend on that of its query."""
     from spark_group_source.local.conf import local_spark_settings
 
     ours, folder = local_spark_settings(scratch, avro=avro), spark_conf_folder()
     ours.pop("spark.sql.session.timeZone", None)
     file = None if folder is None else folder / "spark-defaults.conf"
-    lines = file.read_text(encoding="utf-8").splitlines() if file is not None and file.is_file() else []
-    for line in lines:
-        key, *value = re.split(r"\s*[=:\s]\s*", line.strip(), maxsplit=1)
+    text = file.read_text(encoding="utf-8") if file is not None and file.is_file() else ""
+    for _, line in numbered_lines(text):
+        key, *value = re.split(r"\s*[=:\s]\s*", line, maxsplit=1)  # as Java reads properties
         if key in ours and not key.startswith("spark.pyspark."):
             own = ours.pop(key)
             if key in _JOINED:

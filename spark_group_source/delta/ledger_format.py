@@ -341,8 +341,9 @@ def _newest(former: Mapping[str, LedgerTopic]) -> dict[str, LedgerTopic]:
 def first_offsets(doc: Mapping[str, Any]) -> dict[TopicPartition, int]:
     """Return where the rows start of each partition that is new to the ledger in a commit."""
     found: dict[TopicPartition, int] = {}
-    topics = _unpacked(doc["topics"])
-    for name, text in _unpacked(doc.get("new", {})).items():
+    new = _unpacked(doc.get("new", {}))
+    topics = _unpacked(doc["topics"]) if new else {}
+    for name, text in new.items():
         offsets = _parse_runs(topics[name]["offsets"])
         found |= {TopicPartition(name, p): offsets[p] - moved for p, moved in _parse_runs(text).items()}
     return found

@@ -126,7 +126,7 @@ def release_write(table_id: str, planned: PlannedBatch) -> None:
 def _second_write(table: str, planned: PlannedBatch, former: TableWrite) -> OptionError:
     version = None
     with suppress(Exception):  # of the storage: the error is another one
-        version = former.find_version()
+        version = former.find_version() if former.table == table else None
     if former.table != table:
         remedy = (
             f"The first write was to table {former.table}, which has the same id. If one of them was copied with its "

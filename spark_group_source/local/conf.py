@@ -65,7 +65,7 @@ def pairs_in(text: str, where: str, separator: str = "=") -> dict[str, str]:
         ValueError: a line has no value, or a key appears twice. The message contains no value.
     """
     found: dict[str, str] = {}
-    for number, line in _lines(text):
+    for number, line in numbered_lines(text):
         if not line or line.startswith("#"):
             continue
         key, has_value, value = line.partition(separator)
@@ -77,8 +77,8 @@ def pairs_in(text: str, where: str, separator: str = "=") -> dict[str, str]:
     return found
 
 
-def _lines(text: str) -> Iterator[tuple[int, str]]:
-    """Yield each line with the number of its first part."""
+def numbered_lines(text: str) -> Iterator[tuple[int, str]]:
+    """Yield each line with the number of its first part: one that ends with a backslash continues in the next one."""
     parts = enumerate(map(str.strip, text.splitlines()), start=1)
     for number, first in parts:
         line = first

@@ -720,9 +720,10 @@ class Slots:
         """The group is full: drop the slots that have no place in it. One that has another behind it with a place joins
         again when the last one has left."""
         slot.is_surplus, slot.failing_since_ms = True, None
-        self.accepted_max = len(self.all) - sum(other.is_surplus for other in self.all)
-        most = self.members_max
-        self._out.log(f"only {most} members of this query fit into the group until it restarts: {reason}", warn=True)
+        former, self.accepted_max = self.accepted_max, len(self.all) - sum(other.is_surplus for other in self.all)
+        if self.accepted_max < former:
+            most = self.members_max
+            self._out.log(f"only {most} members of this query fit into the group until a restart: {reason}", warn=True)
         while len(self.all) > self.members_max and self.all[-1].is_surplus:
             self.remove_last()
 

@@ -161,10 +161,9 @@ class RequestThread:
         self._admin.close()
 
     def _run_due_tasks(self) -> None:
-        self._offsets.serve()
-        self._admin.serve()
-        if self._commits is not None:
-            self._commits.serve()
+        assert self._commits is not None
+        for client in (self._offsets, self._admin, self._commits):
+            client.serve()
         if not self._is_prepared and self._environment.now_ms() >= self._prepare_at_ms:
             self._prepare()
         if self._environment.now_ms() >= self._topics_at_ms and self._may_find_topics():

@@ -624,14 +624,12 @@ def test_settings_in_the_folder_of_the_user_come_before_those_of_the_commands(
     }
     monkeypatch.setattr(conf, "local_spark_settings", lambda *_, **__: dict(ours))
     monkeypatch.setenv("SPARK_CONF_DIR", str(tmp_path))
-    theirs = (
-        "# theirs\n\nspark.driver.memory  8g\nspark.jars=s3.jar\nspark.hadoop.x y z\nspark.pyspark.python python3\n"
-    )
     (tmp_path / "spark-defaults.conf").write_text(
-        theirs + "spark.driver.extraJavaOptions -Dtheirs=a b\nspark.sql.extensions: Other\n"
+        "# theirs\n\nspark.driver.memory  8g\nspark.jars=s3.jar,\\\n  b.jar\nspark.hadoop.x y z\n"
+        "spark.pyspark.python python3\nspark.driver.extraJavaOptions -Dtheirs=a b\nspark.sql.extensions: Other\n"
     )
     assert common.session_settings("/scratch") == {
-        "spark.jars": "delta.jar,s3.jar",
+        "spark.jars": "delta.jar,s3.jar,b.jar",
         "spark.driver.extraJavaOptions": "-Dours=1 -Dtheirs=a b",
         "spark.sql.extensions": "Delta,Other",
         "spark.pyspark.python": "/venv/python",
