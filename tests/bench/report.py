@@ -227,10 +227,13 @@ def running(writer: "DataStreamWriter") -> Iterator["StreamingQuery"]:
 
 def run_to_end(writer: "DataStreamWriter") -> "StreamingQuery":
     """Run a query with AvailableNow."""
-    query = writer.trigger(availableNow=True).start()
-    if not query.awaitTermination(QUERY_S):
-        query.stop()
-        raise TimeoutError(f"the query did not end within {QUERY_S} s")
+    query, batch = writer.trigger(availableNow=True).start(), None
+    while not query.awaitTermination(QUERY_S):
+        last = query.lastProgress
+        if last is None or last["batchId"] == batch:
+            query.stop()
+            raise TimeoutError(f"the query ended no batch within {QUERY_S} s")
+        batch = last["batchId"]
     return query
 
 
