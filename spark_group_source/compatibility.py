@@ -172,6 +172,11 @@ def has_delta_release() -> bool:
     return (spark_minor() or SPARK) in DELTA_SPARK
 
 
+def on_databricks() -> bool:
+    """Whether this process runs in a Databricks runtime, which sets this variable in all of its processes."""
+    return "DATABRICKS_RUNTIME_VERSION" in os.environ
+
+
 def delta_coordinate() -> str:
     """The Maven coordinate of :data:`DELTA` for the installed Spark, as ``group:artifact:version``.
 

@@ -395,16 +395,11 @@ def _tell(query: "StreamingQuery", last: int) -> int:
     return last
 
 
-def _on_databricks() -> bool:
-    """Whether the platform's session is used: it has Delta Lake, and is not this job's to stop."""
-    return "DATABRICKS_RUNTIME_VERSION" in os.environ
-
-
 def _session(name: str) -> "SparkSession":
     from pyspark.sql import SparkSession
 
     builder = SparkSession.builder.appName(name)
-    if "PYSPARK_GATEWAY_PORT" not in os.environ and not _on_databricks():  # this process starts the JVM
+    if "PYSPARK_GATEWAY_PORT" not in os.environ and not compatibility.on_databricks():  # this process starts the JVM
         os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
         quiet = {"spark.ui.showConsoleProgress": "false"}  # its bars are written between the lines of the log
         settings = quiet | delta_settings()
@@ -416,7 +411,7 @@ def _session(name: str) -> "SparkSession":
 def _print_errors_once(spark: "SparkSession") -> None:
     """Switch off the loggers of Spark that print the query's error, which the job prints."""
     jvm: Any = getattr(spark, "_jvm", None) if hasattr(spark, "_jsparkSession") else None
-    if jvm is None or _on_databricks() or log.isEnabledFor(logging.DEBUG):
+    if jvm is None or compatibility.on_databricks() or log.isEnabledFor(logging.DEBUG):
         return
     log4j = jvm.org.apache.logging.log4j
     for name in TWICE:
@@ -470,7 +465,7 @@ def _has_log_settings() -> bool:
 
 
 def _check_delta(spark: "SparkSession") -> None:
-    if _on_databricks() or not compatibility.has_delta_release():
+    if compatibility.on_databricks() or not compatibility.has_delta_release():
         return  # without a release, DeltaSink writes natively
     if "DeltaSparkSessionExtension" not in (spark.conf.get("spark.sql.extensions", "") or ""):
         raise typer.BadParameter(
@@ -508,7 +503,7 @@ def _stop_on_signals() -> None:
 
 
 def _end(spark: "SparkSession") -> None:
-    if _on_databricks():
+    if compatibility.on_databricks():
         return
     try:
         spark.stop()

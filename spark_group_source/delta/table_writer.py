@@ -16,7 +16,6 @@ import contextlib
 import functools
 import json
 import logging
-import os
 import random
 import re
 import threading
@@ -299,6 +298,10 @@ class TableWriter:
             return "writer='options'"
         if self.merge is not None:
             return "batches are merged by key"
+        if compatibility.on_databricks():
+            # "Transactional writes with DBIO": which files are those of finished tasks is in files that only its own
+            # readers know.
+            return "Databricks' Spark leaves files of failed tasks beside the others"
         source = self._require_source()
         if not isinstance(source, LogFiles):
             return (
@@ -496,7 +499,7 @@ class TableWriter:
     def warn_of_other_drivers(self, reason: str) -> None:
         """Log once that Delta's commits of this table replace those of another driver, if they do."""
         scheme = urlsplit(str(self._described["location"]) if self._described is not None else self.table).scheme
-        if scheme not in S3_SCHEMES or "DATABRICKS_RUNTIME_VERSION" in os.environ:
+        if scheme not in S3_SCHEMES or compatibility.on_databricks():
             return
         setting = f"spark.delta.logStore.{scheme}.impl"
         features = () if self._described is None else self._described["tableFeatures"]
@@ -558,7 +561,7 @@ def has_delta(spark: "SparkSession") -> bool:
     jvm: Any = getattr(spark, "_jvm", None) if hasattr(spark, "_jsparkSession") else None
     if jvm is not None:
         return type(jvm.io.delta.tables.DeltaTable).__name__ == "JavaClass"
-    if compatibility.has_delta_release() or "DATABRICKS_RUNTIME_VERSION" in os.environ:
+    if compatibility.has_delta_release() or compatibility.on_databricks():
         return True
     return "delta" in str(spark.conf.get("spark.sql.catalog.spark_catalog", "")).lower()
 

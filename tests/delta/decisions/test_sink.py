@@ -45,6 +45,7 @@ from spark_group_source.delta.checkpoint import parse_planned
 from spark_group_source.delta.durable_batches import is_called_by_spark
 from spark_group_source.delta.ledger_store import set_ledger
 from spark_group_source.delta.native_writer import (
+    FOLDER,
     NativeWriter,
     add_actions,
     new_columns,
@@ -534,6 +535,22 @@ def test_a_local_folder_is_written_natively_by_executors_of_other_hosts_only_if_
     else:
         with pytest.raises(OptionError, match="writer='native' says that all hosts share it"):
             query.run(sink, 0, offset(0, one(0, 2)))
+
+
+@pytest.mark.parametrize("writer", ["auto", "native"])
+def test_a_table_is_not_written_natively_on_databricks(
+    query: Query, table: Path, writer: Writer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its Spark leaves files of failed tasks in the folder, which would be rows twice."""
+    monkeypatch.setenv("DATABRICKS_RUNTIME_VERSION", "17.3")
+    other = Query(DeltaSession(), query.root, "platform", "options")  # type: ignore[arg-type]
+    sink = other.sink(table, writer=writer)
+    if writer == "native":
+        with pytest.raises(OptionError, match=r"cannot be written natively: Databricks' Spark .* writer='auto'"):
+            other.run(sink, 0, offset(0, one(0, 2)))
+        return
+    other.run(sink, 0, offset(0, one(0, 2)))
+    assert rows(table) == records(0, 2) and not (table / FOLDER).exists()
 
 
 def test_files_of_tasks_that_spark_gave_up_are_not_added(tmp_path: Path) -> None:
