@@ -124,7 +124,7 @@ TESTED: dict[str, tuple[int, str]] = {
     "cli/migrate.py: _starting_offsets": (1, BROKER),
     "cli/offsets.py: delete": (1, BROKER),
     "cli/report.py: missing_group": (1, BROKER),
-    "cli/reset.py: refuse_former_topics.command": (
+    "cli/group_reset.py: refuse_former_topics.command": (
         1,
         f"{SINK}test_a_reset_that_keeps_an_offset_of_a_former_topic_is_refused_and_its_command_loses_nothing",
     ),
@@ -158,16 +158,16 @@ TESTED: dict[str, tuple[int, str]] = {
     "errors.py: CommitFailed": (1, DOCUMENTS),
     "errors.py: LedgerConflict": (2, DOCUMENTS),
     "errors.py: RebalanceTimeout": (1, DOCUMENTS),
-    "cli/reset.py: _completion": (
+    "cli/group_reset.py: _completion": (
         1,
         f"{SINK}test_command_that_completes_a_relative_reset_does_not_move_the_group_twice",
     ),
-    "cli/reset.py: recorded_offsets": (
+    "cli/group_reset.py: recorded_offsets": (
         1,
         f"{SINK}test_a_reset_to_offsets_of_a_topic_that_was_recreated_is_refused_and_its_command_loses_nothing",
     ),
     # texts that are no commands: a ledger's reason, statements of the product, names of operations in Delta's log
-    "cli/reset.py: reset": (1, NO_COMMAND),
+    "cli/group_reset.py: reset": (1, NO_COMMAND),
     "delta/table_history.py: DescribedHistory._load": (1, NO_COMMAND),
     "delta/verification.py: ": (3, NO_COMMAND),
 }

@@ -1,7 +1,7 @@
 """``describe()`` and ``reset()`` for notebooks and programs: two commands of ``spark-group`` as functions.
 
-Runs in: the user's driver. Deliberately absent: the implementation (``report``, ``reset``), and a Spark session: for a
-table the caller's session is used.
+Runs in: the user's driver. Deliberately absent: the implementation (``report``, ``group_reset``), and a Spark
+session: for a table the caller's session is used.
 """
 
 import logging
@@ -10,9 +10,9 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from spark_group_source.cli import common, report
-from spark_group_source.cli import reset as resetting
+from spark_group_source.cli.group_reset import Destination, GroupReset, Offsets, Scope, move
 from spark_group_source.cli.report import GroupReport
-from spark_group_source.cli.reset import Destination, GroupReset, Offsets
+from spark_group_source.cli.reset import ms_of
 from spark_group_source.errors import OptionError
 from spark_group_source.model import EARLIEST, LATEST, StartAt, TopicPartition
 from spark_group_source.options.table import EARLIEST_OFFSET
@@ -86,10 +86,10 @@ def reset(
     if to == "ledger" and table is None:
         raise OptionError("to='ledger' needs table=, the Delta table with the ledger")
     destination = _destination(to)
-    scope: resetting.Scope = dict.fromkeys([topics] if isinstance(topics, str) else topics, frozenset())
+    scope: Scope = dict.fromkeys([topics] if isinstance(topics, str) else topics, frozenset())
     session = _session(spark) if table is not None else None
     with common.admin_of(bootstrap_servers, group, options=options) as admin:
-        return resetting.move(admin, group, destination, scope, spark=session, table=table, execute=execute)
+        return move(admin, group, destination, scope, spark=session, table=table, execute=execute)
 
 
 def _destination(to: Any) -> Destination:
@@ -105,7 +105,7 @@ def _destination(to: Any) -> Destination:
     if isinstance(to, datetime):
         if to.tzinfo is None:
             raise OptionError(f"to={to!r} has no time zone; add one, such as datetime.UTC")
-        return StartAt("time", resetting.ms_of(to, f"to={to!r}"))
+        return StartAt("time", ms_of(to, f"to={to!r}"))
     if type(to) is int and to >= 0:
         return StartAt("offset", to)
     if to not in WORDS:

@@ -16,18 +16,11 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import typer
 
 from spark_group_source import command_line
-from spark_group_source.cli import common, reset
+from spark_group_source.cli import common, group_reset
 from spark_group_source.cli.common import ConfigOption, GroupOption, JsonOption, ServersOption, TableOption, console
+from spark_group_source.cli.group_reset import Scope, in_scope, partitions_of, refuse_unanswered, topics_of
 from spark_group_source.cli.report import DEAD, counted, group_with_members, missing_group
-from spark_group_source.cli.reset import (
-    Scope,
-    TopicsOption,
-    in_scope,
-    partitions_of,
-    refuse_unanswered,
-    scope_of,
-    topics_of,
-)
+from spark_group_source.cli.reset import TopicsOption, scope_of
 from spark_group_source.errors import CheckpointMismatch, OptionError
 from spark_group_source.kafka.group_admin import GroupAdmin
 from spark_group_source.model import TopicPartition
@@ -101,7 +94,7 @@ def migrate(
             return
         with common.checkpoint_files(from_checkpoint) as (files, root):
             found = progress(files, root, source or [], to_brokers=admin.connection)
-        done = reset.reset(admin, group, reset.Targets(group_offsets(admin, found, scope)), execute=execute)
+        done = group_reset.reset(admin, group, group_reset.Targets(group_offsets(admin, found, scope)), execute=execute)
     if as_json:
         more = {"batch": found.batch, "stateful": found.stateful, "other_sources": found.others}
         typer.echo(json.dumps(done.as_dict() | more, indent=2))
@@ -242,7 +235,7 @@ def _starting_offsets(admin: GroupAdmin, group: str, table: str | None, scope: S
             f"Drain its queries (`{command_line.spark_group('drain', (), group)}`), stop them",
         )
     committed = admin.committed(group)
-    ledger = reset.NO_LEDGER
+    ledger = group_reset.NO_LEDGER
     if table is not None:
         from spark_group_source.delta.ledger_store import require_ledger
 
@@ -254,8 +247,8 @@ def _starting_offsets(admin: GroupAdmin, group: str, table: str | None, scope: S
     _require_read(scope, known, f"group {group!r}")
     partitions_of(admin, group, scope)  # refuses partitions that do not exist
     topics = admin.existing_topics(known)
-    reset.refuse_former_topics(admin, group, committed, ledger, topics, table)
-    offsets: Mapping[TopicPartition, int] = reset.plan_reset({}, committed, ledger, topics).offsets
+    group_reset.refuse_former_topics(admin, group, committed, ledger, topics, table)
+    offsets: Mapping[TopicPartition, int] = group_reset.plan_reset({}, committed, ledger, topics).offsets
     found: dict[str, dict[str, int]] = {}
     for name, there in sorted(topics.items()):
         for tp in (TopicPartition(name, p) for p in range(there.partitions)):

@@ -1,6 +1,6 @@
 """Operations on a whole group: read, commit and delete its offsets, delete the group.
 
-Runs in: the user's driver (CLI), the exporter. Deliberately absent: the offsets to commit (``cli.reset``), the
+Runs in: the user's driver (CLI), the exporter. Deliberately absent: the offsets to commit (``cli.group_reset``), the
 partitions whose offsets to delete (``cli.offsets``), and the meaning of error codes (``error_codes``). A query reads
 the offsets of its own partitions (``group_offsets``) and commits as a member of the group (``committer``).
 """

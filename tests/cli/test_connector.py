@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from spark_group_source.cli import common, migrate
-from spark_group_source.cli import reset as resetting
+from spark_group_source.cli import common, group_reset, migrate
 from spark_group_source.cli.migrate import Progress
 from spark_group_source.delta import checkpoint as checkpoint_module
 from spark_group_source.delta import ledger_store
@@ -152,7 +151,7 @@ def test_a_reset_to_a_checkpoint_of_another_file_system_uses_the_session_of_its_
     monkeypatch.setattr(checkpoint_module, "positions", lambda *_: Ledger(group="etl"))
     monkeypatch.setattr(ledger_store, "read_ledger", lambda spark, *_, **__: used.append(spark))
     admin: Any = SimpleNamespace(existing_topics=lambda _: {})
-    resetting._of_checkpoint(admin, "etl", "s3a://bucket/chk", 3, {}, table_session, "s3a://bucket/table")
+    group_reset._of_checkpoint(admin, "etl", "s3a://bucket/chk", 3, {}, table_session, "s3a://bucket/table")
     assert used == [table_session, table_session]
 
 

@@ -16,11 +16,10 @@ from printed_commands import commands
 from typer.testing import CliRunner, Result
 
 from spark_group_source import reset
-from spark_group_source.cli import common
-from spark_group_source.cli import reset as resetting
+from spark_group_source.cli import common, group_reset
 from spark_group_source.cli.app import app
+from spark_group_source.cli.group_reset import NO_LEDGER, Targets, plan_reset, resolve
 from spark_group_source.cli.migrate import Progress, group_offsets
-from spark_group_source.cli.reset import NO_LEDGER, Targets, plan_reset, resolve
 from spark_group_source.delta import ledger_store
 from spark_group_source.delta.ledger_format import Ledger
 from spark_group_source.errors import BrokerUnavailable, GroupError, OptionError, TopicMissing
@@ -305,7 +304,7 @@ class Cluster:
         """The result of the command with the table."""
         monkeypatch.setattr(common, "admin_of", lambda *_: nullcontext(self))
         monkeypatch.setattr(common, "session", lambda: nullcontext(object()))
-        monkeypatch.setattr(resetting, "table_version", lambda *_: 1)
+        monkeypatch.setattr(group_reset, "table_version", lambda *_: 1)
         monkeypatch.setattr(ledger_store, "set_ledger", lambda *_, **__: None)
         for name in ("read_ledger", "require_ledger", "counted_ledger"):
             monkeypatch.setattr(ledger_store, name, self.read_ledger)

@@ -19,21 +19,12 @@ from pyspark.sql import SparkSession
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
-from spark_group_source.cli import common, functions, ledger, offsets
-from spark_group_source.cli import reset as resetting
+from spark_group_source.cli import common, functions, group_reset, ledger, offsets
 from spark_group_source.cli import run as running
 from spark_group_source.cli.app import EXIT_CODES, app
 from spark_group_source.cli.common import FINAL, RETRIABLE, USAGE
-from spark_group_source.cli.reset import (
-    Offsets,
-    Shift,
-    duration_ms,
-    parse_destination,
-    plan_text,
-    read_plan,
-    resolve_targets,
-    scope_of,
-)
+from spark_group_source.cli.group_reset import Offsets, Shift, resolve_targets
+from spark_group_source.cli.reset import duration_ms, parse_destination, plan_text, read_plan, scope_of
 from spark_group_source.cli.run import exit_code_of
 from spark_group_source.delta import checkpoint_status, verification
 from spark_group_source.delta.verification import Finding
@@ -254,7 +245,7 @@ def test_the_plan_of_a_reset_in_a_notebook_reads_the_ledger(monkeypatch: pytest.
     """It warns of records that would be written again."""
     given: list[Any] = []
     monkeypatch.setattr(common, "admin_of", lambda *_, **__: nullcontext(OpenTransaction()))
-    monkeypatch.setattr(resetting, "reset", lambda *_, spark, since, **__: given.append((spark, since)))
+    monkeypatch.setattr(group_reset, "reset", lambda *_, spark, since, **__: given.append((spark, since)))
     spark: Any = object()
     functions.reset("etl", "b:1", to="latest", table="/lake/orders", spark=spark)
     assert given == [(spark, None)]
@@ -572,7 +563,7 @@ def test_kafkas_states_of_a_kip_848_group_are_listed_and_keep_it_from_a_reset(
     shown = CliRunner().invoke(app, ["list", "--bootstrap-server", NO_BROKER, "--state", state.title()])
     assert shown.exit_code == 0 and state in shown.output and "stable" not in shown.output
     with pytest.raises(GroupError, match=f"is {state} with 0 members"):
-        resetting.require_inactive(admin, "g")
+        group_reset.require_inactive(admin, "g")
 
 
 def output_of(words: list[str], **env: str) -> "subprocess.CompletedProcess[bytes]":

@@ -3,7 +3,8 @@
 Runs in: tests. One seed is one history: :func:`run` raises :class:`Failed` with the story, and the same seed gives the
 same story again. After up to a minute and a half of faults (``faults``) comes a calm time, in which every record must
 be processed and every offset committed. The product's own code runs: ``runtime``, ``kafka``, ``protocol``, ``agents``,
-the commit path of ``delta.sink``, and the decisions of ``cli.reset``. Only Kafka, time, threads and Spark are models.
+the commit path of ``delta.sink``, and the decisions of ``cli.group_reset``. Only Kafka, time, threads and Spark are
+models.
 
 Deliberately absent (not modelled): what agents read ahead, changed subscriptions, several groups, clocks that jump, the
 duration of an event in the protocol, and changes of a table by others (``table_histories``).
