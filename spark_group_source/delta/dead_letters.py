@@ -532,9 +532,10 @@ def bad_records(flagged: "DataFrame", rules: Sequence[Rule], bad: int, table: st
             bad=bad,
         )
     errors = [rule.name for rule in rules if rule.error_class == _TRANSFORM]
-    text = F.substring(F.col(table_names.quoted(errors[0])).cast("string"), 1, ERROR_CHARS_MAX) if errors else F.lit("")
+    text = F.col(table_names.quoted(errors[0])).cast("string") if errors else F.lit("")
+    text = F.make_valid_utf8(F.coalesce(text, F.lit("")))  # Spark Connect cannot collect other text
     bad_rows = flagged.where(F.col(_RULE).isNotNull())
-    rows = bad_rows.select(*_RECORD, _RULE, F.coalesce(text, F.lit("")).alias("text")).collect()
+    rows = bad_rows.select(*_RECORD, _RULE, F.substring(text, 1, ERROR_CHARS_MAX).alias("text")).collect()
     found = sorted(tuple(row) for row in rows if None not in row)
     if len(found) < len(rows):
         raise OptionError(f"a bad row for table {table} has no topic, partition or offset: keep them in the transform")

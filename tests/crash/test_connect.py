@@ -179,3 +179,25 @@ def test_spark_connect_with_all_restrictions_of_executors_at_once(connected: Con
     counts = [log.count("this executor does not reach the stream reader") for log in logs]
     assert sum(counts) >= 1 and max(counts) == 1, "each executor with tasks logs the reason once"
     assert connected.rows() == Counter({(p, n): 1 for p in range(PARTITIONS) for n in range(300)})
+
+
+NOT_UTF_8 = """
+from pyspark.sql import SparkSession, functions as F
+from spark_group_source.delta.dead_letters import _RULE, _TRANSFORM, Rule, bad_records
+
+spark = SparkSession.builder.remote("local[1]").getOrCreate()
+record = F.lit("orders").alias("topic"), F.lit(0).alias("partition"), F.col("id").alias("offset")
+error = F.expr("concat('not a number: ', cast(X'ff41c3' as string))").alias("error")
+rows = spark.range(1).select(*record, F.lit(0).alias(_RULE), error)
+((place, rule),) = bad_records(rows, [Rule(_TRANSFORM, "error", "")], 1, "orders").items()
+print(ascii((place, rule.expression)))
+spark.stop()
+"""
+
+
+def test_the_reason_of_a_bad_record_may_have_bytes_that_are_not_utf_8() -> None:
+    """It often quotes the record. Spark Connect cannot collect such text."""
+    command = [sys.executable, "-c", NOT_UTF_8]
+    ran = subprocess.run(command, check=False, capture_output=True, text=True, timeout=HANG_S)
+    expected = ascii((("orders", 0, 0), "not a number: \ufffdA\ufffd"))
+    assert ran.stdout.splitlines()[-1:] == [expected], ran.stderr[-3000:]
