@@ -75,6 +75,7 @@ BUNDLE = only(
                             node_type_id_=TEXT,
                             num_workers_=NUMBER,
                             data_security_mode_={"enum": ["SINGLE_USER", "USER_ISOLATION"]},
+                            spark_conf=TEXTS,
                             spark_env_vars=TEXTS,
                         ),
                     )

@@ -401,8 +401,10 @@ def _session(name: str) -> "SparkSession":
     builder = SparkSession.builder.appName(name)
     if "PYSPARK_GATEWAY_PORT" not in os.environ and not compatibility.on_databricks():  # this process starts the JVM
         os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
-        quiet = {"spark.ui.showConsoleProgress": "false"}  # its bars are written between the lines of the log
-        settings = quiet | delta_settings()
+        settings = {
+            "spark.ui.showConsoleProgress": "false",  # its bars are written between the lines of the log
+            "spark.serializer.objectStreamReset": "1",  # less memory for rows that Spark keeps (docs/sink.md)
+        } | delta_settings()
         _start_jvm(settings)
         builder = builder.config(map={**settings})
     return builder.getOrCreate()

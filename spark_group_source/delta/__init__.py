@@ -71,7 +71,8 @@ def kept(rows: "DataFrame") -> "DataFrame":
     """Let Spark keep rows on the executors' disks, until ``unpersist()``.
 
     Not in memory: while Spark caches a batch that is larger than its memory there, executors end with OutOfMemoryError
-    (1 GiB of heap and two tasks with 1 GiB each; ``python -m tests.bench big_batch``).
+    (1 GiB of heap and two tasks with 1 GiB each; ``python -m tests.bench big_batch``). A task that reads them from disk
+    has ``spark.serializer.objectStreamReset`` blocks of up to 4 MiB in memory.
 
     Raises:
         OptionError: Databricks' serverless compute keeps no rows.

@@ -64,12 +64,16 @@ class Peaks:
         self.disk = max(self.disk, size)
 
 
+def is_spark(process: psutil.Process) -> bool:
+    with suppress(psutil.Error):  # it may just have ended
+        return "SparkSubmit" in " ".join(process.cmdline())
+    return False
+
+
 @contextmanager
 def sampled(local: Path) -> Iterator[Peaks]:
     """Sample the JVM that this process has started, until the block ends."""
-    (jvm,) = [
-        child for child in psutil.Process().children(recursive=True) if "SparkSubmit" in " ".join(child.cmdline())
-    ]
+    (jvm,) = [child for child in psutil.Process().children(recursive=True) if is_spark(child)]
     peaks, stop = Peaks(), threading.Event()
 
     def run() -> None:
