@@ -100,7 +100,8 @@ class GroupAssignment:
         """Whether the group is stable and assigns to this stream's members exactly the partitions that this run has."""
         if not self._slots.has_topics:
             return True
-        slots, held = set(range(len(self._slots.all))), self._partitions.ours.keys()
+        slots = {slot.number for slot in self._slots.all if not slot.is_refused}
+        held = self._partitions.ours.keys()
         found = {id_: identifiers.slot_of(stream, id_) for id_ in described.assigned}
         members = {id_: slot for id_, slot in found.items() if slot is not None}
         given = {tp for client_id in members for tp in described.assigned[client_id]}

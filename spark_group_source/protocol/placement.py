@@ -398,7 +398,7 @@ class Placement:
         now_ms, slots = self._out.now_ms, self._slots.all
         ready, most = len(self._ready()), self._slots.members_max
         wanted = max(1, min(ready, most))
-        if most not in (SLOTS_MAX, self._slots.accepted_max, self._logged_max) and ready > most:
+        if most not in (SLOTS_MAX, self._logged_max) and ready > most:
             self._logged_max = most
             self._out.log(
                 f"{ready} agents are ready, but only {most} members join: the topic names of more members might not "
@@ -415,7 +415,7 @@ class Placement:
             self._out.log(f"{wanted} agents are ready; adding {wanted - len(slots)} members")
             while len(slots) < wanted:
                 self._slots.add()
-        elif wanted < len(slots) and (misfit_ms >= self._rules.shrink_ms or len(slots) > self._slots.accepted_max):
+        elif wanted < len(slots) and misfit_ms >= self._rules.shrink_ms:
             before = len(slots)
             while len(slots) > wanted and self._may_leave(slots[-1]):
                 self._slots.remove_last()
@@ -425,7 +425,7 @@ class Placement:
         return False
 
     def _may_leave(self, slot: Slot) -> bool:
-        return self._slots.may_move(slot) and self._slots.is_fully_committed(slot)
+        return slot.is_refused or (self._slots.may_move(slot) and self._slots.is_fully_committed(slot))
 
     def _move(self, slot: Slot, agent: str) -> None:
         self._out.log(f"slot {slot.number} moves to {self.agents.name(agent) or 'the stream reader'}")

@@ -32,6 +32,9 @@ LEAVE_MS_MAX = 5_000
 STEADY_MS = 10_000
 """How long a member must be in the group after its first assignment before its slot counts as recovered from earlier
 failures. By then it has polled and sent heartbeats several times."""
+FULL_PAUSE_MS = 300_000
+"""How long a slot waits that the brokers refused because the group is full. In a rebalance they accept members in the
+order in which they join: each attempt may cost a member of another application its place."""
 
 CHECKING_BUDGETS = 1.5
 """A check whether a newer driver runs this stream may take this many joining budgets. After one, a consumer that
@@ -147,8 +150,9 @@ class Slot:
     """The topics that its member subscribes to, or the last one did."""
     is_rejoining: bool = False
     """Whether its members subscribe to the topics of the run before, until one has an assignment."""
-    is_surplus: bool = False
-    """Whether the group was full when its last member joined."""
+    is_refused: bool = False
+    """Whether the group was full when its last member joined: the run continues without the slot until it has a
+    place."""
     may_be_alive: bool = False
     """Whether the broker may still see its last member, because that did not report that it closed."""
     agent: str = IN_READER
@@ -213,8 +217,6 @@ class Slots:
         self._unlisted = Suspicions(GRACE_MS)  # subscribed topics that the last lists lack
         self._resubscribed_in: dict[int, int] = {}  # by slot: the generation in which it got the present topics
         self.all = [Slot(number) for number in range(rules.slots)]
-        self.accepted_max = SLOTS_MAX
-        """How many members the brokers accept in the group, as far as they have refused more."""
         self._removed: dict[int, int] = {}  # slots that left: their last client
         self._held: dict[int, RevokingState] = {}  # by slot, so that a tick does not visit thousands of others
         self._wake_at_ms: dict[int, int] = {}  # when a slot joins anyway, or checks again whether it was replaced
@@ -275,10 +277,13 @@ class Slots:
             case ev.MemberFailed():
                 self._lose(slot, tuple(member.partitions), event.reason)
                 self._change(slot, ev.MemberFailed, ClosedState())
+                placed = sum(not other.is_refused for other in self.all if other is not slot)
+                if event.group_full and self._rules.auto_slots and placed:
+                    self._do_without(slot, placed, event.reason)
+                    return None
+                slot.is_refused = False
                 self._start_unassigned(slot)
-                if event.group_full and self._rules.auto_slots and len(self.all) > 1:
-                    self._do_with_fewer(slot, event.reason)
-                return self._join_later(slot, event.reason) if self.get(slot.number) is slot else None
+                return self._join_later(slot, event.reason)
             case ev.MemberFenced():
                 self._lose(slot, tuple(member.partitions), event.reason)
                 self._change(slot, ev.MemberFenced, CheckingState(event.confirmed, self._out.now_ms))
@@ -424,13 +429,19 @@ class Slots:
         self.join(self.all[-1])
 
     def remove_last(self) -> None:
-        """Remove the last slot; its member leaves the group. All its positions must be committed."""
+        """Remove the last slot; its member leaves the group, and slots that were refused may join in its place. All its
+        positions must be committed."""
         slot = self.all[-1]
         self._drop(slot, tuple(slot.partitions), Cause.SLOT_MOVES)
         self._close(slot, leave=True)
         self._wake_at_ms.pop(slot.number, None)
         self._removed[slot.number] = slot.client
         self.all.pop()
+        for other in self.all:
+            if other.is_refused:
+                other.is_refused = False
+                if other.number in self._wake_at_ms:
+                    self._wake_at_ms[other.number] = self._out.now_ms + LEAVE_MS_MAX
 
     def agent_lost(self, slot: Slot, agent: str, why: str) -> None:
         """The agent of the slot's member is lost: the next member joins at once. If the old one still runs, the broker
@@ -465,13 +476,15 @@ class Slots:
 
     @property
     def members_max(self) -> int:
-        """How many members with these topics the group may have; at least one."""
-        return max(1, min(self._fitting(), self.accepted_max))
+        """How many members with these topics Kafka can store; at least one."""
+        return max(1, self._fitting())
 
     @property
     def all_assigned(self) -> bool:
-        """Whether every slot has an assignment for its present topics, maybe an empty one, and none is revoking."""
-        return self._assigned_count == len(self.all) and not self._resubscribed_in
+        """Whether every slot has an assignment for its present topics, maybe an empty one, and none is revoking; but
+        for those that a full group refused."""
+        refused = sum(slot.is_refused for slot in self.all)
+        return self._assigned_count + refused == len(self.all) and not self._resubscribed_in
 
     @property
     def unassigned_since_ms(self) -> int | None:
@@ -593,6 +606,7 @@ class Slots:
             slot.agent, slot.buffered_bytes, slot.buffered_rows = agent, 0, 0
 
     def _assigned(self, slot: Slot, member: Membership, event: ev.Assigned) -> None:
+        slot.is_refused = False
         if isinstance(slot.state, RevokingState):  # an assignment ends a revocation, whether it was released or not
             late = tuple(tp for tp in slot.state.partitions if self.must_hold(tp))
             self._lose(slot, late, "the group completed a rebalance while they were held")
@@ -603,7 +617,7 @@ class Slots:
             self.move(slot, slot.agent, leave=True)
             return
         self._change(slot, ev.Assigned, AssignedState(member))
-        slot.may_be_alive, slot.is_surplus, slot.failure = False, False, ""
+        slot.may_be_alive, slot.failure = False, ""
         has_restarted = event.generation < slot.generation
         slot.generation, slot.unassigned_since_ms = event.generation, None
         if member.assigned_since_ms is None:
@@ -716,16 +730,17 @@ class Slots:
         self._out.log(f"the member of slot {slot.number} failed ({reason}); it joins again", warn=slot.failures > 1)
         return None
 
-    def _do_with_fewer(self, slot: Slot, reason: str) -> None:
-        """The group is full: drop the slots that have no place in it. One that has another behind it with a place joins
-        again when the last one has left."""
-        slot.is_surplus, slot.failing_since_ms = True, None
-        former, self.accepted_max = self.accepted_max, len(self.all) - sum(other.is_surplus for other in self.all)
-        if self.accepted_max < former:
-            most = self.members_max
-            self._out.log(f"only {most} members of this query fit into the group until a restart: {reason}", warn=True)
-        while len(self.all) > self.members_max and self.all[-1].is_surplus:
-            self.remove_last()
+    def _do_without(self, slot: Slot, members: int, reason: str) -> None:
+        """The group is full: the run continues with its other members. The slot joins again much later, when some have
+        left, maybe its own last one: brokers count that, too, although the next one has its instance id."""
+        if not slot.is_refused:
+            self._out.log(
+                f"only {members} members of this query have a place in the group; slot {slot.number} joins again in "
+                f"{FULL_PAUSE_MS // 1000} s: {reason}",
+                warn=True,
+            )
+        slot.is_refused, slot.failing_since_ms, slot.failures, slot.unassigned_since_ms = True, None, 0, None
+        self._wake_at_ms[slot.number] = self._out.now_ms + FULL_PAUSE_MS
 
     def _close(self, slot: Slot, *, leave: bool) -> None:
         if not isinstance(slot.state, ClosedState):

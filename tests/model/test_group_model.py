@@ -27,6 +27,7 @@ from spark_group_source.protocol.offsets import StreamOffset, parse
 from spark_group_source.protocol.planner import Planner
 from spark_group_source.protocol.rules import StartingPosition
 from spark_group_source.protocol.run import Run
+from spark_group_source.protocol.slots import FULL_PAUSE_MS
 from spark_group_source.protocol.states import RunState
 
 SLOTS = 2
@@ -168,7 +169,7 @@ class GroupRun:
 
     def fail(self, slot: int, how: str) -> None:
         """The consumer of a slot dies, or an older process of this stream fences it, or may have, or the group is full;
-        the slot joins again. The last one of a full group is dropped, until it is added again.
+        the slot joins again, later if the group is full.
 
         Late events of the former consumer follow.
         """
@@ -186,10 +187,7 @@ class GroupRun:
             self.send(ev.NotReplaced(slot=slot))
         else:
             self.send(ev.MemberFailed(**self.of(slot), reason="test", group_full=how == "full"))
-            if how == "full" and slot == len(self.run.slots.all):
-                self.run.slots.add()
-                self.clients[slot] = self.run.slots.all[slot].client
-        self.tick(LONGEST_PAUSE_MS)
+        self.tick(FULL_PAUSE_MS if how == "full" else LONGEST_PAUSE_MS)
         self.out.discard(slot)
         self.send(ev.Assigned(**self.of(slot), partitions=()))
         self.send(ev.Lost(**old, partitions=tuple(ALL)))

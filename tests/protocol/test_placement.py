@@ -23,7 +23,7 @@ from spark_group_source.protocol.placement import (
 )
 from spark_group_source.protocol.request_schedule import RETRY_PAUSES_MS
 from spark_group_source.protocol.run import COMMIT_MS_MAX
-from spark_group_source.protocol.slots import CLOSE_MS_MAX
+from spark_group_source.protocol.slots import CLOSE_MS_MAX, FULL_PAUSE_MS, LEAVE_MS_MAX
 from spark_group_source.protocol.states import SlotState
 
 A, B, C = tps("orders", 0, 1, 2)
@@ -569,38 +569,87 @@ def test_no_more_slots_are_added_than_kafka_can_store(classic: bool, members: in
     assert sum("3 agents are ready, but only 2 members join" in text for text in g.logged()) == (members < 3)
 
 
-@pytest.mark.parametrize("refused", [(2,), (1, 2), (2, 1), (1,)], ids=str)
-def test_a_query_gets_on_with_the_members_that_the_brokers_accept(refused: tuple[int, ...]) -> None:
-    """The brokers' ``group.max.size`` is below the number of executors."""
-    g = growing("h1", "h2", "h3")
+def full(*refused: int, slots: int = 3) -> GroupHarness:
+    """A group of as many agents and slots, in which the brokers' ``group.max.size`` has no place for these slots."""
+    g = growing(*(f"h{number}" for number in range(slots)))
     joins(g)  # slot 0 moves as well
     g.member_ended()
-    g.settled(A)
-    for slot in {1, 2} - {*refused}:
-        g.settled((B, C)[slot - 1], slot=slot)
+    for slot in {*range(slots)} - {*refused}:
+        g.settled((A, B, C)[slot], slot=slot)
+    for slot in refused:
+        g.failed("broker down", slot=slot)
+    g.tick(ms=RETRY_PAUSES_MS[0])
     for slot in refused:
         g.failed("the group is full", slot=slot, group_full=True)
-    members = 3 - len(refused)
-    for _ in range(3):
-        for leave in only(ev.Leave, g.start_moves()):
-            assert (leave.slot, leave.leave) == (2, True), "the last one gives its place to the slot that was refused"
-            g.send_heartbeats(RETRY_PAUSES_MS[0])
-            g.settled(B, slot=1)
-    assert [slot.state.kind for slot in g.run.slots.all] == [SlotState.ASSIGNED] * members
-    g.send_heartbeats(2 * SHRINK_MS)
-    assert joins(g) == [], "no member tries again in this run"
-    assert sum(f"only {members} members of this query fit" in text for text in g.logged()) == 1
+    return g
+
+
+@pytest.mark.parametrize("refused", [(2,), (1, 2), (2, 1), (1,)], ids=str)
+def test_a_query_gets_on_with_the_members_that_the_brokers_accept(refused: tuple[int, ...]) -> None:
+    g = full(*refused)
+    assert g.gathered(), "no batch waits for a member that was refused"
+    assert g.start_moves() == [], "a member that has a place keeps it"
+    assert sum(f"only {3 - len(refused)} members of this query have a place" in text for text in g.warned()) == 1
+    assert only(ev.Join, g.send_heartbeats(FULL_PAUSE_MS - PING_MS)) == []
+    tried = only(ev.Join, g.send_heartbeats(PING_MS))
+    assert sorted(join.slot for join in tried) == sorted(refused)
+    assert all(join.agent for join in tried) and g.run.counts.recalls == 0, "their agents are not to blame"
+    warnings = len(g.warned())
+    for slot in refused:
+        g.failed("the group is full", slot=slot, group_full=True)
+    assert len(g.warned()) == warnings, "that is reported once"
+    g.send_heartbeats(FULL_PAUSE_MS)
+    g.failed("broker down", slot=refused[0])
+    assert not g.gathered() and not g.run.closed, "it is one of many members that fail, since now"
+    g.tick(ms=RETRY_PAUSES_MS[0])
+    for slot in refused:
+        g.assigned(slot=slot)
+    assert g.gathered() and [slot.state.kind for slot in g.run.slots.all] == [SlotState.ASSIGNED] * 3
+
+
+def test_members_keep_their_places_in_a_full_group_while_agents_are_away_for_a_moment() -> None:
+    g = full(1)
+    g.feed(ev.AgentDisconnected(agent="h0"), ev.AgentDisconnected(agent="h1"))
+    assert g.start_moves() == []
+
+
+def test_refused_slot_joins_in_the_place_of_one_that_leaves() -> None:
+    g = full(1)
+    g.feed(ev.AgentEnded(agent=hosts_of(g)[1], reason="its executor is gone"))
+    begun(g)
+    g.send_heartbeats(SHRINK_MS)
+    assert g.start_moves() == [ev.Leave(slot=2, leave=True)]
+    assert not g.gathered(), "no member has the partitions of the one that leaves"
+    assert [join.slot for join in only(ev.Join, g.send_heartbeats(LEAVE_MS_MAX))] == [1]
+
+
+def test_refused_slot_leaves_first_when_its_agent_is_gone_for_long() -> None:
+    g = full(2)
+    g.feed(ev.AgentEnded(agent=hosts_of(g)[2], reason="its executor is gone"))
+    begun(g)
+    g.send_heartbeats(SHRINK_MS)
+    assert g.start_moves() == []
+    assert len(g.run.slots.all) == 2
+    assert only(ev.Join, g.send_heartbeats(FULL_PAUSE_MS)) == []
+
+
+def test_members_that_are_refused_while_their_former_ones_are_in_the_group_all_return() -> None:
+    """Brokers count a static member that returns in addition to its former membership, until the session of that one
+    ends."""
+    g = full(slots=2)
+    g.feed(*(ev.AgentEnded(agent=f"h{slot}", reason="its executor is gone") for slot in range(2)))
+    for slot in range(2):
+        g.failed("the group is full", slot=slot, group_full=True)
+    assert [join.slot for join in only(ev.Join, g.tick(ms=RETRY_PAUSES_MS[0]))] == [1], "one joins soon, for all"
+    g.assigned(A, B, slot=1)
+    assert [join.slot for join in only(ev.Join, g.tick(ms=FULL_PAUSE_MS))] == [0]
 
 
 def test_a_full_group_without_place_for_any_member_is_an_error() -> None:
-    g = growing("h1", "h2")
-    joins(g)
-    for slot in (1, 0):
-        g.failed("the group is full", slot=slot, group_full=True)
-    assert len(g.run.slots.all) == 1
+    g = full(1, slots=2)
     while not g.run.closed:
-        g.send_heartbeats(RETRY_PAUSES_MS[-1])
         g.failed("the group is full", group_full=True)
+        g.send_heartbeats(RETRY_PAUSES_MS[-1])
     (fail,) = only(ev.Fail, g.history)
     assert isinstance(fail.error, RebalanceTimeout) and "the group is full" in str(fail.error)
 

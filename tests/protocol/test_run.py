@@ -433,6 +433,19 @@ def test_bounded_run_does_not_end_while_an_assignment_is_on_its_way() -> None:
     assert run.batch().seq == 8 and run.state() is RunState.CLOSED
 
 
+def test_bounded_run_ends_without_a_member_that_a_full_group_refused() -> None:
+    run = RunHarness(slots=2, auto_slots=True)
+    run.ends = {A: 10, B: 4}
+    run.set_target(dict(run.ends))
+    run.silent = {ev.Join}
+    del run.assignments[1]
+    run.later(ev.Assigned(slot=0, client=1, partitions=(A, B)), ms=10)
+    run.later(ev.MemberFailed(slot=1, client=1, reason="the group is full", group_full=True), ms=10)
+    assert run.batch().ranges == {A: (0, 10), B: (0, 4)}
+    assert run.batch().seq == 0 and run.state() is RunState.CLOSED
+    assert run.clock() < SETTLE_MS_MAX
+
+
 def test_bounded_run_does_not_end_while_a_log_end_is_unknown() -> None:
     run = RunHarness()
     run.ends = {A: 10, B: 4}
