@@ -192,8 +192,9 @@ def delta_coordinate() -> str:
 
 
 def avro_coordinate() -> str:
-    """The Maven coordinate of Spark's Avro functions for the installed Spark, as ``group:artifact:version``."""
-    return f"org.apache.spark:spark-avro_2.13:{_spark_version()}"
+    """The Maven coordinate of Spark's Avro functions for the installed Spark, as ``group:artifact:version``: those of
+    its first patch release. Maven does not have all that the index of Python packages has."""
+    return f"org.apache.spark:spark-avro_2.13:{spark_minor() or SPARK}.0"
 
 
 # --- executors ------------------------------------------------------------------------------------------------------

@@ -222,10 +222,14 @@ def test_only_the_local_extra_installs_spark_in_the_tested_version() -> None:
 
 
 @pytest.mark.parametrize("version", ["4.0.4", "4.1.0", "4.2.1"])
-def test_the_jar_of_delta_is_that_of_the_installed_spark(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_jars_of_delta_and_avro_are_those_of_the_installed_spark(
+    version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Maven need not have Spark's newest patch release."""
     monkeypatch.setattr(pyspark, "__version__", version)
     minor = version.rpartition(".")[0]
     assert compatibility.delta_coordinate() == f"io.delta:delta-spark_{minor}_2.13:{compatibility.DELTA}.0"
+    assert compatibility.avro_coordinate() == f"org.apache.spark:spark-avro_2.13:{minor}.0"
 
 
 def test_a_spark_without_a_delta_release_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
