@@ -111,6 +111,9 @@ class ClassicClient(Client):
         self._joining = False
         if code is Code.UNKNOWN_SERVER:  # the group cannot be stored; a cooperative member keeps its partitions
             self._join_after_pause()
+        elif code is Code.GROUP_FULL:
+            self._listener.full()
+            self._join_after_pause()
         elif self.calling is not None or (
             code in (Code.UNKNOWN_MEMBER, Code.ILLEGAL_GENERATION) and not (self._group.incremental and self.owned)
         ):

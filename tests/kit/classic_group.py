@@ -51,6 +51,11 @@ class ClassicGroup(Group):
         reply: Reply,
     ) -> None:
         """A member joins (``id_`` empty: a new one) or rejoins."""
+        if self.refuses(id_):
+            if id_ in self.members:
+                self.remove(self.members[id_], "the group is full")
+            reply(Answer(Code.GROUP_FULL))
+            return
         holder = self.static(instance)
         if holder is not None and not id_:
             self._replace(holder, client_id, owned, topics, reply)
@@ -243,6 +248,13 @@ class ClassicGroup(Group):
         }
 
     # --- for the base class -----------------------------------------------------------------------------------------
+
+    def is_full(self, id_: str) -> bool:
+        """In a rebalance, members are accepted in the order in which they join: the last ones of too many are out."""
+        if self.state is not State.PREPARING:
+            return self.state is not State.EMPTY and super().is_full(id_)
+        joined = {m.id for m in self.members.values() if m.join_reply is not None}
+        return id_ not in joined and len(joined) >= self.size_max
 
     def check_generation(self, member: Member, generation: int, *, transactional: bool) -> Code:
         del member  # all share one generation

@@ -81,7 +81,7 @@ class ConsumerClient(Client):
             return
         if answer.code is Code.OK:
             self._accept(answer)
-        elif answer.code in (Code.FENCED_INSTANCE, Code.UNRELEASED):
+        elif answer.code in (Code.FENCED_INSTANCE, Code.UNRELEASED, Code.GROUP_FULL):
             self._die(answer.code)
             return
         else:
@@ -158,6 +158,9 @@ class TakingClient(Client):
     def _joined(self, answer: Answer) -> None:
         self._joining = False
         if self.closed or self.calling is not None:
+            return
+        if answer.code is Code.GROUP_FULL:
+            self._listener.full()
             return
         assert answer.assignment is not None
         self._is(member=answer.member, generation=answer.generation)

@@ -69,6 +69,9 @@ class ConsumerGroup(Group):
         reply: Callable[[Answer], None],
     ) -> None:
         """A static member of the classic protocol joins as a new one; no instance id is refused."""
+        if self.refuses(id_):
+            reply(Answer(Code.GROUP_FULL))
+            return
         holder = self.static(instance)
         if holder is None:
             member = self.new_member(id_, instance, client_id)
@@ -79,6 +82,8 @@ class ConsumerGroup(Group):
         reply(self._state_of(member))
 
     def _join(self, id_: str, instance: str | None, client_id: str, topics: frozenset[str]) -> Answer:
+        if self.refuses(id_):
+            return Answer(Code.GROUP_FULL)
         holder = self.static(instance)
         if holder is not None and holder.id != id_:
             if holder.epoch != RELEASED and not holder.taken:

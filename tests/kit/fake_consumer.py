@@ -346,6 +346,9 @@ class FakeConsumer:
         if self._poller is not None:
             self._poller.stir()
 
+    def full(self) -> None:
+        self._report(refusal(Code.GROUP_FULL, "JoinGroup failed"))
+
     def dead(self, code: Code) -> None:
         """Only later calls report it; no callback revokes its partitions."""
         self._waiting.clear()

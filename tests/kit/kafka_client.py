@@ -39,6 +39,7 @@ class Listener(Protocol):
 
     def rebalance(self, op: "Op") -> None: ...
     def renamed(self) -> None: ...  # the member id or the generation changed
+    def full(self) -> None: ...  # the group is; the library joins again
     def dead(self, code: Code) -> None: ...
 
 

@@ -22,6 +22,8 @@ SESSION_MS = 8_000
 REBALANCE_MS = 15_000
 """max.poll.interval.ms of each member: how long the group waits until it revokes or joins."""
 SESSION_CHECK_MS = 250
+SIZE_MAX = 2**31 - 1
+"""The limit of a group's members where the broker has none."""
 STABLE_CHECK_MS = 10
 
 
@@ -38,6 +40,7 @@ class Code(Enum):
     INVALID_TXN_STATE = 48
     UNKNOWN_PRODUCER = 49
     CONCURRENT = 51
+    GROUP_FULL = 81
     FENCED_INSTANCE = 82
     FENCED_EPOCH = 110
     UNRELEASED = 111
@@ -110,6 +113,8 @@ class Group:
 
     incremental = True
     protocol = "classic"
+    size_max = SIZE_MAX  # group.max.size, group.consumer.max.size
+    refusals = 0  # of members, because of it
 
     def __init__(self, world: World, topics: Mapping[str, int], books: Books) -> None:
         self.world = world
@@ -242,6 +247,16 @@ class Group:
     def describe(self) -> tuple[str, dict[str, frozenset[TopicPartition]]]:
         """Return Kafka's name of the state, in upper case, and the partitions by member id."""
         raise NotImplementedError
+
+    def refuses(self, id_: str) -> bool:
+        """Whether the group is full for a member that joins. Instance ids do not matter: a static member that returns
+        is refused until the session of its former membership ends."""
+        full = self.is_full(id_)
+        self.refusals += full
+        return full
+
+    def is_full(self, id_: str) -> bool:
+        return id_ not in self.members and len(self.members) >= self.size_max
 
     def static(self, instance: str | None) -> Member | None:
         return next((m for m in self.members.values() if instance is not None and m.instance == instance), None)

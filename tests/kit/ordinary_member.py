@@ -117,6 +117,10 @@ class OrdinaryMember:
     def renamed(self) -> None:
         """It needs no identity of its own."""
 
+    def full(self) -> None:
+        """It gives up, as applications do that take the error for a fatal one."""
+        self.end()
+
     def dead(self, code: Code) -> None:
         del code
         self.end()

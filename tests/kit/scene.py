@@ -11,7 +11,7 @@ from functools import partial
 from kit.agents import Executors, Luck
 from kit.cluster import Cluster
 from kit.invariants import Invariants, Violation
-from kit.kafka_group import REBALANCE_MS, SESSION_MS, Entry, Group
+from kit.kafka_group import REBALANCE_MS, SESSION_MS, SIZE_MAX, Entry, Group
 from kit.misfortune import Misfortune
 from kit.operators import Operator, Targets
 from kit.ordinary_member import OrdinaryMember
@@ -248,7 +248,8 @@ class Scene:
                 run.process.thaw()
 
     def start_other(self, *, brief: bool = False) -> None:
-        if self.closed:
+        alive = sum(other.process.alive for other in self.others)
+        if self.closed or alive + 1 >= self.group.size_max:  # one place is left for the query
             return
         name = f"other{len(self.others) + 1}"
         other = OrdinaryMember(
@@ -524,6 +525,7 @@ class Scene:
         for topic in sorted(self.deleted):
             self.make_again(topic)
         world.loss, world.down_until_ms = 0.0, min(world.down_until_ms, world.now_ms)
+        self.group.size_max = SIZE_MAX
         self.cluster.misfortune = Misfortune()
         self.group.on_topics_changed()
         world.at(UNOWNED_EVERY_MS, self._own_all)
@@ -555,7 +557,18 @@ class Scene:
         self.world.at(UNOWNED_EVERY_MS, self._own_all)
 
     def at_rest(self) -> bool:
-        return self.truth.finished() and not self.operator.busy
+        return self.truth.finished() and not self.operator.busy and not self._refused()
+
+    def finish(self) -> None:
+        """All records were processed and committed, and members that a full group refused have joined it since."""
+        self.truth.finish()
+        if refused := self._refused():
+            raise Violation(f"{refused[0]} never joined again after a full group refused it")
+
+    def _refused(self) -> list[str]:
+        watched = [run.watched for query in self.queries for run in query.runs if run.healthy]
+        runs = [run for run in watched if run is not None and not run.closed]
+        return [f"slot {slot.number}" for run in runs for slot in run.slots.all if slot.is_refused]
 
     def partitions(self) -> list[TopicPartition]:
         return self.cluster.partitions()

@@ -28,6 +28,7 @@ from kit.scene import Scene
 from kit.troubles import Troubles
 from kit.world import World
 from spark_group_source.delta import table_writer
+from spark_group_source.protocol import slots
 
 FAULTS_MS = (30_000, 90_000)
 """Duration of the faults, drawn by the seed."""
@@ -40,6 +41,8 @@ HOST_MS = (2_000, 30_000)
 """When that happens."""
 CALM_MS_MAX = 300_000
 """Time after which the group must be at rest: sessions have ended, members have rejoined, the backlog is read."""
+FULL_PAUSE_MS = 12_000
+"""How long a slot waits that a full group refused; in a query five minutes, as long as a history."""
 PROTOCOLS: dict[str, type[Group]] = {"eager": ClassicGroup, "cooperative": CooperativeGroup, "consumer": ConsumerGroup}
 
 
@@ -95,7 +98,7 @@ def story_on_failure(world: World, name: str, again: str = "") -> Iterator[None]
     silent = logging.root.manager.disable
     logging.disable()
     try:
-        with patch.object(table_writer, "RACE_WAIT_MAX_S", 0.0):
+        with patch.object(table_writer, "RACE_WAIT_MAX_S", 0.0), patch.object(slots, "FULL_PAUSE_MS", FULL_PAUSE_MS):
             yield
     except Violation as exc:
         raise Failed(f"{exc}\n\nthe story of seed {name}:\n{world.story()}\n\n{exc}\n{again}") from exc
@@ -127,7 +130,7 @@ def _play(world: World, seed: int, protocol: str, *, agents: bool) -> Outcome:
         world.run_until(world.now_ms + 10_000)
     scene.producing = False
     world.run_until(world.now_ms + CALM_MS_MAX, stop=_every(scene.at_rest))
-    truth.finish()
+    scene.finish()
     watched = [run.watched for query in scene.queries for run in query.runs if run.watched is not None]
     return Outcome(
         seed=seed,

@@ -24,6 +24,10 @@ THOUSANDS = (1_000, 2_000)
 """How many partitions a topic gets in addition. A request has at most :data:`THOUSANDS_IN_COMMIT` offsets then."""
 THOUSANDS_IN_COMMIT = (300, 800)
 THOUSANDS_FROM_MS = (0, 30_000)
+FULL_SHARE = 0.5
+"""Share of the histories with one query that has a member for each agent, in which the brokers limit the group's size.
+"""
+FULL = (2, 2, 3)
 NO_TOPIC_SHARE = 0.04
 NO_TOPIC_MS = (2_000, 20_000)
 DENIED_SHARE = 0.1
@@ -107,6 +111,7 @@ class Troubles:
             "leaderless partition",
             "leaderless before it was read",
             "commit too large",
+            "member refused by a full group",
             "thousands of partitions",
             "no topic exists",
             "commit by timer",
@@ -140,6 +145,7 @@ class Troubles:
         timed = sum(other.timed_commits for other in self.scene.others)
         died = sum(run.has_lost_reader for query in self.scene.queries for run in query.runs)
         more = {"commit too large": self.scene.cluster.commits_refused, "commit by timer": timed}
+        more |= {"member refused by a full group": self.scene.group.refusals}
         more |= {"reader dies alone": died, "topic denied": self.scene.cluster.denials}
         truth = self.scene.truth
         more |= {"stream went back to a truncation": truth.went_back}
@@ -153,6 +159,10 @@ class Troubles:
         draws = self.world.draws("trouble: sizes")
         if draws.chance(SMALL_COMMITS_SHARE):
             self.scene.cluster.offsets_max = draws.choice(SMALL_COMMITS)
+
+        draws, queries = self.world.draws("trouble: group size"), self.scene.queries
+        if draws.chance(FULL_SHARE) and len(queries) == 1 and queries[0].habits.auto_slots:
+            self.scene.group.size_max = draws.choice(FULL)
 
         draws = self.world.draws("trouble: topics")
         if draws.chance(NO_TOPIC_SHARE):

@@ -495,6 +495,14 @@ MUTANTS = [
         agents=True,
     ),
     Mutant(
+        "never-returns-to-a-full-group",
+        S,
+        "self._wake_at_ms[slot.number] = self._out.now_ms + FULL_PAUSE_MS",
+        "self._wake_at_ms[slot.number] = self._out.now_ms + 1_000 * FULL_PAUSE_MS",
+        "a member that a full group refused joins again",
+        agents=True,
+    ),
+    Mutant(
         "leaves-slots-where-they-cannot-join",
         LE,
         "slot.unassigned_since_ms is not None and now_ms >= self._recall_ms(slot):",
@@ -620,6 +628,7 @@ FOUND_BY: dict[str, tuple[str, int]] = {
     "keeps-silent-agents": ("calm-cooperative", 0),
     "keeps-two-agents-of-an-executor": ("calm-cooperative", 1),
     "leaves-slots-on-lost-agents": ("calm-cooperative", 0),
+    "never-returns-to-a-full-group": ("consumer", 30),
     "leaves-slots-where-they-cannot-join": ("eager", 32),
     "takes-no-instance-id-over": ("calm-consumer", 2),
     "places-members-against-the-option": ("consumer", 4),

@@ -30,6 +30,7 @@ class Silent:
         raise NotImplementedError
 
     def renamed(self) -> None: ...
+    def full(self) -> None: ...
 
     def dead(self, code: Code) -> None:
         raise NotImplementedError
