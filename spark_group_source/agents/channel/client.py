@@ -42,13 +42,20 @@ SEND_S: Final = 10.0
 USER_TIMEOUT_MS: Final = 30_000
 """TCP_USER_TIMEOUT: the system closes a connection whose peer does not acknowledge sent data for this long."""
 
+SILENT_MAX: Final = 100
+"""How many silent addresses a process remembers."""
+
+_silent: set[Address] = set()
+"""Addresses that did not answer the last attempt of this process: something accepts the connection, or drops it, and
+the attempt takes all of the time."""
+
 
 class ChannelClient:
     """One connection to the stream reader. Any thread may send; one thread receives.
 
     Args:
         addresses: addresses of the stream reader, the likeliest first. They are tried in turn, a name with all its
-            addresses, until one answers or the time is over.
+            addresses, until one answers or the time is over; last those that did not answer before.
         codec: the messages of the channel.
         secret: the run's.
         within_s: limit for connecting. Looking up a name may take longer.
@@ -77,10 +84,15 @@ class ChannelClient:
         refused: dict[Address, bool] = {}
         """Of the addresses that can be resolved: whether the last attempt was refused."""
         while True:
-            for address in addresses:
+            for address in sorted(addresses, key=_silent.__contains__):
+                had_time = monotonic() < until_s
                 try:
-                    return address, self._connect_to(address, until_s)
+                    found = self._connect_to(address, until_s)
+                    _silent.discard(address)
+                    return address, found
                 except TimeoutError:  # the error of an earlier round says more
+                    if had_time and len(_silent) < SILENT_MAX:
+                        _silent.add(address)
                     errors.setdefault(address, "no answer in time")
                     refused[address] = False
                 except (socket.gaierror, UnicodeError) as exc:  # UnicodeError: no possible name of a host

@@ -1,4 +1,4 @@
-"""How an executor finds the stream reader among the addresses that it was error."""
+"""How an executor finds the stream reader among its addresses."""
 
 import queue
 import re
@@ -78,6 +78,19 @@ def test_the_error_names_each_address_and_its_error() -> None:
     assert f"127.0.0.1:{mute[1]}: no answer in time" in error
     assert f"127.0.0.1:{hole[1]}: no answer in time" in error
     assert failed.value.retriable and not failed.value.fields["refused"]
+
+
+def test_an_address_that_did_not_answer_is_tried_last_from_then_on() -> None:
+    """Its silence takes all of the time."""
+    with RecordingServer() as there, socket.create_server(("127.0.0.1", 0)) as mute:
+        addresses = [mute.getsockname(), ("127.0.0.1", there.port)]
+        with pytest.raises(ChannelBroken, match="no answer in time"):
+            ScopedClient(addresses, there.secret, 0.3)
+        mute.accept()[0].close()
+        ScopedClient(addresses, there.secret).close()
+        mute.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            mute.accept()
 
 
 def test_a_name_that_cannot_be_resolved_does_not_hide_that_nothing_listens() -> None:
