@@ -165,6 +165,34 @@ def test_a_member_that_finds_the_group_full_names_the_setting_of_the_brokers(str
     first.close()
 
 
+@pytest.mark.parametrize("protocol", ["classic", "consumer"])
+def test_a_static_member_that_returns_to_a_full_group_is_refused(strict_broker: str, protocol: str) -> None:
+    """Its former membership counts until its session ends, although the next member has its instance id."""
+    create_topic(AdminClient({"bootstrap.servers": strict_broker, "log_level": 3}), topic := f"back-{protocol}", 1)
+    settings = {"bootstrap.servers": strict_broker, "group.id": topic, "group.protocol": protocol}
+    settings |= {"enable.auto.commit": "false", "group.instance.id": "i"}
+
+    def is_in_group() -> bool:
+        former.poll(0.1)
+        return former.identity is not None
+
+    def is_refused() -> bool:
+        try:
+            back.poll(0.1)
+        except GroupFull:
+            return True
+        return False
+
+    former = member_consumer(settings, Environment())
+    former.subscribe([topic])
+    await_until(is_in_group, what="the first member")
+    former.close(leave=False)
+    back = member_consumer(settings, Environment())
+    back.subscribe([topic])
+    await_until(is_refused, what="the refusal of the member that returns")
+    back.close(leave=True)
+
+
 def test_offsets_of_subscribed_topics_do_not_expire(minute: Minute) -> None:
     assert minute.kept["classic"] == minute.kept["consumer"] == {"read"}
 

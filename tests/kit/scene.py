@@ -421,10 +421,11 @@ class Scene:
 
     def _is_left_out(self, run: SparkRun, calm_ms: int) -> bool:
         """Whether none of its members has joined for longer than a session, although nothing keeps them out: in a calm
-        group another member may have their instance ids for so long."""
+        group another member may have their instance ids for so long. A run that failed has none while its last batch
+        waits for a leader."""
         assert run.watched is not None
         joins = run.watched.state not in (RunState.NEW, RunState.TARGETING, RunState.STARTING)
-        since_ms = run.watched.slots.unassigned_since_ms if joins else None
+        since_ms = run.watched.slots.unassigned_since_ms if joins and not run.watched.closed else None
         lasts_ms = 0 if since_ms is None else min(calm_ms, self.world.now_ms - since_ms)
         older = any(other.lately_alive for other in run.query.runs if other is not run)
         return lasts_ms > self.group.session_ms + PATIENCE_MS_MAX and not older and not self._unanswered

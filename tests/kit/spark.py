@@ -196,8 +196,10 @@ class WatchedRun(Run):
         before, overruns = (
             (set(self.partitions.ours), self.counts.hold_overruns) if tick or placement.has_agents else (set(), 0)
         )
-        recalls = self.counts.recalls
+        recalls, has_place = self.counts.recalls, self.slots._assigned_count > 0
         commands = super().handle(event, now_ms=now_ms)
+        if has_place and isinstance(event, ev.MemberFailed) and event.group_full and self.closed:
+            self._break("fails because the group is full, although other members of it have a place")
         self._recalled(before, recalls)
         if commands or not tick:
             self._process.world.note(lambda: f"{self._process.name} {_in_words(event, commands)}")

@@ -28,6 +28,7 @@ FULL_SHARE = 0.5
 """Share of the histories with one query that has a member for each agent, in which the brokers limit the group's size.
 """
 FULL = (2, 2, 3)
+"""How many members it may have; one place is left for the query."""
 NO_TOPIC_SHARE = 0.04
 NO_TOPIC_MS = (2_000, 20_000)
 DENIED_SHARE = 0.1

@@ -110,6 +110,35 @@ def test_kip_848_reports_no_empty_assignment(play: Stage) -> None:
 
 
 @played(*FLAVOURS)
+def test_a_full_group_refuses_a_static_member_that_returns_until_its_former_session_ends(play: Stage) -> None:
+    """Real brokers: ``tests/kafka/test_expiry.py``."""
+    topic, group = play.topic(1), play.cluster.group(play.group)
+    group.size_max = 1
+    former = Watched(play, topic, "former", instance="i")
+    play.until(lambda: former.owned == {0}, "assignment")
+    former.stop()
+    member = Watched(play, topic, "member", instance="i")
+    play.until(lambda: group.refusals > 0, "refusal")
+    if play.flavour == "consumer":  # its library gives up
+        play.until(lambda: member.failed is not None, "fatal error")
+        assert member.failed is not None and "reached maximum size" in member.failed.str()
+        play.environment.pause(FROZEN_MS / 1000)
+        member = Watched(play, topic, "next", instance="i")
+    play.until(lambda: member.owned == {0}, "assignment")
+    assert play.environment.now_ms() >= group.session_ms and len(group.members) == 1
+
+
+@played(*CLASSIC)
+def test_a_rebalance_of_a_full_group_removes_the_member_that_joins_last(play: Stage) -> None:
+    topic, group = play.topic(2), play.cluster.group(play.group)
+    members = [Watched(play, topic, name) for name in ("one", "two")]
+    play.until(lambda: all(len(member.owned) == 1 for member in members), "share for both")
+    group.size_max = 1
+    group.on_topics_changed()
+    play.until(lambda: len(group.members) == 1 and group.refusals > 0, "removal of the other one")
+
+
+@played(*FLAVOURS)
 def test_a_dead_process_keeps_its_partitions_until_its_session_ends(play: Stage) -> None:
     topic, away = play.topic(2), play.elsewhere()
     Watched(away, topic, "dying"), (living := Watched(play, topic, "living"))
