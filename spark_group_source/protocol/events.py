@@ -298,7 +298,8 @@ class StartsResolved:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LookupFailed:
-    """A :class:`FetchCommittedOffsets` or :class:`ResolveStarts` failed; it is ordered again after a pause."""
+    """A :class:`FetchCommittedOffsets` failed; it is ordered again after a pause. A :class:`ResolveStarts` that fails
+    leads to :class:`StartsResolved` without these partitions."""
 
     partitions: tuple[TopicPartition, ...]
     error: BrokerUnavailable
