@@ -198,14 +198,13 @@ class ChannelPeer:
         with self._lock:
             self._queued_bytes -= len(data)
         transport = self._writer.transport
-        if self._outgoing is None or transport.is_closing():
-            return
-        if self.reason == self._not_read():
-            transport.abort()
-            return
-        transport.write(self._outgoing.sign(data))
-        if transport.get_write_buffer_size() > self._server.limits.outbox_bytes:
-            self.close(self._not_read(), at_once=True)
+        if self.reason:  # sent after the connection was closed, or beyond the bound
+            if self.reason == self._not_read():
+                transport.abort()
+        elif self._outgoing is not None and not transport.is_closing():
+            transport.write(self._outgoing.sign(data))
+            if transport.get_write_buffer_size() > self._server.limits.outbox_bytes:
+                self.close(self._not_read(), at_once=True)
 
     def _not_read(self) -> str:
         return f"the peer did not read {self._server.limits.outbox_bytes} bytes that it was sent"

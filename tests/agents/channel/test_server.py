@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spark_group_source.agents.channel import server
-from spark_group_source.agents.channel.server import MESSAGES_PER_TURN, ChannelLimits, ChannelServer
+from spark_group_source.agents.channel.server import MESSAGES_PER_TURN, ChannelLimits, ChannelPeer, ChannelServer
 from spark_group_source.agents.channel.wire import (
     FIELD_BYTES,
     FRAME_BYTES_MAX,
@@ -118,6 +118,23 @@ def test_a_request_fails_when_the_server_drops_the_connection() -> None:
         there.server._on_message = lambda peer, *_: peer.drop("no answer")
         with pytest.raises(ChannelBroken, match="closed by the peer"):
             client.request(Question(), SOON_S)
+
+
+def test_a_message_to_a_connection_that_is_being_closed_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
+    """Such as an order to an agent that has opened another connection: it is sent again over that one."""
+    with RecordingServer() as there, there.client() as client:
+
+        def replace(peer: ChannelPeer, _: object) -> None:
+            peer.send(Ping(number=1))
+            peer.drop("it was replaced")
+            peer.send(Ping(number=2))
+
+        there.server._on_message = replace
+        client.send(Ping())
+        assert client.next().number == 1
+        assert "closed by the peer" in client.await_end()
+        assert there.closed.get(timeout=SOON_S)[1] == "it was replaced"
+    assert not caplog.records
 
 
 def test_messages_sent_before_the_server_stops_arrive() -> None:
