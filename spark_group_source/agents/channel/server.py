@@ -47,7 +47,9 @@ STOP_S: Final = 3.0
 REFUSAL_LOG_INTERVAL_S: Final = 60.0
 """Refused connections are logged at most once per interval, with their number."""
 BACKLOG: Final = 128
-"""Size of the listen backlog; asyncio accepts as many connections in one turn."""
+"""Size of the listen backlog."""
+ACCEPT_PAUSE_S: Final = 1.0
+"""Pause after a connection could not be accepted, usually because no more files can be opened."""
 MESSAGES_PER_TURN: Final = 16
 """Messages of one peer that are handled before the other peers get a turn: about 1 ms."""
 LOOP_TURNS_MAX: Final = 100
@@ -247,7 +249,10 @@ class ChannelServer:
         self._thread: threading.Thread | None = None
         self._started = threading.Event()
         self._over: asyncio.Future[None] | None = None
-        self._servers: list[asyncio.Server] = []
+        self._accepting: list[asyncio.Task[None]] = []
+        """A task for each listening socket."""
+        self._serving: set[asyncio.Task[None]] = set()
+        """A task for each connection: asyncio itself keeps no reference to tasks."""
         self._stopping = False
         self._peers: dict[ChannelPeer, None] = {}
         self._unproven: dict[ChannelPeer, float] = {}
@@ -305,20 +310,39 @@ class ChannelServer:
         loop = self._loop = asyncio.get_running_loop()
         loop.set_exception_handler(_log_loop_error)
         self._over = loop.create_future()
-        for each in self._listening:
-            server = await asyncio.start_server(self._connected, sock=each, backlog=BACKLOG, limit=READ_BYTES)
-            self._servers.append(server)
+        self._accepting = [loop.create_task(self._accept(each)) for each in self._listening]
         self._started.set()
         try:
             await self._over
         finally:
-            for server in self._servers:
-                server.close()
+            self._stop_accepting()
             for peer in list(self._peers):
                 peer.close("the stream reader stops", at_once=True)
             for _ in range(LOOP_TURNS_MAX):
                 if self._peers:
                     await asyncio.sleep(0)
+
+    async def _accept(self, listening: socket.socket) -> None:
+        """Accept connections, until cancelled. Not by asyncio's own server: while no file can be opened, that one
+        logs more lines in each second than in the one before."""
+        loop = asyncio.get_running_loop()
+        with listening:
+            listening.setblocking(False)
+            while True:
+                try:
+                    connection, _ = await loop.sock_accept(listening)
+                    streams = await asyncio.open_connection(sock=connection, limit=READ_BYTES)
+                except Exception as exc:  # noqa: BLE001 - a server that accepts no more would not be noticed
+                    log.warning("control channel: cannot accept a connection: %s", exc)
+                    await asyncio.sleep(ACCEPT_PAUSE_S)
+                    continue
+                task = loop.create_task(self._connected(*streams))
+                self._serving.add(task)
+                task.add_done_callback(self._serving.discard)
+
+    def _stop_accepting(self) -> None:
+        for task in self._accepting:
+            task.cancel()
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve one connection, from its first byte to its end."""
@@ -363,8 +387,7 @@ class ChannelServer:
     def _shut_down(self, flush_s: float) -> None:
         """Close every peer after the messages sent so far, and end when all are gone or the time is over."""
         assert self._loop is not None
-        for server in self._servers:
-            server.close()
+        self._stop_accepting()
         for peer in list(self._peers):
             peer.close("the stream reader stops")
         if self._peers:
@@ -421,7 +444,7 @@ class ChannelServer:
 
 
 def _log_loop_error(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Log an error that asyncio cannot raise anywhere, such as no file descriptor left for a new connection."""
+    """Log an error that asyncio cannot raise anywhere, such as one in a scheduled call."""
     log.warning("control channel: %s: %r", context.get("message"), context.get("exception"))
 
 

@@ -1,5 +1,6 @@
 """The server over loopback: authenticated peers are served, others are refused, and none delays the others."""
 
+import errno
 import itertools
 import os
 import socket
@@ -7,6 +8,7 @@ import struct
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -278,6 +280,29 @@ def test_clients_that_connect_together_complete_their_handshakes(monkeypatch: py
         with ThreadPoolExecutor(clients) as pool:
             assert list(pool.map(connect, range(clients))) == list(range(clients))
         assert there.server.refused > 0
+
+
+@pytest.mark.parametrize("failures", [3, None], ids=["for a while", "until the server stops"])
+def test_the_server_pauses_when_it_cannot_accept_a_connection(
+    failures: int | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    attempts, failed, accept = [0], threading.Event(), socket.socket.accept
+
+    def no_files(listening: socket.socket) -> tuple[socket.socket, Any]:
+        attempts[0] += 1
+        if failures is not None and attempts[0] > failures:
+            return accept(listening)
+        failed.set()
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(socket.socket, "accept", no_files)
+    monkeypatch.setattr(server, "ACCEPT_PAUSE_S", SOON_S if failures is None else 0.0)
+    with RecordingServer() as there:
+        if failures is not None:
+            there.assert_serves()
+        assert failed.wait(SOON_S)
+    assert caplog.text.count("cannot accept a connection: [Errno 24] Too many open files") == (failures or 1)
+    assert failures is not None or attempts == [1]
 
 
 def test_connections_are_bounded() -> None:
