@@ -11,7 +11,7 @@ import errno
 import logging
 import socket
 import sys
-import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from socketserver import TCPServer, ThreadingMixIn
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
@@ -27,7 +27,7 @@ from spark_group_source.kafka.environment import Environment
 log = logging.getLogger(__name__)
 
 PEER_S = 10.0
-"""The timeout for receiving a request and for sending the response."""
+"""The timeout for receiving a whole request, and for sending the response."""
 SCRAPES_MAX = 8
 """Concurrent responses; further connections are closed."""
 ALL_ADDRESSES = "0.0.0.0"
@@ -135,14 +135,15 @@ class _Handler(WSGIRequestHandler):
 
 
 class _Server(ThreadingMixIn, WSGIServer):
-    """The server of ``prometheus_client.start_http_server``, with a limit on connections and a timeout, and without the
+    """The server of ``prometheus_client.start_http_server``, with a limit on connections and timeouts, and without the
     lookup of this host's name, which blocks while a name server does not answer."""
 
     daemon_threads = True
 
     def __init__(self, address: tuple[Any, ...], family: socket.AddressFamily) -> None:
         self.address_family = family
-        self._free = threading.BoundedSemaphore(SCRAPES_MAX)
+        self._request_until_s: dict[Any, float] = {}
+        """The open connections, each with the time until which its request must have arrived."""
         super().__init__(address, _Handler)
 
     def server_bind(self) -> None:
@@ -151,20 +152,29 @@ class _Server(ThreadingMixIn, WSGIServer):
         self.setup_environ()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if not self._free.acquire(blocking=False):
+        if len(self._request_until_s) >= SCRAPES_MAX:
             self.shutdown_request(request)
             return
+        self._request_until_s[request] = time.monotonic() + PEER_S
         try:
             super().process_request(request, client_address)
         except RuntimeError:  # the system cannot start more threads
-            self._free.release()
+            del self._request_until_s[request]
             raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self._free.release()
+            del self._request_until_s[request]
+
+    def service_actions(self) -> None:
+        """Twice a second: end overdue requests. The handler's timeout bounds each read alone; a peer may send byte by
+        byte."""
+        for request, until_s in self._request_until_s.copy().items():
+            if time.monotonic() >= until_s:
+                with contextlib.suppress(OSError):
+                    request.shutdown(socket.SHUT_RD)
 
     def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002 - the base class's signature
         log.debug("a scrape by %s failed: %s", client_address, sys.exception())

@@ -1,5 +1,6 @@
 """The metrics endpoint: ports, addresses, and slow or too many clients."""
 
+import contextlib
 import socket
 import threading
 from collections.abc import Iterator
@@ -67,6 +68,26 @@ def test_idle_connections_do_not_exceed_the_limit(serving: Endpoint) -> None:
             return False
 
     await_until(answers, what="an answer once they are gone")
+
+
+def test_requests_that_arrive_byte_by_byte_are_ended(serving: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoint, "PEER_S", 0.1)
+    with contextlib.ExitStack() as stack:
+        peers = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", serving.port)))
+            for _ in range(endpoint.SCRAPES_MAX)
+        ]
+
+        def answers() -> bool:
+            with contextlib.suppress(OSError):
+                for one in peers:
+                    one.sendall(b"G")
+            try:
+                return bool(scrape(serving.port))
+            except OSError:
+                return False
+
+        await_until(answers, what="an answer although all peers go on")
 
 
 def test_scrapes_are_answered_again_after_no_thread_could_be_started(
