@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 CONNECT_S = 3.0
 """Limit for one attempt to reach the stream reader at all of its addresses."""
 RETRY_S = 0.5
-"""Pause between two attempts."""
+"""Shortest time between the starts of two attempts, also if the stream reader closes each connection at once."""
 RECEIVE_S = 1.0
 """While connected: how often the thread checks whether the agent ends."""
 REFUSED_S = 5.0
@@ -114,6 +114,7 @@ class ControlConnection:
     def _stay_connected(self) -> None:
         refused_since_s: float | None = None
         while not self._ended.is_set():
+            began_s = time.monotonic()
             try:
                 client = ChannelClient(self._addresses, CODEC, self._secret, CONNECT_S)
             except ChannelBroken as exc:
@@ -122,14 +123,14 @@ class ControlConnection:
                 if refused_since_s is not None and now_s - refused_since_s >= REFUSED_S:
                     self._members.close(f"the stream reader has ended: {exc}")
                     return
-                self._ended.wait(RETRY_S)
-                continue
-            refused_since_s = None
-            log.info("connected to the stream reader at %s, port %d", *client.address)
-            self._client = client
-            self._members.connected()
-            self._receive_until_closed(client)
-            self._client = None
+            else:
+                refused_since_s = None
+                log.info("connected to the stream reader at %s, port %d", *client.address)
+                self._client = client
+                self._members.connected()
+                self._receive_until_closed(client)
+                self._client = None
+            self._ended.wait(max(0.0, began_s + RETRY_S - time.monotonic()))
 
     def _receive_until_closed(self, client: ChannelClient) -> None:
         while not self._ended.is_set():

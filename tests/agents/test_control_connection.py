@@ -1,11 +1,13 @@
 """The connection of an agent over a real channel: reconnects, and the end of the stream reader."""
 
+import queue
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
-from channel_helpers import RecordingServer
+from channel_helpers import SOON_S, RecordingServer
 from kafka_helpers import await_until
 
 from spark_group_source.agents import hosted_members
@@ -75,6 +77,25 @@ def test_an_agent_reconnects_with_its_identity_when_its_connection_is_lost(reade
         assert (first.agent, first.executor, first.fresh) == (second.agent, "executor-1", True)
         assert not second.fresh, "it was accepted before"
         assert connection.end_reason == ""
+
+
+def test_an_agent_pauses_before_it_reconnects_to_a_stream_reader_that_closes_each_connection(
+    reader: StreamReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as one that cannot read the agent's report."""
+    pauses = queue.Queue[float]()
+
+    class Ended(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            if timeout is not None and threading.current_thread().name == "control-connection":
+                pauses.put(timeout)
+            return super().wait(timeout)
+
+    monkeypatch.setattr(hosted_members, "RETRY_S", SOON_S)
+    monkeypatch.setattr(threading, "Event", Ended)
+    reader.server._on_message = lambda peer, _: peer.drop("its report is not valid")
+    with agent(reader):
+        assert pauses.get(timeout=SOON_S) > 0
 
 
 def test_an_agent_reconnects_when_its_connection_is_silent_for_a_third_of_its_lease(
