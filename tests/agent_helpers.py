@@ -80,9 +80,7 @@ class End:
     """Orders the agent to end; also the response to it, and to positions."""
 
 
-CODEC = Codec(
-    (ClaimGranted, ServedRanges, PrefetchPositions, StateRequest, AgentState, End), bytes_max=client.CODEC.bytes_max
-)
+CODEC = Codec((ClaimGranted, ServedRanges, PrefetchPositions, StateRequest, AgentState, End))
 """The messages of agents of tests."""
 
 

@@ -60,7 +60,6 @@ GIVEN = {
     "agents.hosted_members:ControlConnection.stop wait": "{agents.main.MEMBERS_END_S} Then the process ends, and the "
     "members leave with their sessions",
     "agents.main:ProcessWatch.wait_ended poll": "{agents.main.CHECK_S}",
-    "agents.prefetch.prefetcher:SharedBuffers.wait_changed wait_for": "{agents.prefetch.prefetcher.ROOM_S}",
     "agents.prefetch.prefetcher:Prefetcher.stop join": "{agents.main.END_S} Then the process ends",
     "cli.group:_watch wait": "`--interval-s`, or a signal; then the next snapshot",
     "host.run_files:drain_runs wait": "{host.run_files.POLL_S} In all `--timeout-s`; then the command fails",

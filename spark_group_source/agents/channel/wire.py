@@ -53,14 +53,14 @@ class Codec:
         messages: the dataclasses that may be sent, with different names. Fields may be str, int, bool, bytes,
             None, tuples and mappings of these, tuples of partitions or ranges, mappings by partition, dataclasses,
             named tuples, and unions of these and None.
-        bytes_max: size limit of one message.
 
     Raises:
         TypeError: a field has an unsupported type.
     """
 
-    def __init__(self, messages: Iterable[Any], *, bytes_max: int = FRAME_BYTES_MAX) -> None:
-        self.bytes_max = bytes_max
+    bytes_max = FRAME_BYTES_MAX
+
+    def __init__(self, messages: Iterable[Any]) -> None:
         self._messages = {message.__name__: (message, _field_codec(message)) for message in messages}
 
     def encode(self, message: Any) -> bytes:

@@ -28,7 +28,7 @@ from spark_group_source.reader.records import arrow_schema
 MessageT = TypeVar("MessageT")
 log = logging.getLogger(__name__)
 
-CODEC = Codec((ClaimGranted, ServedRanges), bytes_max=16 << 20)
+CODEC = Codec((ClaimGranted, ServedRanges))
 """A task sends the ranges that it reads, and the agent responds with those that it serves. 100,000 ranges take 3 MB."""
 RESPONSE_S = 5.0
 """Limit for the start of the agent's response, and for each further part of it; then the task reads all from the

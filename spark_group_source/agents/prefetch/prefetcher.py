@@ -82,10 +82,10 @@ class SharedBuffers:
         with self.locked() as buffers:
             return buffers.size_of(tps)
 
-    def wait_changed(self, version: int, wait_s: float) -> None:
-        """Wait until ``version`` is outdated, or for ``wait_s``."""
+    def wait_changed(self, version: int) -> None:
+        """Wait until ``version`` is outdated, or for :data:`ROOM_S`."""
         with self._changed:
-            self._changed.wait_for(lambda: self.version != version, wait_s)
+            self._changed.wait_for(lambda: self.version != version, ROOM_S)
 
 
 class Prefetcher:
@@ -138,7 +138,7 @@ class Prefetcher:
             with self._buffers.locked() as buffers:
                 if buffers.partitions:
                     break
-            self._buffers.wait_changed(version, ROOM_S)
+            self._buffers.wait_changed(version)
         client = self._open_client()
         self._assigned, self._full, self._seen_version = {}, set(), -1
         try:
@@ -148,7 +148,7 @@ class Prefetcher:
                     self._assign(client)
                     self._seen_version = version
                 if self._assigned.keys() <= self._full:
-                    self._buffers.wait_changed(version, ROOM_S)
+                    self._buffers.wait_changed(version)
                     client.serve()
                 else:
                     self._poll(client)
