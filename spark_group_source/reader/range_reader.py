@@ -506,6 +506,8 @@ class RangeReader:
     def _on_event(self, event: ClientEvent) -> None:
         tp = event.tp
         progress = self._ranges.get(tp) if tp else None
+        if tp and progress is None:
+            return  # behind the end of a finished range: the batch that has these offsets reports it
         if progress and progress.drops_rows:
             if event.code != EOF:
                 self._failures.last_text = event.text

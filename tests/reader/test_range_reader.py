@@ -484,6 +484,25 @@ def test_records_after_a_damaged_batch_are_fetched_again_with_it(monkeypatch: py
     assert client.reassigned == [(T0, 3)]
 
 
+class Beyond(Silent):
+    """A client that returns the last rows of a range together with an error behind its end, and then another range."""
+
+    polls = 0
+
+    def poll(self, rows_max: int, wait_s: float) -> FakeChunk:
+        self.polls += 1
+        broken = records.ClientEvent(KafkaError._BAD_COMPRESSION, "cannot decompress", T0, 3)
+        if self.polls == 1:
+            return FakeChunk([Message(T0, 1), Message(T0, 2)], [broken])
+        return FakeChunk([Message(T1, 1), Message(T1, 2)], [broken])
+
+
+def test_an_error_behind_the_end_of_a_range_does_not_fail_the_task() -> None:
+    """It concerns the batch that has these records."""
+    ranges = of("t", 1, 3), OffsetRange(T1, 1, 3)
+    assert list(offsets_by(Beyond(), *ranges)) == [(0, 1), (0, 2), (1, 1), (1, 2)]
+
+
 SECRET = TopicPartition("secret", 0)
 
 
