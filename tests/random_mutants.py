@@ -15,6 +15,9 @@ reason in ``tests/equivalent_mutants.toml``, by file and changed text, after the
 import argparse
 import ast
 import contextlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
 import json
 import random
 import subprocess
@@ -25,6 +28,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -73,7 +77,7 @@ LOGGERS = ("log", "logging")
 
 @dataclass(frozen=True, slots=True)
 class RandomMutant:
-    """One change of a module's text. Has what ``simulation.mutants.Finder`` loads a module from."""
+    """One change of a module's text."""
 
     file: str
     line: int
@@ -96,6 +100,27 @@ class RandomMutant:
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line}: {' '.join(self.old.split())}  ->  {' '.join(self.new.split())}"
+
+
+class Finder(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
+    """Loads one module from a mutant's source."""
+
+    def __init__(self, mutant: RandomMutant) -> None:
+        self._mutant = mutant
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        del path, target
+        return importlib.util.spec_from_loader(fullname, self) if fullname == self._mutant.module else None
+
+    def is_package(self, fullname: str) -> bool:
+        del fullname
+        return self._mutant.file.endswith("__init__.py")
+
+    def get_source(self, fullname: str) -> str:
+        del fullname
+        return self._mutant.source()
 
 
 # --- mutants ----------------------------------------------------------------------------------------------------------
@@ -293,8 +318,6 @@ class Limits:
 def play() -> int:
     """Run the tests on standard input with the mutant's module in place of the product's."""
     given = json.load(sys.stdin)
-    from simulation.mutants import Finder
-
     sys.meta_path.insert(0, Finder(RandomMutant(**given["mutant"])))
     import pytest
 

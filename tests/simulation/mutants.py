@@ -1,27 +1,27 @@
 """One-line changes that break the product's code: the simulation must find each of them.
 
 ``python -m tests.simulation.mutants NAME [PROTOCOL SEED ...]`` runs histories with one line changed, and exits with 1
-at the first that fails. The line is replaced while the source is loaded: the product's module runs, in a separate
-process; no file changes.
+at the first that fails. The function that has the line runs with the code of its changed text; no file changes.
 
 ``python -m tests.simulation.mutants find`` prints the current ``FOUND_BY``: a change of the code or of the simulation
 changes the histories. If the known history does not find a mutant, ``find`` searches all histories of the quick run,
 and then more.
 """
 
-import importlib.abc
-import importlib.machinery
-import importlib.util
-import re
-import subprocess
+import ast
+import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
-from typing import Protocol
+from types import CodeType, FunctionType
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the tests' modules are found as by pytest
+
+from kit.calm import play_calm
+from kit.simulation import PROTOCOLS, Failed, run
 
 PACKAGE = Path(__file__).resolve().parent.parent.parent / "spark_group_source"
 SEEDS = 60
@@ -61,36 +61,34 @@ class Mutant:
             raise ValueError(f"{self.name}: {self.file} contains {self.old!r} {text.count(self.old)} times")
         return text.replace(self.old, self.new)
 
+    def function(self) -> tuple[FunctionType, CodeType]:
+        """Return the function that has the line, and its code with the changed one."""
+        text = self.source()
+        line = text.count("\n", 0, (PACKAGE / self.file).read_text().index(self.old)) + 1
+        found: Any = importlib.import_module(self.module)
+        code: CodeType = compile(text, str(PACKAGE / self.file), "exec", dont_inherit=True)
+        scope: ast.AST = ast.parse(text)
+        while not isinstance(scope, ast.FunctionDef):
+            scope = next(
+                inner
+                for inner in ast.iter_child_nodes(scope)
+                if isinstance(inner, ast.ClassDef | ast.FunctionDef) and inner.lineno <= line <= (inner.end_lineno or 0)
+            )
+            code = next(each for each in code.co_consts if isinstance(each, CodeType) and each.co_name == scope.name)
+            found = vars(found)[scope.name]
+        function: FunctionType = getattr(found, "fget", found)  # of a property
+        return function, code
 
-class ChangedModule(Protocol):
-    """A module of the package with another text."""
 
-    @property
-    def file(self) -> str: ...
-    @property
-    def module(self) -> str: ...
-    def source(self) -> str: ...
-
-
-class Finder(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
-    """Loads one module from a mutant's source."""
-
-    def __init__(self, mutant: ChangedModule) -> None:
-        self._mutant = mutant
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        del path, target
-        return importlib.util.spec_from_loader(fullname, self) if fullname == self._mutant.module else None
-
-    def is_package(self, fullname: str) -> bool:
-        del fullname
-        return self._mutant.file.endswith("__init__.py")
-
-    def get_source(self, fullname: str) -> str:
-        del fullname
-        return self._mutant.source()
+@contextmanager
+def broken(mutant: Mutant) -> Iterator[None]:
+    """Break a rule until the block ends."""
+    function, changed = mutant.function()
+    real, function.__code__ = function.__code__, changed
+    try:
+        yield
+    finally:
+        function.__code__ = real
 
 
 P, M, S, E, L = (
@@ -645,25 +643,37 @@ FOUND_BY: dict[str, tuple[str, int]] = {
 """A history that finds each mutant, by protocol and seed."""
 
 
-def histories(name: str, *, more: int = 0) -> list[str]:
-    """Return the arguments: the history known to find this mutant, then all of the quick run, then ``more`` seeds."""
-    from kit.simulation import PROTOCOLS
+History = tuple[str, int]
+"""A protocol, which may have the prefix :data:`CALM`, and a seed."""
 
-    agents = any(mutant.agents for mutant in MUTANTS if mutant.name == name)
-    quick = [(f"{CALM}{protocol}", seed) for protocol in PROTOCOLS for seed in range(CALM_SEEDS)] if agents else []
-    quick += [(protocol, seed) for protocol in PROTOCOLS for seed in range(AGENT_SEEDS if agents else SEEDS)]
+
+def histories(mutant: Mutant, *, more: int = 0) -> list[History]:
+    """Return the history known to find this mutant, then all of the quick run, then ``more`` seeds."""
+    quick = [(f"{CALM}{protocol}", seed) for protocol in PROTOCOLS for seed in range(CALM_SEEDS * mutant.agents)]
+    quick += [(protocol, seed) for protocol in PROTOCOLS for seed in range(AGENT_SEEDS if mutant.agents else SEEDS)]
     quick += [(protocol, SEEDS + seed) for seed in range(more) for protocol in PROTOCOLS]
-    known = [FOUND_BY[name]] if name in FOUND_BY else []  # none for a new mutant
-    return [str(word) for pair in [*known, *quick] for word in pair]
+    known = [FOUND_BY[mutant.name]] if mutant.name in FOUND_BY else []  # none for a new mutant
+    return [*known, *quick]
+
+
+def first_failed(mutant: Mutant, played: Sequence[History]) -> tuple[History, Failed] | None:
+    """Play histories with a broken rule; return the first that fails."""
+    with broken(mutant):
+        for protocol, seed in played:
+            try:
+                if protocol.startswith(CALM):
+                    play_calm(seed, protocol.removeprefix(CALM))
+                else:
+                    run(seed, protocol=protocol, agents=mutant.agents)
+            except Failed as failed:
+                return (protocol, seed), failed
+    return None
 
 
 def find() -> int:
     for mutant in MUTANTS:
-        played = histories(mutant.name, more=FIND_SEEDS)
-        command = [sys.executable, "-m", "tests.simulation.mutants", mutant.name, *played]
-        output = subprocess.run(command, capture_output=True, text=True, check=False).stdout
-        found = re.match(r"found by ([\w-]+) (\d+)", output)
-        line = f'("{found[1]}", {found[2]})' if found else "in no history"
+        found = first_failed(mutant, histories(mutant, more=FIND_SEEDS))
+        line = f'("{found[0][0]}", {found[0][1]})' if found else "in no history"
         print(f'    "{mutant.name}": {line},', flush=True)  # noqa: T201
     return 0
 
@@ -677,23 +687,13 @@ def main(arguments: list[str]) -> int:
         sys.stderr.write(f"{__doc__}\nNAME is one of {', '.join(by_name)}\n")
         return 2
     mutant = by_name[arguments[0]]
-    if mutant.module in sys.modules:
-        raise ImportError(f"{mutant.module} was imported before its line could be changed")
-    sys.meta_path.insert(0, Finder(mutant))
-    from kit.calm import play_calm
-    from kit.simulation import Failed, run
-
     pairs = list(zip(arguments[1::2], map(int, arguments[2::2]), strict=True))
-    for protocol, seed in pairs or [FOUND_BY[mutant.name]]:
-        try:
-            if protocol.startswith(CALM):
-                play_calm(seed, protocol.removeprefix(CALM))
-            else:
-                run(seed, protocol=protocol, agents=mutant.agents)
-        except Failed as failed:
-            sys.stdout.write(f"found by {protocol} {seed}: {str(failed).splitlines()[0]}\n")
-            return 1
-    return 0
+    found = first_failed(mutant, pairs or [FOUND_BY[mutant.name]])
+    if found is None:
+        return 0
+    (protocol, seed), failed = found
+    sys.stdout.write(f"found by {protocol} {seed}: {str(failed).splitlines()[0]}\n")
+    return 1
 
 
 if __name__ == "__main__":
