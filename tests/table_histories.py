@@ -28,7 +28,8 @@ from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).parent))  # the modules of the tests are found as pytest finds them
 
-from delta_files import living_rows
+import pyarrow.parquet as pq
+from delta_files import living_files
 from kit import frames
 from offset_model import END, SERVERS, OffsetModel
 from sink_helpers import Query, actions, expire_log, notes
@@ -166,13 +167,21 @@ class History:
         """``gone`` and ``behind`` by version of the table; a RESTORE to a version makes them so again."""
         self.moments: dict[str, Callable[[], object]] = {}
         """What happens, once, at a moment of a commit."""
+        self.files: dict[Path, list[dict[str, Any]]] = {}
+        """The rows of each file that was read: no file changes."""
         self.story: list[str] = []
 
     # --- the judge ------------------------------------------------------------------------------------------------
 
+    def rows(self) -> Iterator[dict[str, Any]]:
+        for path in living_files(self.table):
+            if path not in self.files:
+                self.files[path] = pq.read_table(path).to_pylist()
+            yield from self.files[path]
+
     def present(self) -> Counter[Record]:
         found: Counter[Record] = Counter()
-        for row in living_rows(self.table):
+        for row in self.rows():
             id_, p, n = row["value"].rstrip("!").split("/")
             assert (row["partition"], row["offset"]) == (int(p), int(n))
             found[row["topic"], id_, int(p), int(n)] += 1
