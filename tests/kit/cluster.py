@@ -141,7 +141,13 @@ class Cluster:
 
     def led_partitions(self) -> list[TopicPartition]:
         """The partitions that have a leader."""
-        return [tp for tp in self.partitions() if not self.is_leaderless(tp)]
+        topics, now_ms = sorted(self.topics.items()), self.world.now_ms
+        return [
+            TopicPartition(name, p)
+            for name, topic in topics
+            for p, log in enumerate(topic.logs)
+            if log.leader_from_ms <= now_ms
+        ]
 
     def is_leaderless(self, tp: TopicPartition) -> bool:
         log = self.log(tp)

@@ -45,20 +45,22 @@ def _of_slots(slots: Slots, partitions: Partitions) -> str | None:
 
 
 def _of_partitions(partitions: Partitions) -> str | None:
+    unknown = adopting = 0
     for tp, partition in partitions.ours.items():
         if tp in partitions._unassigned:
             return f"{tp} is assigned and unassigned"
-        if (state_of(partition) is PartitionState.UNRESOLVED) != (tp in partitions._unresolved):
+        state = state_of(partition)
+        if (state is PartitionState.UNRESOLVED) != (tp in partitions._unresolved):
             return f"{tp} has no position, and no lookup is planned"
-        is_due = isinstance(partition, Known) and partition.is_due
-        if is_due != (tp in partitions.due):
+        known = partition if isinstance(partition, Known) else None
+        if (known is not None and known.is_due) != (tp in partitions.due):
             return f"the position of {tp} has to be committed, and no commit is planned"
-        until = partition.until if isinstance(partition, Known) else None
-        if until is not None and isinstance(partition, Known) and not partition.position.offset < until:
+        if known is not None and known.until is not None and not known.position.offset < known.until:
             return f"the range of {tp} does not start at its position"
-    states = [state_of(partition) for partition in partitions.ours.values()]
-    if partitions._unknown_count != sum(not isinstance(each, Known) for each in partitions.ours.values()):
+        unknown += known is None
+        adopting += state is PartitionState.ADOPTING
+    if partitions._unknown_count != unknown:
         return "the partitions without a position are miscounted"
-    if partitions._adopting_count != states.count(PartitionState.ADOPTING):
+    if partitions._adopting_count != adopting:
         return "the partitions with foreign commits are miscounted"
     return None
