@@ -27,6 +27,8 @@ from spark_group_source.cli.run import STOPPED
 ROOT = Path(__file__).resolve().parents[2]
 RUN = [sys.executable, "-m", "spark_group_source", "run"]
 JOB = str(ROOT / "jobs" / "group_to_delta.py")
+LAUNCHER = "org.apache.spark.launcher.Main"
+"""The class with which ``spark-submit`` works out its command line, in a JVM of its own that ends at once."""
 END_S = 120
 """The longest wait for the end of the processes."""
 
@@ -41,6 +43,13 @@ def processes(command: list[str], output: IO[str], env: dict[str, str]) -> Itera
         with contextlib.suppress(ProcessLookupError):
             os.killpg(started.pid, signal.SIGKILL)
         started.wait(END_S)
+
+
+def is_spark(process: psutil.Process) -> bool:
+    try:
+        return process.name() == "java" and LAUNCHER not in process.cmdline()
+    except psutil.NoSuchProcess:
+        return False
 
 
 def test_ctrl_c_waits_until_a_jvm_has_started_and_a_second_one_does_not() -> None:
@@ -81,9 +90,7 @@ def test_ctrl_c_while_spark_starts_leaves_no_jvm(command: str, tmp_path: Path, s
         jvms: list[psutil.Process] = []
 
         def has_jvm() -> bool:
-            found = [p for p in psutil.Process(job.pid).children(recursive=True) if p.name() == "java"]
-            with contextlib.suppress(psutil.Error):  # spark-submit's launcher, which is written in Java too, has ended
-                jvms[:] = [p for p in found if "org.apache.spark.launcher.Main" not in p.cmdline()]
+            jvms[:] = [p for p in psutil.Process(job.pid).children(recursive=True) if is_spark(p)]
             return bool(jvms) or job.poll() is not None
 
         await_until(has_jvm, what="Spark's JVM")

@@ -50,7 +50,8 @@ class Standalone:
         for process in (*self.workers, self._master):
             with contextlib.suppress(psutil.Error):
                 for each in (*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)):
-                    each.kill()
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        each.kill()
             process.wait(300)
 
     def _spawn(self, name: str, main: str, *arguments: str) -> subprocess.Popen[bytes]:
