@@ -2,9 +2,9 @@
 
 ``python -m tests.bench files [--batches N] [--every N]``
 
-One broker, one Spark, RECORDS records of 100 bytes in each batch, read with AvailableNow by the native writer. Prints
-for each way the seconds of the median batch and of the slowest one (of those that Spark remembers), the files of the
-table and of its log, and the seconds of ``SELECT count(*), sum(length(value))``.
+One broker, one Spark, RECORDS records of 100 bytes in each batch, read with AvailableNow by the native writer. The two
+queries run side by side. Prints for each way the seconds of the median batch and of the slowest one (of those that
+Spark remembers), the files of the table and of its log, and the seconds of ``SELECT count(*), sum(length(value))``.
 """
 
 import argparse
@@ -12,6 +12,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,7 @@ from spark_group_source.local.broker import Broker
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
+    from pyspark.sql.streaming import StreamingQuery
 
 TOPIC = "small-batches"
 PARTITIONS = 2
@@ -31,14 +33,17 @@ RECORD_BYTES = 100
 QUERIES = 3
 
 
-def line(spark: "SparkSession", servers: str, batches: int, every: int, home: Path) -> str:
-    """Run the query. Returns what is printed of it."""
-    table = home / "table"
+def run(spark: "SparkSession", servers: str, every: int, home: Path) -> "StreamingQuery":
+    """Run a query to its end."""
     stream = spark.readStream.format(OURS).option("kafka.bootstrap.servers", servers).option("subscribe", TOPIC)
     stream = stream.option("kafka.group.id", f"bench-{every}").option("startingOffsets", "earliest")
     stream = stream.option("maxOffsetsPerTrigger", str(RECORDS))
-    write = stream.load().writeStream.foreachBatch(DeltaSink(table, optimize_every=every))
-    query = run_to_end(write.option("checkpointLocation", str(home / "checkpoint")))
+    write = stream.load().writeStream.foreachBatch(DeltaSink(home / "table", optimize_every=every))
+    return run_to_end(write.option("checkpointLocation", str(home / "checkpoint")))
+
+
+def line(spark: "SparkSession", query: "StreamingQuery", batches: int, every: int, table: Path) -> str:
+    """What is printed of a query that has ended."""
     batch_s = [progress["durationMs"]["addBatch"] / 1000 for progress in done(query)[1:]]
     took = []
     for _ in range(QUERIES):
@@ -68,10 +73,14 @@ def main(arguments: Sequence[str]) -> int:
         spark = session(Path(scratch))
         try:
             print(f"{machine()}: {chosen.batches:,} batches of {RECORDS} records")
-            for every in (0, chosen.every):
-                home = Path(scratch) / str(every)
-                home.mkdir()
-                print(line(spark, broker.bootstrap_servers, chosen.batches, every, home), flush=True)
+            homes = {every: Path(scratch) / str(every) for every in (0, chosen.every)}
+            with ThreadPoolExecutor(len(homes)) as pool:
+                running = {
+                    every: pool.submit(run, spark, broker.bootstrap_servers, every, home)
+                    for every, home in homes.items()
+                }
+            for every, query in running.items():
+                print(line(spark, query.result(), chosen.batches, every, homes[every] / "table"), flush=True)
         finally:
             spark.stop()
     return 0
