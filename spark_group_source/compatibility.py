@@ -41,6 +41,10 @@ DELTA_TESTED: Final = ("4.0", "4.1", "4.4")
 """The versions of Delta Lake that the tests of ``tests/matrix`` use."""
 DELTA_SPARK: Final = ("4.0", "4.1", "4.2")
 """The versions of Spark that :data:`DELTA` is released for."""
+AVRO: Final = "4.2.0"
+AVRO_OF_SPARK: Final = {"4.0": "4.0.0", "4.1": "4.1.1"}
+"""By Spark's version: a release of ``spark-avro``, of which Maven does not have all that the index of Python packages
+has of Spark: for 4.1 one, for 4.3 none. :data:`AVRO` works with all others."""
 PYTHON_MIN, PYTHON_MAX = (3, 11), (3, 14)
 JAVA_TESTED: Final = ("17", "21", "25")
 """The versions of Java that the tests of ``tests/matrix`` use. Spark 4 starts on none before 17."""
@@ -192,9 +196,8 @@ def delta_coordinate() -> str:
 
 
 def avro_coordinate() -> str:
-    """The Maven coordinate of Spark's Avro functions for the installed Spark, as ``group:artifact:version``: those of
-    its first patch release. Maven does not have all that the index of Python packages has."""
-    return f"org.apache.spark:spark-avro_2.13:{spark_minor() or SPARK}.0"
+    """The Maven coordinate of Spark's Avro functions for the installed Spark, as ``group:artifact:version``."""
+    return f"org.apache.spark:spark-avro_2.13:{AVRO_OF_SPARK.get(spark_minor() or SPARK, AVRO)}"
 
 
 # --- executors ------------------------------------------------------------------------------------------------------

@@ -221,15 +221,15 @@ def test_only_the_local_extra_installs_spark_in_the_tested_version() -> None:
     assert PROJECT["requires-python"] == f">={'.'.join(map(str, compatibility.PYTHON_MIN))}"
 
 
-@pytest.mark.parametrize("version", ["4.0.4", "4.1.0", "4.2.1"])
+@pytest.mark.parametrize(("version", "avro"), [("4.0.4", "4.0.0"), ("4.1.0", "4.1.1"), ("4.2.1", "4.2.0")])
 def test_the_jars_of_delta_and_avro_are_those_of_the_installed_spark(
-    version: str, monkeypatch: pytest.MonkeyPatch
+    version: str, avro: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Maven need not have Spark's newest patch release."""
+    """Maven need not have each of Spark's patch releases."""
     monkeypatch.setattr(pyspark, "__version__", version)
     minor = version.rpartition(".")[0]
     assert compatibility.delta_coordinate() == f"io.delta:delta-spark_{minor}_2.13:{compatibility.DELTA}.0"
-    assert compatibility.avro_coordinate() == f"org.apache.spark:spark-avro_2.13:{minor}.0"
+    assert compatibility.avro_coordinate() == f"org.apache.spark:spark-avro_2.13:{avro}"
 
 
 def test_a_spark_without_a_delta_release_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
