@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import psutil
+import pytest
 from confluent_kafka import Producer
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.schema_registry import SchemaRegistryClient
@@ -35,6 +36,7 @@ from rebalance.accounts import Flow, stays
 from sink_helpers import next_offsets
 
 from crash.job import KEYS, Point
+from spark_group_source import compatibility
 from spark_group_source.local.broker import Broker
 from spark_group_source.model import TopicPartition
 
@@ -46,6 +48,10 @@ ARGUMENTS: dict[Way, dict[str, str]] = {
     "options": {"writer": "options"},
     "connect": {"connect": "local[2]"},
 }
+needs_delta = pytest.mark.skipif(
+    not compatibility.has_delta_release(), reason="Delta Lake has no release for the installed Spark"
+)
+"""Of tests that write with options."""
 Kind = Literal["driver", "python"]
 """``driver``: its Python and its JVM (on Spark Connect the client and the server). ``python``: one of Spark's Python
 processes: the stream reader, a task's worker, or on Spark Connect the worker of ``foreachBatch``."""

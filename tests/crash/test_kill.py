@@ -9,7 +9,7 @@ import pytest
 from kafka_helpers import TopicFactory
 from kit.object_store import object_store
 
-from crash.killed import Hammer, Way
+from crash.killed import Hammer, Way, needs_delta
 from spark_group_source.local.broker import Broker
 
 JOINED_MIN = 0.3
@@ -42,7 +42,7 @@ def test_G4_rows_are_in_the_table_or_that_of_bad_records_once_after_kills_with_t
 @pytest.mark.crash
 @pytest.mark.slow
 @pytest.mark.timeout(1_800)
-@pytest.mark.parametrize("way", ["options", "connect"])
+@pytest.mark.parametrize("way", [pytest.param("options", marks=needs_delta), "connect"])
 def test_G4_rows_are_in_the_table_or_that_of_bad_records_once_after_kills(
     broker: Broker, topic: TopicFactory, group_id: str, tmp_path: Path, way: Way
 ) -> None:

@@ -16,7 +16,7 @@ from rebalance.accounts import Flow
 from streams import planned
 
 from crash.job import BY, ROUTES
-from crash.killed import ARGUMENTS, CALM, Application, Way, ledger_of
+from crash.killed import ARGUMENTS, CALM, Application, Way, ledger_of, needs_delta
 from spark_group_source.local.broker import Broker
 
 RATE_PER_S = 50
@@ -119,7 +119,11 @@ def lake(
 @pytest.mark.timeout(1_800)  # three starts of Spark, some minutes each on one core
 @pytest.mark.parametrize(
     "lake",
-    [("native", "topic"), ("options", "value"), ("connect", "function of the value")],
+    [
+        ("native", "topic"),
+        pytest.param(("options", "value"), marks=needs_delta),
+        ("connect", "function of the value"),
+    ],
     ids=lambda each: f"{each[0]} by {each[1]}",
     indirect=True,
 )
