@@ -12,10 +12,17 @@ from typing import TYPE_CHECKING, NamedTuple
 import pytest
 from confluent_kafka import KafkaException, Producer
 from confluent_kafka import TopicPartition as KafkaPartition
-from confluent_kafka.admin import AdminClient, NewPartitions  # type: ignore[attr-defined]  # its stubs hide it
+from confluent_kafka.admin import (  # type: ignore[attr-defined]  # its stubs hide them
+    AdminClient,
+    AlterConfigOpType,
+    ConfigEntry,
+    ConfigResource,
+    NewPartitions,
+    ResourceType,
+)
 from kafka_helpers import ADMIN_S, Offsets, Record, await_served, await_until, committed_of, end_offsets_of, produce_to
 from kit.broker_cluster import BrokerCluster
-from streams import Job, QueryWithoutSpark, options_of
+from streams import LONG_SESSION_MS, Job, QueryWithoutSpark, options_of
 from typer.testing import CliRunner
 
 from spark_group_source.cli import common
@@ -145,6 +152,21 @@ class Scene:
     def played(self, protocol: str = "classic", **more: object) -> QueryWithoutSpark:
         """The same without Spark."""
         return QueryWithoutSpark(self.options(protocol, **more))
+
+    def patient(self, protocol: str = "classic", **more: object) -> dict[str, str]:
+        """Options of a query whose members stay in the group while the machine stalls."""
+        if protocol == "classic":
+            return self.options(protocol, kafka__session__timeout__ms=LONG_SESSION_MS, **more)
+        self.set_session_timeout(LONG_SESSION_MS)
+        return self.options(protocol, **more)
+
+    def set_session_timeout(self, ms: int | None) -> None:
+        """Set the session timeout of the test's group under KIP-848; None: the brokers', 6 s."""
+        kind = AlterConfigOpType.DELETE if ms is None else AlterConfigOpType.SET
+        entry = ConfigEntry("consumer.session.timeout.ms", str(ms or 0), incremental_operation=kind)
+        resource = ConfigResource(ResourceType.GROUP, self.group, incremental_configs=[entry])
+        for done in self.admin.incremental_alter_configs([resource]).values():
+            done.result(ADMIN_S)
 
     # --- commands --------------------------------------------------------------------------------------------------
 

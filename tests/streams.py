@@ -36,6 +36,10 @@ MEMBER_HOST = os.environ.get("MEMBER_HOST", "driver")
 """``MEMBER_HOST=executor make test``: sets memberHost for every query whose test does not. The default is driver,
 because agents start after seconds, and most queries of tests are finished by then."""
 
+LONG_SESSION_MS = 60_000
+"""The session timeout of members that a test neither kills nor freezes, so that a stalled machine does not end their
+sessions: the longest one that the brokers accept for KIP-848."""
+
 MATRIX_KAFKA = os.environ.get("MATRIX_KAFKA", "")
 """The brokers' version in `make matrix`; empty: the usual one."""
 HAS_CONSUMER_PROTOCOL = not MATRIX_KAFKA.startswith("3.")
@@ -283,7 +287,7 @@ class OtherMember:
     """An ordinary consumer in the same group that polls in its own thread; it never commits."""
 
     def __init__(self, servers: str, group: str, topics: Sequence[str], protocol: str = "classic") -> None:
-        quick = {"session.timeout.ms": 6000, "heartbeat.interval.ms": 500} if protocol == "classic" else {}
+        quick = {"session.timeout.ms": LONG_SESSION_MS, "heartbeat.interval.ms": 500} if protocol == "classic" else {}
         self.partitions: set[tuple[str, int]] = set()
         self.rebalances = 0
         self.values: list[str] = []

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from scenes import Scene
-from streams import numbered, options_of
+from streams import LONG_SESSION_MS, numbered, options_of
 
 from rebalance.accounts import GroupView, Recorded, assert_once, await_committed, describe
 from rebalance.ordinary import OrdinaryConsumer, settings_of
@@ -15,18 +15,31 @@ class GroupScene(Scene):
     """The test's group, with runs and ordinary consumers."""
 
     members = 0
+    is_patient = True
 
     def run_options(
-        self, topic: str | None, strategy: str = "range", *, session_ms: int = 6000, **more: object
+        self, topic: str | None, strategy: str = "range", *, session_ms: int = LONG_SESSION_MS, **more: object
     ) -> dict[str, str]:
         """Options of a run in the test's group."""
+        self._set_session(strategy, session_ms)
         return make_options(self.servers, self.group, topic, strategy, session_ms=session_ms, **more)
 
-    def ordinary(self, *topics: str, **more: Any) -> OrdinaryConsumer:
+    def ordinary(
+        self, *topics: str, strategy: str = "range", session_ms: int = LONG_SESSION_MS, **more: Any
+    ) -> OrdinaryConsumer:
         """Start an ordinary consumer in the test's group; close it after the test."""
+        self._set_session(strategy, session_ms)
         self.members += 1
         file = self.folder / f"ordinary-{self.members}.txt"
+        more |= {"strategy": strategy, "session_ms": session_ms}
         return OrdinaryConsumer(self.servers, self.group, list(topics), file, **more)
+
+    def _set_session(self, strategy: str, session_ms: int) -> None:
+        """Under KIP-848 the members of a group have one session timeout: the long one, unless one of them is to lose
+        its session."""
+        self.is_patient &= session_ms == LONG_SESSION_MS
+        if strategy == "consumer":
+            self.set_session_timeout(LONG_SESSION_MS if self.is_patient else None)
 
     def fill(self, topic: str, each: int) -> None:
         """Produce this many more records to each partition of the topic."""
@@ -52,7 +65,7 @@ def scene(jvm: None, request: pytest.FixtureRequest, group_id: str) -> GroupScen
 
 
 def make_options(
-    servers: str, group: str, topic: str | None, strategy: str, *, session_ms: int = 6000, **more: object
+    servers: str, group: str, topic: str | None, strategy: str, *, session_ms: int = LONG_SESSION_MS, **more: object
 ) -> dict[str, str]:
     protocol = "consumer" if strategy == "consumer" else "classic"
     own = {} if strategy == "consumer" else settings_of(strategy, session_ms=session_ms)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kafka_helpers import STALLED_S, await_progress, size_of
+from streams import LONG_SESSION_MS
 
 from rebalance.child import Child
 from spark_group_source.model import TopicPartition
@@ -28,7 +29,7 @@ Record = tuple[str, int, int]
 """topic, partition, offset"""
 
 
-def settings_of(strategy: str, *, session_ms: int = 6000) -> dict[str, object]:
+def settings_of(strategy: str, *, session_ms: int = LONG_SESSION_MS) -> dict[str, object]:
     """librdkafka settings for one of :data:`KINDS`, another assignor, or a list of assignors."""
     if strategy == "consumer":  # the broker has the other settings
         return {"group.protocol": "consumer"}
@@ -57,7 +58,7 @@ class OrdinaryConsumer(Child):
         *,
         strategy: str = "range",
         keep: bool = False,
-        session_ms: int = 6000,
+        session_ms: int = LONG_SESSION_MS,
         **settings: object,
     ) -> None:
         super().__init__(file, END_S)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
+from typing import Any
 
 import pytest
 from confluent_kafka import KafkaException
@@ -54,8 +55,8 @@ class ClusterScene(GroupScene):
 
     def member(self, stack: ExitStack) -> OrdinaryConsumer:
         name = f"ordinary-{len(self.others)}"
-        more = {"strategy": self.strategy, "session_ms": SESSION_MS, "log_level": 2, "client__id": name}
-        self.others.append(stack.enter_context(self.ordinary(self.name, **more)))
+        more: dict[str, Any] = {"session_ms": SESSION_MS, "log_level": 2, "client__id": name}
+        self.others.append(stack.enter_context(self.ordinary(self.name, strategy=self.strategy, **more)))
         return self.others[-1]
 
     def shared(self, stack: ExitStack) -> tuple[Run, Flow]:

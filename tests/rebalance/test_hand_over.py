@@ -114,7 +114,7 @@ def test_G3_G5_a_group_is_handed_to_a_spark_job_and_back_without_loss_or_duplica
 ) -> None:
     """The job is stopped in the middle of its batches: it drains, so that none of them is read again."""
     name = scene.topic(PARTITIONS)
-    options = scene.run_options(name, strategy, leaveOnStop="always")
+    options = scene.run_options(name, strategy, session_ms=6000, leaveOnStop="always")
     scene.there_and_back(name, strategy, SparkJob(options, scene.folder))
 
 

@@ -102,7 +102,7 @@ def test_offsets_of_a_group_can_be_reset_only_while_it_has_no_members(strategy: 
     scene.fill(name, 10)
     back = {TopicPartition(name, 0): 3, TopicPartition(name, 1): 5}
     operator = GroupAdmin({"bootstrap.servers": scene.servers, "log_level": "3"})
-    with Run(scene.run_options(name, strategy, leaveOnStop="always")) as run:
+    with Run(scene.run_options(name, strategy, session_ms=6000, leaveOnStop="always")) as run:
         run.await_(lambda: len(run.records) == 20, "all records")
         scene.await_committed(name)
         with pytest.raises(CommitFailed, match=r"refused new offsets of group.* because a member has joined"):
@@ -126,7 +126,7 @@ def test_no_conclusions_are_drawn_from_a_rebalancing_group(strategy: str, scene:
     """An AvailableNow run starts while another member keeps the group rebalancing."""
     name = scene.topic(PARTITIONS)
     scene.fill(name, 10)
-    with scene.ordinary(name, strategy=strategy, keep=True) as other:
+    with scene.ordinary(name, strategy=strategy, keep=True, session_ms=2000) as other:
         other.await_partitions(PARTITIONS)
         await_progress(lambda: len(other.processed()) == 40, other.progress, what="the other's records")
         other.do("stall")  # it has all partitions, commits nothing, and does not release them

@@ -80,11 +80,11 @@ def test_a_running_group_is_moved_between_the_classic_and_the_consumer_protocol(
         runs: list[Run] = []
         log: list[str] = []
         for strategy, kind in (("range", "classic"), ("consumer", "consumer"), ("range", "classic")):
-            run = Run(scene.run_options(name, strategy, leaveOnStop="always"), log=log)
+            run = Run(scene.run_options(name, strategy, session_ms=6000, leaveOnStop="always"), log=log)
             runs.append(run)
             stack.callback(run.close)
-            run.await_partitions(2, 90)
-            other.await_partitions(2, 90)
+            run.await_partitions(2)
+            other.await_partitions(2)
             await_until(partial(_is, _kind, scene.admin, scene.group, kind), what=f"a {kind} group")
             run.await_(partial(_has_read, run, len(run.records) + 50), "records")
             if len(runs) < 3:

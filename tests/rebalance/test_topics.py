@@ -109,8 +109,8 @@ def test_G7_classic_a_killed_run_regains_its_memberships_and_latest_is_not_resol
     name = scene.topic(4)
     scene.fill(name, 1)
     file = scene.folder / "run"
-    patient = scene.run_options(name, session_ms=20_000, startingOffsets="latest")
-    with RunProcess(patient, file) as run:
+    given = scene.run_options(name, startingOffsets="latest")
+    with RunProcess(given, file) as run:
         run.await_partitions(4)
         starts = {TopicPartition(name, p): 1 for p in range(4)}
         await_until(lambda: scene.committed() == starts, what="the start positions in the group")
@@ -119,7 +119,7 @@ def test_G7_classic_a_killed_run_regains_its_memberships_and_latest_is_not_resol
         generation = run.statistics["generation"]
         run.kill()
     scene.fill(name, 1)  # while no member is in the group
-    with RunProcess(patient, file) as again:
+    with RunProcess(given, file) as again:
         await_until(lambda: len(again.records) == 4, what="the records of the meantime")
         assert {offset for _, _, offset in again.records} == {1}
         scene.await_committed(name)

@@ -6,12 +6,6 @@ from typing import Any
 
 import pytest
 from confluent_kafka import Producer
-from confluent_kafka.admin import (  # type: ignore[attr-defined]  # re-exported without saying so
-    AlterConfigOpType,
-    ConfigEntry,
-    ConfigResource,
-    ResourceType,
-)
 from kafka_helpers import ADMIN_S, await_markers, await_until
 from rebalance.accounts import describe
 from rebalance.ordinary import OrdinaryConsumer
@@ -27,17 +21,6 @@ BUDGET_MS = 4000
 REFUSAL = "can't start new thread"
 
 
-def patient(scene: Scene, protocol: str = "classic", **more: object) -> dict[str, str]:
-    """Options of a group whose members are not removed while a test pauses."""
-    if protocol == "classic":
-        return scene.options(protocol, kafka__session__timeout__ms=30_000, **more)
-    entry = ConfigEntry("consumer.session.timeout.ms", "30000", incremental_operation=AlterConfigOpType.SET)
-    resource = ConfigResource(ResourceType.GROUP, scene.group, incremental_configs=[entry])
-    for done in scene.admin.incremental_alter_configs([resource]).values():
-        done.result(ADMIN_S)
-    return scene.options(protocol, **more)
-
-
 # --- offset commits --------------------------------------------------------------------------------------------------
 
 
@@ -45,7 +28,7 @@ def patient(scene: Scene, protocol: str = "classic", **more: object) -> dict[str
 def test_G2_committed_offsets_are_never_ahead_of_the_sink(scene: Scene) -> None:
     name = scene.topic()
     scene.produce(name, numbered(0, 4))
-    with Engine(patient(scene, subscribe=name)) as engine:
+    with Engine(scene.patient(subscribe=name)) as engine:
         engine.step()
         assert scene.committed().get(TopicPartition(name, 0), 0) == 0
         scene.produce(name, numbered(5, 9))
@@ -98,7 +81,7 @@ def test_G1_a_replayed_batch_has_the_same_rows_while_another_member_has_its_part
 def test_G7_a_restart_within_the_session_timeout_causes_no_rebalance(protocol: str, scene: Scene) -> None:
     name = scene.topic(6)
     scene.produce(name, numbered(0, 11, 6))
-    given = patient(scene, protocol, subscribe=name, groupMembers=2)
+    given = scene.patient(protocol, subscribe=name, groupMembers=2)
     with OtherMember(scene.servers, scene.group, [name], protocol) as other:
 
         def shared() -> bool:
@@ -126,8 +109,7 @@ def test_G7_a_restart_within_the_session_timeout_causes_no_rebalance(protocol: s
 def test_members_leave_at_the_end_of_a_run_according_to_leaveOnStop(
     given: str, bounded: bool, members: int, scene: Scene
 ) -> None:
-    one = scene.played(subscribe=scene.topic(2), groupMembers=2, leaveOnStop=given)
-    with one.running() as engine:
+    with Engine(scene.patient(subscribe=scene.topic(2), groupMembers=2, leaveOnStop=given)) as engine:
         if bounded:
             engine.coordinator.prepare_available_now()
         engine.run()
