@@ -4,6 +4,7 @@ Runs in: tests. Deliberately absent: fixtures (``conftest.py``), which bind thes
 run. It is a module of its own because every ``conftest.py`` has the same name, and a type must not be defined twice.
 """
 
+import contextlib
 import sys
 import threading
 import time
@@ -114,7 +115,21 @@ def await_progress(
 def size_of(*files: Path) -> int:
     """Return the total bytes of these files, as the progress of processes that log to them; a missing file counts as
     0."""
-    return sum(file.stat().st_size for file in files if file.exists())
+    total = 0
+    for file in files:
+        with contextlib.suppress(FileNotFoundError):  # not written yet, or removed meanwhile
+            total += file.stat().st_size
+    return total
+
+
+def contents_of(files: Iterable[Path]) -> dict[Path, bytes]:
+    """Return the contents of the regular files among these, without those that a process removes meanwhile."""
+    found = {}
+    for file in files:
+        with contextlib.suppress(FileNotFoundError):
+            if file.is_file():
+                found[file] = file.read_bytes()
+    return found
 
 
 def _await(condition: Callable[[], T], progress: Callable[[], object], bound_s: float, what: str, bound: str) -> T:

@@ -18,6 +18,7 @@ from pathlib import Path
 import agent_helpers
 import pytest
 from conftest import await_until
+from kafka_helpers import contents_of
 
 from spark_group_source.agents import agent_folder
 from spark_group_source.agents.agent_folder import (
@@ -175,9 +176,9 @@ def test_secrets_are_not_visible_and_other_users_cannot_open_the_folders(agent: 
     for name in ("cmdline", "environ"):
         assert SECRET.encode() not in Path(f"/proc/{agent_helpers.pid_of(folder)}/{name}").read_bytes()
     agent_helpers.state(folder)
-    files = [path for path in directory().rglob("*") if path.is_file()]
+    files = contents_of(directory().rglob("*"))
     assert folder.log in files
-    assert not any(SECRET.encode() in path.read_bytes() for path in files)
+    assert not any(SECRET.encode() in text for text in files.values())
     assert os.readlink(f"/proc/{agent_helpers.pid_of(folder)}/fd/0") == "/dev/null"
 
 

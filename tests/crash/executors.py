@@ -6,6 +6,7 @@ logged. Arguments, as one JSON object on its standard input: servers, group, top
 checkpoint, scratch and the tasks' reports), options.
 """
 
+import contextlib
 import json
 import os
 import sys
@@ -180,7 +181,11 @@ def _held(hold: Path, offset: int) -> bool:
 
 def _threads_of_clients(pid: int) -> int:
     """The number of threads of Kafka clients in a process; librdkafka names its threads."""
-    return sum(name.read_text().startswith("rdk:") for name in Path(f"/proc/{pid}/task").glob("*/comm"))
+    found = 0
+    for name in Path(f"/proc/{pid}/task").glob("*/comm"):
+        with contextlib.suppress(OSError):  # the thread has ended
+            found += name.read_text().startswith("rdk:")
+    return found
 
 
 if __name__ == "__main__":

@@ -165,7 +165,7 @@ class Application:
         self.end()
         scratch = self.home / "scratch"
         shutil.rmtree(scratch, ignore_errors=True)
-        scratch.mkdir(parents=True)
+        scratch.mkdir(parents=True, exist_ok=True)  # a process that is about to end may have written into it
         self._joins, self._commits = self.joins(), self.commits()
         self.job = Job(self.arguments | {"scratch": str(scratch)}, self.log)
         return self.job

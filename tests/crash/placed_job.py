@@ -137,9 +137,10 @@ class PlacedJob:
         return [json.loads(path.read_text()) for path in (self.home / "reports").glob("*") if not path.suffix]
 
     def forget_reports(self) -> None:
-        """Delete the reports so far."""
-        for path in (self.home / "reports").iterdir():
-            path.unlink()
+        """Delete the reports so far, but for those that tasks are writing."""
+        for path in (self.home / "reports").glob("*"):
+            if not path.suffix:
+                path.unlink()
 
     # --- its state --------------------------------------------------------------------------------------------------
 

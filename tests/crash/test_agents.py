@@ -27,6 +27,7 @@ from kafka_helpers import (
     TopicFactory,
     await_progress,
     committed_of,
+    contents_of,
     create_topic,
     sasl,
 )
@@ -159,10 +160,10 @@ def test_G9_no_secret_is_in_a_log_process_list_event_log_page_or_plan(shared: Pl
     assert len(executors) == 2
     shown = {"arguments": arguments(), "the driver's log": shared.log.encode()}
     shown |= {f"the environment of {pid}": environment(pid) for pid in [driver, *descendants(driver), *placed.values()]}
-    shown |= {str(path): path.read_bytes() for folder in executors for path in folder.glob("std*")}
-    shown |= {str(path): path.read_bytes() for path in agents_directory().glob("*/log")}
+    files = [path for folder in executors for path in folder.glob("std*")] + [*agents_directory().glob("*/log")]
     for folder in ("events", "checkpoint", "table/_delta_log"):
-        shown |= {str(path): path.read_bytes() for path in (shared.home / folder).rglob("*") if path.is_file()}
+        files += (shared.home / folder).rglob("*")
+    shown |= {str(path): text for path, text in contents_of(files).items()}
     shown |= pages((shared.home / "ui").read_text())
 
     found = [(name, what) for name, text in shown.items() for what in hidden if any(f in text for f in hidden[what])]
