@@ -3,6 +3,7 @@
 Kafka's offsets are read back with its own admin API, the table's rows from its files.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -115,7 +116,8 @@ def test_query_follows_a_reset_that_came_during_a_pending_batch(scene: Scene) ->
 
     def killed(df: "DataFrame", number: int) -> None:
         for reader in readers_below():
-            os.kill(reader, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # that of the run before has ended
+                os.kill(reader, signal.SIGKILL)
         raise RuntimeError("killed")
 
     with pytest.raises(Exception, match="killed"):

@@ -91,7 +91,7 @@ def test_building_a_reader_opens_nothing(group_id: str) -> None:
     if compatibility.has_admission_control():
         reader.getDefaultReadLimit()
     reader.stop()
-    assert set(threading.enumerate()) == threads
+    assert set(threading.enumerate()) <= threads  # some of other tests may have ended
 
 
 @pytest.mark.parametrize(
