@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+from kafka_helpers import await_until
+
 from spark_group_source.agents.channel.client import ChannelClient
 from spark_group_source.agents.channel.server import ChannelLimits, ChannelPeer, ChannelServer
 from spark_group_source.agents.channel.wire import Codec, Secret
@@ -90,7 +92,7 @@ class RecordingServer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        assert self.server.stop()
+        assert self.server.stop(SOON_S)
         assert self.died.empty()
 
     def _on_message(self, peer: ChannelPeer, message: Any) -> None:
@@ -143,6 +145,22 @@ class ScopedClient(ChannelClient):
         except ChannelBroken as exc:
             return str(exc)
         raise AssertionError("the connection is still open")
+
+
+def await_refused(addresses: list[tuple[str, int]], *reasons: str, within_s: float = 1.0) -> ChannelBroken:
+    """Connect with another secret until the error has these reasons; returns it. On a busy machine an address may not
+    answer within the limit."""
+
+    def refusal() -> ChannelBroken | None:
+        try:
+            ScopedClient(addresses, Secret.new(), within_s).close()
+        except ChannelBroken as exc:
+            return exc if all(reason in str(exc) for reason in reasons) else None
+        raise AssertionError("the connection was accepted")
+
+    found = await_until(refusal, SOON_S, what=f"a refusal because of {reasons}")
+    assert found is not None
+    return found
 
 
 def until_closed(connected: socket.socket) -> bytes:
