@@ -190,11 +190,17 @@ class ChannelPeer:
 
     async def _shake_hands(self, reader: asyncio.StreamReader) -> MessageSigner:
         challenge = new_challenge()
-        self._writer.write(GREETING + challenge)
+        self._write_field(GREETING + challenge)
         handshake = verify_client(self._server.secret, challenge, await reader.readexactly(2 * FIELD_BYTES))
-        self._writer.write(handshake.proof("server"))
+        self._write_field(handshake.proof("server"))
         self._outgoing = handshake.signer("server")
         return handshake.signer("client")
+
+    def _write_field(self, data: bytes) -> None:
+        """Write a part of the handshake."""
+        if self.reason:  # asyncio refuses to write behind the end of the stream
+            raise ConnectionAbortedError(self.reason)
+        self._writer.write(data)
 
     def _write(self, data: bytes) -> None:
         with self._lock:
@@ -368,7 +374,8 @@ class ChannelServer:
             await peer.serve(reader)
         except HandshakeRefused as exc:
             self._refuse(peer, str(exc))
-            writer.write(REFUSED)
+            if not peer.reason:
+                writer.write(REFUSED)
             peer.close(str(exc))
             with suppress(OSError):
                 while await reader.read(READ_BYTES):  # until the peer has read REFUSED and closes, or the limit aborts

@@ -197,6 +197,32 @@ def test_the_server_stops_while_a_peer_disconnects(
     assert "Exception" not in caplog.text
 
 
+@pytest.mark.parametrize("knows_the_secret", [True, False])
+def test_the_server_stops_in_the_middle_of_a_handshake(knows_the_secret: bool) -> None:
+    """Nothing can be written behind the end of the stream."""
+    there = RecordingServer()
+    loop, blocked, gate = there.server._loop, threading.Event(), threading.Event()
+    assert loop is not None
+
+    def block() -> None:
+        blocked.set()
+        gate.wait(SOON_S)
+
+    with there.raw() as connected:
+        challenge = new_challenge()
+        greeting = receive_exactly(connected, 2 * FIELD_BYTES, time.monotonic() + SOON_S)
+        secret = there.secret if knows_the_secret else Secret.new()
+        (serving,) = there.server._serving
+        loop.call_soon_threadsafe(block)
+        assert blocked.wait(SOON_S)
+        loop.call_soon_threadsafe(there.server._shut_down, SOON_S)
+        connected.sendall(challenge + accept_greeting(secret, greeting, challenge).proof("client"))
+        gate.set()
+        assert until_closed(connected) == b""
+    assert there.server.stop(SOON_S)
+    assert serving.exception() is None
+
+
 def test_clients_without_the_secret_are_refused_and_counted_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     with RecordingServer() as there:
         await_refused([("127.0.0.1", there.port)], "another run")
