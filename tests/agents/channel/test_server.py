@@ -16,6 +16,7 @@ import pytest
 from channel_helpers import CODEC, SOON_S, Ping, Pong, Question, RecordingServer, await_refused, until_closed
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kafka_helpers import await_until
 
 from spark_group_source.agents.channel import server
 from spark_group_source.agents.channel.server import MESSAGES_PER_TURN, ChannelLimits, ChannelPeer, ChannelServer
@@ -45,13 +46,6 @@ def proven(there: RecordingServer) -> tuple[socket.socket, Handshake]:
     connected.sendall(challenge + hands.proof("client"))
     verify_server(hands, receive_exactly(connected, FIELD_BYTES, until_s))
     return connected, hands
-
-
-def await_connections(there: RecordingServer, number: int) -> None:
-    deadline_s = time.monotonic() + SOON_S
-    while len(there.server._peers) != number:
-        assert time.monotonic() < deadline_s, there.server._peers
-        threading.Event().wait(0.01)
 
 
 def test_messages_are_sent_both_ways_and_requests_are_answered() -> None:
@@ -280,7 +274,7 @@ def test_half_open_and_slow_connections_time_out_and_others_are_served() -> None
         until_closed(slow)
         for each in (*mute, slow):
             each.close()
-        await_connections(there, 0)
+        await_until(lambda: not there.server._peers, what="no connection")
         assert there.server.refused >= 51, "those, and clients that a busy machine delays"
 
 
@@ -306,9 +300,14 @@ def test_clients_that_connect_together_complete_their_handshakes(monkeypatch: py
             with there.client() as client:
                 return int(client.request(Question(number=number), SOON_S).number)
 
+        strangers = [there.raw() for _ in range(8)]
+        await_until(lambda: len(there.server._unproven) == 8, what="connections without a proof")
         with ThreadPoolExecutor(clients) as pool:
-            assert list(pool.map(connect, range(clients))) == list(range(clients))
-        assert there.server.refused > 0
+            connected = pool.map(connect, range(clients))
+            await_until(lambda: there.server.refused > 0, what="a client that is turned away")
+            for each in strangers:
+                each.close()
+            assert list(connected) == list(range(clients))
 
 
 @pytest.mark.parametrize("failures", [3, None], ids=["for a while", "until the server stops"])
@@ -340,7 +339,7 @@ def test_connections_are_bounded() -> None:
             with pytest.raises(ChannelBroken):
                 there.client(within_s=0.5)
             assert first.request(Question(number=1), SOON_S) == Pong(number=1)
-        await_connections(there, 0)
+        await_until(lambda: not there.server._peers, what="no connection")
         there.assert_serves()
 
 
