@@ -98,8 +98,9 @@ def start_agent(executor: ProcessId | None = None, *, run: str = "run", **given:
 
 
 def exchange(folder: AgentFolder, message: object) -> object:
-    """Send a request and return its response. Raises OSError or WireError if there is none."""
-    until_s = time.monotonic() + client.RESPONSE_S
+    """Send a request and return its response. Raises OSError or WireError if there is none, which may be because this
+    process was too slow: an agent waits for a request for seconds only."""
+    until_s = time.monotonic() + STALLED_S
     with client.connect(folder, until_s) as connection:
         connection.sendall(frame(CODEC.encode(message)))
         return CODEC.decode(receive_frame(connection, CODEC.bytes_max, until_s))
@@ -107,14 +108,21 @@ def exchange(folder: AgentFolder, message: object) -> object:
 
 def prefetch(folder: AgentFolder, positions: PrefetchPositions) -> None:
     """Let the agent prefetch from these positions."""
-    assert exchange(folder, positions) == End()
+
+    def accepted() -> bool:
+        try:
+            return exchange(folder, positions) == End()
+        except (OSError, WireError):
+            return False
+
+    await_until(accepted, what=f"positions at the agent in {folder.path}")
 
 
 def state(folder: AgentFolder) -> AgentState | None:
     """The agent's state; None while it does not answer."""
     try:
         found = exchange(folder, StateRequest())
-    except OSError:
+    except (OSError, WireError):
         return None
     assert isinstance(found, AgentState)
     return found
@@ -122,7 +130,7 @@ def state(folder: AgentFolder) -> AgentState | None:
 
 def state_of(folder: AgentFolder) -> AgentState:
     """The state of an agent that answers."""
-    found = state(folder)
+    found = await_until(lambda: state(folder), what=f"the state of the agent in {folder.path}")
     assert found is not None
     return found
 

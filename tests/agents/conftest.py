@@ -9,9 +9,11 @@ from typing import Any
 
 import agent_helpers
 import pytest
+from kafka_helpers import STALLED_S
 
 from spark_group_source.agents import agent_folder
 from spark_group_source.agents.agent_folder import AgentFolder, ProcessId
+from spark_group_source.agents.prefetch import client
 from spark_group_source.local.broker import Broker
 
 StartAgent = Callable[..., AgentFolder]
@@ -26,6 +28,8 @@ def no_agent_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
     monkeypatch.setenv("PYTHONPATH", f"{tests.parent}:{tests}")  # for processes in place of executors
     monkeypatch.setattr(agent_folder, "_MAIN", agent_helpers.MAIN)
     monkeypatch.setattr(agent_folder, "_warned", set())
+    for name in ("RESPONSE_S", "TRANSFER_S"):  # a task that was too slow would read from the brokers
+        monkeypatch.setattr(client, name, STALLED_S)
     yield
     for pid in agent_helpers.living():
         os.kill(pid, signal.SIGKILL)

@@ -136,7 +136,7 @@ def test_the_end_of_a_process_is_detected_without_pidfd(monkeypatch: pytest.Monk
         assert not watch.wait_ended(0)
         child.kill()
         await_until(
-            lambda: watch.wait_ended(0.05), 10, what="the end of the process"
+            lambda: watch.wait_ended(0.05), STARTED_S, what="the end of the process"
         )  # its parent has not waited for it yet
     assert not ProcessId(os.getpid(), process.started - 1).is_alive(), "another process with the same number"
 
@@ -249,7 +249,7 @@ def test_an_agent_starts_after_one_that_was_killed_before_it_listened(agent: Cal
     folder.create()
     with socket.socket(socket.AF_UNIX) as listener, folder.socket_path("socket.new") as path:
         listener.bind(path)
-    assert agent_helpers.state(agent()) is not None
+    agent_helpers.await_ready(agent())
 
 
 def test_a_directory_that_other_users_can_write_to_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
@@ -341,7 +341,8 @@ def test_an_agent_whose_folder_was_removed_does_not_remove_that_of_the_next_one(
     (second,) = set(agent_helpers.living()) - {first}
     os.kill(first, signal.SIGCONT)
     agent_helpers.await_ended(first)
-    assert agent_helpers.living() == [second] and agent_helpers.state(folder) is not None
+    assert agent_helpers.living() == [second]
+    agent_helpers.await_ready(folder)
     (folder.path / "socket").unlink()
     agent_helpers.await_ended(second)
 
@@ -394,7 +395,7 @@ def test_an_agent_ends_when_one_of_its_threads_has_failed(agent: Callable[..., A
     (tmp_path / "fail").touch()
     agent_helpers.await_ended(pid)
     await_until(lambda: "ValueError" in serving.log.read_text(), STARTED_S, what="the failure of the thread")
-    assert agent_helpers.state(serving)
+    agent_helpers.await_ready(serving)
 
 
 def test_an_agent_whose_end_hangs_exits(agent: Callable[..., AgentFolder]) -> None:

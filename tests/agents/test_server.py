@@ -22,7 +22,8 @@ from hypothesis import strategies as st
 
 from spark_group_source.agents import agent_folder
 from spark_group_source.agents.agent_folder import AgentFolder
-from spark_group_source.agents.channel.wire import WireError, frame
+from spark_group_source.agents.channel import wire
+from spark_group_source.agents.channel.wire import WireError, frame, receive_frame
 from spark_group_source.agents.messages import ClaimGranted, PrefetchPositions, ServedRange, ServedRanges
 from spark_group_source.agents.prefetch import client, server
 from spark_group_source.agents.prefetch.buffers import AcceptedRows
@@ -75,7 +76,7 @@ def test_garbage_closes_only_its_own_connection(folder: AgentFolder, sent: bytes
         with contextlib.suppress(OSError):
             while connection.recv(4096):
                 pass
-    assert agent_helpers.state(folder)
+    agent_helpers.await_ready(folder)
 
 
 def test_the_client_of_checks_is_closed_if_it_is_not_used_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +113,7 @@ def test_a_message_that_is_too_long_is_refused_by_its_length(folder: AgentFolder
     with connect_to(folder) as connection:
         connection.sendall(struct.pack(">I", client.CODEC.bytes_max + 1))
         assert is_closed(connection)
-    assert agent_helpers.state(folder)
+    agent_helpers.await_ready(folder)
 
 
 def test_silent_connections_are_bounded_in_number_and_time(folder: AgentFolder) -> None:
@@ -149,8 +150,18 @@ def test_an_impossible_response_is_refused() -> None:
 
 
 def test_a_long_transfer_is_accepted_while_it_progresses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Longer than the limit for each part of it."""
-    monkeypatch.setattr(client, "RESPONSE_S", 2.0)
+    """Longer than the limit for each part of it. The clock advances by a third of that with each part."""
+    now_s, deadline = [0.0], wire.set_deadline
+    clock = SimpleNamespace(monotonic=lambda: now_s[0], time=time.time)
+
+    def set_deadline(connection: socket.socket, until_s: float) -> None:
+        deadline(connection, until_s)
+        now_s[0] += client.RESPONSE_S / 3
+
+    for module in (client, wire):
+        monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(client, "set_deadline", set_deadline)
+    monkeypatch.setattr(client, "TRANSFER_S", 10 * client.RESPONSE_S)
     slow = AgentFolder(tmp_path)
     schema = records.arrow_schema(COLUMNS)
     row = dict.fromkeys(schema.names) | {"topic": "t", "partition": 0, "offset": 0}
@@ -160,14 +171,12 @@ def test_a_long_transfer_is_accepted_while_it_progresses(tmp_path: Path, monkeyp
     def serve() -> None:
         connection, _ = listener.accept()
         with connection, connection.makefile("wb") as file:
-            until_s = time.monotonic() + ENDED_S
-            client.receive(connection, ClaimGranted, until_s)
-            client.send(connection, ServedRanges(ranges=(ServedRange(index=0, until=5, rows=5),), rows=5), until_s)
+            receive_frame(connection, client.CODEC.bytes_max, 1e6)
+            answer = ServedRanges(ranges=(ServedRange(index=0, until=5, rows=5),), rows=5)
+            connection.sendall(frame(client.CODEC.encode(answer)))
             with pa.ipc.new_stream(file, schema) as stream:
                 for _ in range(5):
-                    threading.Event().wait(0.6)
                     stream.write_batch(batch)
-                    file.flush()
 
     with socket.socket(socket.AF_UNIX) as listener, slow.socket_path() as path:
         listener.bind(path)
@@ -177,6 +186,7 @@ def test_a_long_transfer_is_accepted_while_it_progresses(tmp_path: Path, monkeyp
         batches, rest, _ = client.request_buffered(slow, Piece((wanted,)), COLUMNS, ReadCounts())
         thread.join(ENDED_S)
     assert (sum(each.num_rows for each in batches), rest) == (5, [])
+    assert now_s[0] > client.RESPONSE_S
 
 
 def test_an_agent_that_does_not_respond_delays_one_task_and_is_tried_again_after_a_pause(
