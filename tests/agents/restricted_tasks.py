@@ -2,10 +2,10 @@
 
 Runs in: processes of tests. Arguments, as one JSON object: ``task``, the arguments of a PlannedTask, or null as with
 ``memberHost=driver``; ``options``; ``workers``, which run one after the other; ``tasks`` of each worker, the next one
-when the agents of the last one have ended, if ``wait``; ``threads``, how many more the workers' user may start after a
-worker has read once; ``users``, whether each worker is another user; ``records``, how many of partition 0 each task
-reads. Prints a line for each task: how many agents its worker has
-started. Log lines are on standard error.
+when the agents of the last one have ended, if ``wait``; ``threads``, how many more the workers' user may start after
+a worker has read once; ``users``, whether each worker is another user; ``connect_s``, the limit for reaching the
+stream reader; ``records``, how many of partition 0 each task reads. Prints a line for each task: how many agents its
+worker has started. Log lines are on standard error.
 """
 
 import json
@@ -19,6 +19,7 @@ from typing import Any
 import restricted
 
 from spark_group_source.agents import agent_folder
+from spark_group_source.agents import task as agents_task
 from spark_group_source.agents.channel.wire import Secret
 from spark_group_source.agents.task import PlannedTask
 from spark_group_source.model import OffsetRange, Piece, TopicPartition
@@ -35,9 +36,11 @@ def main(
     wait: bool,
     threads: int | None,
     users: bool = False,
+    connect_s: float,
     records: int,
 ) -> None:
     logging.basicConfig(level="WARNING", format="%(message)s")
+    agents_task.CONNECT_S = connect_s
     agent_folder.PAUSE_S = agent_folder.PAUSE_S_MAX  # no agent is started again, however long the tasks take
     planned = None
     if task is not None:

@@ -83,6 +83,12 @@ class OneTask:
             assert list(task.read_piece(Mock(), Piece(self.plan.pieces[0].ranges), planned, Mock())) == []
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tasks connect, however busy the machine is."""
+    monkeypatch.setattr(task, "CONNECT_S", SOON_S)
+
+
 @pytest.fixture
 def one_task() -> Iterator[OneTask]:
     started = OneTask()
@@ -139,7 +145,7 @@ def test_executors_that_do_not_reach_the_driver_are_reported_once_on_the_driver(
             plan(seq)
             plan(seq)  # another action of the same batch
         plan(9, end=0)  # nothing to read
-        assert "connected" not in caplog.text
+        assert "has connected" not in caplog.text
         if connects:
             planned = PlannedTask(server.addresses, server.secret, server.run, "an earlier plan", 0, late=False)
             task._Worker(planned).claim_known_piece(Claim(plan=planned.plan, task=0, executor=HERE))

@@ -26,6 +26,8 @@ from spark_group_source.agents.messages import CODEC, Claim, ClaimGranted
 from spark_group_source.model import Piece
 
 HANG_S = 300
+UNREACHED_S = 2.0
+"""How long tasks try to reach a stream reader that they cannot reach."""
 WORKERS, TASKS = 3, 3
 RECORDS = 20
 PROGRAM = Path(__file__).with_name("restricted_tasks.py")
@@ -59,13 +61,14 @@ class Tasks:
         wait: bool = False,
         threads: int | None = None,
         users: bool = False,
+        connect_s: float = HANG_S,
     ) -> None:
         """Run the tasks to their end.
 
         Args:
             restrictions: of the daemon and its workers.
             executor: restrictions of the executor, and of all that it starts.
-            writable, wait, threads, users: as in ``restricted`` and in the program.
+            writable, wait, threads, users, connect_s: as in ``restricted`` and in the program.
         """
         for restriction in (*restrictions, *executor, *([OTHER_USER] if users else ())):
             if reason := restricted.obstacle(restriction):
@@ -74,7 +77,7 @@ class Tasks:
         task |= {"addresses": [address], "secret": secret.to_hex()}
         options = {"kafka.bootstrap.servers": self._servers, "kafka.group.id": "g", "subscribe": "orders"}
         given = {"task": task, "options": options, "workers": WORKERS, "tasks": TASKS, "records": RECORDS}
-        given |= {"wait": wait, "threads": threads, "users": users}
+        given |= {"wait": wait, "threads": threads, "users": users, "connect_s": connect_s}
         daemon = restricted.command(restrictions, str(PROGRAM), json.dumps(given), writable=writable)
         found = subprocess.run(
             restricted.command(executor, "-c", EXECUTOR, *daemon),
@@ -194,13 +197,13 @@ def test_a_read_only_root_without_a_writable_folder(tasks: Tasks, reader: tuple[
 def test_executors_whose_connections_to_the_driver_are_refused(tasks: Tasks) -> None:
     with socket.socket() as bound:  # and does not listen
         bound.bind(("127.0.0.1", 0))
-        tasks.run(bound.getsockname(), Secret.new())
+        tasks.run(bound.getsockname(), Secret.new(), connect_s=UNREACHED_S)
     assert_reason(tasks, "this executor does not reach the stream reader", "Connection refused")
 
 
 def test_executors_whose_packets_to_the_driver_are_dropped(tasks: Tasks) -> None:
     with dropping() as address:
-        tasks.run(address, Secret.new())
+        tasks.run(address, Secret.new(), connect_s=UNREACHED_S)
     assert_reason(tasks, "this executor does not reach the stream reader", "no answer in time")
 
 

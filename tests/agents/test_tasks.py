@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import restricted
-from channel_helpers import RecordingServer
+from channel_helpers import SOON_S, RecordingServer
 from kafka_helpers import await_until
 from restricted import NO_PROC
 
@@ -47,6 +47,7 @@ def listening(answers: Answers) -> Iterator[PlannedTask]:
 def test_a_claim_without_a_response_is_repeated_on_another_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     """A network partition looks like this."""
     monkeypatch.setattr(task, "ATTEMPT_S", 0.3)
+    monkeypatch.setattr(task, "CLAIM_S", SOON_S)
     peers: list[ChannelPeer] = []
 
     def answers(peer: ChannelPeer, _: Any) -> None:
@@ -60,7 +61,7 @@ def test_a_claim_without_a_response_is_repeated_on_another_connection(monkeypatc
         found = worker.claim(CLAIM)
         worker.close()
     assert found == GRANTED.piece
-    assert len(peers) == 2
+    assert len(peers) > 1
 
 
 def test_a_claim_that_times_out_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,7 +74,8 @@ def test_a_claim_that_times_out_names_the_remedy(monkeypatch: pytest.MonkeyPatch
         task._Worker(planned).claim(CLAIM)
 
 
-def test_a_refused_claim_is_not_repeated() -> None:
+def test_a_refused_claim_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(task, "ATTEMPT_S", SOON_S)
     claims = []
 
     def answers(peer: ChannelPeer, message: Any) -> None:
@@ -88,10 +90,17 @@ def test_a_refused_claim_is_not_repeated() -> None:
 def test_an_unreachable_stream_reader_delays_one_task_and_is_tried_again_after_a_pause(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(task, "CONNECT_S", 0.3)
+    """It closes each connection instead of an answer."""
+    monkeypatch.setattr(task, "CONNECT_S", SOON_S)
     monkeypatch.setattr(agent_folder, "_warned", set())
+    monkeypatch.setattr(agent_folder, "PAUSE_S", SOON_S)
     claims = []
-    with listening(lambda _, message: claims.append(message)) as planned:
+
+    def answers(peer: ChannelPeer, message: Any) -> None:
+        claims.append(message)
+        peer.drop("no answer")
+
+    with listening(answers) as planned:
         worker = task._Worker(planned)
         for _ in range(3):
             worker.claim_known_piece(CLAIM)
