@@ -24,6 +24,7 @@ from confluent_kafka import Producer
 from confluent_kafka.admin import AdminClient
 from hypothesis import settings
 from kafka_helpers import (
+    ADMIN_S,
     SASL_PASSWORD,
     SASL_USER,
     Offsets,
@@ -295,7 +296,8 @@ def cluster(jvm: None) -> Iterator[BrokerCluster]:
 @pytest.fixture(scope="session")
 def admin(broker: SharedBroker) -> AdminClient:
     """Kafka's admin client, for the whole run: a client that is garbage collected drops pending responses."""
-    return AdminClient({"bootstrap.servers": broker.bootstrap_servers, "log_level": 3})
+    patient = {"socket.timeout.ms": ADMIN_S * 1000}  # its requests have no limit of their own
+    return AdminClient({"bootstrap.servers": broker.bootstrap_servers, "log_level": 3, **patient})
 
 
 @pytest.fixture(scope="session")

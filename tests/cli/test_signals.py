@@ -29,7 +29,7 @@ RUN = [sys.executable, "-m", "spark_group_source", "run"]
 JOB = str(ROOT / "jobs" / "group_to_delta.py")
 LAUNCHER = "org.apache.spark.launcher.Main"
 """The class with which ``spark-submit`` works out its command line, in a JVM of its own that ends at once."""
-END_S = 120
+END_S = 600
 """The longest wait for the end of the processes."""
 
 

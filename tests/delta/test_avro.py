@@ -312,7 +312,7 @@ def test_an_outage_is_waited_for_and_reported_once(
     with server.down() as refused:
         thread = threading.Thread(target=lambda: found.extend(decoded(df, registry)))
         thread.start()
-        assert refused.wait(60)
+        assert refused.wait(600)
         seen = len(server.requests)
         while len(server.requests) < seen + 3 and thread.is_alive():
             refused.wait(0.01)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 import pytest
 from confluent_kafka import Producer
 from confluent_kafka.admin import AdminClient, NewTopic  # type: ignore[attr-defined]  # missing in the stubs
-from kafka_helpers import await_until, produce_to
+from kafka_helpers import ADMIN_S, await_until, produce_to
 from kit.faulty_cluster import FaultyCluster
 from rebalance.conftest import make_options
 from rebalance.runs import Run
@@ -24,12 +24,12 @@ class LeaderlessTopic:
         self.cluster, self.group, self.name = cluster, group, f"t-{group}"
         admin = AdminClient({"bootstrap.servers": cluster.direct_servers, "log_level": 0})
         (made,) = admin.create_topics([NewTopic(self.name, 3, replica_assignment=[[1], [2], [3]])]).values()
-        made.result()
+        made.result(ADMIN_S)
         self.produce(range(3))
         cluster.kill(DOWN)
 
         def is_leaderless() -> bool:
-            return admin.list_topics(self.name, timeout=10).topics[self.name].partitions[DOWN - 1].leader < 0
+            return admin.list_topics(self.name, timeout=ADMIN_S).topics[self.name].partitions[DOWN - 1].leader < 0
 
         await_until(is_leaderless, what="a partition without a leader")
 

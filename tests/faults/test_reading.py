@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from confluent_kafka import Producer
 from confluent_kafka.admin import AdminClient
-from kafka_helpers import await_progress, create_topic, end_offsets_of
+from kafka_helpers import ADMIN_S, await_progress, create_topic, end_offsets_of
 from kit.faulty_cluster import Fault, FaultyCluster
 from kit.proxy import Conditions, Direction
 from reading import read as read_batches
@@ -47,7 +47,7 @@ def fill(servers: str) -> None:
     )
     for number in range(RECORDS):
         producer.produce(TOPIC, RECORD, partition=number % PARTITIONS)
-    assert producer.flush(60) == 0
+    assert producer.flush(ADMIN_S) == 0
 
 
 class Trouble:

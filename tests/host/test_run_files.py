@@ -522,7 +522,7 @@ def test_the_lock_is_acquired_when_the_earlier_run_stops_or_is_killed(directory:
     with holder(directory, end) as process:
         assert process.stdin is not None
         process.stdin.close()
-        load.acquire(wait_s=60)
+        load.acquire(wait_s=600)
     with pytest.raises(OptionError, match=f"process {os.getpid()}"):
         run_files.LoadLock("a1").acquire(wait_s=0)
     load.release()

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 from confluent_kafka import Producer
+from kafka_helpers import ADMIN_S
 from kit.mock_cluster import Api, MockCluster
 
 from spark_group_source.kafka.environment import Environment
@@ -12,7 +13,7 @@ from spark_group_source.model import TopicPartition
 
 PARTITIONS = ASSIGNED_MAX + 50
 MADE_MS = 1_700_000_000_000
-MS_MAX = 20_000
+MS_MAX = 600_000
 NOT_LEADER, READ_REFUSED = 6, 29
 
 
@@ -25,7 +26,7 @@ def cluster() -> Iterator[MockCluster]:
         for partition in range(PARTITIONS):
             for n in range(3):
                 producer.produce("orders", b"x", partition=partition, timestamp=MADE_MS + n * 1000 + partition)
-        assert producer.flush(30) == 0
+        assert producer.flush(ADMIN_S) == 0
         yield made
 
 

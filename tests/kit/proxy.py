@@ -23,10 +23,10 @@ CHUNKS_MAX = 64
 """Delayed chunks in one direction of a connection: 1 MiB."""
 STREAM_BYTES = 64 * 1024
 """Bytes read ahead, or written and not sent, on each side of a connection."""
-CONNECT_S = 5
+CONNECT_S = 60
 """The timeout of a connection to the server; after it the client's connection is reset."""
-CALL_S = 10
-"""The timeout of every switch: it takes one iteration of the proxy's loop."""
+CALL_S = 600
+"""The bound of a hang of every switch: it takes one iteration of the proxy's loop."""
 SLICES_PER_S = 20
 """With a limited bandwidth, bytes pass in this many portions per second."""
 

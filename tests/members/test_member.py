@@ -471,7 +471,7 @@ def test_a_thread_that_dies_while_closing_is_reported() -> None:
 
     member = Member(JOIN, EAGER, environment=Threads(), own_member_ids=deque(), report=reported.append)
     member.start()
-    assert member.wait_ended(10)
+    assert member.wait_ended(600)
     assert [type(event) for event in reported] == [ev.MemberFailed, ev.MemberEnded, ev.InternalFailure]
 
 

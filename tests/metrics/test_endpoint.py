@@ -15,6 +15,8 @@ from spark_group_source.errors import OptionError
 from spark_group_source.metrics import endpoint
 from spark_group_source.metrics.endpoint import Endpoint
 
+HANG_S = 600
+
 
 class Counted(Collector):
     """Counts its scrapes."""
@@ -45,7 +47,7 @@ def test_a_port_in_use_is_refused_or_waited_for(serving: Endpoint) -> None:
         Endpoint(Counted(), port=serving.port, option="metricsPort")
     assert "\n" not in str(caught.value)
     serving.stop()
-    Endpoint(Counted(), port=serving.port, option="metricsPort", wait_s=5).stop()
+    Endpoint(Counted(), port=serving.port, option="metricsPort", wait_s=HANG_S).stop()
 
 
 @pytest.mark.parametrize("host", ["no.such.host.invalid", "192.0.2.1", "a" * 64])
@@ -54,9 +56,10 @@ def test_an_address_of_another_host_is_refused_at_once(host: str) -> None:
         Endpoint(Counted(), host=host, port=0, option="metricsPort", wait_s=60)
 
 
-def test_idle_connections_do_not_exceed_the_limit(serving: Endpoint) -> None:
+def test_idle_connections_do_not_exceed_the_limit(serving: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoint, "PEER_S", 2 * HANG_S)
     silent = [socket.create_connection(("127.0.0.1", serving.port)) for _ in range(endpoint.SCRAPES_MAX + 1)]
-    silent[-1].settimeout(10)
+    silent[-1].settimeout(HANG_S)
     assert silent[-1].recv(1) == b"", "the one too many is closed"
     for one in silent:
         one.close()

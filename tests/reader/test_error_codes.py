@@ -109,7 +109,7 @@ def produce(cluster: MockCluster, count: int = COUNT, topic: str = "orders") -> 
     producer = Producer({"bootstrap.servers": cluster.bootstrap_servers, "log_level": 0})
     for at in range(count):
         producer.produce(topic, b"%d" % at, partition=0)
-    assert producer.flush(10) == 0
+    assert producer.flush(DEADLINE_S) == 0
 
 
 def recreate(cluster: MockCluster, count: int = COUNT) -> None:

@@ -66,7 +66,7 @@ def test_a_task_reads_with_the_packages_of_an_executor_only() -> None:
         producer = Producer({"bootstrap.servers": cluster.bootstrap_servers, "log_level": 0})
         for at in range(COUNT):
             producer.produce("orders", b"%d" % at, partition=0)
-        assert producer.flush(10) == 0
+        assert producer.flush(300) == 0
         options = {"kafka.bootstrap.servers": cluster.bootstrap_servers, "kafka.group.id": "g", "subscribe": "orders"}
         reader = KafkaGroupDataSource(options).streamReader(StructType())
         partition = RangesPartition(Piece((OffsetRange(TopicPartition("orders", 0), 0, COUNT),)))

@@ -89,19 +89,19 @@ def transactions(broker: BrokerCluster) -> Iterator[Callable[..., None]]:
     producer = Producer(
         {"bootstrap.servers": broker.bootstrap_servers, "transactional.id": f"tx-{os.urandom(4).hex()}"}
     )
-    producer.init_transactions(30)
+    producer.init_transactions(DEADLINE_S)
 
     def write(topic: str, values: Sequence[str], *, commit: bool = True, leave_open: bool = False) -> None:
         producer.begin_transaction()
         for value in values:
             producer.produce(topic, value.encode(), partition=0)
-        producer.flush(30)
+        producer.flush(DEADLINE_S)
         if leave_open:
             return
         if commit:
-            producer.commit_transaction(30)
+            producer.commit_transaction(DEADLINE_S)
         else:
-            producer.abort_transaction(30)
+            producer.abort_transaction(DEADLINE_S)
 
     yield write
     with contextlib.suppress(Exception):
@@ -237,8 +237,10 @@ def test_large_records_are_batches_of_their_own(topic: TopicFactory, broker: Bro
     bodies = [os.urandom(size) for size in sizes]
     for body in bodies:
         producer.produce(name, body, partition=0)
-    assert producer.flush(30) == 0
-    found = list(read_batches({"bootstrap.servers": broker.bootstrap_servers}, [of(name, 0, 5)], progress_timeout_s=30))
+    assert producer.flush(DEADLINE_S) == 0
+    found = list(
+        read_batches({"bootstrap.servers": broker.bootstrap_servers}, [of(name, 0, 5)], progress_timeout_s=DEADLINE_S)
+    )
     assert [row["value"] for batch in found for row in batch.to_pylist()] == bodies
     for batch in found:
         assert batch.num_rows == 1 or batch.column("value").nbytes <= 2 * records.BATCH_BYTES_MAX
@@ -347,7 +349,7 @@ def test_any_record_is_read_as_it_was_written(
             headers=headers,  # type: ignore[arg-type]  # the stub forgets bytes in the list form
             on_delivery=lambda _, message: placed.append(message.offset()),  # type: ignore[arg-type]  # delivered
         )
-    assert producer.flush(30) == 0
+    assert producer.flush(DEADLINE_S) == 0
     first = min(placed)
     rows: list[Row] = []
     for batch in read_batches({"bootstrap.servers": servers}, [of(name, first, first + len(written))], columns=COLUMNS):
@@ -401,7 +403,7 @@ def compacted(topic: TopicFactory, produce: Produce, admin: AdminClient, servers
         held.assign([KafkaTopicPartition(name, 0, 0)])
         found: list[int] = []
         while True:
-            message = held.poll(5)
+            message = held.poll(DEADLINE_S)
             assert message is not None
             if message.error():
                 break

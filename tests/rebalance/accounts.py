@@ -74,6 +74,7 @@ class Flow:
         self.topic, self.partitions, self.per_s, self._value = topic, partitions, per_s, value
         self.sent = 0
         self.failed: list[KafkaError] = []
+        self._left = 0
         self._producer = Producer(
             {
                 "bootstrap.servers": servers,
@@ -92,7 +93,7 @@ class Flow:
                 self._producer.produce(self.topic, value, partition=partition, on_delivery=self._delivered)
                 self.sent += 1
             self._producer.poll(0)
-        self._producer.flush(60)
+        self._left = self._producer.flush(ADMIN_S)
 
     def _delivered(self, error: KafkaError | None, message: Message) -> None:
         if error is not None:
@@ -101,7 +102,8 @@ class Flow:
     def stop(self) -> None:
         self._stop.set()
         if self._thread.ident is not None:
-            self._thread.join(300)
+            self._thread.join()
+        assert not self._left, f"{self._left} records were not delivered"
         assert not self.failed, f"the producer failed: {self.failed[:3]}"
 
     def __enter__(self) -> "Flow":

@@ -3,7 +3,7 @@
 import logging
 
 import pytest
-from kafka_helpers import await_until, set_committed
+from kafka_helpers import ADMIN_S, await_until, set_committed
 from streams import OtherMember, numbered
 
 from security.secured import Permission, SecuredBroker, query
@@ -33,8 +33,8 @@ def test_the_exporter_needs_the_documented_permissions_and_shows_only_what_it_ma
 
     def seen() -> GroupSnapshot:
         """Sweep with a new exporter, which has no cached record time."""
-        sweeps = GroupSweeper(settings, None, isolation_level="read_committed", bound_s=30)
-        named = GroupSweeper(settings, (group_id,), isolation_level="read_committed", bound_s=30)
+        sweeps = GroupSweeper(settings, None, isolation_level="read_committed", bound_s=ADMIN_S)
+        named = GroupSweeper(settings, (group_id,), isolation_level="read_committed", bound_s=ADMIN_S)
         try:
             assert {group.group for group in sweeps.sweep().groups} <= {group_id}, "only the permitted group"
             (found,) = named.sweep().groups
@@ -65,7 +65,7 @@ def test_a_topic_that_may_not_be_described_hides_no_other_of_its_group(secured: 
     settings = Options.parse(query(secured.scram(WATCHER, WORD), group_id, seen)).admin_settings()
     for topic in (seen, hidden):
         set_committed(secured.admin, group_id, topic, {0: 4})
-    sweeps = GroupSweeper(settings, (group_id,), isolation_level="read_committed", bound_s=30)
+    sweeps = GroupSweeper(settings, (group_id,), isolation_level="read_committed", bound_s=ADMIN_S)
     with OtherMember(secured.broker.bootstrap_servers, group_id, [seen, hidden]) as member:
         await_until(lambda: len(member.partitions) == 2, what="its partitions")
         (found,) = sweeps.sweep().groups

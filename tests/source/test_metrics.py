@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
-from kafka_helpers import await_until
+from kafka_helpers import ADMIN_S, await_until
 from metrics.scrapes import Scrape, scrape, value, values
 from scenes import Scene
 from streams import numbered
@@ -66,7 +66,7 @@ def test_a_query_and_an_exporter_serve_every_metric_of_the_dashboard_and_the_ale
     scene.produce(topic, numbered(0, 9, 3))
     one = scene.job(subscribe=topic, metricsPort=0, metricsHost="127.0.0.1")
     sweeps = GroupSweeper(
-        {"bootstrap.servers": scene.servers}, (scene.group,), isolation_level="read_committed", bound_s=30
+        {"bootstrap.servers": scene.servers}, (scene.group,), isolation_level="read_committed", bound_s=ADMIN_S
     )
     at = {TopicPartition(topic, 0): 10**6}
     ledger = LedgerSnapshot(group=scene.group, table="t", offsets=at, expires_ms=0, retention_ms=0, is_unsettled=False)
