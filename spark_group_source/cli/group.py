@@ -16,7 +16,6 @@ from typing import Annotated, Any
 import typer
 from rich.console import RenderableType
 from rich.live import Live
-from rich.text import Text
 
 from spark_group_source.cli import common, report
 from spark_group_source.cli.common import (
@@ -204,9 +203,9 @@ def _show_runs(described: GroupReport) -> None:
 def _slots(run: Statistics, now_s: float) -> RenderableType:
     """Where each slot of a query is placed, and what is read there. Tasks report only where agents can run. Values that
     another version of the package did not write are shown as missing."""
-    lines = []
-    columns = ("slot", "state", "partitions", "placed on", "for", "prefetched", "rows from memory", "rows from brokers")
-    table = table_of(*columns, "recalls")
+    found = []
+    where = ("slot", "state", "partitions", "placed on", "for", "prefetched")
+    columns = (*where, "rows from memory", "rows from brokers", "recalls")
     placed = (run.agents, run.placed_since_ms, run.buffered_rows, run.buffered_bytes)
     reads = (run.rows_from_memory, run.rows_from_brokers)
     by_slot: Iterable[tuple[Any, ...]] = zip_longest(run.slots, run.assigned, run.slot_recalls, *placed, *reads)
@@ -214,11 +213,8 @@ def _slots(run: Statistics, now_s: float) -> RenderableType:
         age = None if since_ms is None else f"{now_s - since_ms / 1000:.0f} s"
         held = None if rows is None or size is None else f"{rows:,} rows, {size / 1024:,.0f} KiB"
         at = (agent, age, held) if agent else ("the stream reader", None, None)
-        values = slot, state, partitions, *at, *(read if any(read) else (None, None)), recalls
-        table.add_row(*cells(values))
-        named = zip((*columns, "recalls"), cells(values), strict=True)
-        lines.append(", ".join(f"{name} {value}" for name, value in named if value.plain != "-"))
-    return report.ByWidth(Text("\n".join(lines)), table)
+        found.append((slot, state, partitions, *at, *(read if any(read) else (None, None)), recalls))
+    return report.ByWidth(report.lines_of(columns, map(cells, found)), table_of(*columns, rows=found))
 
 
 # --- spark-group watch -----------------------------------------------------------------------------------------------

@@ -39,6 +39,8 @@ TABLES_SHOWN_MAX = 20
 """Tables of a run that are listed; more are counted."""
 NARROW = 100
 """Terminals with fewer columns get narrower tables."""
+TOPIC_MIN = 6
+"""Columns that a table leaves for a topic at least; longer names are wrapped."""
 SHORT_CHARS = 11
 """Length of a shortened id."""
 BAR = 20
@@ -351,13 +353,20 @@ def members_table(report: GroupReport, *, assignment: bool = True) -> Table:
 
 @dataclass(frozen=True)
 class ByWidth:
-    """One of two renderables: the narrow one in terminals with less than NARROW columns."""
+    """One of two renderables: the narrow one in terminals with fewer columns."""
 
     narrow: RenderableType
     wide: RenderableType
+    columns: int = NARROW
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield self.narrow if options.max_width < NARROW else self.wide
+        yield self.narrow if options.max_width < self.columns else self.wide
+
+
+def lines_of(columns: Sequence[str], rows: Iterable[Sequence[Text]]) -> Text:
+    """The rows of a table as text, one row a line: a terminal may be too narrow for any table."""
+    named = ([(name, cell.plain) for name, cell in zip(columns, row, strict=True)] for row in rows)
+    return Text("\n".join(", ".join(f"{name} {text}" for name, text in row if text != "-") for row in named))
 
 
 def _shortened(id_: str) -> str:
@@ -368,7 +377,8 @@ def _shortened(id_: str) -> str:
 def partitions_table(report: GroupReport, *, rows_max: int | None = None, bars: bool = False) -> RenderableType:
     """The partitions by name; if there are more than ``rows_max``, those with the largest lag.
 
-    In a narrow terminal ids are shortened, and streams and bars are left out.
+    In a narrow terminal ids are shortened, and streams and bars are left out. If the numbers do not fit either, the
+    rows are lines of text: a table would leave digits out.
     """
     return ByWidth(
         _partitions_table(report, rows_max=rows_max, narrow=True),
@@ -384,17 +394,25 @@ def _partitions_table(
     with_ledger = ["ledger"] if any(row.ledger is not None for row in report.partitions) else []
     numbers = ["committed", "end", "lag", *with_ledger]
     ids = ["member"] if narrow else ["member", "stream"]
-    table = table_of("topic", "partition", *numbers, *([""] if bars else []), *ids, narrow=narrow)
+    columns = ["topic", "partition", *numbers, *([""] if bars else []), *ids]
+    table = table_of(*columns, narrow=narrow)
     for column in table.columns[1 : 2 + len(numbers)]:
         column.justify, column.no_wrap = "right", True  # a wrapped number cannot be read
+    rows = []
     for row in sorted(chosen, key=lambda row: (row.topic, row.partition)):
         values = [row.topic, str(row.partition), *(getattr(row, name) for name in numbers)]
         if narrow:
             values = [value if value is None else str(value) for value in values]
         bar = [Text("█" * -(-BAR * (row.lag or 0) // longest) if longest else "")] if bars else []
-        table.add_row(*cells(values), *bar, *cells((_shortened(row.member),) if narrow else (row.member, row.stream)))
+        rows.append([*cells(values), *bar, *cells((_shortened(row.member),) if narrow else (row.member, row.stream))])
+        table.add_row(*rows[-1])
+    shown: RenderableType = table
+    if narrow:
+        texts = zip(columns, *([cell.plain for cell in row] for row in rows), strict=True)
+        widths = [1 + max(map(len, column)) for column in texts]
+        shown = ByWidth(lines_of(columns, rows), table, 1 + TOPIC_MIN + sum(widths[1:]))
     left = len(report.partitions) - len(chosen)
-    return Group(table, Text(f"and {counted(left, 'partition')} with less lag")) if left else table
+    return Group(shown, Text(f"and {counted(left, 'partition')} with less lag")) if left else shown
 
 
 def group_view(

@@ -166,6 +166,17 @@ def test_tables_fit_80_columns() -> None:
         assert part in text, text
 
 
+@pytest.mark.parametrize("width", [30, 40, 50, 56])
+def test_a_terminal_that_is_too_narrow_for_the_numbers_shows_all_digits(width: int) -> None:
+    look = report({0: "spark-group.9f2c41d8.1", 1: ""}, committed=1234567890, end=1234567999)
+    rows = tuple(replace(row, ledger=row.committed) for row in look.partitions)
+    console = Console(width=width, record=True, file=io.StringIO())
+    console.print(partitions_table(replace(look, partitions=rows)))
+    text = " ".join(console.export_text().split())
+    at = "committed 1234567890, end 1234567999, lag 109, ledger 1234567890"
+    assert f"topic t, partition 0, {at}, member spa…c41d8.1 topic t, partition 1, {at}" in text
+
+
 @pytest.mark.parametrize(("numbers", "text"), [([], ""), ([3], "3"), ([5, 0, 1, 2, 7, 8], "0-2, 5, 7-8")])
 def test_spans(numbers: list[int], text: str) -> None:
     assert spans(numbers) == text
