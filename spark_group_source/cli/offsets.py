@@ -219,15 +219,16 @@ def delete_group(
             )
         if execute:
             admin.delete_group(group)
+    held = counted(len(offsets), "committed offset")
     if as_json:
         shown = {"group": group, "state": found.state, "offsets": len(offsets), "executed": execute}
         typer.echo(json.dumps(shown, indent=2))
         return
     if not execute:
-        console.print(f"group {group} is {found.state}, without members, and has {len(offsets)} committed offsets")
+        console.print(f"group {group} is {found.state}, without members, and has {held}")
         console.print(NOT_EXECUTED)
         return
-    console.print(f"deleted group {group} with {len(offsets)} committed offsets\n{CHECKPOINT_WINS}")
+    console.print(f"deleted group {group} with {held}\n{CHECKPOINT_WINS}")
 
 
 def _show(group: str, results: DeletionResults, *, executed: bool, as_json: bool) -> None:

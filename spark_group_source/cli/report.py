@@ -318,7 +318,8 @@ def spans(numbers: Iterable[int]) -> str:
 
 def heading(report: GroupReport, per_s: float | None = None) -> Text:
     """A group in one line; ``per_s``: committed records per second, or None."""
-    is_known = report.unknown_ends == report.without_offset == 0
+    left_out = {"whose end is unknown": report.unknown_ends, "without a committed offset": report.without_offset}
+    is_known = not any(left_out.values())
     return Text.assemble(
         "group ",
         (report.group, "bold"),
@@ -326,8 +327,7 @@ def heading(report: GroupReport, per_s: float | None = None) -> Text:
         f", {report.assignor}" if report.assignor else "",
         f", {counted(len(report.members), 'member')}, lag ",
         (f"{report.lag:,}", "bold green" if report.lag == 0 and is_known else "bold yellow"),
-        f" without {report.unknown_ends} partitions whose end is unknown" if report.unknown_ends else "",
-        f" without {report.without_offset} partitions without a committed offset" if report.without_offset else "",
+        *(f" without {counted(count, 'partition')} {which}" for which, count in left_out.items() if count),
         "" if per_s is None else f", {per_s:,.0f} records/s",
     )
 

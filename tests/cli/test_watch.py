@@ -125,7 +125,7 @@ def test_partition_without_a_leader_hides_no_other() -> None:
     look = reporting.read_group(admin, "g-of-nobody")
     assert look is not None
     assert [(row.end, row.lag) for row in look.partitions] == [(5, 0), (None, None)]
-    assert "lag 0 without 1 partitions whose end is unknown" in shown(look)
+    assert "lag 0 without 1 partition whose end is unknown" in shown(look)
     assert (look.as_dict()["lag"], look.as_dict()["unknown_ends"]) == (0, 1)
 
 
