@@ -27,7 +27,7 @@ from spark_group_source.cli.common import (
     console,
     table_of,
 )
-from spark_group_source.cli.report import DEAD, counted, missing_group
+from spark_group_source.cli.report import DEAD, counted, group_with_members, missing_group
 from spark_group_source.cli.reset import scope_of
 from spark_group_source.error_codes import CODES
 from spark_group_source.errors import BrokerUnavailable, GroupError, OptionError
@@ -203,19 +203,16 @@ def delete_group(
     command_config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Delete a group without members, and all its committed offsets.
-
-    Exit code 1: the group still exists.
-    """
+    """Delete a group without members, and all its committed offsets."""
     with admin_of(bootstrap_servers, group, command_config) as admin:
         found = admin.describe_group(group)
         offsets = admin.committed(group)
         if found.state == DEAD and not offsets:
             raise missing_group(admin, group)
         if found.members:
-            raise GroupError(
-                f"group {group!r} has {counted(len(found.members), 'member')}, and Kafka deletes only groups without "
-                "members. Stop its queries and consumers, and wait for their session timeout"
+            members = counted(len(found.members), "member")
+            raise group_with_members(
+                group, f"has {members}, and Kafka deletes only groups without members", "Stop its queries and consumers"
             )
         if execute:
             admin.delete_group(group)
