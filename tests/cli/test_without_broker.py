@@ -487,7 +487,7 @@ def test_names_are_printed_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
         shown = CliRunner().invoke(
             app, ["delete-group", "--bootstrap-servers", NO_BROKER, "--group", group, "--execute"]
         )
-        assert shown.exit_code == 0 and f"deleted group {group} with 1 committed offsets" in shown.output, shown
+        assert shown.exit_code == 0 and f"deleted group {group} with 1 committed offset\n" in shown.output, shown
 
 
 class ThreeGroups:
