@@ -179,7 +179,7 @@ def test_ledgers_are_read_where_the_log_no_longer_has_a_replay_or_the_commits_be
     caplog.clear()
     for _ in range(2):
         assert [ledger.group for ledger in read()] == ["etl", "old"]
-    assert caplog.messages == []
+    assert not [record for record in caplog.records if record.name.startswith("spark_group_source.delta")]
 
 
 def replayed(query: Query, table: Path) -> None:
