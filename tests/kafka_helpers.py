@@ -30,6 +30,8 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined]  # its stubs r
     OffsetSpec,
 )
 
+from spark_group_source.errors import BrokerUnavailable
+from spark_group_source.kafka.admin import EpochEnds
 from spark_group_source.model import TopicPartition
 
 T = TypeVar("T")
@@ -262,6 +264,20 @@ def end_offsets_of(admin: AdminClient, topic: str, isolation: IsolationLevel | N
     specs = {KafkaTopicPartition(topic, p): OffsetSpec.latest() for p in partitions}
     futures = admin.list_offsets(specs, isolation_level=isolation or IsolationLevel.READ_UNCOMMITTED)
     return {TopicPartition(tp.topic, tp.partition): future.result(ADMIN_S).offset for tp, future in futures.items()}
+
+
+def epoch_ends_of(ends: EpochEnds, epochs: Mapping[TopicPartition, int]) -> dict[TopicPartition, int | None]:
+    """Read the ends of leader epochs until every partition is answered: on a busy machine one read may leave
+    partitions out, or have no answer."""
+    found: dict[TopicPartition, int | None] = {}
+
+    def are_answered() -> bool:
+        with contextlib.suppress(BrokerUnavailable):
+            found.update(ends.read({tp: epoch for tp, epoch in epochs.items() if tp not in found}))
+        return found.keys() == epochs.keys()
+
+    await_until(are_answered, what="an answer for each partition")
+    return found
 
 
 def await_markers(admin: AdminClient, topic: str) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from confluent_kafka import Consumer, Producer
-from kafka_helpers import await_until
+from kafka_helpers import ADMIN_S, await_until, epoch_ends_of
 from kit.mock_cluster import Api, MockCluster
 
 from spark_group_source.kafka.admin import EpochEnds
@@ -13,7 +13,6 @@ from spark_group_source.kafka.environment import Environment
 from spark_group_source.model import TopicPartition
 
 PARTITIONS = 20
-BACK_S = 60.0
 
 
 class ConsumerThatWaits(Consumer):
@@ -37,7 +36,7 @@ class SlowEnvironment(Environment):
 
     def consumer(self, settings: Mapping[str, Any]) -> Any:
         return ConsumerThatWaits(
-            settings, lambda: await_until(lambda: self._cluster.request_count(Api.FETCH) > 0, BACK_S, what="a fetch")
+            settings, lambda: await_until(lambda: self._cluster.request_count(Api.FETCH) > 0, what="a fetch")
         )
 
 
@@ -53,22 +52,15 @@ def cluster() -> Iterator[MockCluster]:
             for partition in range(PARTITIONS):
                 for _ in range(count):
                     producer.produce("orders", b"x", partition=partition)
-            assert producer.flush(30) == 0
+            assert producer.flush(ADMIN_S) == 0
         yield made
 
 
 def read(cluster: MockCluster, environment: Environment) -> set[int | None]:
-    """Read the end of each partition's first epoch. On a busy machine one read may leave partitions out."""
+    """Read the end of each partition's first epoch."""
     ends = EpochEnds({"bootstrap.servers": cluster.bootstrap_servers, "log_level": "3"}, environment=environment)
     epochs = {TopicPartition("orders", partition): 1 for partition in range(PARTITIONS)}
-    found: dict[TopicPartition, int | None] = {}
-
-    def are_answered() -> bool:
-        found.update(ends.read({tp: epoch for tp, epoch in epochs.items() if tp not in found}))
-        return found.keys() == epochs.keys()
-
-    await_until(are_answered, BACK_S, what="an answer for each partition")
-    return set(found.values())
+    return set(epoch_ends_of(ends, epochs).values())
 
 
 @pytest.mark.parametrize("is_slow", [False, True], ids=["at once", "after a fetch"])

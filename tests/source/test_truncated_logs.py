@@ -10,11 +10,11 @@ import pytest
 from confluent_kafka import Consumer, ConsumerGroupTopicPartitions, Producer
 from confluent_kafka import TopicPartition as KafkaPartition
 from confluent_kafka.admin import AdminClient
-from kafka_helpers import await_until, committed_of, create_topic, end_offsets_of, produce_to
+from kafka_helpers import await_until, committed_of, create_topic, end_offsets_of, epoch_ends_of, produce_to
 from kit.broker_cluster import BrokerCluster
 from streams import Engine, SourceRow, options_of, texts
 
-from spark_group_source.errors import BrokerUnavailable, DataLoss
+from spark_group_source.errors import DataLoss
 from spark_group_source.kafka.admin import EpochEnds
 from spark_group_source.kafka.environment import Environment
 from spark_group_source.model import TopicPartition
@@ -97,7 +97,7 @@ def test_G10_a_truncation_between_two_batches_is_detected_even_if_the_log_has_gr
     truncate_log(alone, data, tp, 6)
     write(name, 100, 111)  # up to 18: the end of the log alone shows no truncation
     ends = EpochEnds({"bootstrap.servers": alone.bootstrap_servers}, environment=Environment())
-    assert ends.read({tp: 0}) == {tp: 6}, "the end of the former leader epoch"
+    assert epoch_ends_of(ends, {tp: 0}) == {tp: 6}, "the end of the former leader epoch"
 
     with (
         Engine(options, log) as engine,
@@ -128,20 +128,8 @@ def test_epoch_ends_are_parsed_from_librdkafkas_log(alone: BrokerCluster, name: 
     assert end_offsets_of(admin, name) == {TopicPartition(name, 0): 5}
     ends = EpochEnds({"bootstrap.servers": alone.bootstrap_servers}, environment=Environment())
     tp = TopicPartition(name, 0)
-    found: dict[TopicPartition, int | None] = {}
-
-    def read(epoch: int) -> bool:
-        """Return whether the broker answered in time, which it may not on a busy machine."""
-        try:
-            found.update(ends.read({tp: epoch}))
-        except BrokerUnavailable:
-            return False
-        return True
-
-    await_until(lambda: read(0), what="the end of the epoch")
-    assert found == {tp: 5}
-    await_until(lambda: read(7), what="the answer about an unknown epoch")
-    assert found == {tp: None}
+    assert epoch_ends_of(ends, {tp: 0}) == {tp: 5}
+    assert epoch_ends_of(ends, {tp: 7}) == {tp: None}, "an unknown epoch"
     assert ends.read({}) == {}
 
 
@@ -182,7 +170,7 @@ def test_a_wrong_leader_epoch_in_another_consumers_commit_is_no_truncation(
     write(name, 10, 19)
     settings = {"bootstrap.servers": alone.bootstrap_servers}
     ends = EpochEnds(settings, environment=Environment())
-    assert ends.read({tp: 0}) == {tp: 10}, "with epoch 0, the log seems to be truncated below 15"
+    assert epoch_ends_of(ends, {tp: 0}) == {tp: 10}, "with epoch 0, the log seems to be truncated below 15"
     consumer = Consumer({**settings, "group.id": group})
     consumer.commit(offsets=[KafkaPartition(name, 0, 15, leader_epoch=0)], asynchronous=False)
     consumer.close()
