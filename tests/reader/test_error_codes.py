@@ -483,7 +483,8 @@ def test_tasks_of_a_worker_share_topic_checks_while_they_are_valid(
     cluster: MockCluster, read: Read, monkeypatch: pytest.MonkeyPatch, valid_s: float, first: int, next_task: int
 ) -> None:
     monkeypatch.setattr(range_reader, "TOPIC_CHECK_VALID_S", valid_s)
-    monkeypatch.setattr(native_client, "RESEND_AFTER_S", DEADLINE_S)  # nothing is resent, even on a slow machine
+    for module, name in ((native_client, "RESEND_AFTER_S"), (range_reader, "CHECK_AFTER_S")):
+        monkeypatch.setattr(module, name, DEADLINE_S)  # nothing is resent or checked, even on a slow machine
     planned = {"orders": topic_id(cluster)}
     read(0, 1)  # the client and its connections
     for requests_sent in (first, next_task, next_task):
