@@ -121,7 +121,7 @@ def test_G3_G5_a_group_is_handed_to_a_spark_job_and_back_without_loss_or_duplica
 def test_a_drained_run_can_be_killed_without_duplicates(scene: HandOver) -> None:
     name = scene.topic(PARTITIONS)
     with (
-        RunProcess(scene.run_options(name, session_ms=2000), scene.folder / "run") as run,
+        RunProcess(scene.run_options(name, session_ms=6000), scene.folder / "run") as run,
         Flow(scene.servers, name, PARTITIONS) as flow,
     ):
         with pytest.raises(GroupError, match="no query of group 'nobody' runs on this host"):
@@ -134,7 +134,7 @@ def test_a_drained_run_can_be_killed_without_duplicates(scene: HandOver) -> None
         with pytest.raises(GroupError, match="no query"):
             drain(scene.group, driver=os.getpid() + 1)
         run.send("let_go")
-        shown = CliRunner().invoke(app, ["drain", "--group", scene.group])
+        shown = CliRunner().invoke(app, ["drain", "--group", scene.group, "--timeout-s", str(SPARK_S)])
         stop = f"1 query of group {scene.group} drained; stop now: the driver JVM is process {os.getpid()}"
         assert (shown.exit_code, shown.output.strip()) == (0, stop), shown.output
         assert "a drain was requested; the run plans no more batches" in run.output

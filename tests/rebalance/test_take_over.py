@@ -21,7 +21,7 @@ def test_G6_a_frozen_driver_with_an_idle_slot_stops_and_its_successor_continues(
     """Two slots and one partition: the library does not report the idle slot's lost session, or reports an empty list,
     and rejoins by itself under an instance id that belongs to the successor by now."""
     name = scene.topic()
-    given = scene.run_options(name, strategy, session_ms=2000, groupMembers=2)
+    given = scene.run_options(name, strategy, session_ms=6000, groupMembers=2)
 
     def whole(run: RunProcess) -> bool:
         found = run.statistics
@@ -66,7 +66,7 @@ def test_an_applied_rewind_survives_the_death_of_the_run_before_its_next_batch(s
     """By then the offset was committed by the run itself; only its note shows that it is newer than the checkpoint."""
     name = scene.topic(2)
     scene.fill(name, 10)
-    given = scene.run_options(name, session_ms=2000, leaveOnStop="always")
+    given = scene.run_options(name, leaveOnStop="always")
     file = scene.folder / "run"
     back = {TopicPartition(name, 0): 3, TopicPartition(name, 1): 5}
     with RunProcess(given, file) as first:
