@@ -28,7 +28,6 @@ soak = partial(pytest.param, marks=pytest.mark.soak)
 
 PARTITIONS = 6
 SESSION_MS = 10_000
-CLIENTS_MAX = 40
 
 
 class ClusterScene(GroupScene):
@@ -70,14 +69,19 @@ class ClusterScene(GroupScene):
 
     def look(self) -> GroupView:
         """Describe the group; after a failure with a new client, which finds a moved coordinator at once."""
-        while True:
+
+        def found() -> GroupView | None:
             try:
                 return described(self.admin, self.group)
             except (KafkaException, TimeoutError):
                 self.clients.append(self.admin)  # kept: a garbage-collected client drops its pending requests
-                assert len(self.clients) < CLIENTS_MAX, "the group has no coordinator"
                 self.admin = self.client()
                 self.admin.poll(0.5)
+                return None
+
+        view = await_until(found, what="the group's coordinator")
+        assert view is not None
+        return view
 
     @property
     def state(self) -> str:

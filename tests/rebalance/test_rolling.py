@@ -4,10 +4,11 @@ G5)."""
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
+from typing import Any
 
 import pytest
 from confluent_kafka.admin import AdminClient
-from kafka_helpers import await_progress, await_until
+from kafka_helpers import ADMIN_S, await_progress, await_until
 
 from rebalance.accounts import Flow, measured
 from rebalance.conftest import GroupScene
@@ -135,8 +136,13 @@ def _is(value_of: Callable[[AdminClient, str], str], admin: AdminClient, group: 
 
 
 def _assignor(admin: AdminClient, group: str) -> str:
-    return str(admin.describe_consumer_groups([group])[group].result(300).partition_assignor)
+    return str(_described(admin, group).partition_assignor)
 
 
 def _kind(admin: AdminClient, group: str) -> str:
-    return str(admin.describe_consumer_groups([group])[group].result(300).type.name.lower())
+    return str(_described(admin, group).type.name.lower())
+
+
+def _described(admin: AdminClient, group: str) -> Any:
+    """The library's own timeout is out of reach: a late answer after it aborts the whole process."""
+    return admin.describe_consumer_groups([group], request_timeout=3600)[group].result(ADMIN_S)
