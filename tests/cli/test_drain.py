@@ -152,7 +152,7 @@ def test_query_is_drained_and_described_from_another_host(scene: Scene, monkeypa
         scene.produce(name, numbered(10, 19, 2))
         arrived(20)
 
-        drained = typed("drain", "--checkpoint", str(job.checkpoint))
+        drained = typed("drain", "--checkpoint", str(job.checkpoint), "--timeout-s", str(CLI_S))
         assert drained.returncode == 0, drained.stderr
         assert scene.committed() == {TopicPartition(name, p): 10 for p in range(2)}
         shown = typed("describe", "--checkpoint", str(job.checkpoint), "--bootstrap-server", scene.servers, "--json")
