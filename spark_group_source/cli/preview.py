@@ -372,11 +372,18 @@ def table_plan(table: TableWriter, rows: "DataFrame", group: str, name: str) -> 
         name: the table as the user wrote it.
     """
     columns = ", ".join(f"{f.name} {f.dataType.simpleString()}" for f in rows.schema.fields)
+    written, wanted = {field.name.lower() for field in rows.schema.fields}, [by.lower() for by in table.partition_by]
+    problems = [f"--partition-by {by}: a run writes no such column" for by in wanted if by not in written]
     if not table.exists():
         by = f", partitioned by {', '.join(table.partition_by)}" if table.partition_by else ""
-        return {"table": f"{name} is created by the first batch{by}", "columns": columns}, []
+        return {"table": f"{name} is created by the first batch{by}", "columns": columns}, problems
     new = table.lacking(rows)
-    problems = []
+    partitions = table.partition_columns()
+    if wanted and partitions is not None and wanted != [by.lower() for by in partitions]:
+        problems.append(
+            f"table {name} is partitioned by {', '.join(partitions) or 'nothing'}: leave out --partition-by, which is "
+            "for a new table"
+        )
     if new and not table.merge_schema:
         problems.append(f"table {name} lacks the columns {', '.join(new)}: give --merge-schema to add them")
     reason = table.reason_not_native(rows)

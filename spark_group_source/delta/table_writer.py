@@ -313,10 +313,15 @@ class TableWriter:
         reason = native_writer.reason_not_native(source.opened)
         if reason is None and rows is not None and native_writer.new_columns(source.opened, rows) is None:
             return "the batch has other columns or types"
-        partitions = tuple(source.opened.metadata().partition_columns)
+        partitions = self.partition_columns() or ()
         if reason is None and self.partition_by and self.partition_by != partitions:
             return f"it is partitioned by {', '.join(partitions) or 'nothing'}, not by {', '.join(self.partition_by)}"
         return reason
+
+    def partition_columns(self) -> tuple[str, ...] | None:
+        """Return the columns by which the table is partitioned; None if deltalake cannot open its log."""
+        source = self._require_source()
+        return tuple(source.opened.metadata().partition_columns) if isinstance(source, LogFiles) else None
 
     def _reason_of_hosts(self) -> str | None:
         """Return why files of executors may not be in the table's folder; None if they are."""

@@ -119,6 +119,17 @@ class TestRun:
         assert allowed.code == 0, allowed.output
         assert self.facts(allowed)["new columns"] == "id, malformed"
 
+    def test_a_check_names_partition_columns_that_a_run_cannot_write(self, scene: Scene) -> None:
+        topic = scene.topic(1)
+        new = self.typed(scene, topic, "--check", "--partition-by", "nope", "--partition-by", "Topic")
+        assert new.code == 1 and "--partition-by nope: a run writes no such column" in new.output
+        assert "--partition-by topic" not in new.output, "Spark does not distinguish upper and lower case"
+        scene.produce(topic, ["a"])
+        scene.job(subscribe=topic).run_into(DeltaSink(scene.folder / "table", partition_by="topic"), availableNow=True)
+        other = self.typed(scene, topic, "--check", "--partition-by", "partition")
+        assert other.code == 1 and "is partitioned by topic: leave out --partition-by" in other.output
+        assert self.typed(scene, topic, "--check", "--partition-by", "TOPIC").code == 0
+
     def test_a_check_names_why_the_table_would_refuse_the_batch_until_that_is_settled(self, scene: Scene) -> None:
         topic, table = scene.topic(1), scene.folder / "table"
         query = scene.job(checkpoint="checkpoint", subscribe=topic)
