@@ -81,11 +81,25 @@ def is_path(table: str) -> bool:
 
 
 def require_separate_folders(table: str, checkpoint: str) -> None:
-    """Raise OptionError if a table and a query's checkpoint are one folder: Delta finds no table among other files."""
-    if is_path(table) and _absolute(table) == _absolute(checkpoint):
+    """Raise OptionError if a table and a query's checkpoint are one folder, in which Delta finds no table among other
+    files, or if the checkpoint is in the table's folder where VACUUM removes its files: it leaves folders of the table
+    alone whose names begin with ``_`` or ``.``."""
+    if not is_path(table):
+        return
+    at, own = _absolute(checkpoint), _absolute(table)
+    if at == own:
         raise OptionError(
             f"the table and the query's checkpoint are one folder, {table}, in which Delta cannot create a table. Set "
             "another checkpointLocation, and remove the query's files from that folder if it never had the table",
+            checkpoint=checkpoint,
+        )
+    below = at.removeprefix(f"{own}/")
+    if below != at and not below.startswith(("_", ".")):
+        hidden = f"{table.rstrip('/')}/_checkpoints/{below}"
+        raise OptionError(
+            f"the query's checkpoint {checkpoint} is in the folder of table {table}, where VACUUM removes its files. "
+            f"Nothing was written. Move the checkpoint, for example to {hidden}, and set that checkpointLocation: "
+            "VACUUM leaves folders alone whose names begin with an underscore",
             checkpoint=checkpoint,
         )
 

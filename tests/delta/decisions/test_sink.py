@@ -16,7 +16,7 @@ from urllib.parse import unquote
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from deltalake import DeltaTable, Field, Schema
+from deltalake import DeltaTable, Field, Schema, write_deltalake
 from deltalake.exceptions import DeltaError
 from kit.frames import DeltaSession, Frame, Session
 from pyarrow.fs import LocalFileSystem, SubTreeFileSystem
@@ -432,6 +432,22 @@ def test_a_table_in_the_folder_of_the_checkpoint_is_refused_and_nothing_is_writt
     with pytest.raises(OptionError, match="one folder"):
         query.run(query.sink(f"file://{query.root}/"), 0, offset(0, one(0, 5)))
     assert not (query.root / "_delta_log").exists()
+
+
+@pytest.mark.parametrize("folder", ["checkpoint", "a/_checkpoint", "_checkpoints/orders", ".checkpoint"])
+def test_a_checkpoint_is_in_the_tables_folder_only_where_vacuum_leaves_it(folder: str, query: Query) -> None:
+    table = query.root / "table"
+    inside = Query(query.spark, table, folder)
+    sink = DeltaSink(table, checkpoint=str(inside.root))
+    if folder.startswith(("_", ".")):
+        inside.run(sink, 0, offset(0, one(0, 5)))
+        assert DeltaTable(table).vacuum(0, enforce_retention_duration=False, full=True) == []
+        return
+    with pytest.raises(OptionError, match=f"Move the checkpoint, for example to {table}/_checkpoints/{folder}, and"):
+        inside.run(sink, 0, offset(0, one(0, 5)))
+    write_deltalake(table, pa.table({"value": ["a"]}))
+    unused = DeltaTable(table).vacuum(0, enforce_retention_duration=False, full=True)
+    assert {f"{folder}/offsets/0", f"{folder}/metadata"} <= {*unused}
 
 
 @pytest.mark.parametrize("prefix", ["", "file:", "file://", "file://localhost"])
