@@ -24,7 +24,7 @@ from typing import TextIO
 from spark_group_source.errors import BrokerUnavailable, OptionError
 from spark_group_source.host.run_files import here
 from spark_group_source.local.broker import KILL_S, LOG_TAIL_LINES, START_S, STOP_S, Broker, check_folder, check_free
-from spark_group_source.local.jars import java_path, kafka_jars, locked
+from spark_group_source.local.jars import java_path, kafka_jars, locked, user_folder
 
 POLL_S = 0.05
 """Polling interval for a process that is not a child of this one."""
@@ -53,7 +53,7 @@ class BrokerState:
 
 def state_dir() -> Path:
     """The project's folder for state: in ``$XDG_STATE_HOME`` or ``~/.local/state``; not created here."""
-    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "spark-group-source"
+    return user_folder("XDG_STATE_HOME", ".local/state")
 
 
 def running() -> BrokerState | None:

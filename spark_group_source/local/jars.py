@@ -89,7 +89,14 @@ _SETTINGS = """<ivysettings>
 
 def cache_dir() -> Path:
     """The project's folder in the user's cache: ``$XDG_CACHE_HOME`` or ``~/.cache``; not created here."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spark-group-source"
+    return user_folder("XDG_CACHE_HOME", ".cache")
+
+
+def user_folder(variable: str, default: str) -> Path:
+    """The project's folder in the one that an XDG variable names, by default in one of the home folder. A relative path
+    is ignored, as XDG's specification demands: the processes that use the folder have different working folders."""
+    named = Path(os.environ.get(variable, ""))
+    return (named if named.is_absolute() else Path.home() / default) / "spark-group-source"
 
 
 def java_path() -> Path:

@@ -167,6 +167,14 @@ def test_background_broker_is_started_shown_and_stopped(home: dict[str, str]) ->
     assert spark_group("broker", "status", env=home).returncode == 3
 
 
+def test_a_relative_folder_of_xdg_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The broker's process has another working folder than the command that starts it."""
+    monkeypatch.setenv("XDG_STATE_HOME", "state")
+    monkeypatch.setenv("XDG_CACHE_HOME", "cache")
+    assert local_broker.state_dir() == Path.home() / ".local" / "state" / "spark-group-source"
+    assert jars.cache_dir() == Path.home() / ".cache" / "spark-group-source"
+
+
 def test_foreign_process_is_never_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
