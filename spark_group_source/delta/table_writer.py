@@ -24,7 +24,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
-from pyspark.errors import PySparkException
+from pyspark.errors import ParseException, PySparkException
 
 from spark_group_source import compatibility
 from spark_group_source.delta import Writer, checkpoint, native_writer, session_setting, table_names
@@ -539,11 +539,17 @@ class TableWriter:
 
     def _is_described(self) -> bool:
         """Return whether there is a table, and keep what Delta reports about it. Raises OptionError for one of another
-        format."""
+        format, and for a name that Spark cannot parse."""
         if self._described is None and has_delta(self.spark):
             try:
                 self._described = self.spark.sql(f"DESCRIBE DETAIL {table_names.sql_name(self.table)}").first()
             except PySparkException as exc:
+                if isinstance(exc, ParseException) and not table_names.is_path(self.table):
+                    raise OptionError(
+                        f"the table is {self.table!r}, which is no table name in Spark's SQL ({exc.getCondition()}). A "
+                        f"path contains a slash: ./{self.table}. A name with other characters needs backticks",
+                        table=self.table,
+                    ) from None
                 if exc.getCondition() not in NOT_A_TABLE:
                     raise
             if self._described is not None and (kind := self._described["format"]) != "delta":

@@ -6,9 +6,11 @@ from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from deltalake import DeltaTable, write_deltalake
+from pyspark.errors import ParseException
 from sink_helpers import Query, expire_log
 from sink_source import offset
 from typer.testing import CliRunner
@@ -17,12 +19,12 @@ from spark_group_source import describe
 from spark_group_source.cli import common, report
 from spark_group_source.cli.app import app
 from spark_group_source.cli.ledger import ledger_reader
-from spark_group_source.delta import ledger_store
+from spark_group_source.delta import ledger_store, table_writer
 from spark_group_source.delta.ledger_format import Ledger
 from spark_group_source.delta.ledger_store import set_ledger
 from spark_group_source.delta.table_history import LedgerExpired, TableHistory
 from spark_group_source.delta.table_writer import open_existing
-from spark_group_source.errors import LedgerConflict
+from spark_group_source.errors import LedgerConflict, OptionError
 from spark_group_source.model import TopicPartition
 
 
@@ -188,3 +190,14 @@ def test_ledgers_of_dead_letters_are_not_shown_as_groups(query: Query, table: Pa
     ]
     kinds = json.loads(CliRunner().invoke(app, ["ledger", "show", str(table), "--json"]).output)
     assert [one["kind"] for one in kinds] == ["group", "letters", "group", "replay"]
+
+
+@pytest.mark.parametrize("name", ["orders-v2", ".", "my orders"])
+def test_a_folder_without_a_slash_that_is_no_name_is_refused_with_its_path(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(table_writer, "has_delta", lambda _: True)
+    spark = MagicMock()
+    spark.sql.side_effect = ParseException("[PARSE_SYNTAX_ERROR] …")
+    with pytest.raises(OptionError, match=re.escape(f"A path contains a slash: ./{name}")):
+        table_writer.open_existing(spark, name)
