@@ -338,8 +338,9 @@ class Comparison:
         rows: Exception | None = None,
         kafka: Exception | set[TopicPartition] = frozenset(),  # type: ignore[assignment]
         is_right: bool = False,
+        groups: tuple[str, ...] = ("etl",),
     ):
-        self.is_done = False
+        self.is_done, self._groups = False, list(groups)
         self._rows, self._kafka, self._is_right = rows, kafka, is_right
         patch.setattr(common, "session", lambda: nullcontext(self))
         patch.setattr(verification, "verify", self._verify)
@@ -350,7 +351,7 @@ class Comparison:
         if self._rows is not None:
             raise self._rows
         missing = Finding("rows", "orders-0: 2 records are missing")
-        return verification.Verification([] if self._is_right else [missing], ["etl"], 3, 5, [], {})
+        return verification.Verification([] if self._is_right else [missing], self._groups, 3, 5, [], {})
 
     def _compare_with_kafka(self, *_: object) -> tuple[list[Finding], set[TopicPartition]]:
         if isinstance(self._kafka, Exception):
@@ -373,6 +374,11 @@ def test_a_table_that_cannot_be_compared_does_not_count_as_different(
 ) -> None:
     shown = Comparison(monkeypatch, rows=error).run()
     assert shown.exit_code == 3 and shown.stderr.startswith(text), shown.output
+
+
+def test_a_table_without_a_ledger_does_not_count_as_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = Comparison(monkeypatch, is_right=True, groups=()).run()
+    assert shown.exit_code == 3 and "no group has a ledger in this table" in shown.stdout, shown.output
 
 
 def test_findings_in_a_table_are_shown_although_kafka_refuses_the_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
