@@ -253,8 +253,13 @@ class Publisher:
 
     @property
     def is_drain_requested(self) -> bool:
-        """Whether a command has requested that this run plans no further batch."""
-        return _is_usable() and self._drain_request.exists()
+        """Whether a command has requested that this run plans no further batch. A run continues if it cannot be read:
+        the command reports that the run does not drain."""
+        try:
+            return _is_usable() and self._drain_request.exists()
+        except OSError as exc:
+            _warn_once(f"{self._drain_request} cannot be checked: {exc.strerror}. {_CONSEQUENCE}")
+            return False
 
     def publish(
         self, statistics: Statistics, *, drained: bool = False, last_batch: int = -1, committed: bool = False

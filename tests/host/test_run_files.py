@@ -237,6 +237,26 @@ def test_a_mark_that_cannot_be_written_or_read_raises_no_error(directory: Path) 
     assert run_files.durable_mark(STREAM).seq == -1
 
 
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EIO, errno.ESTALE])
+def test_a_run_goes_on_when_it_cannot_check_whether_to_drain(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, code: int
+) -> None:
+    run = run_files.Publisher("etl")
+    run.publish(statistics())
+    run_files.request_drain(os.getpid())
+    assert run.is_drain_requested
+    run_files._warn_once.cache_clear()
+
+    def broken(path: Path) -> bool:
+        raise OSError(code, os.strerror(code))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "exists", broken)
+        assert [run.is_drain_requested for _ in range(2)] == [False, False]
+    assert caplog.text.count("cannot be checked") == 1
+    run.close()
+
+
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EDQUOT])
 def test_a_disk_that_cannot_be_written_affects_statistics_and_marks_only(
     directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, code: int
