@@ -276,7 +276,8 @@ class Coordinator:
                     CLOSE_S_MAX,
                 )
         self.agents.end("the run has ended")
-        self._publisher.close(self._run.committed_offset, seq=self._run.seq)
+        with self._publishing:  # else the clock thread could write the files again after they are removed
+            self._publisher.close(self._run.committed_offset, seq=self._run.seq)
 
     def _run_clock(self) -> None:
         """Run the clock thread, from the first join until the run is shut down."""

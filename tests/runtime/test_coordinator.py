@@ -101,6 +101,27 @@ def test_a_wait_of_the_run_ends_when_its_time_is_over(coordinator: Coordinator, 
     assert changed.waits == waits
 
 
+def test_the_files_of_a_run_are_removed_while_nothing_is_published(
+    coordinator: Coordinator, published: Published, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A clock thread that has begun to publish would write them again."""
+    free: list[bool] = []
+
+    def try_to_publish() -> None:
+        if coordinator._publishing.acquire(blocking=False):
+            free.append(True)
+
+    def close(committed: StreamOffset | None = None, *, seq: int = -1) -> None:
+        clock = threading.Thread(target=try_to_publish)
+        clock.start()
+        clock.join()
+        published.has_ended = True
+
+    monkeypatch.setattr(published, "close", close)
+    coordinator._shut_down(leave=False)
+    assert published.has_ended and not free
+
+
 def test_the_clock_ends_when_the_run_is_shut_down(coordinator: Coordinator) -> None:
     coordinator._shut_down(leave=False)
     coordinator._run_clock()  # a clock that goes on publishes
