@@ -1,17 +1,22 @@
 """The consumer of a member, with a scripted library: its identity and expulsions."""
 
+import contextlib
 from collections import deque
 
 import pytest
 from confluent_kafka import KafkaError, KafkaException
-from manual_environment import A0, A1, ManualConsumer, ManualEnvironment, member_consumer, metadata
+from kafka_helpers import await_until
+from manual_environment import A0, A1, ManualConsumer, ManualEnvironment, member_consumer, metadata, refusal
+from scenes import Scene
 
 from spark_group_source.command_line import in_sentence
-from spark_group_source.errors import AccessDenied, CommitFailed, GroupError
+from spark_group_source.errors import AccessDenied, CommitFailed, Fenced, GroupError
 from spark_group_source.kafka.consumer import MemberConsumer, take_over_membership
 from spark_group_source.kafka.environment import Environment
 from spark_group_source.kafka.translation import OffsetNote
 
+POLL_S_MAX = 60.0
+"""A poll returns at once when there is a report; this ends a hang."""
 COOPERATIVE = {"bootstrap.servers": "b", "group.id": "g", "partition.assignment.strategy": "cooperative-sticky"}
 
 
@@ -57,14 +62,24 @@ def test_a_member_that_leaves_polls_until_it_has_left(environment: ManualEnviron
     assert not environment.script and environment.called()[-1] == "close"
 
 
+@pytest.mark.parametrize("protocol", ["classic", "consumer"])
+def test_a_consumer_that_cannot_leave_is_closed(environment: ManualEnvironment, protocol: str) -> None:
+    """One that has failed for good refuses to unsubscribe."""
+    consumer, library = joined(environment, **{"group.protocol": protocol})
+    library.assign_callback(A0)
+    environment.will("unsubscribe", refusal(KafkaError._FATAL))
+    consumer.close(leave=True)
+    assert environment.called()[-1] == "close"
+
+
 class _ErrorMessage:
     """An error of a connection that the library reports."""
 
-    def __init__(self, code: int = KafkaError._AUTHENTICATION) -> None:
-        self._code = code
+    def __init__(self, code: int = KafkaError._AUTHENTICATION, text: str = "") -> None:
+        self._code, self._text = code, text or "SaslAuthenticateRequest failed: invalid_token"
 
     def error(self) -> KafkaError:
-        return KafkaError(self._code, "SaslAuthenticateRequest failed: invalid_token")
+        return KafkaError(self._code, self._text)
 
     def topic(self) -> None:
         return None
@@ -122,3 +137,53 @@ def test_the_command_of_kafkas_own_tool_names_a_file_with_javas_settings(environ
         "kafka-configs.sh --bootstrap-server b --command-config admin.properties --describe --all --entity-type brokers"
     )
     assert "a Java client" in in_sentence(consumer._brokers_settings())
+
+
+@pytest.mark.parametrize("topics", [["a", "b"], []], ids=["another topic", "no topic"])
+def test_a_fenced_member_whose_topics_change_is_reported_as_fenced(
+    environment: ManualEnvironment, topics: list[str]
+) -> None:
+    """The refusal of the subscription does not contain the reason. As an unexpected error it would let the slot rejoin,
+    which fences the process that has replaced this one."""
+    consumer, _ = joined(environment)
+    environment.will("subscribe", refusal(KafkaError._FATAL))
+    environment.will("unsubscribe", refusal(KafkaError._FATAL))
+    consumer.subscribe(topics)
+    text = "Fatal error: Broker: Static consumer fenced by other consumer with same group.instance.id"
+    environment.will("poll", _ErrorMessage(KafkaError._FATAL, text))
+    environment.script.append(lambda: None)
+    with pytest.raises(Fenced, match="fenced by other consumer"):
+        consumer.poll(0.1)
+
+
+def test_a_fenced_consumer_refuses_a_subscription_and_reports_its_fencing_in_the_next_poll(scene: Scene) -> None:
+    """As the scripted consumer above does."""
+    name = scene.topic()
+    settings = {"bootstrap.servers": scene.servers, "group.id": scene.group, "group.instance.id": "i"}
+    settings |= {"enable.auto.commit": "false", "log_level": "0"}
+    first = member_consumer(settings, Environment())
+    first.subscribe([name])
+
+    def joined() -> bool:
+        first.poll(0.1)
+        return first.identity is not None
+
+    await_until(joined, what="the first member")
+    second = member_consumer(settings, Environment())
+    second.subscribe([name])
+
+    def is_refused() -> bool:
+        with contextlib.suppress(Fenced):
+            second.poll(0.1)
+        try:
+            first._consumer.subscribe([name])
+        except KafkaException as exc:
+            return bool(exc.args[0].code() == KafkaError._FATAL)
+        return False
+
+    await_until(is_refused, what="the refusal of a subscription")
+    first.subscribe([name, "another"])
+    with pytest.raises(Fenced):
+        first.poll(POLL_S_MAX)
+    for consumer in (first, second):
+        consumer.close(leave=True)
