@@ -144,6 +144,13 @@ def fill(
     admin.create_topics([NewTopic(topic, min(partitions, AT_ONCE), 1, config=config)])[topic].result(120)
     for count in range(2 * AT_ONCE, partitions + AT_ONCE, AT_ONCE):
         admin.create_partitions([NewPartitions(topic, min(count, partitions))])[topic].result(120)
+    append(servers, topic, records=records, size=size, partitions=partitions, codec=codec, headers=headers)
+
+
+def append(
+    servers: str, topic: str, *, records: int, size: int, partitions: int, codec: str = "none", headers: int = 0
+) -> None:
+    """Write such records to a topic that exists."""
     producer = Producer(
         {
             "bootstrap.servers": servers,
